@@ -1,0 +1,36 @@
+"""jshard: fully sharded data-parallel training for Flax models in JAX."""
+
+from jshard.collectives import gather, pmean
+from jshard.dropout import Dropout
+from jshard.errors import UserError
+from jshard.fsdp import FSDP
+from jshard.layers import Stack, Unit, gathered
+from jshard.loss import Loss, Mean, Means
+from jshard.mesh import make_mesh
+from jshard.optim import per_layer
+from jshard.policy import Policy
+from jshard.precision import Precision
+from jshard.remat import Names
+from jshard.schedule import scan_layers
+from jshard.state import TrainState
+
+__all__ = [
+    "FSDP",
+    "Dropout",
+    "Loss",
+    "Mean",
+    "Means",
+    "Names",
+    "Policy",
+    "Precision",
+    "Stack",
+    "TrainState",
+    "Unit",
+    "UserError",
+    "gather",
+    "gathered",
+    "make_mesh",
+    "per_layer",
+    "pmean",
+    "scan_layers",
+]

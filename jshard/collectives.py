@@ -1,0 +1,186 @@
+"""All-gathers of parameters and their transposes, with the dtypes on the wire.
+
+Everything here runs inside ``shard_map``: an array is one device's local part, and
+its type says over which mesh axes it varies. A gradient has
+the type of its parameter, so reducing it over exactly the axes its parameter does
+*not* vary over is always right, on hybrid meshes too.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard.mesh import FSDP, manual_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives and how it travels.
+
+    Attributes:
+      dim: the sharded dimension, counted from the end (-1 is the last), so that it
+        holds for one layer and for a stack of layers alike; None is replicated.
+      gather: dtype on the wire of the all-gather; None is the parameter's own.
+      compute: dtype the layer sees; None is the one it arrived in.
+      reduce: dtype on the wire of the reduce-scatter; None is the gradient's own.
+      trainable: whether a gradient is computed and scattered.
+    """
+
+    dim: int | None
+    gather: Any = None
+    compute: Any = None
+    reduce: Any = None
+    trainable: bool = True
+
+
+def is_float(x: Any) -> bool:
+    """Whether ``x`` (array or abstract array) has a derivative."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which ``x`` (array or abstract array) differs by device."""
+    kind = (x if hasattr(x, "manual_axis_type") else jax.typeof(x)).manual_axis_type
+    return frozenset() if kind is None else kind.varying
+
+
+def vary(x: Any, axes: Any = None) -> Any:
+    """Types ``x`` as varying over ``axes`` (default: all manual ones), moving nothing.
+
+    The transpose is a sum over the axes added, which is why it is placed by hand.
+    """
+    axes = manual_axes() if axes is None else axes
+    missing = tuple(a for a in axes if a not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Zeros of the shape, dtype and mesh type of ``x``."""
+    return vary(jnp.zeros(x.shape, x.dtype), tuple(varying(x)))
+
+
+def abstract_like(x: Any, *, layer: bool = False) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and mesh type of an array; of one layer of it if ``layer``."""
+    aval = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+    kind, mesh = aval.manual_axis_type, jax.sharding.get_abstract_mesh()
+    return jax.ShapeDtypeStruct(
+        aval.shape[1:] if layer else aval.shape,
+        aval.dtype,
+        sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec()),
+        manual_axis_type=kind,
+    )
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if dtype is None or not is_float(x) else x.astype(dtype)
+
+
+def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
+    """The full parameter from one device's shard, in the layer's dtype."""
+    full = _cast(shard, place.gather)
+    if place.dim is not None and lax.axis_size(FSDP) > 1:
+        full = lax.all_gather(full, FSDP, axis=full.ndim + place.dim, tiled=True)
+    return _cast(full, place.compute)
+
+
+def reduce_scatter(
+    grad: jax.Array, place: Placement, shard: jax.Array | jax.ShapeDtypeStruct
+) -> jax.Array:
+    """The gradient of one device's shard from that of the full parameter.
+
+    Summed over "fsdp" by a reduce-scatter and then, as a shard, over "replica" unless
+    the parameter itself varies there (a gradient that is accumulated before it is
+    summed). A replicated parameter is all-reduced where it is invariant.
+
+    Args:
+      grad: this device's gradient of the gathered parameter.
+      place: the parameter's placement.
+      shard: the shard (only its dtype and mesh type are read).
+    """
+    grad = _cast(grad, place.reduce)
+    if place.dim is not None and lax.axis_size(FSDP) > 1:
+        dim = grad.ndim + place.dim
+        grad = lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
+    have, want = varying(grad), varying(shard)
+    summed = tuple(axis for axis in manual_axes() if axis in have - want)
+    grad = lax.psum(grad, summed) if summed else grad
+    return vary(grad.astype(shard.dtype), tuple(want))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A residual that is no array."""
+
+    value: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_leaf(shard: jax.Array, place: Placement) -> jax.Array:
+    """``all_gather`` whose transpose is ``reduce_scatter``, each in its own dtype."""
+    return all_gather(vary(shard), place)
+
+
+def _gather_forward(shard, place):
+    return gather_leaf(shard, place), (_Static(abstract_like(shard)),)
+
+
+def _gather_backward(place, saved, grad):
+    return (reduce_scatter(grad, place, saved[0].value),)
+
+
+gather_leaf.defvjp(_gather_forward, _gather_backward)
+
+
+def placements(
+    specs: Any, params: Any, *, dtype: Any = None, reduce_dtype: Any = None
+) -> Any:
+    """Placements of a plain pytree from PartitionSpecs of the same structure.
+
+    The specs count the dimensions of ``params`` as given, a stack's layer dimension
+    included.
+    """
+
+    def place(param: Any, spec: PartitionSpec) -> Placement:
+        dims = [i for i, axis in enumerate(spec) if axis == FSDP]
+        dim = dims[0] - len(param.shape) if dims else None
+        return Placement(dim, gather=dtype, reduce=reduce_dtype)
+
+    return jax.tree.map(place, params, specs)
+
+
+def gather(
+    params: Any, specs: Any, *, dtype: Any = None, reduce_dtype: Any = None
+) -> Any:
+    """All-gathers a pytree of shards; its gradient leaves as reduce-scatters.
+
+    For use inside ``shard_map`` over a mesh with an "fsdp" axis.
+
+    Args:
+      params: pytree of local shards.
+      specs: a PartitionSpec for each leaf; the dimension named "fsdp" is gathered,
+        a leaf without one is returned as it is and its gradient is all-reduced.
+      dtype: dtype on the wire and of the result; None keeps the parameter's.
+      reduce_dtype: dtype of the reduction; None keeps the gradient's.
+
+    Returns:
+      The same tree with full shapes.
+    """
+    places = placements(specs, params, dtype=dtype, reduce_dtype=reduce_dtype)
+    return jax.tree.map(gather_leaf, params, places)
+
+
+def pmean(x: Any) -> Any:
+    """Mean over all devices of a step; the identity outside a mesh.
+
+    Use it for statistics over the whole batch (batch norm, load balance).
+    """
+    axes = manual_axes()
+    if not axes:
+        return x
+    return jax.tree.map(lambda v: lax.pmean(vary(v), axes), x)

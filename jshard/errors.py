@@ -1,0 +1,15 @@
+"""Errors of which one line tells the user more than a traceback."""
+
+
+class UserError(ValueError):
+    """A mistake of the user: one line, what, where, what to do.
+
+    The command line exits 2 with it.
+    """
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on, through no bug: a loss that is not finite, a full disk.
+
+    The command line exits 1 with it.
+    """

@@ -1,0 +1,359 @@
+"""FSDP: makes sharded states and the jitted steps that train and evaluate them."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard import describe, layers, step
+from jshard.errors import UserError
+from jshard.loss import Means
+from jshard.mesh import AXES, BATCH, FSDP as FSDP_AXIS, check_mesh
+from jshard.optim import sharded_update
+from jshard.partition import (
+    optimizer_specs,
+    param_specs,
+    placements,
+    replicated_specs,
+)
+from jshard.policy import Policy
+from jshard.state import TrainState
+
+
+class FSDP:
+    """Fully sharded data-parallel training on a mesh.
+
+    Args:
+      mesh: a mesh with axes "replica" and "fsdp" (``jshard.make_mesh``).
+      policy: what is gathered, kept and reduced, and in which dtypes.
+      units: module types whose instances become Units, the model unedited.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        policy: Policy | None = None,
+        *,
+        units: tuple[type, ...] = (),
+    ):
+        self.mesh = check_mesh(mesh)
+        self.policy = policy or Policy()
+        self.units = tuple(units)
+
+    # States.
+
+    def init(
+        self,
+        make_model: Callable[[nnx.Rngs], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        seed: int = 0,
+        wrt: Any = nnx.Param,
+    ) -> TrainState:
+        """Makes a state whose arrays are born as shards.
+
+        The whole tree never exists on any device or on the host, and the values do
+        not depend on the mesh.
+
+        Args:
+          make_model: makes the model from random streams.
+          optimizer: any optax transformation.
+          seed: of the random streams.
+          wrt: an NNX filter; the parameters it selects are trained.
+
+        Raises:
+          UserError: the model has no parameters that ``wrt`` selects, or an override
+            of the policy matches no module.
+        """
+        create = functools.partial(self._create, make_model, optimizer, wrt)
+        abstract = self.abstract_state(make_model, optimizer, wrt)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        return jax.jit(create, out_shardings=shardings)(jnp.asarray(seed, jnp.uint32))
+
+    def abstract_state(
+        self,
+        make_model: Callable[[nnx.Rngs], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        wrt: Any = nnx.Param,
+    ) -> TrainState:
+        """The state of ``init`` as ShapeDtypeStructs with shardings.
+
+        Nothing is allocated. Raises as ``init`` does.
+        """
+        create = functools.partial(self._create, make_model, optimizer, wrt)
+        shapes = jax.eval_shape(create, jnp.zeros((), jnp.uint32))
+        self._check(shapes)
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
+            ),
+            shapes,
+            self._specs(shapes),
+        )
+
+    def _create(self, make_model, optimizer, wrt, seed: jax.Array) -> TrainState:
+        model = make_model(nnx.Rngs(jax.random.key(seed)))
+        for path, variable in nnx.iter_graph(model):
+            dtype = self.policy.precision_at(path).param
+            if isinstance(variable, nnx.Param) and dtype is not None:
+                value = variable.get_value()
+                if jnp.issubdtype(value.dtype, jnp.floating):
+                    variable.set_value(value.astype(dtype))
+        graphdef, params, frozen, model_state = nnx.split(model, wrt, nnx.Param, ...)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            frozen=frozen,
+            model_state=model_state,
+            opt_state=optimizer.init(params),
+            graphdef=graphdef,
+        )
+
+    def _check(self, shapes: TrainState) -> None:
+        trained = jax.tree.leaves(shapes.params)
+        if not trained:
+            raise UserError(
+                "the model has no parameters that wrt selects; nothing can be trained"
+            )
+        for path, variable in nnx.to_flat_state(shapes.params):
+            if not isinstance(variable, nnx.Param):
+                raise UserError(
+                    f"wrt selects {'.'.join(map(str, path))!r}, a "
+                    f"{type(variable).__name__}; it must select nnx.Param variables"
+                )
+        model = self._abstract_model(shapes)
+        root = layers.root_variables(model)
+        size = {path: np.prod(np.shape(v.get_value())) for path, v in root}
+        total = sum(np.prod(x.shape) for x in _leaves(shapes.params, shapes.frozen))
+        if sum(size.values()) > total / 4 and self.mesh.shape[FSDP_AXIS] > 1:
+            largest = sorted(root, key=lambda item: -size[item[0]])[:3]
+            names = ", ".join(".".join(map(str, path)) for path, _ in largest)
+            warnings.warn(
+                f"{sum(size.values()) / total:.0%} of the parameters are in no Stack "
+                "or Unit, so they are gathered at the start of a step and kept: wrap "
+                f"the modules of {names} in jshard.Unit, or name their types in units=",
+                stacklevel=4,
+            )
+
+    def _specs(self, state: TrainState) -> TrainState:
+        """PartitionSpecs for every array of a state."""
+        params = param_specs(state.params, self.policy, self.mesh)
+        return dataclasses.replace(
+            state,
+            step=PartitionSpec(),
+            params=params,
+            frozen=param_specs(state.frozen, self.policy, self.mesh),
+            model_state=replicated_specs(state.model_state),
+            opt_state=optimizer_specs(state.opt_state, state.params, params),
+        )
+
+    # Steps.
+
+    def train_step(
+        self,
+        loss_fn: Callable[[nnx.Module, Any], Any],
+        optimizer: optax.GradientTransformation,
+    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+        """The jitted step ``state, metrics = train_step(state, batch)``.
+
+        The state is donated. Metrics are scalars: "loss", "grad_norm" (before the
+        optimizer's own clipping), and the Means that ``loss_fn`` names.
+
+        Args:
+          loss_fn: ``loss_fn(model, batch)`` on one device's examples, returning a
+            ``Mean``, a weighted sum of Means, or ``(that, {"name": Mean})``.
+          optimizer: the transformation the state was made with.
+
+        Raises:
+          UserError: (when called) the batch does not divide, or the loss is no Mean.
+        """
+        accumulate = self.policy.accumulate
+
+        def train_step(state: TrainState, batch: Any):
+            self._check_batch(batch, accumulate)
+            specs = self._specs(state)
+            local = functools.partial(
+                step.train,
+                self._builder(state, training=True),
+                loss_fn,
+                specs.params,
+                accumulate,
+            )
+            grads, metrics, model_state = self._shard_map(
+                local,
+                (specs.params, specs.frozen, PartitionSpec(), BATCH),
+                (specs.params, PartitionSpec(), PartitionSpec()),
+            )(state.params, state.frozen, state.model_state, batch)
+            with sharded_update(self.mesh, self.policy):
+                updates, opt_state = optimizer.update(
+                    grads, state.opt_state, state.params
+                )
+            new = dataclasses.replace(
+                state,
+                step=state.step + 1,
+                params=optax.apply_updates(state.params, updates),
+                model_state=model_state,
+                opt_state=opt_state,
+            )
+            metrics["grad_norm"] = optax.tree.norm(grads)
+            return self._constrain(new, specs), metrics
+
+        return jax.jit(train_step, donate_argnums=0)
+
+    def eval_step(
+        self, loss_fn: Callable[[nnx.Module, Any], Any]
+    ) -> Callable[[TrainState, Any], Means]:
+        """The jitted ``means = eval_step(state, batch)``, the model in eval mode.
+
+        Results of several batches add: ``(a + b).compute()`` is a dict of floats.
+        """
+
+        def eval_step(state: TrainState, batch: Any) -> Means:
+            self._check_batch(batch, 1)
+            specs = self._specs(state)
+            local = functools.partial(
+                step.evaluate, self._builder(state, training=False), loss_fn
+            )
+            loss, metrics = self._shard_map(
+                local,
+                (specs.params, specs.frozen, PartitionSpec(), BATCH),
+                PartitionSpec(),
+            )(state.params, state.frozen, state.model_state, batch)
+            return Means(loss, metrics)
+
+        return jax.jit(eval_step)
+
+    def predict_step(
+        self, fn: Callable[[nnx.Module, Any], Any]
+    ) -> Callable[[TrainState, Any], Any]:
+        """The jitted ``outputs = predict_step(state, batch)``, in eval mode.
+
+        ``fn(model, batch)`` maps one device's examples to arrays with the same leading
+        dimension; the outputs are those of the global batch.
+        """
+
+        def predict_step(state: TrainState, batch: Any) -> Any:
+            self._check_batch(batch, 1)
+            specs = self._specs(state)
+
+            build = self._builder(state, training=False)
+
+            def local(params, frozen, model_state, batch):
+                return fn(build(params, frozen, model_state), batch)
+
+            return self._shard_map(
+                local, (specs.params, specs.frozen, PartitionSpec(), BATCH), BATCH
+            )(state.params, state.frozen, state.model_state, batch)
+
+        return jax.jit(predict_step)
+
+    def _builder(self, state: TrainState, *, training: bool) -> step.Build:
+        """Makes the model on one device, units ready to gather, root gathered."""
+        places = placements(state.params, state.frozen, self.policy, self.mesh)
+
+        def build(params, frozen, model_state):
+            model = nnx.merge(state.graphdef, params, frozen, model_state, copy=True)
+            if training:
+                model.train()
+            else:
+                model.eval()
+            layers.make_units(model, self.units)
+            layers.place(model, self.policy, places)
+            layers.gather_root(model)
+            return model
+
+        return build
+
+    def _abstract_model(self, state: TrainState) -> nnx.Module:
+        """The model over abstract values, with its Units, for inspection."""
+        model = nnx.merge(
+            state.graphdef, state.params, state.frozen, state.model_state, copy=True
+        )
+        layers.make_units(model, self.units)
+        modules = [path for path, _ in nnx.iter_modules(model) if path]
+        self.policy.check_overrides(modules)
+        return model
+
+    def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(
+            fn,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(AXES),
+        )
+
+    def _constrain(self, tree: Any, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda x, spec: jax.lax.with_sharding_constraint(
+                x, NamedSharding(self.mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    # Data in and out.
+
+    def shard_batch(self, local_batch: Any) -> Any:
+        """Global arrays from this process's part of the batch, (examples, ...) each.
+
+        Raises:
+          UserError: the examples do not divide by the mesh's devices.
+        """
+        self._check_batch(local_batch, 1, processes=jax.process_count())
+        sharding = NamedSharding(self.mesh, BATCH)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
+            local_batch,
+        )
+
+    def _check_batch(self, batch: Any, accumulate: int, processes: int = 1) -> None:
+        devices = self.mesh.shape[AXES[0]] * self.mesh.shape[AXES[1]]
+        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+        if len(sizes) != 1 or () in sizes:
+            raise UserError(
+                "batch: every array needs the same leading dimension, the examples; "
+                f"got leading dimensions {sorted(sizes)}"
+            )
+        examples = sizes.pop()[0] * processes
+        if examples % (devices * accumulate) or not examples:
+            parts = f"{devices} devices"
+            if accumulate > 1:
+                parts += f" x {accumulate} micro-batches (policy.accumulate)"
+            raise UserError(
+                f"batch of {examples} examples does not divide by {parts}; "
+                f"use a multiple of {devices * accumulate}"
+            )
+
+    def model(self, state: TrainState) -> nnx.Module:
+        """An ordinary module over the state's (global, sharded) arrays."""
+        return nnx.merge(
+            state.graphdef, state.params, state.frozen, state.model_state, copy=True
+        )
+
+    def unshard(self, tree: Any) -> Any:
+        """Full values on the host: the same tree with numpy arrays, leaf by leaf."""
+
+        def full(x: Any) -> np.ndarray:
+            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+                return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+            return np.asarray(x)
+
+        return jax.tree.map(full, tree)
+
+    def describe(self, state: TrainState, batch: Any = None) -> str:
+        """What a step will do, in a few lines; see ``jshard.describe``."""
+        model = self._abstract_model(state)
+        return describe.describe(self.mesh, self.policy, state, model, batch)
+
+
+def _leaves(*trees: Any) -> list[Any]:
+    return [leaf for tree in trees for leaf in jax.tree.leaves(tree)]

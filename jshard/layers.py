@@ -1,0 +1,362 @@
+"""Stack and Unit: the Flax modules that place the gathers.
+
+Outside a jshard step both are ordinary modules. Inside, ``FSDP`` has marked every
+parameter with its Placement and every Stack and Unit with its UnitPolicy (``place``);
+a unit then gathers its own parameters, those that no unit inside it owns, when it is
+called. Neither adds anything to parameter paths: a Unit *is* the module it wraps, with
+a class that gathers first, and a Stack is one layer whose variables have a leading
+layer dimension.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jshard.collectives import Placement, gather_leaf, is_float
+from jshard.errors import UserError
+from jshard.partition import LAYER_DIMS
+from jshard.policy import Policy
+from jshard.precision import set_compute_dtype
+from jshard.schedule import UnitPolicy, run_stack, run_unit, split_aux
+
+M = TypeVar("M", bound=nnx.Module)
+_PLACEMENT = "placement"  # metadata of a parameter that is, here, a shard
+
+
+class Unit(nnx.Module):
+    """A submodule that gathers its parameters when called and drops them after.
+
+    ``Unit(module)`` is ``module`` with a class that gathers: its attributes, methods,
+    type and parameter paths stay. Any public method gathers, too.
+
+    Args:
+      module: the module to wrap; the Unit takes its place.
+    """
+
+    unit_policy: UnitPolicy | None = None
+
+    def __init__(self, module: nnx.Module):
+        if isinstance(module, (Unit, Stack)):
+            raise UserError(f"{type(module).__name__} is a Unit or a Stack already")
+        _become(self, module, _unit_class(type(module)))
+
+
+class Stack(nnx.Module):
+    """Equal layers with stacked parameters, applied by a scan, one gather a layer.
+
+    ``stack(x, *args)`` calls each layer with ``(x, *args)``; layers return ``x``, or
+    ``(x, aux)``, and then the stack returns ``(x, aux)`` with aux stacked. Attributes
+    are those of a layer, with variables of shape (L, ...).
+
+    Args:
+      make_layer: makes one layer from its own ``nnx.Rngs``.
+      num_layers: how many layers.
+      rngs: random streams, split by layer.
+    """
+
+    unit_policy: UnitPolicy | None = None
+    num_layers: int
+
+    def __init__(
+        self,
+        make_layer: Callable[[nnx.Rngs], nnx.Module],
+        num_layers: int,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        if num_layers < 1:
+            raise UserError(f"Stack: num_layers={num_layers} must be at least 1")
+
+        @nnx.split_rngs(splits=num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            return make_layer(rngs)
+
+        layers = make(rngs)
+        for _, variable in _variables(layers):
+            variable.set_metadata(LAYER_DIMS, variable.get_metadata(LAYER_DIMS, 0) + 1)
+        _become(self, layers, _stack_class(type(layers)))
+        self.num_layers = num_layers
+
+    def __call__(self, x: Any, *args: Any) -> Any:
+        return _run_stack(self, x, args)
+
+
+def _become(target: nnx.Module, source: nnx.Module, cls: type) -> None:
+    vars(target).clear()
+    vars(target).update(vars(source))
+    object.__setattr__(target, "__class__", cls)
+
+
+@functools.cache
+def _unit_class(cls: type) -> type:
+    methods = {
+        name: _gathering(member)
+        for name, member in inspect.getmembers(cls, inspect.isfunction)
+        if (name == "__call__" or not name.startswith("_"))
+        and not hasattr(nnx.Module, name)
+    }
+    if "__call__" not in methods and hasattr(cls, "__call__"):
+        methods["__call__"] = _gathering(cls.__call__)
+    return type(cls.__name__, (Unit, cls), methods | {"plain_class": cls})
+
+
+@functools.cache
+def _stack_class(cls: type) -> type:
+    return type(
+        f"{cls.__name__}Stack",
+        (Stack, cls),
+        {"__call__": Stack.__call__, "plain_class": cls},
+    )
+
+
+def _gathering(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if self.unit_policy is None:
+            return method(self, *args, **kwargs)
+        return _run_unit(self, method, args, kwargs)
+
+    return call
+
+
+def _is_unit(value: Any) -> bool:
+    return isinstance(value, (Unit, Stack))
+
+
+def _variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
+    for path, value in nnx.iter_graph(module):
+        if isinstance(value, nnx.Variable):
+            yield path, value
+
+
+def _inner_units(module: nnx.Module) -> list[tuple]:
+    return [p for p, value in nnx.iter_graph(module) if p and _is_unit(value)]
+
+
+def _inside(path: tuple, prefixes: list[tuple]) -> bool:
+    return any(path[: len(prefix)] == prefix for prefix in prefixes)
+
+
+def _own(module: nnx.Module) -> Callable[[tuple, Any], bool]:
+    """Filter: parameters of ``module`` that are shards and no inner unit owns."""
+    inner = _inner_units(module)
+
+    def is_own(path: tuple, variable: Any) -> bool:
+        return _PLACEMENT in variable.get_metadata() and not _inside(path, inner)
+
+    return is_own
+
+
+def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
+    """Turns every submodule of the types ``units`` into a Unit, in place."""
+    for path, module in list(nnx.iter_modules(model)):
+        if path and isinstance(module, units) and not _is_unit(module):
+            object.__setattr__(module, "__class__", _unit_class(type(module)))
+
+
+def place(
+    model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
+) -> None:
+    """Marks every parameter with its Placement and every unit with its policy."""
+    for path, module in list(nnx.iter_modules(model)):
+        set_compute_dtype(module, policy.precision_at(path).compute)
+        if _is_unit(module):
+            module.unit_policy = policy.unit(path)
+    for path, variable in _variables(model):
+        if path in placements:
+            variable.set_metadata(_PLACEMENT, placements[path])
+
+
+def gather_root(model: nnx.Module) -> None:
+    """Gathers, in place, the parameters that no Unit or Stack owns."""
+    own = _own(model)
+    for path, variable in list(_variables(model)):
+        if own(path, variable):
+            _gather_variable(variable)
+
+
+def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
+    """The parameters that no Unit or Stack owns, with their paths."""
+    inner = _inner_units(model)
+    return [
+        (path, variable)
+        for path, variable in _variables(model)
+        if isinstance(variable, nnx.Param) and not _inside(path, inner)
+    ]
+
+
+def _gather_variable(variable: nnx.Variable) -> None:
+    where = variable.get_metadata(_PLACEMENT)
+    variable.set_value(gather_leaf(variable.get_value(), where))
+    variable.del_metadata(_PLACEMENT)
+
+
+def gathered(unit: M) -> M:
+    """The plain module with full weights, for use before a loop.
+
+    A chunked loss calls the head many times: ``head = jshard.gathered(self.head)``
+    gathers once, its gradient is scattered once, and the weights are kept in between.
+    Outside a jshard step it is the module itself. Units inside still gather for
+    themselves.
+
+    Raises:
+      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
+    """
+    if isinstance(unit, Stack):
+        raise UserError("jshard.gathered: a Stack gathers one layer at a time")
+    if not isinstance(unit, Unit) or unit.unit_policy is None:
+        return unit
+    own = _own(unit)
+    replaced: dict[int, nnx.Variable] = {}
+    for path, variable in _variables(unit):
+        if own(path, variable):
+            full = variable.copy()
+            _gather_variable(full)
+            replaced[id(variable)] = full
+    # Variables that are not gathered stay the same objects: their updates count.
+    module = jax.tree.map(
+        lambda v: replaced.get(id(v), v),
+        unit,
+        is_leaf=lambda v: isinstance(v, nnx.Variable),
+    )
+    _make_plain(module)
+    return module
+
+
+def _make_plain(module: nnx.Module) -> None:
+    """Undoes Unit or Stack: the module as its author wrote it."""
+    vars(module).pop("num_layers", None)
+    object.__setattr__(module, "__class__", type(module).plain_class)
+
+
+class _Pieces:
+    """A unit taken apart into flat lists of arrays, and put together again."""
+
+    def __init__(self, unit: nnx.Module):
+        self.unit = unit
+        self.graphdef, own, rest = nnx.split(unit, _own(unit), ...)
+        own, self._own_tree = jax.tree.flatten(
+            own, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
+        self.places: list[Placement] = [v.get_metadata(_PLACEMENT) for v in own]
+        self.shards = [v.get_value() for v in own]
+        self._own = own
+        rest_variables = jax.tree.leaves(
+            rest, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
+        self.rest, self._rest_tree = jax.tree.flatten(rest)
+        # Shards of inner units and weights gathered outside have gradients; state
+        # (statistics, random streams) has none.
+        self.moving = [
+            isinstance(v, nnx.Param) and is_float(leaf)
+            for v in rest_variables
+            for leaf in jax.tree.leaves(v)
+        ]
+
+    def module(self, weights: list, rest: list) -> nnx.Module:
+        """The plain module over full weights and the given rest."""
+        full = [v.copy(w) for v, w in zip(self._own, weights, strict=True)]
+        module = nnx.merge(
+            self.graphdef,
+            jax.tree.unflatten(self._own_tree, full),
+            jax.tree.unflatten(self._rest_tree, rest),
+            copy=True,
+        )
+        is_own = _own(module)
+        for path, variable in list(_variables(module)):
+            if is_own(path, variable):
+                variable.del_metadata(_PLACEMENT)
+        _make_plain(module)
+        return module
+
+
+def _state(module: nnx.Module) -> nnx.State:
+    return nnx.state(module, nnx.Not(nnx.Param))
+
+
+def _run_unit(unit: nnx.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
+    pieces = _Pieces(unit)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    dynamic = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+    inputs = [jnp.asarray(x) for x, d in zip(leaves, dynamic, strict=True) if d]
+    returned: list[Any] = []
+
+    def call(weights, rest, inputs):
+        module = pieces.module(weights, rest)
+        values = iter(inputs)
+        merged = [
+            next(values) if d else x for x, d in zip(leaves, dynamic, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(tree, merged)
+        result = jax.tree.map(jnp.asarray, method(module, *args, **kwargs))
+        flat, result_tree = jax.tree.flatten((result, _state(module)))
+        returned[:] = [result_tree]
+        return flat
+
+    assert unit.unit_policy is not None
+    out = run_unit(
+        call,
+        pieces.shards,
+        pieces.places,
+        pieces.rest,
+        inputs,
+        unit.unit_policy,
+        pieces.moving,
+    )
+    result, state = jax.tree.unflatten(returned[0], out)
+    if state:
+        nnx.update(unit, state)
+    return result
+
+
+def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
+    """Every layer in turn: ``run_stack`` in a step, a plain scan outside one."""
+    pieces = _Pieces(stack)
+    x, args = jax.tree.map(jnp.asarray, (x, args))
+    carry, carry_tree = jax.tree.flatten(x)
+    extra, args_tree = jax.tree.flatten(args)
+    returned: list[Any] = []
+
+    def layer(weights, rest, carry, extra):
+        module = pieces.module(weights, rest)
+        args = jax.tree.unflatten(args_tree, extra[: args_tree.num_leaves])
+        before = jax.tree.unflatten(carry_tree, carry)
+        after, aux, has_aux = split_aux(module(before, *args), before)
+        flat, tree = jax.tree.flatten((aux, _state(module)))
+        returned[:] = [has_aux, tree]
+        return [*jax.tree.leaves(after), *flat]
+
+    if stack.unit_policy is None:
+        out, ys = _plain_scan(layer, pieces, carry, extra)
+    else:
+        out, ys = run_stack(
+            layer,
+            pieces.shards,
+            pieces.places,
+            pieces.rest,
+            carry,
+            extra,
+            stack.unit_policy,
+            pieces.moving,
+        )
+    has_aux, tree = returned
+    aux, state = jax.tree.unflatten(tree, ys)
+    if state:
+        nnx.update(stack, state)
+    last = jax.tree.unflatten(carry_tree, out)
+    return (last, aux) if has_aux else last
+
+
+def _plain_scan(layer: Callable, pieces: _Pieces, carry: list, extra: list) -> Any:
+    def body(carry, slices):
+        out = layer(*slices, carry, extra)
+        return out[: len(carry)], out[len(carry) :]
+
+    return jax.lax.scan(body, carry, (pieces.shards, pieces.rest))

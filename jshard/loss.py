@@ -1,0 +1,136 @@
+"""Mean: a sum and its count, divided only when both are global."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshard.errors import UserError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A total and the number of things it sums over, on this device's examples.
+
+    A loss is a Mean, or a weighted sum of Means (``ce + 0.01 * router``), each divided
+    by its own count over the whole global batch: a device with fewer tokens weighs
+    less, as it would on one device.
+
+    Attributes:
+      total: scalar, sum over this device's part of the batch.
+      count: scalar, how many terms the sum has (tokens, examples).
+    """
+
+    total: Any
+    count: Any
+
+    def __mul__(self, weight: Any) -> "Loss":
+        return Loss(((weight, self),))
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> "Loss":
+        return as_loss(self) + other
+
+    def __radd__(self, other: Any) -> "Loss":
+        return as_loss(self) + other
+
+    def compute(self) -> Any:
+        """The mean; 0 where nothing was counted."""
+        count = jnp.asarray(self.count)
+        return jnp.where(count > 0, self.total / jnp.maximum(count, 1), 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A weighted sum of Means: ``terms`` holds (weight, Mean) pairs."""
+
+    terms: tuple[tuple[Any, Mean], ...]
+
+    def __mul__(self, weight: Any) -> "Loss":
+        return Loss(tuple((weight * w, mean) for w, mean in self.terms))
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> "Loss":
+        if isinstance(other, numbers.Number) and other == 0:  # the start of sum()
+            return self
+        return Loss(self.terms + as_loss(other).terms)
+
+    __radd__ = __add__
+
+
+def as_loss(value: Any) -> Loss:
+    """``value`` as a Loss.
+
+    Raises:
+      UserError: it is neither a Mean nor a sum of Means.
+    """
+    if isinstance(value, Mean):
+        return Loss(((1.0, value),))
+    if isinstance(value, Loss):
+        return value
+    raise UserError(
+        f"loss_fn returned {type(value).__name__}; it must return "
+        "jshard.Mean(total, count), a weighted sum of Means, or "
+        "(that, {'name': Mean, ...})"
+    )
+
+
+def split_result(result: Any) -> tuple[Loss, dict[str, Mean]]:
+    """Takes what ``loss_fn`` returned apart, as (loss, named Means)."""
+    metrics: dict[str, Mean] = {}
+    if isinstance(result, tuple) and len(result) == 2:
+        result, metrics = result
+    if not isinstance(metrics, dict):
+        raise UserError(
+            "loss_fn returned a pair whose second part is a "
+            f"{type(metrics).__name__}; it must be a dict of name to jshard.Mean"
+        )
+    for name, value in metrics.items():
+        if not isinstance(value, Mean):
+            raise UserError(
+                f"loss_fn: metric {name!r} is a {type(value).__name__}; "
+                "it must be a jshard.Mean(total, count)"
+            )
+        if name in ("loss", "grad_norm"):
+            raise UserError(f"loss_fn: metric name {name!r} is taken; choose another")
+    return as_loss(result), metrics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """An evaluation's result: ``a + b`` pools two batches, count by count.
+
+    Attributes:
+      loss: the loss's terms with global totals and counts.
+      metrics: the named Means of ``loss_fn``.
+    """
+
+    loss: Loss
+    metrics: dict[str, Mean]
+
+    def __add__(self, other: Any) -> "Means":
+        if isinstance(other, numbers.Number) and other == 0:
+            return self
+        pairs = zip(self.loss.terms, other.loss.terms, strict=True)
+        return Means(
+            Loss(tuple((weight, _pool(a, b)) for (weight, a), (_, b) in pairs)),
+            {k: _pool(mean, other.metrics[k]) for k, mean in self.metrics.items()},
+        )
+
+    __radd__ = __add__
+
+    def compute(self) -> dict[str, float]:
+        """Floats by name, "loss" first."""
+        loss = sum(float(w * mean.compute()) for w, mean in self.loss.terms)
+        return {"loss": loss} | {k: float(m.compute()) for k, m in self.metrics.items()}
+
+
+def _pool(a: Mean, b: Mean) -> Mean:
+    return Mean(a.total + b.total, a.count + b.count)

@@ -1,0 +1,127 @@
+"""Which dimension of each parameter is sharded, and the specs of a whole state."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from jshard.collectives import Placement
+from jshard.mesh import FSDP
+from jshard.policy import Policy
+
+LAYER_DIMS = "layer_dims"  # metadata of a Stack's variables: leading layer dimensions
+
+
+def shard_dim(
+    shape: tuple[int, ...], shards: int, *, layer_dims: int = 0, min_elements: int = 0
+) -> int | None:
+    """The dimension to shard, counted from the end, or None to replicate.
+
+    It is the first one, not counting the layer dimensions of a Stack, that ``shards``
+    divides: contiguous on the wire, with no transposes.
+
+    Args:
+      shape: the parameter's shape, layer dimensions first.
+      shards: size of the fsdp axis.
+      layer_dims: leading layer dimensions, never sharded.
+      min_elements: parameters with fewer elements a layer are replicated.
+    """
+    own = shape[layer_dims:]
+    if np.prod(own) < min_elements:
+        return None
+    for i, size in enumerate(own):
+        if size and size % shards == 0:
+            return i - len(own)
+    return None
+
+
+def layer_dims(variable: nnx.Variable) -> int:
+    """How many leading dimensions of ``variable`` count layers of a Stack."""
+    return variable.get_metadata(LAYER_DIMS, 0)
+
+
+def _dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
+    return shard_dim(
+        np.shape(variable.get_value()),
+        mesh.shape[FSDP],
+        layer_dims=layer_dims(variable),
+        min_elements=policy.min_shard_elements,
+    )
+
+
+def placements(
+    params: nnx.State, frozen: nnx.State, policy: Policy, mesh: Mesh
+) -> dict[tuple, Placement]:
+    """The Placement of every parameter by its path; ``frozen`` ones have no gradient.
+
+    The arrays are the global ones: shapes, not shards, decide.
+    """
+    places = {}
+    for state, trainable in ((params, True), (frozen, False)):
+        for path, variable in nnx.to_flat_state(state):
+            precision = policy.precision_at(path)
+            places[path] = Placement(
+                _dim(variable, policy, mesh),
+                precision.gather,
+                precision.compute,
+                precision.reduce,
+                trainable,
+            )
+    return places
+
+
+def param_spec(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> PartitionSpec:
+    """The PartitionSpec of one parameter."""
+    dim = _dim(variable, policy, mesh)
+    if dim is None:
+        return PartitionSpec()
+    ndim = len(np.shape(variable.get_value()))
+    return PartitionSpec(*[None] * (ndim + dim), FSDP)
+
+
+def param_specs(params: Any, policy: Policy, mesh: Mesh) -> Any:
+    """PartitionSpecs for an ``nnx.State`` of parameters, same structure."""
+
+    def spec(variable: nnx.Variable) -> nnx.Variable:
+        if not jax.tree.leaves(variable):  # masked by an optimizer
+            return variable
+        return variable.copy(param_spec(variable, policy, mesh))
+
+    return jax.tree.map(spec, params, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+def replicated_specs(tree: Any) -> Any:
+    """A replicated spec for every leaf of ``tree``."""
+    return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+
+def optimizer_specs(opt_state: Any, params: Any, specs: Any) -> Any:
+    """PartitionSpecs for an optimizer's state.
+
+    A leaf whose path ends with a parameter's path, and has its shape, is sharded like
+    it (momenta, averages); everything else (counts, factored statistics) is
+    replicated. Names decide, not tree positions, so wrapped and masked optimizers
+    work as they are.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    by_path = {
+        tuple(map(str, path)): (np.shape(leaf), spec)
+        for (path, leaf), spec in zip(leaves, _spec_leaves(specs), strict=True)
+    }
+    lengths = sorted({len(path) for path in by_path}, reverse=True)
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        names = tuple(map(str, path))
+        for length in lengths:
+            shape, found = by_path.get(names[-length:], (None, PartitionSpec()))
+            if shape == np.shape(leaf):
+                return found
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def _spec_leaves(specs: Any) -> list[PartitionSpec]:
+    return jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

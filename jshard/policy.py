@@ -1,0 +1,104 @@
+"""Policy: all knobs of the sharding in one place."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jshard.errors import UserError
+from jshard.precision import Precision
+from jshard.remat import check_remat
+from jshard.schedule import UnitPolicy
+
+_OVERRIDABLE = ("remat", "reshard_after_forward", "precision")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How a model is sharded, what is kept, and in which dtypes.
+
+    Attributes:
+      remat: what the backward of each Stack layer and Unit keeps of its forward:
+        "full" recomputes everything, "dots" keeps products of activations with
+        weights, "none" keeps all activations, ``Names(...)`` keeps those named with
+        ``jax.ad_checkpoint.checkpoint_name``, and any ``jax.checkpoint`` policy does
+        as it says. None of them keeps gathered weights.
+      reshard_after_forward: True drops gathered weights after the forward; False
+        keeps them for the backward.
+      precision: dtypes of parameters, wire, computation and reduction.
+      accumulate: micro-batches a step; gradients accumulate as shards.
+      min_shard_elements: parameters (of one layer) with fewer elements stay
+        replicated: they cost less memory than a message costs time.
+      overrides: for module paths (``"blocks.norm*"``, of a Stack without the layer
+        index) a mapping with any of remat, reshard_after_forward and precision, which
+        replace the above; the first pattern that matches wins.
+    """
+
+    remat: Any = "full"
+    reshard_after_forward: bool = True
+    precision: Precision = Precision()
+    accumulate: int = 1
+    min_shard_elements: int = 4096
+    overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        _check(self.remat, self.reshard_after_forward, self.precision)
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise UserError(
+                f"policy.accumulate: {self.accumulate!r} must be a positive integer"
+            )
+        for pattern, fields in self.overrides.items():
+            unknown = sorted(set(fields) - set(_OVERRIDABLE))
+            if unknown:
+                raise UserError(
+                    f"policy.overrides[{pattern!r}]: unknown {', '.join(unknown)}; "
+                    f"possible: {', '.join(_OVERRIDABLE)}"
+                )
+            merged = self._fields() | dict(fields)
+            _check(*(merged[name] for name in _OVERRIDABLE))
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OVERRIDABLE}
+
+    def _at(self, path: Iterable[Any]) -> dict[str, Any]:
+        names = [str(part) for part in path]
+        prefixes = [".".join(names[: i + 1]) for i in range(len(names))]
+        for pattern, fields in self.overrides.items():
+            if any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes):
+                return self._fields() | dict(fields)
+        return self._fields()
+
+    def unit(self, path: Iterable[Any]) -> UnitPolicy:
+        """The policy of the Unit or Stack at ``path``."""
+        fields = self._at(path)
+        return UnitPolicy(fields["remat"], fields["reshard_after_forward"])
+
+    def precision_at(self, path: Iterable[Any]) -> Precision:
+        """The dtypes of the module or parameter at ``path``."""
+        return self._at(path)["precision"]
+
+    def check_overrides(self, paths: Iterable[Iterable[Any]]) -> None:
+        """Raises UserError for a pattern that matches no module path."""
+        names = {
+            ".".join(str(part) for part in list(path)[: i + 1])
+            for path in map(list, paths)
+            for i in range(len(path))
+        }
+        for pattern in self.overrides:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise UserError(
+                    f"policy.overrides: {pattern!r} matches no module; modules are "
+                    f"{', '.join(sorted(names)[:12])}"
+                )
+
+
+def _check(remat: Any, reshard: Any, precision: Any) -> None:
+    check_remat(remat)
+    if not isinstance(reshard, bool):
+        raise UserError(
+            f"policy.reshard_after_forward: {reshard!r} must be True or False"
+        )
+    if not isinstance(precision, Precision):
+        raise UserError(
+            f"policy.precision: {precision!r} must be a jshard.Precision(...)"
+        )

@@ -1,0 +1,55 @@
+"""Dtypes of parameters, of the wire, of the computation and of reductions."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jshard.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Four dtypes; None keeps what the module declares.
+
+    Attributes:
+      param: dtype of the stored parameters (and of gradients and optimizer state).
+      gather: dtype on the wire of all-gathers; by default ``compute``.
+      compute: dtype of the weights a layer sees; modules that declare a ``dtype``
+        (Flax's do) get it too, so that their inputs follow.
+      reduce: dtype on the wire of gradients; by default that of the computation.
+    """
+
+    param: Any = None
+    gather: Any = None
+    compute: Any = None
+    reduce: Any = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, _dtype(field.name, value))
+        if self.gather is None:
+            object.__setattr__(self, "gather", self.compute)
+
+
+def _dtype(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(
+            f"precision.{name}: {value!r} is not a floating dtype; "
+            "use float32, bfloat16, float16 or float64"
+        )
+    return dtype
+
+
+def set_compute_dtype(module: nnx.Module, dtype: Any) -> None:
+    """Sets the dtype of a module that declares one, as Flax's own modules do."""
+    if dtype is not None and "dtype" in vars(module) and "param_dtype" in vars(module):
+        module.dtype = dtype

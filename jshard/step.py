@@ -1,0 +1,217 @@
+"""What one device does in a step, inside ``shard_map``.
+
+Counts first, then forward and backward a micro-batch at a time. The backward starts
+from weight / global count, so that no sum over tokens ever grows large, and leaves
+each gradient with the layout of its parameter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jshard.collectives import vary, varying, zeros_like
+from jshard.dropout import fold_streams, merge_state, microbatch
+from jshard.errors import UserError
+from jshard.loss import Loss, Mean, split_result
+from jshard.mesh import AXES, FSDP, manual_axes
+from jshard.remat import without_dead_code
+
+# (params, frozen, model_state) -> a model whose units gather
+Build = Callable[[nnx.State, nnx.State, nnx.State], nnx.Module]
+
+
+def train(
+    build: Build,
+    loss_fn: Callable,
+    specs: nnx.State,
+    accumulate: int,
+    params: nnx.State,
+    frozen: nnx.State,
+    model_state: nnx.State,
+    batch: Any,
+) -> tuple[nnx.State, dict[str, jax.Array], nnx.State]:
+    """Gradients, metrics and the next model state.
+
+    Args:
+      build: makes the model from its parts.
+      loss_fn: ``loss_fn(model, batch)``.
+      specs: PartitionSpecs of ``params``.
+      accumulate: number of micro-batches.
+      params: local shards; what gradients are taken of.
+      frozen: local shards of the other parameters.
+      model_state: replicated.
+      batch: this device's examples, (examples, ...) each.
+    """
+    # Gradients are summed once a step where that is cheaper: those of replicated
+    # parameters always, those of shards over "replica" when they accumulate first.
+    local = jax.tree.map(
+        lambda p, spec: vary(p) if FSDP not in spec or accumulate > 1 else p,
+        params,
+        specs,
+    )
+
+    def forward(params, state, batch, index):
+        model = build(params, frozen, fold_streams(state, index))
+        with microbatch(index, accumulate):
+            loss, metrics = split_result(loss_fn(model, batch))
+        return _typed(loss), _typed(metrics), _next_state(state, model)
+
+    def totals(params, state, batch, index):
+        loss, metrics, after = forward(params, state, batch, index)
+        return [mean.total for _, mean in loss.terms], (loss, metrics, after)
+
+    def backward(params, state, batch, index, counts):
+        _, pullback, (loss, metrics, after) = jax.vjp(
+            lambda params: totals(params, state, batch, index), params, has_aux=True
+        )
+        counts = counts or [lax.psum(mean.count, AXES) for _, mean in loss.terms]
+        seeds = [
+            vary(_seed(weight, count, mean.total.dtype))
+            for (weight, mean), count in zip(loss.terms, counts, strict=True)
+        ]
+        (grads,) = pullback(seeds)
+        return grads, loss, metrics, after
+
+    if accumulate == 1:
+        grads, loss, metrics, after = backward(local, model_state, batch, 0, None)
+        after = merge_state(model_state, after)
+    else:
+        grads, loss, metrics, after = _accumulate(
+            forward, backward, accumulate, local, model_state, batch
+        )
+    grads = jax.tree.map(
+        lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
+    )
+    loss, metrics = _global(loss), _global(metrics)
+    values = {"loss": sum(weight * mean.compute() for weight, mean in loss.terms)}
+    return grads, values | {k: m.compute() for k, m in metrics.items()}, after
+
+
+def evaluate(
+    build: Build,
+    loss_fn: Callable,
+    params: nnx.State,
+    frozen: nnx.State,
+    model_state: nnx.State,
+    batch: Any,
+) -> tuple[Loss, dict[str, Mean]]:
+    """The loss's terms and the named Means, with global totals and counts."""
+    model = build(params, frozen, fold_streams(model_state, 0))
+    loss, metrics = split_result(loss_fn(model, batch))
+    return _global(_typed(loss)), _global(_typed(metrics))
+
+
+def _accumulate(
+    forward: Callable,
+    backward: Callable,
+    number: int,
+    params: nnx.State,
+    model_state: nnx.State,
+    batch: Any,
+) -> tuple:
+    """Scans ``number`` micro-batches; gradients add up as shards."""
+    micro = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+    indices = jnp.arange(number, dtype=jnp.uint32)
+    counts = _count(forward, params, model_state, micro, indices)
+
+    def body(carry, slices):
+        sums, state = carry
+        index, batch = slices
+        grads, loss, metrics, after = backward(params, state, batch, index, counts)
+        sums = jax.tree.map(jnp.add, sums, (grads, *_parts(loss, metrics)))
+        last = index == number - 1
+        return (sums, merge_state(state, after, last=last)), [w for w, _ in loss.terms]
+
+    shapes = jax.eval_shape(
+        lambda p, s, b: _parts(*forward(p, s, b, indices[0])[:2]),
+        params,
+        model_state,
+        jax.tree.map(lambda x: x[0], micro),
+    )
+    zeros = jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype)), shapes)
+    start = ((jax.tree.map(zeros_like, params), *zeros), model_state)
+    ((grads, means, metrics), after), weights = lax.scan(body, start, (indices, micro))
+    terms = ((weight[0], mean) for weight, mean in zip(weights, means, strict=True))
+    return grads, Loss(tuple(terms)), metrics, after
+
+
+def _count(forward, params, model_state, micro, indices) -> list[jax.Array]:
+    """Global counts of the loss's terms, by a pass that computes nothing else."""
+
+    def one(counts, slices):
+        inputs = (params, model_state, *slices)
+        leaves, tree = jax.tree.flatten(inputs)
+
+        def of_leaves(*leaves):
+            params, state, index, batch = jax.tree.unflatten(tree, leaves)
+            loss, _, _ = forward(params, state, batch, index)
+            return [mean.count for _, mean in loss.terms]
+
+        return None, without_dead_code(of_leaves)(*leaves)
+
+    _, counts = lax.scan(one, None, (indices, micro))
+    return [lax.psum(jnp.sum(count, axis=0), AXES) for count in counts]
+
+
+def _parts(loss: Loss, metrics: dict[str, Mean]) -> tuple:
+    return [mean for _, mean in loss.terms], metrics
+
+
+def _seed(weight: Any, count: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.where(count > 0, weight / jnp.maximum(count, 1), 0).astype(dtype)
+
+
+def _typed(tree: Any) -> Any:
+    """Means with array totals and counts that vary by device; checks their shapes."""
+
+    def fix(mean: Any) -> Any:
+        if not isinstance(mean, Mean):
+            return jnp.asarray(mean)  # a weight
+        total, count = jnp.asarray(mean.total), jnp.asarray(mean.count)
+        if total.shape or count.shape:
+            raise UserError(
+                "loss_fn: a Mean needs scalars, got total of shape "
+                f"{total.shape} and count of shape {count.shape}; sum them first"
+            )
+        return Mean(vary(total), vary(count))
+
+    return jax.tree.map(fix, tree, is_leaf=lambda x: isinstance(x, Mean))
+
+
+def _global(tree: Any) -> Any:
+    """Totals and counts summed over all devices."""
+
+    def fix(x: Any) -> Any:
+        if isinstance(x, Mean):
+            return Mean(lax.psum(x.total, AXES), lax.psum(x.count, AXES))
+        # A weight is the same everywhere; where its type says otherwise, make it so.
+        x = jnp.asarray(x)
+        return lax.pmean(vary(x), AXES) if varying(x) else x
+
+    return jax.tree.map(fix, tree, is_leaf=lambda x: isinstance(x, Mean))
+
+
+def _between(param: jax.Array, grad: jax.Array) -> tuple[str, ...]:
+    missing = varying(grad) - varying(param)
+    return tuple(axis for axis in manual_axes() if axis in missing)
+
+
+def _next_state(before: nnx.State, model: nnx.Module) -> nnx.State:
+    """The model's state after the forward, in the structure of ``before``."""
+    after = dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))))
+    for path, variable in nnx.to_flat_state(before):
+        streams = (nnx.RngKey, nnx.RngCount)
+        old, new = varying(variable.get_value()), varying(after[path].get_value())
+        if new - old and not isinstance(variable, streams):
+            name = ".".join(map(str, path))
+            raise UserError(
+                f"model state {name!r} ends the step different on each device; reduce "
+                "what it is computed from with jshard.pmean (nnx.BatchNorm: pass "
+                f"axis_name={AXES})"
+            )
+    kept = [(path, after[path]) for path, _ in nnx.to_flat_state(before)]
+    return nnx.from_flat_state(kept)

@@ -1,0 +1,1 @@
+"""Training runs: the recipe, its data, the step loop, metrics and the report."""

@@ -1,0 +1,193 @@
+"""The command line: what was asked for, as a recipe file and a config."""
+
+import ast
+import dataclasses
+import difflib
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from jshard.errors import UserError
+from jshard.training.config import Config, flatten
+
+USAGE = """\
+usage: python -m jshard.train --config=FILE [--config.KEY=VALUE ...] [--workdir=DIR]
+
+Trains the model of a recipe, fully sharded over all devices.
+
+  --config=FILE       the recipe: a path, a file in ./train/, or a packaged recipe
+  --config.KEY=VALUE  sets one of the recipe's keys, e.g. --config.steps=100
+  --workdir=DIR       the run's folder; by default runs/RECIPE-DATE-TIME
+  --help              this text, and the keys of the recipe when --config is given
+"""
+
+
+@dataclasses.dataclass
+class Arguments:
+    """What the command line says, before any recipe is read.
+
+    Attributes:
+      recipe: The value of `--config`.
+      workdir: The value of `--workdir`.
+      overrides: The text given for each key, in order.
+      help: Whether `--help` is there.
+    """
+
+    recipe: str | None = None
+    workdir: str | None = None
+    overrides: dict[str, str] = dataclasses.field(default_factory=dict)
+    help: bool = False
+
+
+def parse_arguments(argv: Iterable[str]) -> Arguments:
+    """Reads the command line's words.
+
+    Args:
+      argv: The words after the program's name. A value follows its option after `=` or
+        as the next word.
+
+    Returns:
+      The arguments; keys and values are not checked yet.
+
+    Raises:
+      UserError: An option is unknown or has no value.
+    """
+    arguments = Arguments()
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option in ("--help", "-h"):
+            arguments.help = True
+            continue
+        if option not in ("--config", "--workdir") and (
+            not option.startswith("--config.")
+        ):
+            nearest = _nearest(option, ("--config", "--workdir", "--help"))
+            raise UserError(f"unknown argument {word!r}{nearest}; see --help")
+        value = value if equals else next(words, "")
+        if not value and not (equals and option.startswith("--config.")):
+            raise UserError(f"{option} needs a value: {option}=...")
+        if option == "--config":
+            arguments.recipe = value
+        elif option == "--workdir":
+            arguments.workdir = value
+        else:
+            arguments.overrides[option.removeprefix("--config.")] = value
+    return arguments
+
+
+def override(config: Config, overrides: dict[str, str], recipe: str) -> None:
+    """Sets keys of the config from text, each by the type of its default.
+
+    Args:
+      config: Changed in place.
+      overrides: Text by dotted key.
+      recipe: The recipe's name, for messages.
+
+    Raises:
+      UserError: A key is unknown, or a value is not of its key's type.
+    """
+    keys = flatten(config)
+    for key, text in overrides.items():
+        if key not in keys:
+            members = [name for name in keys if name.startswith(f"{key}.")]
+            hint = _nearest(key, keys)
+            if members:
+                hint = f"; it is a group: {', '.join(members)}"
+            raise UserError(
+                f"unknown key --config.{key} in recipe {recipe}{hint}; "
+                "--help lists all keys"
+            )
+        *groups, name = key.split(".")
+        group = config
+        for part in groups:
+            group = group[part]
+        kind = group.get_type(name)
+        try:
+            group[name] = parse_value(text, keys[key], kind)
+        except ValueError:
+            expected = _expected(keys[key], kind)
+            raise UserError(
+                f"--config.{key}={text}: expected {expected} "
+                f"(the default is {keys[key]!r})"
+            ) from None
+
+
+def parse_value(text: str, default: Any, kind: type | None = None) -> Any:
+    """Reads a value from text, by the type of the default it replaces.
+
+    Args:
+      text: What the user gave.
+      default: The value that it replaces. A default of None takes any number, boolean
+        or name; a sequence takes elements like its own.
+      kind: The type, where the default is the None of a typed placeholder.
+
+    Returns:
+      The value. The text `None` gives None for names and placeholders.
+
+    Raises:
+      ValueError: The text is not of that type.
+    """
+    kind = kind or type(default)
+    if text == "None" and (default is None or kind is str):
+        return None
+    if kind is str:
+        return text
+    if kind is bool:
+        return _parse_bool(text)
+    if kind in (int, float):
+        return kind(text)
+    if kind in (tuple, list):
+        return kind(_parse_sequence(text, default or ()))
+    return _parse_untyped(text)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def _parse_sequence(text: str, default: Iterable[Any]) -> list[Any]:
+    try:
+        literal = ast.literal_eval(text)
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(text) from error
+    values = list(literal) if isinstance(literal, tuple | list) else [literal]
+    kinds = {type(value) for value in default}
+    if float in kinds and kinds <= {int, float}:
+        values = [float(v) if type(v) is int else v for v in values]
+        kinds = {float}
+    if any(type(value) not in (kinds or {int, float, bool, str}) for value in values):
+        raise ValueError(text)
+    return values
+
+
+def _parse_untyped(text: str) -> Any:
+    for parse in (int, float, _parse_bool):
+        try:
+            return parse(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _expected(default: Any, kind: type) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number"}
+    if kind in (tuple, list):
+        return f"{kind.__name__} such as {default!r}"
+    return names.get(kind, kind.__name__)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def help_text(config: Config | None = None, recipe: str = "") -> str:
+    """Returns the usage, with a recipe's keys and defaults when one is given."""
+    if config is None:
+        return USAGE
+    lines = [f"--config.{key}={value}" for key, value in flatten(config).items()]
+    keys = textwrap.indent("\n".join(lines), "  ")
+    return f"{USAGE}\nkeys of {recipe}, with their defaults:\n\n{keys}\n"

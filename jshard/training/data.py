@@ -1,0 +1,144 @@
+"""Batches of a dataset: the share of one process, as a pure function of the step."""
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from jshard.errors import UserError
+
+
+def batches(
+    dataset: grain.MapDataset,
+    *,
+    batch_size: int,
+    start_step: int,
+    num_steps: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_threads: int = 4,
+    prefetch: int = 8,
+) -> Iterator[Any]:
+    """Iterates over this process's part of global batches start_step..num_steps-1.
+
+    Global batch s is examples [s*B, (s+1)*B) of `dataset`, and process p of P has its
+    rows [p*B/P, (p+1)*B/P). So the batch of a step depends neither on where the run
+    started nor on how many processes read it.
+
+    Args:
+      dataset: The examples, trees of numpy arrays. Training data is infinite (it ends
+        with `.repeat()`); finite data must last for `num_steps`.
+      batch_size: B, the global batch size, a multiple of `process_count`.
+      start_step: The first step, counted from 0.
+      num_steps: The step after the last one.
+      process_index: p, which process this is.
+      process_count: P, how many processes read.
+      num_threads: Threads that make batches, one batch each; 0 makes them when asked.
+      prefetch: How many batches they are ahead.
+
+    Returns:
+      An iterator over trees like the examples, their leaves stacked to [B/P, ...].
+
+    Raises:
+      UserError: `dataset` runs out, or the batch does not divide over the processes.
+    """
+    _check(batch_size, process_index, process_count)
+    if not start_step >= 0:
+        raise UserError(f"start_step={start_step}: steps are counted from 0")
+    if len(dataset) < num_steps * batch_size:
+        raise UserError(
+            f"the dataset ends after {len(dataset)} examples, but {num_steps} steps of "
+            f"{batch_size} need {num_steps * batch_size}: end make_data with .repeat()"
+        )
+    # Cut into batches of B/P examples, global batch s is numbers s*P .. s*P + P-1.
+    local = dataset.batch(batch_size // process_count, drop_remainder=True)
+    first = start_step * process_count + process_index
+    local = local[first : num_steps * process_count : process_count]
+    return iter(local.to_iter_dataset(grain.ReadOptions(num_threads, prefetch)))
+
+
+def eval_batches(
+    dataset: grain.MapDataset,
+    *,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    max_batches: int | None = None,
+    num_threads: int = 4,
+    prefetch: int = 8,
+) -> Iterator[Any]:
+    """Iterates once, in order, over this process's part of all examples.
+
+    Every process gets the same number of batches, all of full size: the last global
+    batch is filled up with examples whose "weights" are zero.
+
+    Args:
+      dataset: Finite; dicts of numpy arrays. They need "weights" only where
+        `batch_size` does not divide their number.
+      batch_size: B, the global batch size, a multiple of `process_count`.
+      process_index: p, which process this is.
+      process_count: P, how many processes read.
+      max_batches: Stop after so many; None is all.
+      num_threads: Threads that make batches, one batch each; 0 makes them when asked.
+      prefetch: How many batches they are ahead.
+
+    Returns:
+      An iterator over dicts like the examples, their leaves stacked to [B/P, ...].
+
+    Raises:
+      UserError: `dataset` is empty or infinite, must be padded and has no "weights",
+        or the batch does not divide over the processes.
+    """
+    _check(batch_size, process_index, process_count)
+    num_examples = len(dataset)
+    if num_examples == 0:
+        raise UserError("the evaluation dataset has no examples: check data.path")
+    if num_examples == sys.maxsize:
+        raise UserError(
+            "the evaluation dataset is infinite: leave out .repeat() in make_data "
+            "when split is 'validation'"
+        )
+    if max_batches is not None and max_batches < 1:
+        raise UserError(f"max_batches={max_batches}: give 1 or more, or None for all")
+    num_batches = math.ceil(num_examples / batch_size)
+    if max_batches is not None:
+        num_batches = min(num_batches, max_batches)
+    if num_batches * batch_size > num_examples:
+        example = dataset[0]
+        if not isinstance(example, dict) or "weights" not in example:
+            raise UserError(
+                f"batches of {batch_size} do not divide the {num_examples} evaluation "
+                "examples, and without 'weights' padding would count: give each "
+                "example 'weights' in make_data, or change batch_size"
+            )
+
+        def zero_padding(index: int, example: dict) -> dict:
+            if index < num_examples:
+                return example
+            return {**example, "weights": np.zeros_like(example["weights"])}
+
+        # Past its end the dataset starts again: copies, to be padding.
+        dataset = dataset.repeat().map_with_index(zero_padding)
+    return batches(
+        dataset,
+        batch_size=batch_size,
+        start_step=0,
+        num_steps=num_batches,
+        process_index=process_index,
+        process_count=process_count,
+        num_threads=num_threads,
+        prefetch=prefetch,
+    )
+
+
+def _check(batch_size: int, process_index: int, process_count: int) -> None:
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"{process_index=} is not in [0, {process_count=})")
+    if batch_size < 1 or batch_size % process_count:
+        raise UserError(
+            f"batch_size={batch_size} does not divide over {process_count} processes: "
+            f"make it a positive multiple of {process_count}"
+        )

@@ -1,0 +1,161 @@
+"""One training run: from a recipe to metrics, a sample and a report."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jshard
+from jshard.errors import RunFailed
+from jshard.training.config import Config
+from jshard.training.data import batches, eval_batches
+from jshard.training.metrics import RunFolder
+from jshard.training.progress import ProgressDisplay, format_duration
+from jshard.training.recipe import Recipe
+from jshard.training.throughput import Throughput
+
+
+def run(
+    recipe: Recipe, config: Config, workdir: Path, started: float | None = None
+) -> None:
+    """Trains a recipe's model; leaves metrics and a report in `workdir`.
+
+    Args:
+      recipe: What to train.
+      config: The recipe's config, with every shared key.
+      workdir: The run's folder, which must not hold another run.
+      started: When the process started, as `time.time()`; by default, now.
+
+    Raises:
+      UserError: The config, the recipe or its data asks for what cannot be.
+      RunFailed: The loss is not finite, or the metrics cannot be written.
+    """
+    started = started or time.time()
+    mesh = jshard.make_mesh(replica=config.mesh.replica, fsdp=config.mesh.fsdp)
+    fsdp = jshard.FSDP(mesh, make_policy(config))
+    optimizer = recipe.make_optimizer(config)
+    make_model = partial(recipe.make_model, config)
+    abstract_state = fsdp.abstract_state(make_model, optimizer)
+
+    reader = {
+        "batch_size": config.batch_size,
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+    train_data = recipe.make_data(config, "train")
+    train_batches = batches(train_data, start_step=0, num_steps=config.steps, **reader)
+    first_batch = next(train_batches)
+    eval_data = recipe.make_data(config, "validation") if config.eval_every else None
+    references = recipe.references(config) if recipe.references else {}
+    start_up = fsdp.describe(abstract_state, first_batch)
+
+    writes = jax.process_index() == 0
+    with (
+        RunFolder(workdir, config, enabled=writes) as folder,
+        ProgressDisplay(config.steps, references, enabled=writes) as display,
+    ):
+        display.say(start_up)
+        folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
+
+        state = fsdp.init(make_model, optimizer, seed=config.seed)
+        train_step = fsdp.train_step(recipe.loss_fn, optimizer)
+        eval_step = fsdp.eval_step(recipe.loss_fn)
+        schedule = recipe.learning_rate(config) if recipe.learning_rate else None
+        flops = recipe.flops_per_token(config) if recipe.flops_per_token else None
+        throughput = Throughput(first_batch, mesh, flops)
+
+        losses = []  # of the steps since the last log, still on the devices
+        for step, batch in enumerate(itertools.chain([first_batch], train_batches), 1):
+            state, metrics = train_step(state, fsdp.shard_batch(batch))
+            losses.append(metrics["loss"])
+            # Two steps ahead keep the devices busy; more would fill their memory with
+            # batches.
+            jax.block_until_ready(losses[-3:-2])
+            display.update(step)
+
+            last = step == config.steps
+            evaluating = eval_data is not None and (
+                last or step % config.eval_every == 0
+            )
+            if not (evaluating or last or step == 1 or step % config.log_every == 0):
+                continue
+            check_finite(losses, step)
+            fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
+            values = {"loss": fetched.pop("loss"), **fetched}
+            if schedule is not None:
+                values["learning_rate"] = float(schedule(step - 1))
+            if step == 1:  # mostly the compiler's time: no measure of speed
+                values["time_to_first_step"] = time.time() - started
+            else:
+                values |= throughput.measure(len(losses))
+            losses.clear()
+            folder.write(step, values)
+            display.log(step, values)
+
+            if evaluating:
+                values = _evaluate(eval_step, fsdp, state, eval_data, config, reader)
+                folder.write(step, values)
+                folder.report()
+                display.evaluated(step, values)
+            throughput.restart()
+
+        if recipe.sample is not None:
+            sample = _sample(recipe.sample(config), fsdp, state)
+            folder.note(sample=sample)
+            display.say(f"\nsample:\n{sample}\n")
+    display.say(f"done in {format_duration(time.time() - started)}: {folder.path}")
+
+
+def make_policy(config: Config) -> jshard.Policy:
+    """Returns the `jshard.Policy` that `config.policy` describes."""
+    fields = config.policy.to_dict()
+    precision = jshard.Precision(**fields.pop("precision"))
+    return jshard.Policy(**fields, precision=precision)
+
+
+def check_finite(losses: Sequence[jax.Array], step: int) -> None:
+    """Stops the run at its first loss that is not finite.
+
+    Args:
+      losses: The losses of the last steps.
+      step: The step of the last one.
+
+    Raises:
+      RunFailed: Names the step.
+    """
+    for index, loss in enumerate(jax.device_get(losses)):
+        if not np.isfinite(loss):
+            raise RunFailed(
+                f"the loss is {loss} at step {step - len(losses) + 1 + index}: lower "
+                "the learning rate, clip gradients, or look at that step's data"
+            )
+
+
+def _evaluate(eval_step, fsdp, state, data, config, reader) -> dict[str, float]:
+    """Returns the means over the validation data, as `eval_loss` and so on."""
+    total: Any = 0
+    for batch in eval_batches(data, max_batches=config.eval_batches or None, **reader):
+        previous, total = total, total + eval_step(state, fsdp.shard_batch(batch))
+        jax.block_until_ready(previous)  # one batch ahead, as in training
+    return {f"eval_{name}": value for name, value in total.compute().items()}
+
+
+def _sample(
+    sample: tuple[Callable, Any, Callable], fsdp: jshard.FSDP, state: jshard.TrainState
+) -> str:
+    """Generates from the recipe's prompts; returns the text of the first."""
+    generate, prompts, decode = sample
+    local_devices = fsdp.mesh.size // jax.process_count()
+
+    def fill_devices(rows: np.ndarray) -> np.ndarray:
+        count = -(-len(rows) // local_devices) * local_devices
+        return np.resize(rows, (count, *rows.shape[1:]))  # repeats them
+
+    prompts = fsdp.shard_batch(jax.tree.map(fill_devices, prompts))
+    tokens = fsdp.predict_step(generate)(state, prompts)
+    return decode(np.asarray(tokens.addressable_shards[0].data)[0])

@@ -1,0 +1,181 @@
+"""A recipe: one Python file that says what to train."""
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jshard.errors import UserError
+from jshard.training.config import Config
+
+# What these names mean inside a recipe, whatever else has them.
+OWN_PACKAGES = ("models", "train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The functions of a recipe file.
+
+    Attributes:
+      file: Where the recipe was read from.
+      get_config: `get_config()` returns the `ConfigDict` of every number and name.
+      make_model: `make_model(config, rngs)` returns a Flax NNX model.
+      make_optimizer: `make_optimizer(config)` returns an optax transformation.
+      loss_fn: `loss_fn(model, batch)` returns a `jshard.Mean`, as `FSDP.train_step`
+        wants it.
+      make_data: `make_data(config, split)` returns a `grain.MapDataset` of dicts of
+        numpy arrays; `split` is "train" or "validation".
+      learning_rate: Optional; `learning_rate(config)` returns the optax schedule that
+        is logged beside the loss.
+      references: Optional; `references(config)` returns named losses, in nats, to show
+        beside the evaluation loss.
+      flops_per_token: Optional; `flops_per_token(config)` returns the model FLOPs of
+        one token, forward and backward, from which MFU follows.
+      sample: Optional; `sample(config)` returns `(generate, prompt, decode)`:
+        `generate(model, prompt)` gives tokens, and `decode(tokens[0])` their text.
+    """
+
+    file: Path
+    get_config: Callable[[], Config]
+    make_model: Callable[..., Any]
+    make_optimizer: Callable[[Config], Any]
+    loss_fn: Callable[..., Any]
+    make_data: Callable[[Config, str], Any]
+    learning_rate: Callable[[Config], Callable[[int], Any]] | None = None
+    references: Callable[[Config], dict[str, float]] | None = None
+    flops_per_token: Callable[[Config], float] | None = None
+    sample: Callable[[Config], tuple[Callable, Any, Callable]] | None = None
+
+    @property
+    def name(self) -> str:
+        """The file's name without `.py`."""
+        return self.file.stem
+
+
+def packaged_recipes() -> Path:
+    """Returns the folder of the recipes that come with jshard."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes" / "train"  # in a wheel; else this is a checkout
+    return installed if installed.is_dir() else package.parent / "train"
+
+
+def find_recipe(name: str) -> Path:
+    """Finds a recipe: as given, then in `./train/`, then among the packaged ones.
+
+    Args:
+      name: A path or a file name, with or without `.py`.
+
+    Returns:
+      The absolute path of the file.
+
+    Raises:
+      UserError: There is no such file; the message lists where it was looked for.
+    """
+    file_name = name if name.endswith(".py") else f"{name}.py"
+    candidates = [Path(file_name), "train" / Path(file_name)]
+    candidates.append(packaged_recipes() / file_name)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    looked = ", ".join(str(candidate) for candidate in candidates)
+    raise UserError(f"no recipe {name!r}: looked for {looked}")
+
+
+@contextmanager
+def open_recipe(file: Path) -> Iterator[Recipe]:
+    """Loads a recipe; inside the block `models` and `train` are the recipe's own.
+
+    They resolve against the recipe's project: the folder that holds `models/` or
+    `train/`. Afterwards `sys.path` and `sys.modules` are as they were.
+
+    Args:
+      file: The recipe's file, as `find_recipe` gives it.
+
+    Yields:
+      The recipe.
+
+    Raises:
+      UserError: The file cannot be read, parsed or imported, or lacks a function.
+    """
+    project = _project(file)
+    path, hidden = sys.path.copy(), _pop_own_modules()
+    sys.path.insert(0, str(project))
+    # Last, for a project without a `models/` of its own.
+    sys.path.append(str(packaged_recipes().parent))
+    for name in OWN_PACKAGES:
+        _bind_namespace_package(name, project / name)
+    try:
+        yield _load(file)
+    finally:
+        sys.path[:] = path
+        _pop_own_modules()
+        sys.modules.update(hidden)
+
+
+def _project(file: Path) -> Path:
+    folder = file.parent
+    if (folder / "models").is_dir():
+        return folder
+    if folder.name == "train" or (folder.parent / "models").is_dir():
+        return folder.parent
+    return folder
+
+
+def _pop_own_modules() -> dict[str, types.ModuleType]:
+    packages = (*OWN_PACKAGES, "recipe")
+    own = [name for name in sys.modules if name.split(".")[0] in packages]
+    return {name: sys.modules.pop(name) for name in own}
+
+
+def _bind_namespace_package(name: str, folder: Path) -> None:
+    """Imports a folder without `__init__.py`, which any other package would hide."""
+    if not folder.is_dir() or (folder / "__init__.py").exists():
+        return
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+
+
+def _load(file: Path) -> Recipe:
+    module = _execute(file)
+    functions: dict[str, Any] = {}
+    for field in dataclasses.fields(Recipe)[1:]:
+        function = getattr(module, field.name, None)
+        if function is None and field.default is dataclasses.MISSING:
+            raise UserError(f"recipe {file} lacks the function {field.name}()")
+        if function is not None and not callable(function):
+            raise UserError(f"{field.name} in recipe {file} is not a function")
+        functions[field.name] = function
+    return Recipe(file, **functions)
+
+
+def _execute(file: Path) -> types.ModuleType:
+    # A recipe outside `train/` must not hide the `train.gpt` that it may import.
+    package = "train" if file.parent.name == "train" else "recipe"
+    name = f"{package}.{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        where = f"{error.filename or file}:{error.lineno}"
+        raise UserError(f"syntax error in recipe: {where}: {error.msg}") from error
+    except ImportError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next(
+            f"{frame.filename}:{frame.lineno}"
+            for frame in reversed(frames)
+            if not frame.filename.startswith("<frozen")
+        )
+        raise UserError(f"recipe cannot be imported: {where}: {error}") from error
+    except OSError as error:
+        raise UserError(f"recipe {file} cannot be read: {error.strerror}") from error
+    return module

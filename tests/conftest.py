@@ -1,0 +1,30 @@
+"""The machine that the tests see: eight CPU devices, or the GPUs when asked.
+
+``JSHARD_TEST_PLATFORM=gpu pytest -n 0`` runs on this machine's GPUs.
+"""
+
+import os
+
+import hypothesis
+import jax
+import pytest
+
+if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
+    # In the environment too, for the processes that tests start. It also keeps an
+    # installed CUDA plugin from looking for GPUs.
+    jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
+jax.config.update("jax_num_cpu_devices", 8)
+
+# Compiling dwarfs any deadline. CI draws the same examples every time, so that a
+# failure there is a change in the code; runs by hand keep looking for new ones.
+hypothesis.settings.register_profile(
+    "jshard", deadline=None, derandomize="CI" in os.environ
+)
+hypothesis.settings.load_profile("jshard")
+
+
+@pytest.fixture
+def x64():
+    """Run the test in 64-bit precision, as parity tests do."""
+    with jax.enable_x64(True):
+        yield
