@@ -1,5 +1,179 @@
-"""The start-up note."""
+"""The start-up note: what a step will do, counted in the program that will run."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.extend import core
+from jax.sharding import Mesh
+
+from jshard.dropout import plain_streams
+from jshard.layers import root_variables
+from jshard.mesh import FSDP, REPLICA
+from jshard.partition import placements
+from jshard.policy import Policy
+from jshard.state import TrainState
+
+_KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "all_to_all": "all-to-all",
+}
 
 
-def describe(mesh, policy, state, model, batch):
-    return "todo"
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind and dtype in a program.
+
+    Attributes:
+      count: how many run, loops unrolled.
+      wire_bytes: what each device receives: (n-1)/n of the full arrays, twice that
+        for an all-reduce.
+    """
+
+    count: int
+    wire_bytes: int
+
+
+def traffic(jaxpr: Any, sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]:
+    """Counts the collectives written in a jaxpr, by kind and dtype.
+
+    Loop bodies count times their trips; scalars, and groups of one device, do not
+    count. What the partitioner adds outside ``shard_map`` is not in a jaxpr.
+
+    Args:
+      jaxpr: the program, e.g. ``train_step.trace(state, batch).jaxpr.jaxpr``.
+      sizes: devices along each mesh axis.
+    """
+    found: dict[tuple[str, str], Traffic] = {}
+
+    def visit(jaxpr: core.Jaxpr, times: int) -> None:
+        for eqn in jaxpr.eqns:
+            kind = _KINDS.get(eqn.primitive.name)
+            if kind is not None:
+                _add(found, kind, eqn, sizes, times)
+            inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+            for sub in core.jaxprs_in_params(eqn.params):
+                visit(sub, inner)
+
+    visit(jaxpr, 1)
+    return found
+
+
+def _add(found: dict, kind: str, eqn: Any, sizes: dict[str, int], times: int) -> None:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    n = int(np.prod([sizes[axis] for axis in axes]))
+    if n == 1:
+        return
+    for x in (eqn.outvars if kind == "all-gather" else eqn.invars):
+        if x.aval.size <= 1:
+            continue
+        nbytes = x.aval.size * x.aval.dtype.itemsize * (n - 1) // n
+        nbytes *= 2 if kind == "all-reduce" else 1
+        key = (kind, x.aval.dtype.name)
+        old = found.get(key, Traffic(0, 0))
+        found[key] = Traffic(old.count + times, old.wire_bytes + times * nbytes)
+
+
+def describe(
+    mesh: Mesh, policy: Policy, state: TrainState, model: nnx.Module, jaxpr: Any
+) -> str:
+    """The start-up note as lines of text.
+
+    Args:
+      mesh: where it runs.
+      policy: how it is sharded.
+      state: the state, abstract or not.
+      model: the model over the state's global (abstract) values, with its Units.
+      jaxpr: of the train step.
+    """
+    sizes = dict(mesh.shape)
+    device = mesh.devices.flat[0]
+    kind = getattr(device, "device_kind", device.platform)
+    lines = [
+        ("mesh", f"{mesh.size} x {kind}: {REPLICA} {sizes[REPLICA]} x {FSDP} {sizes[FSDP]}"),
+        ("parameters", _parameters(state, mesh)),
+    ]
+    for (name, dtype), t in sorted(traffic(jaxpr, sizes).items()):
+        lines.append(
+            (name + "s", f"{t.count} a step, {_bytes(t.wire_bytes)} a device, {dtype}")
+        )
+    lines += _replicated(state, policy, mesh) + _root(model, mesh)
+    streams = plain_streams(model)
+    if streams:
+        lines.append(
+            (
+                "random",
+                f"{_some(streams)}: plain random streams, whose draws depend on the "
+                "mesh (jshard.Dropout's do not)",
+            )
+        )
+    return "\n".join(f"{name:<16}{text}" for name, text in lines)
+
+
+def _parameters(state: TrainState, mesh: Mesh) -> str:
+    params = jax.tree.leaves((state.params, state.frozen))
+    trained = sum(x.size for x in jax.tree.leaves(state.params))
+    total, local = sum(x.size for x in params), sum(map(_local_size, params))
+    everything = jax.tree.leaves(state)
+    held = sum(_local_size(x) * x.dtype.itemsize for x in everything if _is_plain(x))
+    text = f"{total:,} ({local:,} a device); state {_bytes(held)} a device"
+    return text if trained == total else f"{text}; {trained:,} are trained"
+
+
+def _is_plain(x: Any) -> bool:
+    return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _local_size(x: Any) -> int:
+    return int(np.prod(x.sharding.shard_shape(x.shape)))
+
+
+def _replicated(state: TrainState, policy: Policy, mesh: Mesh) -> list[tuple[str, str]]:
+    if mesh.shape[FSDP] == 1:
+        return [("replicated", "everything: the fsdp axis has one device")]
+    places = placements(state.params, state.frozen, policy, mesh)
+    small, indivisible = [], []
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            if places[path].dim is None:
+                shape = np.shape(variable.get_value())
+                depth = variable.get_metadata("layer_dims", 0)
+                few = np.prod(shape[depth:]) < policy.min_shard_elements
+                (small if few else indivisible).append(".".join(map(str, path)))
+    lines = []
+    if small:
+        reason = f"fewer than {policy.min_shard_elements} elements (a layer)"
+        lines.append(("replicated", f"{reason}: {_some(small)}"))
+    if indivisible:
+        reason = f"no dimension divides by {mesh.shape[FSDP]}"
+        lines.append(("replicated", f"{reason}: {_some(indivisible)}"))
+    return lines
+
+
+def _root(model: nnx.Module, mesh: Mesh) -> list[tuple[str, str]]:
+    root = root_variables(model)
+    if not root or mesh.shape[FSDP] == 1:
+        return []
+    names = [".".join(map(str, path)) for path, _ in root]
+    nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
+    text = f"{_bytes(nbytes)} in no Stack or Unit, kept whole during a step: {_some(names)}"
+    return [("root", text)]
+
+
+def _some(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"

@@ -349,10 +349,31 @@ class FSDP:
 
         return jax.tree.map(full, tree)
 
-    def describe(self, state: TrainState, batch: Any = None) -> str:
-        """What a step will do, in a few lines; see ``jshard.describe``."""
+    def describe(self, state: TrainState, batch: Any, train_step: Any) -> str:
+        """What a step will do, in a few lines.
+
+        Devices and mesh, parameters in all and on a device, the collectives of a step
+        with their bytes, and what stays replicated and why.
+
+        Args:
+          state: the state, or an abstract one.
+          batch: one process's part of a batch, or abstract arrays like a global one.
+          train_step: of this FSDP; it is traced, which its first call then need not do.
+        """
+        processes = jax.process_count()
+        sharding = NamedSharding(self.mesh, BATCH)
+
+        def abstract(x: Any) -> jax.ShapeDtypeStruct:
+            if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            shape = (np.shape(x)[0] * processes, *np.shape(x)[1:])
+            return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+        traced = train_step.trace(state, jax.tree.map(abstract, batch))
         model = self._abstract_model(state)
-        return describe.describe(self.mesh, self.policy, state, model, batch)
+        return describe.describe(
+            self.mesh, self.policy, state, model, traced.jaxpr.jaxpr
+        )
 
 
 def _leaves(*trees: Any) -> list[Any]:

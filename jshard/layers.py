@@ -277,8 +277,16 @@ class _Pieces:
         return module
 
 
-def _state(module: nnx.Module) -> nnx.State:
-    return nnx.state(module, nnx.Not(nnx.Param))
+def _call(method: Callable, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    """(result, what the call changed of the module's state)."""
+    before = {path: variable.get_value() for path, variable in _variables(module)}
+    result = method(module, *args, **kwargs)
+    changed = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
+        if path in before and variable.get_value() is not before[path]
+    ]
+    return result, nnx.from_flat_state(changed)
 
 
 def _run_unit(unit: nnx.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
@@ -295,8 +303,9 @@ def _run_unit(unit: nnx.Module, method: Callable, args: tuple, kwargs: dict) -> 
             next(values) if d else x for x, d in zip(leaves, dynamic, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(tree, merged)
-        result = jax.tree.map(jnp.asarray, method(module, *args, **kwargs))
-        flat, result_tree = jax.tree.flatten((result, _state(module)))
+        result, state = _call(method, module, *args, **kwargs)
+        result = jax.tree.map(jnp.asarray, result)
+        flat, result_tree = jax.tree.flatten((result, state))
         returned[:] = [result_tree]
         return flat
 
@@ -328,8 +337,9 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
         module = pieces.module(weights, rest)
         args = jax.tree.unflatten(args_tree, extra[: args_tree.num_leaves])
         before = jax.tree.unflatten(carry_tree, carry)
-        after, aux, has_aux = split_aux(module(before, *args), before)
-        flat, tree = jax.tree.flatten((aux, _state(module)))
+        result, state = _call(type(module).__call__, module, before, *args)
+        after, aux, has_aux = split_aux(result, before)
+        flat, tree = jax.tree.flatten((aux, state))
         returned[:] = [has_aux, tree]
         return [*jax.tree.leaves(after), *flat]
 

@@ -120,7 +120,7 @@ def _thin(points: Points, most: int) -> list[tuple[float, float]]:
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if low < high:
+    if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     margin = abs(low) / 10 or 1.0  # a constant line runs through the middle
     return low - margin, high + margin

@@ -52,7 +52,9 @@ def run(
     first_batch = next(train_batches)
     eval_data = recipe.make_data(config, "validation") if config.eval_every else None
     references = recipe.references(config) if recipe.references else {}
-    start_up = fsdp.describe(abstract_state, first_batch)
+    sample = recipe.sample(config) if recipe.sample else None
+    train_step = fsdp.train_step(recipe.loss_fn, optimizer)
+    start_up = fsdp.describe(abstract_state, first_batch, train_step)
 
     writes = jax.process_index() == 0
     with (
@@ -63,7 +65,6 @@ def run(
         folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
 
         state = fsdp.init(make_model, optimizer, seed=config.seed)
-        train_step = fsdp.train_step(recipe.loss_fn, optimizer)
         eval_step = fsdp.eval_step(recipe.loss_fn)
         schedule = recipe.learning_rate(config) if recipe.learning_rate else None
         flops = recipe.flops_per_token(config) if recipe.flops_per_token else None
@@ -104,11 +105,12 @@ def run(
                 display.evaluated(step, values)
             throughput.restart()
 
-        if recipe.sample is not None:
-            sample = _sample(recipe.sample(config), fsdp, state)
-            folder.note(sample=sample)
-            display.say(f"\nsample:\n{sample}\n")
-    display.say(f"done in {format_duration(time.time() - started)}: {folder.path}")
+        if sample is not None:
+            text = _generate(*sample, fsdp, state)
+            folder.note(sample=text)
+            display.say(f"\nsample:\n{text}\n")
+    took = format_duration(time.time() - started)
+    display.say(f"done in {took}, report: {workdir / 'report.html'}")
 
 
 def make_policy(config: Config) -> jshard.Policy:
@@ -145,11 +147,10 @@ def _evaluate(eval_step, fsdp, state, data, config, reader) -> dict[str, float]:
     return {f"eval_{name}": value for name, value in total.compute().items()}
 
 
-def _sample(
-    sample: tuple[Callable, Any, Callable], fsdp: jshard.FSDP, state: jshard.TrainState
+def _generate(
+    generate: Callable, prompts: Any, decode: Callable, fsdp: jshard.FSDP, state: Any
 ) -> str:
     """Generates from the recipe's prompts; returns the text of the first."""
-    generate, prompts, decode = sample
     local_devices = fsdp.mesh.size // jax.process_count()
 
     def fill_devices(rows: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """What the user sees while a run trains: a live line, or plain lines."""
 
+import sys
 from collections.abc import Mapping
 from typing import Self
 
@@ -29,7 +30,13 @@ class ProgressDisplay:
         self._enabled = enabled
         # Numbers and paths stay uncoloured, and long lines are the terminal's to fold.
         self._console = Console(highlight=False, soft_wrap=True)
-        self._live = enabled and self._console.is_terminal
+        # Not rich's opinion alone: FORCE_COLOR makes it take a pipe for a terminal.
+        self._live = (
+            enabled
+            and sys.stdout.isatty()
+            and self._console.is_terminal
+            and not self._console.is_dumb_terminal
+        )
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
@@ -64,6 +71,8 @@ class ProgressDisplay:
             left = (self._steps - step) * values["step_time"]
             self._status["left"] = f"{format_duration(left)} left"
         line = "  ".join(self._status.values())
+        if "time_to_first_step" in values:
+            line += f"  after {values['time_to_first_step']:.1f} s"
         self._bar.update(self._task, completed=step, description=line)
         if not self._live:
             self.say(f"step {step}/{self._steps}  {line}")

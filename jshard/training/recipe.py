@@ -39,6 +39,7 @@ class Recipe:
         one token, forward and backward, from which MFU follows.
       sample: Optional; `sample(config)` returns `(generate, prompt, decode)`:
         `generate(model, prompt)` gives tokens, and `decode(tokens[0])` their text.
+        It may return None when this config has no sample.
     """
 
     file: Path
@@ -50,7 +51,7 @@ class Recipe:
     learning_rate: Callable[[Config], Callable[[int], Any]] | None = None
     references: Callable[[Config], dict[str, float]] | None = None
     flops_per_token: Callable[[Config], float] | None = None
-    sample: Callable[[Config], tuple[Callable, Any, Callable]] | None = None
+    sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
 
     @property
     def name(self) -> str:

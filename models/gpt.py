@@ -1,0 +1,266 @@
+"""A GPT-2 class decoder.
+
+Shape suffixes: B batch, T time, D model width, N heads, H head width, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jshard
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT.
+
+    Attributes:
+      vocab_size: V, number of tokens.
+      sequence_length: the longest T, number of learned positions.
+      num_layers: number of blocks.
+      num_heads: N.
+      width: D; H is D / N.
+      dropout: rate, on embeddings and on each residual branch.
+      tied: whether the head is the transposed embedding.
+      loss_chunk: tokens (on one device) whose logits exist at a time in the loss.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+    """
+
+    vocab_size: int = 50257
+    sequence_length: int = 1024
+    num_layers: int = 12
+    num_heads: int = 12
+    width: int = 768
+    dropout: float = 0.0
+    tied: bool = True
+    loss_chunk: int = 1024
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        if self.width % self.num_heads:
+            raise jshard.UserError(
+                f"model: width={self.width} does not divide by "
+                f"num_heads={self.num_heads}"
+            )
+
+
+def _linear(
+    config: GPTConfig, size_in: int, size_out: int, rngs: nnx.Rngs, std: float = 0.02
+) -> nnx.Linear:
+    return nnx.Linear(
+        size_in,
+        size_out,
+        kernel_init=nnx.initializers.normal(std),
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=1e-5,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def _embed(config: GPTConfig, size: int, rngs: nnx.Rngs, std: float) -> nnx.Embed:
+    return nnx.Embed(
+        size,
+        config.width,
+        embedding_init=nnx.initializers.normal(std),
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+class Attention(nnx.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        width = config.width
+        residual_std = 0.02 / (2 * config.num_layers) ** 0.5  # GPT-2, section 2.3
+        self.num_heads = config.num_heads
+        self.qkv = _linear(config, width, 3 * width, rngs)
+        self.out = _linear(config, width, width, rngs, residual_std)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        B, T, D = x_BTD.shape
+        qkv_BTCNH = self.qkv(x_BTD).reshape(B, T, 3, self.num_heads, -1)
+        q_BTNH, k_BTNH, v_BTNH = (qkv_BTCNH[:, :, i] for i in range(3))
+        y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
+        return self.out(y_BTNH.reshape(B, T, D))
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each on a normalised residual branch."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        width = config.width
+        residual_std = 0.02 / (2 * config.num_layers) ** 0.5
+        self.norm1 = _norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.norm2 = _norm(config, rngs)
+        self.up = _linear(config, width, 4 * width, rngs)
+        self.down = _linear(config, 4 * width, width, rngs, residual_std)
+        self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
+        hidden = jax.nn.gelu(self.up(self.norm2(x_BTD)))
+        return x_BTD + self.dropout(self.down(hidden))
+
+
+class GPT(nnx.Module):
+    """Tokens to logits; ``loss`` for training, without the logits of a whole batch."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = jshard.Unit(_embed(config, config.vocab_size, rngs, 0.02))
+        self.positions = _embed(config, config.sequence_length, rngs, 0.01)
+        self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
+        self.blocks = jshard.Stack(
+            lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
+        )
+        self.norm = _norm(config, rngs)
+        if not config.tied:
+            self.head = jshard.Unit(
+                nnx.Linear(
+                    config.width,
+                    config.vocab_size,
+                    use_bias=False,
+                    kernel_init=nnx.initializers.normal(0.02),
+                    dtype=config.dtype,
+                    param_dtype=config.param_dtype,
+                    rngs=rngs,
+                )
+            )
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Logits (B, T, V) in fp32."""
+        x_BTD, head_DV = self._features_and_head(tokens_BT)
+        return jnp.dot(x_BTD, head_DV, preferred_element_type=jnp.float32)
+
+    def loss(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
+    ) -> jshard.Mean:
+        """Cross-entropy in nats, a Mean over the tokens that ``weights`` count."""
+        x_BTD, head_DV = self._features_and_head(tokens_BT)
+        return cross_entropy(
+            x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
+        )
+
+    def _features_and_head(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.config.tied:  # gathered once for both uses
+            embed = jshard.gathered(self.embed)
+            x_BTD = self._features(embed(tokens_BT))
+            head_DV = embed.embedding.get_value().T
+        else:
+            x_BTD = self._features(self.embed(tokens_BT))
+            head_DV = jshard.gathered(self.head).kernel.get_value()
+        return x_BTD, head_DV.astype(x_BTD.dtype)
+
+    def _features(self, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + self.positions(jnp.arange(x_BTD.shape[1]))
+        return self.norm(self.blocks(self.dropout(x_BTD)))
+
+
+def cross_entropy(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    chunk: int,
+) -> jshard.Mean:
+    """Cross-entropy of ``softmax(x @ head)``, ``chunk`` tokens' logits at a time.
+
+    Logits are fp32 whatever the dtype of ``x``; each chunk's are recomputed in the
+    backward. The gradient of the head accumulates over chunks in its master dtype.
+
+    Args:
+      x_BTD: features.
+      head_DV: the head with full weights.
+      targets_BT: integer tokens.
+      weights_BT: 1 where a token counts, 0 where it is padding.
+      chunk: tokens in a chunk.
+
+    Returns:
+      Total in nats and the sum of weights.
+    """
+    D, tokens = x_BTD.shape[-1], targets_BT.size
+    chunk = min(chunk, tokens)
+    padding = -tokens % chunk
+
+    def in_chunks(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]).reshape(
+            -1, chunk, *x.shape[1:]
+        )
+
+    # In fp32 (or wider) outside the loop: what accumulates has the dtype of this.
+    wide_DV = head_DV.astype(jnp.promote_types(head_DV.dtype, jnp.float32))
+
+    @jax.checkpoint
+    def chunk_total(x_CD: jax.Array, targets_C: jax.Array, weights_C: jax.Array):
+        logits_CV = jnp.dot(
+            x_CD, wide_DV.astype(x_CD.dtype), preferred_element_type=wide_DV.dtype
+        )
+        target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1)[:, 0]
+        loss_C = jax.nn.logsumexp(logits_CV, axis=1) - target_C
+        return jnp.sum(loss_C * weights_C)
+
+    xs = tuple(
+        map(
+            in_chunks,
+            (
+                x_BTD.reshape(-1, D),
+                targets_BT.reshape(-1),
+                weights_BT.reshape(-1).astype(wide_DV.dtype),
+            ),
+        )
+    )
+    totals = lax.map(lambda xs: chunk_total(*xs), xs)
+    return jshard.Mean(jnp.sum(totals), jnp.sum(weights_BT, dtype=wide_DV.dtype))
+
+
+def generate(
+    model: GPT, prompt: dict[str, jax.Array], *, length: int, temperature: float = 0.8
+) -> jax.Array:
+    """Samples ``length`` tokens after each prompt, by full forward passes.
+
+    Args:
+      model: in eval mode.
+      prompt: ``tokens`` (B, T0) and ``seed`` (B,), one random seed an example.
+      length: tokens to sample; T0 + length is at most the model's sequence length.
+      temperature: of the softmax.
+
+    Returns:
+      Tokens (B, T0 + length).
+    """
+    start_BT = prompt["tokens"]
+    T0 = start_BT.shape[1]
+    tokens_BT = jnp.pad(start_BT, [(0, 0), (0, length)])
+
+    def body(i: Any, tokens_BT: jax.Array) -> jax.Array:
+        logits_BV = lax.dynamic_index_in_dim(model(tokens_BT), i - 1, 1, keepdims=False)
+
+        def sample(seed: jax.Array, logits_V: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            return jax.random.categorical(key, logits_V / temperature)
+
+        next_B = jax.vmap(sample)(prompt["seed"], logits_BV)
+        return lax.dynamic_update_index_in_dim(
+            tokens_BT, next_B.astype(tokens_BT.dtype), i, 1
+        )
+
+    return lax.fori_loop(T0, T0 + length, body, tokens_BT)

@@ -1,0 +1,241 @@
+"""What a run leaves on disk, measures and shows while it trains."""
+
+import json
+import os
+import struct
+import sys
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from tensorboardX.proto.event_pb2 import Event
+
+import jshard
+from jshard.errors import RunFailed, UserError
+from jshard.training import throughput as speed
+from jshard.training.metrics import RunFolder
+from jshard.training.progress import ProgressDisplay, format_count, format_duration
+from jshard.training.throughput import Throughput, count_items, peak_flops
+
+CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})
+
+
+def read_lines(path):
+    def fail(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=fail) for line in lines]
+
+
+def read_scalars(path):
+    """TensorBoard's scalars as (tag, step, value), from the record format itself."""
+    (file,) = path.glob("events.out.tfevents.*")
+    data, scalars = file.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        scalars += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+        data = data[12 + length + 4 :]
+    return scalars
+
+
+# The run's folder.
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    with RunFolder(tmp_path / "new/run", CONFIG) as folder:
+        folder.write(1, {"loss": 0.1 + 0.2})
+        assert read_lines(folder.path) == [{"step": 1, "loss": 0.1 + 0.2}]
+        folder.write(2, {"loss": 0.25})
+        assert read_lines(folder.path)[1] == {"step": 2, "loss": 0.25}
+
+
+def test_values_that_are_not_finite_are_null_so_that_every_line_is_json(tmp_path):
+    with RunFolder(tmp_path, CONFIG) as folder:
+        folder.write(1, {"loss": 1.0, "grad_norm": float("inf"), "x": float("nan")})
+    expected = {"step": 1, "loss": 1.0, "grad_norm": None, "x": None}
+    assert read_lines(tmp_path) == [expected]
+
+
+def test_the_config_is_written_whole(tmp_path):
+    with RunFolder(tmp_path, CONFIG):
+        written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {"steps": 3, "optimizer": {"betas": [0.9, 0.95]}}
+
+
+def test_tensorboard_has_the_same_values_training_and_evaluation_apart(tmp_path):
+    with RunFolder(tmp_path, CONFIG) as folder:
+        folder.write(1, {"loss": 0.5})
+        folder.write(2, {"eval_loss": 0.25})
+    assert read_scalars(tmp_path) == [("train/loss", 1, 0.5), ("eval/loss", 2, 0.25)]
+
+
+def test_notes_are_added_up(tmp_path):
+    with RunFolder(tmp_path, CONFIG) as folder:
+        folder.note(sample="a", start_up="b")
+        folder.note(sample="c")
+    notes = json.loads((tmp_path / "notes.json").read_text())
+    assert notes == {"sample": "c", "start_up": "b"}
+
+
+def test_a_report_is_left_however_the_run_ends(tmp_path):
+    def run_that_ends_badly():
+        with RunFolder(tmp_path, CONFIG) as folder:
+            folder.write(1, {"loss": 0.5})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_that_ends_badly()
+    assert "0.5000" in (tmp_path / "report.html").read_text()
+
+
+def test_a_folder_with_another_runs_metrics_is_refused_and_left_alone(tmp_path):
+    with RunFolder(tmp_path, CONFIG) as folder:
+        folder.write(1, {"loss": 0.5})
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder(tmp_path, ConfigDict())
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write --workdir=.*file/run"):
+        RunFolder(tmp_path / "file/run", CONFIG)
+
+
+def test_a_full_disk_ends_the_run_with_one_line_that_says_so(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+
+    def run():
+        with RunFolder(tmp_path, CONFIG) as folder:
+            folder.write(1, {"loss": 0.5})
+
+    with pytest.raises(RunFailed, match=r"cannot write to .*: No space left on device"):
+        run()
+
+
+def test_a_process_that_is_not_the_first_writes_nothing(tmp_path):
+    with RunFolder(tmp_path / "run", CONFIG, enabled=False) as folder:
+        folder.write(1, {"loss": 0.5})
+        folder.note(sample="a")
+        folder.report()
+    assert not (tmp_path / "run").exists()
+
+
+# Throughput.
+
+
+def test_speed_counts_all_tokens_over_the_wall_time_since_the_restart(monkeypatch):
+    now = iter([100.0, 107.0, 109.0])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(speed, "peak_flops", lambda kind: 1000.0)
+    mesh = jshard.make_mesh()
+    batch = {"weights": np.ones((8, 16)), "inputs": np.ones((8, 16), np.int32)}
+    throughput = Throughput(batch, mesh, flops_per_token=10.0)
+    throughput.restart()
+    measured = throughput.measure(steps=4)  # 2 seconds after the restart
+    assert measured == {
+        "step_time": 0.5,
+        "tokens_per_second": 256.0,
+        "mfu": 256.0 * 10 / (1000 * mesh.size),
+    }
+
+
+@pytest.mark.parametrize(("flops", "peak"), [(None, 1000.0), (10.0, None)])
+def test_mfu_is_left_out_where_flops_or_peak_are_not_known(flops, peak, monkeypatch):
+    monkeypatch.setattr(speed, "peak_flops", lambda kind: peak)
+    batch = {"inputs": np.ones((8, 16), np.int32)}
+    throughput = Throughput(batch, jshard.make_mesh(), flops)
+    assert throughput.measure(1).keys() == {"step_time", "tokens_per_second"}
+
+
+def test_images_with_labels_are_counted_as_examples():
+    batch = {"image": np.ones((4, 8, 8, 3)), "label": np.ones(4, np.int32)}
+    assert count_items(batch) == ("examples", 4)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        (jax.devices("cpu")[0].device_kind, None),
+    ],
+)
+def test_peak_flops_are_those_of_the_device(device_kind, peak):
+    assert peak_flops(device_kind) == peak
+
+
+# The display.
+
+
+def test_without_a_terminal_each_log_is_one_plain_line(capsys):
+    with ProgressDisplay(20, {"bigram entropy": 2.2}) as display:
+        display.say("8 devices")
+        display.update(1)
+        display.log(1, {"loss": 5.5, "time_to_first_step": 8.25})
+        display.log(10, {"loss": 2.5, "step_time": 6.1, "tokens_per_second": 51234.0})
+        display.evaluated(10, {"eval_loss": 2.0})
+        display.log(20, {"loss": 1.5})
+    assert capsys.readouterr().out.splitlines() == [
+        "8 devices",
+        "step 1/20  loss 5.5000  after 8.2 s",
+        "step 10/20  loss 2.5000  51.2k tokens/s  1:01 left",
+        "step 10/20  eval_loss 2.0000  bigram entropy 2.2000",
+        "step 20/20  loss 1.5000  51.2k tokens/s  1:01 left  eval 2.0000",
+    ]
+
+
+def test_in_a_terminal_the_last_state_of_the_live_line_stays(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    primary, secondary = os.openpty()
+    with os.fdopen(secondary, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with ProgressDisplay(20, {}) as display:
+            values = {"loss": 2.5, "step_time": 6.1, "tokens_per_second": 51234.0}
+            display.log(19, values)
+            display.evaluated(19, {"eval_loss": 2.0})
+            display.update(20)
+            display.log(20, {"loss": 1.5, "step_time": 6.1})
+        monkeypatch.undo()
+        shown = os.read(primary, 1 << 16).decode()
+    os.close(primary)
+    assert "step 19/20  eval_loss 2.0000" in shown
+    last = shown[shown.rindex("20/20") :]
+    for part in ("loss 1.5000", "51.2k tokens/s", "0:00 left", "eval 2.0000"):
+        assert part in last
+
+
+def test_a_forced_colour_is_no_reason_to_redraw_lines_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressDisplay(20, {}) as display:
+        display.log(20, {"loss": 1.5})
+    assert capsys.readouterr().out == "step 20/20  loss 1.5000\n"
+
+
+def test_a_process_that_is_not_the_first_shows_nothing(capsys):
+    with ProgressDisplay(20, {}, enabled=False) as display:
+        display.say("8 devices")
+        display.log(10, {"loss": 2.5})
+        display.evaluated(10, {"eval_loss": 2.0})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (51234, "51.2k"), (999_999, "1M"), (124.4e6, "124M")],
+)
+def test_counts_have_three_digits_and_a_suffix(value, text):
+    assert format_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03")]
+)
+def test_durations_are_minutes_and_seconds_with_hours_when_needed(seconds, text):
+    assert format_duration(seconds) == text

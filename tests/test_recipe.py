@@ -1,0 +1,369 @@
+"""Recipes: where they are found, what they import, how their config is set."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict, config_dict
+
+from jshard.errors import UserError
+from jshard.training import recipe as recipes
+from jshard.training.command_line import (
+    help_text,
+    override,
+    parse_arguments,
+    parse_value,
+)
+from jshard.training.config import check, complete, flatten
+from jshard.training.recipe import find_recipe, open_recipe
+
+RECIPE = """\
+def get_config(): return {"whose": WHOSE}
+def make_model(config, rngs): ...
+def make_optimizer(config): ...
+def loss_fn(model, batch): ...
+def make_data(config, split): ...
+"""
+IMPORTING = f"from models.net import WHOSE\n{RECIPE}"
+OWN = f"WHOSE = 'own'\n{RECIPE}"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def whose(file: Path) -> str:
+    with open_recipe(file) as recipe:
+        return recipe.get_config()["whose"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """The current folder, with a `models` of its own that Python prefers."""
+    folder = tmp_path / "elsewhere"
+    write(folder / "models/__init__.py", "")
+    write(folder / "models/net.py", "WHOSE = 'foreign'")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """The folder of the packaged recipes."""
+    folder = tmp_path / "packaged/train"
+    write(folder.parent / "models/net.py", "WHOSE = 'packaged'")
+    monkeypatch.setattr(recipes, "packaged_recipes", lambda: folder)
+    # Not the real ones, when the tests run in a checkout.
+    others = [p for p in sys.path if not Path(p, "models/gpt.py").exists()]
+    monkeypatch.setattr(sys, "path", others)
+    return folder
+
+
+@pytest.fixture
+def config():
+    return complete(
+        ConfigDict(
+            {
+                "steps": 10,
+                "batch_size": 8,
+                "optimizer": {"learning_rate": 1e-3, "betas": (0.9, 0.95)},
+                "model": {"dropout": False, "widths": (8, 8), "name": "mlp"},
+                "limit": config_dict.placeholder(int),
+            }
+        ),
+        "mlp.py",
+    )
+
+
+# Where a recipe is found.
+
+
+def test_a_recipe_is_looked_for_as_given_then_in_train_then_among_the_packaged(
+    elsewhere, packaged
+):
+    for file in (
+        packaged / "gpt.py",
+        elsewhere / "train/gpt.py",
+        elsewhere / "gpt.py",
+    ):
+        write(file, OWN)
+        assert find_recipe("gpt.py") == find_recipe("gpt") == file
+
+
+def test_a_recipe_that_is_not_there_is_an_error_that_lists_where_it_was_looked_for(
+    elsewhere, packaged
+):
+    with pytest.raises(UserError) as error:
+        find_recipe("nosuch.py")
+    for place in ("nosuch.py", "train/nosuch.py", str(packaged / "nosuch.py")):
+        assert place in str(error.value)
+
+
+def test_the_recipes_of_a_checkout_are_beside_the_package():
+    assert recipes.packaged_recipes() == Path(__file__).parents[1] / "train"
+
+
+# What a recipe imports.
+
+
+def test_a_packaged_recipe_imports_its_own_models_in_a_folder_that_has_others(
+    elsewhere, packaged
+):
+    assert whose(write(packaged / "gpt.py", IMPORTING)) == "packaged"
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_users_project_imports_its_own_models(init, elsewhere, packaged, tmp_path):
+    project = tmp_path / "project"
+    write(project / "models/net.py", "WHOSE = 'project'")
+    if init:
+        write(project / "models/__init__.py", "")
+    assert whose(write(project / "train/gpt.py", IMPORTING)) == "project"
+    assert whose(write(project / "gpt.py", IMPORTING)) == "project"
+    assert whose(write(project / "experiments/gpt.py", IMPORTING)) == "project"
+
+
+def test_a_project_without_models_imports_the_packaged_ones(
+    packaged, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert whose(write(tmp_path / "alone/gpt.py", IMPORTING)) == "packaged"
+
+
+def test_a_recipe_imports_its_own_models_when_others_are_imported_already(
+    elsewhere, packaged, monkeypatch
+):
+    foreign = types.ModuleType("models")
+    monkeypatch.setitem(sys.modules, "models", foreign)
+    monkeypatch.setitem(sys.modules, "models.net", types.ModuleType("models.net"))
+    path = sys.path.copy()
+    assert whose(write(packaged / "gpt.py", IMPORTING)) == "packaged"
+    assert sys.modules["models"] is foreign
+    assert "train.gpt" not in sys.modules
+    assert sys.path == path
+
+
+def test_a_recipes_functions_may_import_when_they_are_called(elsewhere, packaged):
+    lazy = IMPORTING.replace("from models.net import WHOSE", "").replace(
+        "return", "from models.net import WHOSE; return"
+    )
+    assert whose(write(packaged / "gpt.py", lazy)) == "packaged"
+
+
+def test_a_recipe_may_build_on_the_one_whose_name_it_has(packaged, tmp_path):
+    write(packaged / "gpt.py", OWN.replace("own", "packaged"))
+    text = f"from train.gpt import WHOSE\n{RECIPE}"
+    assert whose(write(tmp_path / "mine/gpt.py", text)) == "packaged"
+
+
+@pytest.mark.parametrize("name", ["get_config", "make_model", "loss_fn", "make_data"])
+def test_a_recipe_that_lacks_a_function_is_an_error_that_names_it(name, tmp_path):
+    file = write(tmp_path / "bad.py", OWN.replace(name, "other"))
+    with pytest.raises(UserError, match=rf"bad\.py lacks the function {name}\(\)"):
+        whose(file)
+
+
+def test_a_recipe_whose_function_is_a_value_is_an_error_that_names_it(tmp_path):
+    file = write(tmp_path / "bad.py", f"{OWN}references = 3")
+    with pytest.raises(UserError, match=r"references in recipe .*is not a function"):
+        whose(file)
+
+
+def test_a_syntax_error_is_an_error_that_names_file_and_line(tmp_path):
+    file = write(tmp_path / "bad.py", f"{OWN}\nx = = 1\n")
+    with pytest.raises(UserError, match=r"bad\.py:8: invalid syntax"):
+        whose(file)
+
+
+def test_a_syntax_error_in_a_model_names_the_models_file(tmp_path):
+    write(tmp_path / "models/net.py", "\n\nx = = 1")
+    with pytest.raises(UserError, match=r"models/net\.py:3: invalid syntax"):
+        whose(write(tmp_path / "bad.py", IMPORTING))
+
+
+def test_a_failing_import_is_an_error_that_names_file_line_and_module(tmp_path):
+    file = write(tmp_path / "bad.py", "\nimport nosuchmodule")
+    with pytest.raises(UserError, match=r"bad\.py:2: No module named 'nosuchmodule'"):
+        whose(file)
+
+
+# The command line's words.
+
+
+def test_values_follow_after_an_equals_sign_or_as_the_next_word():
+    for words in (
+        ["--config=gpt.py", "--config.a.b=-1", "--workdir=x=y"],
+        ["--config", "gpt.py", "--config.a.b", "-1", "--workdir", "x=y"],
+    ):
+        arguments = parse_arguments(words)
+        assert arguments.recipe == "gpt.py"
+        assert arguments.overrides == {"a.b": "-1"}
+        assert arguments.workdir == "x=y"
+        assert not arguments.help
+
+
+@pytest.mark.parametrize("word", ["gpt.py", "--confg=gpt.py", "-config=gpt.py", "--x"])
+def test_an_unknown_argument_is_an_error_that_names_it(word):
+    with pytest.raises(UserError, match=f"unknown argument '{word}'"):
+        parse_arguments([word])
+
+
+@pytest.mark.parametrize("word", ["--config", "--workdir", "--config.steps"])
+def test_an_option_without_a_value_is_an_error_that_names_it(word):
+    with pytest.raises(UserError, match=f"{word} needs a value"):
+        parse_arguments([word])
+
+
+def test_help_lists_every_key_with_its_default(config):
+    text = help_text(config, "mlp.py")
+    for key, value in flatten(config).items():
+        assert f"--config.{key}={value}\n" in text
+
+
+# The config.
+
+
+def test_a_config_gets_the_shared_keys_that_its_recipe_leaves_out(config):
+    assert config.seed == 0
+    assert config.mesh.to_dict() == {"fsdp": -1, "replica": 1, "cpu_devices": 8}
+    assert config.policy.precision.compute is None
+
+
+def test_a_recipes_own_value_of_a_shared_key_stays():
+    own = ConfigDict({"steps": 1, "batch_size": 1, "mesh": {"replica": 2}})
+    completed = complete(own, "mlp.py")
+    assert (completed.mesh.replica, completed.mesh.fsdp) == (2, -1)
+
+
+@pytest.mark.parametrize("key", ["steps", "batch_size"])
+def test_a_config_that_lacks_a_required_key_is_an_error_that_names_it(key):
+    own = {"steps": 1, "batch_size": 1}
+    del own[key]
+    with pytest.raises(UserError, match=f"lacks the key '{key}'"):
+        complete(ConfigDict(own), "mlp.py")
+
+
+def test_a_config_that_is_no_config_dict_is_an_error_that_says_what_it_is():
+    with pytest.raises(UserError, match="returns dict; it must return"):
+        complete({"steps": 1}, "mlp.py")
+
+
+def test_overrides_set_keys_by_the_type_of_their_default(config):
+    override(
+        config,
+        {
+            "steps": "20",
+            "optimizer.learning_rate": "1e-4",
+            "optimizer.betas": "0.8,1",
+            "model.dropout": "true",
+            "model.widths": "[4, 4, 4]",
+            "model.name": "3",
+            "limit": "7",
+            "mesh.fsdp": "-1",
+            "policy.precision.compute": "bfloat16",
+        },
+        "mlp.py",
+    )
+    assert config.steps == 20
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.optimizer.betas == (0.8, 1.0)
+    assert config.model.dropout is True
+    assert config.model.widths == (4, 4, 4)
+    assert config.model.name == "3"
+    assert config.limit == 7
+    assert config.policy.precision.compute == "bfloat16"
+
+
+def test_an_unknown_key_is_an_error_that_names_the_nearest(config):
+    with pytest.raises(
+        UserError,
+        match=r"--config\.optimizer\.learning_rat in recipe mlp\.py; "
+        r"did you mean optimizer\.learning_rate\?",
+    ):
+        override(config, {"optimizer.learning_rat": "1"}, "mlp.py")
+
+
+def test_a_group_as_a_key_is_an_error_that_lists_its_members(config):
+    with pytest.raises(UserError, match=r"a group: mesh\.cpu_devices, mesh\.fsdp"):
+        override(config, {"mesh": "3"}, "mlp.py")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("steps", "1e3", "a whole number"),
+        ("steps", "", "a whole number"),
+        ("steps", "None", "a whole number"),
+        ("limit", "many", "a whole number"),
+        ("optimizer.learning_rate", "fast", "a number"),
+        ("model.dropout", "1", "true or false"),
+        ("model.widths", "8,8.5", "tuple such as"),
+        ("optimizer.betas", "(0.9,", "tuple such as"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_that_says_what_was_expected(
+    key, text, expected, config
+):
+    with pytest.raises(UserError) as error:
+        override(config, {key: text}, "mlp.py")
+    assert str(error.value).startswith(f"--config.{key}={text}: expected {expected}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("steps", 0), ("batch_size", -8), ("log_every", 0), ("mesh.cpu_devices", 0)],
+)
+def test_a_value_out_of_range_is_an_error_that_names_key_and_minimum(
+    key, value, config
+):
+    override(config, {key: str(value)}, "mlp.py")
+    with pytest.raises(UserError, match=rf"--config\.{key}={value}: must be at least"):
+        check(config)
+
+
+# Values.
+
+scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+sequences = st.one_of(
+    st.lists(st.integers(), min_size=1),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1),
+    st.lists(st.text(), min_size=1),
+)
+
+
+@given(scalars | sequences | sequences.map(tuple))
+def test_every_value_is_read_back_from_its_text(value):
+    if value == "None":
+        return  # the one name that means no name
+    parsed = parse_value(str(value), default=value)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@given(st.text(), scalars | sequences | st.just(()) | st.none())
+@example("9" * 5000, 0)  # Python reads no more than 4300 digits
+@example("(" * 1000, (1,))
+@example("1" + "+1" * 10000, (1,))
+@example("{[]}", (1,))
+def test_any_text_gives_a_value_of_the_defaults_type_or_a_value_error(text, default):
+    try:
+        value = parse_value(text, default)
+    except ValueError:
+        return
+    if default is None:
+        assert value is None or type(value) in (int, float, bool, str)
+    else:
+        assert value is None or type(value) is type(default)
+
+
+@given(st.integers(-(2**53), 2**53))
+def test_a_whole_number_is_accepted_where_the_default_is_a_float(value):
+    parsed = parse_value(str(value), default=0.5)
+    assert type(parsed) is float
+    assert parsed == float(value)

@@ -1,0 +1,192 @@
+"""The report: complete, escaped, well-formed, and drawn within its charts."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jshard.training.charts import line_chart, ticks
+from jshard.training.report import read_metrics, write_report
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+EVIL = "</script></pre><script>alert('&amp;')</script><img src=x onerror=\"a()\">"
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and collects them with their text."""
+
+    def __init__(self, html: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.text.setdefault(self.open[-1], []).append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+def write_run(path, lines=(), notes=None, config=None) -> Page:
+    path.mkdir(exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (path / "metrics.jsonl").write_text(text)
+    (path / "notes.json").write_text(json.dumps(notes or {}))
+    (path / "config.json").write_text(json.dumps(config or {}))
+    write_report(path)
+    return Page((path / "report.html").read_text(encoding="utf-8"))
+
+
+LINES = [
+    {"step": 1, "loss": 5.5, "grad_norm": 2.0, "time_to_first_step": 8.25},
+    {"step": 10, "loss": 2.5, "grad_norm": 1.0, "tokens_per_second": 50e3, "mfu": 0.4},
+    {"step": 10, "eval_loss": 2.25},
+    {"step": 20, "loss": 1.5, "grad_norm": None, "tokens_per_second": 52e3},
+    {"step": 20, "eval_loss": 2.0},
+]
+
+
+def test_the_final_numbers_stand_beside_the_references(tmp_path):
+    page = write_run(tmp_path, LINES, {"references": {"bigram entropy": 2.2134}})
+    results = dict(zip(page.text["span"], page.text["b"], strict=False))
+    assert results == {
+        "validation loss at step 20": "2.0000",
+        "bigram entropy; validation is 0.2134 below": "2.2134",
+        "training loss at step 20": "1.5000",
+        "time to first step": "8.2 s",
+        "tokens a second, median": "51k",
+        "MFU, median": "40.0%",
+    }
+
+
+def test_each_metric_has_a_chart_and_the_loss_has_both_curves(tmp_path):
+    page = write_run(tmp_path, LINES, {"references": {"bigram entropy": 2.2134}})
+    titles = page.text["figcaption"]
+    assert titles == ["Loss", "Gradient norm", "Tokens a second", "MFU"]
+    data = [json.loads(text) for text in page.text["script"][:-1]]
+    assert data[0]["lines"] == {
+        "training": [[1, 5.5], [10, 2.5], [20, 1.5]],
+        "validation": [[10, 2.25], [20, 2.0]],
+    }
+    assert data[1]["lines"] == {"training": [[1, 2.0], [10, 1.0]]}
+    assert "bigram entropy 2.213" in page.text["text"]
+
+
+def test_notes_and_config_are_shown(tmp_path):
+    page = write_run(
+        tmp_path,
+        notes={"start_up": "8 devices\nmesh 1 x 8", "sample": "def f():\n  pass"},
+        config={"steps": 3, "optimizer": {"betas": [0.9, 0.95]}},
+    )
+    assert page.text["pre"] == ["8 devices\nmesh 1 x 8", "def f():\n  pass"]
+    assert page.text["th"] == ["steps", "optimizer.betas"]
+    assert page.text["td"] == ["3", "[0.9, 0.95]"]
+
+
+def test_nothing_from_outside_becomes_markup(tmp_path):
+    lines = [
+        {"step": step, "loss": 1.0, EVIL: 1.0, f"eval_{EVIL}": 2.0} for step in (1, 2)
+    ]
+    evil = write_run(
+        tmp_path / EVIL.replace("/", ""),
+        lines,
+        {"references": {EVIL: 2.0}, "start_up": EVIL, "sample": EVIL, "recipe": EVIL},
+        {EVIL: EVIL, "group": {EVIL: EVIL}},
+    )
+    harmless = re.sub(r"\W", "x", EVIL)
+    plain = write_run(
+        tmp_path / "run",
+        [{k.replace(EVIL, harmless): v for k, v in line.items()} for line in lines],
+        {"references": {"x": 2.0}, "start_up": "x", "sample": "x", "recipe": "x"},
+        {"x": "x", "group": {"x": "x"}},
+    )
+    assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]
+    assert evil.text["pre"] == [EVIL, EVIL]
+    assert evil.text["td"] == [EVIL, EVIL]
+
+
+def test_the_page_asks_the_network_for_nothing(tmp_path):
+    page = write_run(tmp_path, LINES)
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "iframe", "object")
+        assert not {"src", "href", "srcset", "data"} & attributes.keys()
+    assert not re.search(r"url\(|@import|fetch\(|https?:", "".join(page.text["style"]))
+    assert "http" not in page.text["script"][-1]
+
+
+def test_a_run_without_metrics_has_a_report_without_charts(tmp_path):
+    write_report(tmp_path)
+    assert Page((tmp_path / "report.html").read_text()).count("svg") == 0
+
+
+def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
+    text = '{"step": 1, "loss": 2.0}\n{"step": 2, "lo'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_a_long_runs_curve_is_thinned_and_keeps_its_last_step():
+    points = [(step, 1.0) for step in range(1, 100_001)]
+    page = Page(line_chart("Loss", {"training": points}, wide=True))
+    (line,) = json.loads(page.text["script"][0])["lines"].values()
+    assert len(line) <= 600
+    assert line[-1] == [100_000, 1.0]
+
+
+values = st.floats(-(2.0**127), 2.0**127, width=32)
+
+
+@given(values, values, st.integers(2, 12))
+def test_ticks_are_evenly_spaced_and_enclose_the_values(a, b, count):
+    low, high = sorted([a, b])
+    marks = ticks(low, high, count)
+    slack = 1e-6 * (marks[1] - marks[0])
+    assert marks[0] - slack <= low
+    assert high <= marks[-1] + slack
+    assert 2 <= len(marks) <= count + 3
+
+
+@given(st.lists(values, min_size=1, max_size=20), st.lists(values, max_size=2))
+def test_every_line_is_drawn_within_its_chart(losses, references):
+    chart = line_chart(
+        "Loss",
+        {"training": list(enumerate(losses))},
+        references={f"reference {i}": value for i, value in enumerate(references)},
+    )
+    page = Page(chart)
+    _, _, width, height = map(float, dict(page.elements)["svg"]["viewbox"].split())
+    paths = [a["d"] for tag, a in page.elements if tag == "path"]
+    (line,) = [d for d in paths if " " in d and "H" not in d]
+    points = [tuple(map(float, pair.split())) for pair in line[1:].split("L")]
+    assert len(points) == len(losses)
+    for x, y in points:
+        assert 0 <= x <= width
+        assert 0 <= y <= height
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, -1e-30, 3e38])
+def test_a_constant_value_is_a_line_through_the_middle(value):
+    page = Page(line_chart("Rate", {"training": [(1, value), (2, value)]}))
+    low, high = json.loads(page.text["script"][0])["y"][:2]
+    assert low < value < high
