@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core
@@ -56,7 +57,9 @@ def traffic(jaxpr: Any, sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]
             kind = _KINDS.get(eqn.primitive.name)
             if kind is not None:
                 _add(found, kind, eqn, sizes, times)
-            inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+            inner = (
+                times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+            )
             for sub in core.jaxprs_in_params(eqn.params):
                 visit(sub, inner)
 
@@ -70,7 +73,7 @@ def _add(found: dict, kind: str, eqn: Any, sizes: dict[str, int], times: int) ->
     n = int(np.prod([sizes[axis] for axis in axes]))
     if n == 1:
         return
-    for x in (eqn.outvars if kind == "all-gather" else eqn.invars):
+    for x in eqn.outvars if kind == "all-gather" else eqn.invars:
         if x.aval.size <= 1:
             continue
         nbytes = x.aval.size * x.aval.dtype.itemsize * (n - 1) // n
@@ -96,7 +99,10 @@ def describe(
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", device.platform)
     lines = [
-        ("mesh", f"{mesh.size} x {kind}: {REPLICA} {sizes[REPLICA]} x {FSDP} {sizes[FSDP]}"),
+        (
+            "mesh",
+            f"{mesh.size} x {kind}: {REPLICA} {sizes[REPLICA]} x {FSDP} {sizes[FSDP]}",
+        ),
         ("parameters", _parameters(state, mesh)),
     ]
     for (name, dtype), t in sorted(traffic(jaxpr, sizes).items()):
@@ -127,7 +133,7 @@ def _parameters(state: TrainState, mesh: Mesh) -> str:
 
 
 def _is_plain(x: Any) -> bool:
-    return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _local_size(x: Any) -> int:
@@ -162,8 +168,8 @@ def _root(model: nnx.Module, mesh: Mesh) -> list[tuple[str, str]]:
         return []
     names = [".".join(map(str, path)) for path, _ in root]
     nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
-    text = f"{_bytes(nbytes)} in no Stack or Unit, kept whole during a step: {_some(names)}"
-    return [("root", text)]
+    text = f"{_bytes(nbytes)} in no Stack or Unit, kept whole during a step"
+    return [("root", f"{text}: {_some(names)}")]
 
 
 def _some(names: list[str], limit: int = 4) -> str:

@@ -17,9 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard import describe, layers, step
 from jshard.errors import UserError
 from jshard.loss import Means
-from jshard.mesh import AXES, BATCH, FSDP as FSDP_AXIS, check_mesh
+from jshard.mesh import AXES, BATCH, check_mesh
+from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.optim import sharded_update
 from jshard.partition import (
+    manual_specs,
     optimizer_specs,
     param_specs,
     placements,
@@ -100,7 +102,8 @@ class FSDP:
         )
 
     def _create(self, make_model, optimizer, wrt, seed: jax.Array) -> TrainState:
-        model = make_model(nnx.Rngs(jax.random.key(seed)))
+        with nnx.use_eager_sharding(False):  # annotations are read by partition.py
+            model = make_model(nnx.Rngs(jax.random.key(seed)))
         for path, variable in nnx.iter_graph(model):
             dtype = self.policy.precision_at(path).param
             if isinstance(variable, nnx.Param) and dtype is not None:
@@ -159,9 +162,9 @@ class FSDP:
 
     def train_step(
         self,
-        loss_fn: Callable[[nnx.Module, Any], Any],
+        loss_fn: Callable[[Any, Any], Any],
         optimizer: optax.GradientTransformation,
-    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+    ) -> jax.stages.Wrapped:
         """The jitted step ``state, metrics = train_step(state, batch)``.
 
         The state is donated. Metrics are scalars: "loss", "grad_norm" (before the
@@ -184,13 +187,12 @@ class FSDP:
                 step.train,
                 self._builder(state, training=True),
                 loss_fn,
-                specs.params,
+                manual_specs(specs.params),
                 accumulate,
             )
+            inputs = self._inputs(specs)
             grads, metrics, model_state = self._shard_map(
-                local,
-                (specs.params, specs.frozen, PartitionSpec(), BATCH),
-                (specs.params, PartitionSpec(), PartitionSpec()),
+                local, inputs, (inputs[0], PartitionSpec(), PartitionSpec())
             )(state.params, state.frozen, state.model_state, batch)
             with sharded_update(self.mesh, self.policy):
                 updates, opt_state = optimizer.update(
@@ -208,9 +210,7 @@ class FSDP:
 
         return jax.jit(train_step, donate_argnums=0)
 
-    def eval_step(
-        self, loss_fn: Callable[[nnx.Module, Any], Any]
-    ) -> Callable[[TrainState, Any], Means]:
+    def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> jax.stages.Wrapped:
         """The jitted ``means = eval_step(state, batch)``, the model in eval mode.
 
         Results of several batches add: ``(a + b).compute()`` is a dict of floats.
@@ -223,17 +223,13 @@ class FSDP:
                 step.evaluate, self._builder(state, training=False), loss_fn
             )
             loss, metrics = self._shard_map(
-                local,
-                (specs.params, specs.frozen, PartitionSpec(), BATCH),
-                PartitionSpec(),
+                local, self._inputs(specs), PartitionSpec()
             )(state.params, state.frozen, state.model_state, batch)
             return Means(loss, metrics)
 
         return jax.jit(eval_step)
 
-    def predict_step(
-        self, fn: Callable[[nnx.Module, Any], Any]
-    ) -> Callable[[TrainState, Any], Any]:
+    def predict_step(self, fn: Callable[[Any, Any], Any]) -> jax.stages.Wrapped:
         """The jitted ``outputs = predict_step(state, batch)``, in eval mode.
 
         ``fn(model, batch)`` maps one device's examples to arrays with the same leading
@@ -249,9 +245,8 @@ class FSDP:
             def local(params, frozen, model_state, batch):
                 return fn(build(params, frozen, model_state), batch)
 
-            return self._shard_map(
-                local, (specs.params, specs.frozen, PartitionSpec(), BATCH), BATCH
-            )(state.params, state.frozen, state.model_state, batch)
+            run = self._shard_map(local, self._inputs(specs), BATCH)
+            return run(state.params, state.frozen, state.model_state, batch)
 
         return jax.jit(predict_step)
 
@@ -281,6 +276,11 @@ class FSDP:
         modules = [path for path, _ in nnx.iter_modules(model) if path]
         self.policy.check_overrides(modules)
         return model
+
+    def _inputs(self, specs: TrainState) -> tuple:
+        """Specs of what a step's local function takes."""
+        params, frozen = manual_specs(specs.params), manual_specs(specs.frozen)
+        return params, frozen, PartitionSpec(), BATCH
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(

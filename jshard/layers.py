@@ -11,7 +11,7 @@ layer dimension.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,12 @@ class Unit(nnx.Module):
     """
 
     unit_policy: UnitPolicy | None = None
+
+    if TYPE_CHECKING:
+
+        def __new__(cls, module: M) -> M:
+            """A Unit has its module's type."""
+            return module
 
     def __init__(self, module: nnx.Module):
         if isinstance(module, (Unit, Stack)):
@@ -85,6 +91,7 @@ class Stack(nnx.Module):
         self.num_layers = num_layers
 
     def __call__(self, x: Any, *args: Any) -> Any:
+        """The last layer's output, or (output, stacked aux)."""
         return _run_stack(self, x, args)
 
 
@@ -99,11 +106,9 @@ def _unit_class(cls: type) -> type:
     methods = {
         name: _gathering(member)
         for name, member in inspect.getmembers(cls, inspect.isfunction)
-        if (name == "__call__" or not name.startswith("_"))
-        and not hasattr(nnx.Module, name)
+        # A class has a __call__ too, so that hasattr says nothing of that name.
+        if name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
     }
-    if "__call__" not in methods and hasattr(cls, "__call__"):
-        methods["__call__"] = _gathering(cls.__call__)
     return type(cls.__name__, (Unit, cls), methods | {"plain_class": cls})
 
 
@@ -167,7 +172,7 @@ def place(
     """Marks every parameter with its Placement and every unit with its policy."""
     for path, module in list(nnx.iter_modules(model)):
         set_compute_dtype(module, policy.precision_at(path).compute)
-        if _is_unit(module):
+        if isinstance(module, (Unit, Stack)):
             module.unit_policy = policy.unit(path)
     for path, variable in _variables(model):
         if path in placements:
@@ -230,7 +235,7 @@ def gathered(unit: M) -> M:
     return module
 
 
-def _make_plain(module: nnx.Module) -> None:
+def _make_plain(module: Any) -> None:
     """Undoes Unit or Stack: the module as its author wrote it."""
     vars(module).pop("num_layers", None)
     object.__setattr__(module, "__class__", type(module).plain_class)
@@ -289,7 +294,7 @@ def _call(method: Callable, module: nnx.Module, *args: Any, **kwargs: Any) -> An
     return result, nnx.from_flat_state(changed)
 
 
-def _run_unit(unit: nnx.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
+def _run_unit(unit: Any, method: Callable, args: tuple, kwargs: dict) -> Any:
     pieces = _Pieces(unit)
     leaves, tree = jax.tree.flatten((args, kwargs))
     dynamic = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
@@ -309,7 +314,6 @@ def _run_unit(unit: nnx.Module, method: Callable, args: tuple, kwargs: dict) -> 
         returned[:] = [result_tree]
         return flat
 
-    assert unit.unit_policy is not None
     out = run_unit(
         call,
         pieces.shards,

@@ -116,7 +116,7 @@ class Means:
     metrics: dict[str, Mean]
 
     def __add__(self, other: Any) -> "Means":
-        if isinstance(other, numbers.Number) and other == 0:
+        if not isinstance(other, Means) and other == 0:
             return self
         pairs = zip(self.loss.terms, other.loss.terms, strict=True)
         return Means(

@@ -1,6 +1,7 @@
 """The device mesh: axis "replica" (copies) times axis "fsdp" (shards)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ BATCH = PartitionSpec(AXES)  # examples are split over every device of both axes
 
 
 def make_mesh(
-    *, fsdp: int = -1, replica: int = 1, devices: Sequence[jax.Device] | None = None
+    *, fsdp: int = -1, replica: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """Arranges devices as ``replica`` groups of ``fsdp`` shards.
 

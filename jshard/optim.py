@@ -18,8 +18,14 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard.mesh import FSDP
-from jshard.partition import LAYER_DIMS, layer_dims, optimizer_specs, param_specs
+from jshard.mesh import AXES, FSDP
+from jshard.partition import (
+    LAYER_DIMS,
+    layer_dims,
+    manual_specs,
+    optimizer_specs,
+    param_specs,
+)
 from jshard.policy import Policy
 
 # Updates with these look at a matrix as a whole.
@@ -226,7 +232,7 @@ def _update_whole_layers(
         mesh=mesh,
         in_specs=(specs, state_specs, None if params is None else specs),
         out_specs=(specs, state_specs),
-        axis_names=set(mesh.axis_names),
+        axis_names=set(AXES),
         check_vma=False,
     )(updates, state, params)
 
@@ -238,7 +244,7 @@ def _stacked_specs(updates: Any, policy: Policy, mesh: Mesh) -> Any:
         return variable.copy(**{LAYER_DIMS: layer_dims(variable) + 1})
 
     raised = jax.tree.map(raise_, updates, is_leaf=_is_variable)
-    specs = param_specs(raised, policy, mesh)
+    specs = manual_specs(param_specs(raised, policy, mesh))
     leaves = jax.tree.leaves(specs)
     return jax.tree.unflatten(jax.tree.structure(updates), leaves)
 

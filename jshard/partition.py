@@ -1,5 +1,6 @@
 """Which dimension of each parameter is sharded, and the specs of a whole state."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,31 +9,37 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.collectives import Placement
-from jshard.mesh import FSDP
+from jshard.mesh import AXES, FSDP
 from jshard.policy import Policy
 
 LAYER_DIMS = "layer_dims"  # metadata of a Stack's variables: leading layer dimensions
 
 
 def shard_dim(
-    shape: tuple[int, ...], shards: int, *, layer_dims: int = 0, min_elements: int = 0
+    shape: tuple[int, ...],
+    shards: int,
+    *,
+    layer_dims: int = 0,
+    min_elements: int = 0,
+    taken: Sequence[Any] = (),
 ) -> int | None:
     """The dimension to shard, counted from the end, or None to replicate.
 
     It is the first one, not counting the layer dimensions of a Stack, that ``shards``
-    divides: contiguous on the wire, with no transposes.
+    divides and no other mesh axis has taken: contiguous on the wire, no transposes.
 
     Args:
       shape: the parameter's shape, layer dimensions first.
       shards: size of the fsdp axis.
       layer_dims: leading layer dimensions, never sharded.
       min_elements: parameters with fewer elements a layer are replicated.
+      taken: for each dimension of one layer, the mesh axes it is split over already.
     """
     own = shape[layer_dims:]
     if np.prod(own) < min_elements:
         return None
     for i, size in enumerate(own):
-        if size and size % shards == 0:
+        if size and size % shards == 0 and not any(taken[i : i + 1]):
             return i - len(own)
     return None
 
@@ -42,12 +49,25 @@ def layer_dims(variable: nnx.Variable) -> int:
     return variable.get_metadata(LAYER_DIMS, 0)
 
 
+def _other_axes(variable: nnx.Variable, mesh: Mesh) -> tuple[Any, ...]:
+    """The automatic mesh axes that annotate each dimension of one layer."""
+    names = variable.get_metadata("out_sharding", None) or ()
+    free = set(mesh.axis_names) - set(AXES)
+
+    def known(axes: Any) -> tuple[str, ...]:
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        return tuple(axis for axis in axes if axis in free)
+
+    return tuple(known(axes) or None for axes in names)
+
+
 def _dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
     return shard_dim(
         np.shape(variable.get_value()),
         mesh.shape[FSDP],
         layer_dims=layer_dims(variable),
         min_elements=policy.min_shard_elements,
+        taken=_other_axes(variable, mesh),
     )
 
 
@@ -73,12 +93,26 @@ def placements(
 
 
 def param_spec(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> PartitionSpec:
-    """The PartitionSpec of one parameter."""
+    """The PartitionSpec of one parameter, other mesh axes included."""
     dim = _dim(variable, policy, mesh)
-    if dim is None:
+    others = _other_axes(variable, mesh)
+    if dim is None and not any(others):
         return PartitionSpec()
     ndim = len(np.shape(variable.get_value()))
-    return PartitionSpec(*[None] * (ndim + dim), FSDP)
+    axes: list[Any] = [*[None] * layer_dims(variable), *others]
+    axes += [None] * (ndim - len(axes))
+    if dim is not None:
+        axes[dim] = FSDP
+    while axes and axes[-1] is None:
+        axes.pop()
+    return PartitionSpec(*axes)
+
+
+def manual_specs(specs: Any) -> Any:
+    """The part of each spec that ``shard_map`` handles: the "fsdp" axis."""
+    return jax.tree.map(
+        lambda spec: PartitionSpec(*(a if a == FSDP else None for a in spec)), specs
+    )
 
 
 def param_specs(params: Any, policy: Policy, mesh: Mesh) -> Any:

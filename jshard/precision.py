@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jshard.errors import UserError
 
@@ -49,7 +48,7 @@ def _dtype(name: str, value: Any) -> Any:
     return dtype
 
 
-def set_compute_dtype(module: nnx.Module, dtype: Any) -> None:
+def set_compute_dtype(module: Any, dtype: Any) -> None:
     """Sets the dtype of a module that declares one, as Flax's own modules do."""
     if dtype is not None and "dtype" in vars(module) and "param_dtype" in vars(module):
         module.dtype = dtype

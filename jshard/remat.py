@@ -132,10 +132,13 @@ class LinearizedLayer:
                 return moved, outputs
 
             _, pullback, outputs = jax.vjp(of_moving, *moving, has_aux=True)
-            residuals, self._pullback = jax.tree.flatten(pullback)
+            residuals, structure = jax.tree.flatten(pullback)
+            treedef.append(structure)
             return [*outputs, *residuals]
 
+        treedef: list[Any] = []
         jaxpr = jax.make_jaxpr(with_residuals)(*flat).jaxpr
+        (self._pullback,) = treedef
         assert not jaxpr.constvars, "constants are hoisted before this point"
         count = len(self.outputs)
         bits = [_WEIGHTS, _REST, _REST, _ARGS]
@@ -171,9 +174,7 @@ class LinearizedLayer:
 
     def forward(self, weights, xs, carry, args) -> tuple[list[Any], list[Any]]:
         """Outputs, and the residuals to keep until the backward pass."""
-        leaves = _run(
-            self._forward, self._forward_used, [*weights, *xs, *carry, *args]
-        )
+        leaves = _run(self._forward, self._forward_used, [*weights, *xs, *carry, *args])
         return leaves[: len(self.outputs)], leaves[len(self.outputs) :]
 
     def backward(self, weights, xs, args, kept, cotangents) -> list[list[Any]]:

@@ -66,7 +66,7 @@ def run_unit(
     xs, inputs = list(xs), [vary(x) for x in inputs]
     layer = LinearizedLayer(
         lambda weights, xs, carry, args: fn(weights, xs, carry),
-        _full(map(abstract_like, shards), places),
+        _full([abstract_like(s) for s in shards], places),
         [abstract_like(x) for x in xs],
         [abstract_like(x) for x in inputs],
         [],
@@ -265,9 +265,10 @@ def scan_layers(
 
     out, ys = run_stack(
         layer,
-        [vary(s) if p.dim is None else s for s, p in zip(
-            shards, jax.tree.leaves(places), strict=True
-        )],
+        [
+            vary(s) if p.dim is None else s
+            for s, p in zip(shards, jax.tree.leaves(places), strict=True)
+        ],
         jax.tree.leaves(places),
         [],
         inputs[:num_carry],
@@ -305,9 +306,7 @@ def _check_carry(carry: Sequence[Any], outputs: Sequence[Any]) -> None:
 
 
 def _carry_like(outputs: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
-    return [vary(o, tuple(varying(c))) for o, c in zip(
-        outputs, carry, strict=True
-    )]
+    return [vary(o, tuple(varying(c))) for o, c in zip(outputs, carry, strict=True)]
 
 
 def _full(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
@@ -324,7 +323,7 @@ def _gather_read(needed, places, layer) -> list[Any]:
     """The weights that the backward reads, None for the others."""
     weights: list[Any] = [None] * len(places)
     for i, shard in zip(layer.weights_read, needed, strict=True):
-        weights[i] = all_gather(vary(shard), places[i])
+        weights[i] = all_gather(vary(shard), places[i], again=True)
     return weights
 
 

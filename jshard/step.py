@@ -87,7 +87,9 @@ def train(
         lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
     )
     loss, metrics = _global(loss), _global(metrics)
-    values = {"loss": sum(weight * mean.compute() for weight, mean in loss.terms)}
+    values: dict[str, Any] = {
+        "loss": sum(weight * mean.compute() for weight, mean in loss.terms)
+    }
     return grads, values | {k: m.compute() for k, m in metrics.items()}, after
 
 
@@ -120,8 +122,10 @@ def _accumulate(
 
     def body(carry, slices):
         sums, state = carry
-        index, batch = slices
-        grads, loss, metrics, after = backward(params, state, batch, index, counts)
+        # Without the barrier XLA moves gathers whose shards are the same for every
+        # micro-batch out of the loop, and keeps the full weights for all of it.
+        now, (index, batch) = lax.optimization_barrier((params, slices))
+        grads, loss, metrics, after = backward(now, state, batch, index, counts)
         sums = jax.tree.map(jnp.add, sums, (grads, *_parts(loss, metrics)))
         last = index == number - 1
         return (sums, merge_state(state, after, last=last)), [w for w, _ in loss.terms]

@@ -6,6 +6,7 @@ Shape suffixes: B batch, T time, D model width, N heads, H head width, V vocabul
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -95,6 +96,7 @@ class Attention(nnx.Module):
         self.out = _linear(config, width, width, rngs, residual_std)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """The attended values, (B, T, D)."""
         B, T, D = x_BTD.shape
         qkv_BTCNH = self.qkv(x_BTD).reshape(B, T, 3, self.num_heads, -1)
         q_BTNH, k_BTNH, v_BTNH = (qkv_BTCNH[:, :, i] for i in range(3))
@@ -116,6 +118,7 @@ class Block(nnx.Module):
         self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """The residual stream after this block, (B, T, D)."""
         x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
         hidden = jax.nn.gelu(self.up(self.norm2(x_BTD)))
         return x_BTD + self.dropout(self.down(hidden))
@@ -198,6 +201,8 @@ def cross_entropy(
     Returns:
       Total in nats and the sum of weights.
     """
+    chex.assert_equal_shape([targets_BT, weights_BT])
+    chex.assert_shape(x_BTD, (*targets_BT.shape, head_DV.shape[0]))
     D, tokens = x_BTD.shape[-1], targets_BT.size
     chunk = min(chunk, tokens)
     padding = -tokens % chunk

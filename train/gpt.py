@@ -9,9 +9,9 @@ import functools
 import numpy as np
 import optax
 from ml_collections import ConfigDict
-from models.gpt import GPT, GPTConfig, generate
 
 from jshard.training.text import BYTE_VOCAB, bigram_entropy, decode, encode, text_data
+from models.gpt import GPT, GPTConfig, generate
 
 
 def get_config() -> ConfigDict:

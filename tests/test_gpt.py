@@ -1,0 +1,100 @@
+"""models/gpt.py: an ordinary Flax model with a loss that never holds all logits."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from models.gpt import GPT, GPTConfig, cross_entropy, generate
+
+SMALL = GPTConfig(
+    vocab_size=50, sequence_length=16, num_layers=2, num_heads=2, width=16, loss_chunk=8
+)
+
+
+def tokens(batch: int = 8, length: int = 16) -> jax.Array:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(0, 50, (batch, length), np.int32))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 8, 1000])
+def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
+    rng = np.random.default_rng(0)
+    x_BTD = jnp.asarray(rng.standard_normal((4, 6, 8)))
+    head_DV = jnp.asarray(rng.standard_normal((8, 50)))
+    targets = jnp.asarray(rng.integers(0, 50, (4, 6)))
+    weights = jnp.asarray((rng.random((4, 6)) < 0.7).astype(np.float64))
+
+    def plain(x, head):
+        loss = optax.softmax_cross_entropy_with_integer_labels(x @ head, targets)
+        return jnp.sum(loss * weights)
+
+    def chunked(x, head):
+        return cross_entropy(x, head, targets, weights, chunk=chunk).total
+
+    want = jax.value_and_grad(plain, (0, 1))(x_BTD, head_DV)
+    got = jax.value_and_grad(chunked, (0, 1))(x_BTD, head_DV)
+    chex.assert_trees_all_close(got, want, rtol=1e-12)
+    assert cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk).count == (
+        weights.sum()
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_is_that_of_the_logits(tied):
+    model = GPT(
+        GPTConfig(**vars(SMALL) | {"tied": tied}),
+        rngs=nnx.Rngs(0),
+    )
+    inputs = tokens()
+    logits_BTV = model(inputs)
+    chex.assert_shape(logits_BTV, (8, 16, 50))
+    want = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, inputs)
+    got = model.loss(inputs, inputs, jnp.ones(inputs.shape)).compute()
+    np.testing.assert_allclose(got, jnp.mean(want), rtol=1e-6)
+    assert hasattr(model, "head") != tied
+
+
+def test_no_position_sees_a_later_token():
+    model = GPT(SMALL, rngs=nnx.Rngs(0))
+    before = tokens()
+    after = before.at[:, 9].set((before[:, 9] + 1) % 50)
+    first, second = model(before), model(after)
+    np.testing.assert_array_equal(first[:, :9], second[:, :9])
+    assert not np.allclose(first[:, 9], second[:, 9])
+
+
+def test_bf16_logits_and_loss_are_fp32():
+    model = GPT(GPTConfig(**vars(SMALL) | {"dtype": jnp.bfloat16}), rngs=nnx.Rngs(0))
+    inputs = tokens()
+    assert model(inputs).dtype == jnp.float32
+    mean = model.loss(inputs, inputs, jnp.ones(inputs.shape))
+    assert mean.total.dtype == jnp.float32
+
+
+def test_heads_that_do_not_divide_the_width_are_a_users_error():
+    with pytest.raises(jshard.UserError, match="width=16 does not divide by"):
+        GPTConfig(width=16, num_heads=3)
+
+
+def test_generation_keeps_the_prompt_and_does_not_depend_on_the_mesh():
+    prompt = {"tokens": tokens(8, 4), "seed": np.arange(8, dtype=np.uint32)}
+
+    def sample(devices: int) -> np.ndarray:
+        fsdp = jshard.FSDP(
+            jshard.make_mesh(devices=jax.devices()[:devices]),
+            jshard.Policy(min_shard_elements=0),
+        )
+        state = fsdp.init(lambda rngs: GPT(SMALL, rngs=rngs), optax.sgd(1.0))
+        step = fsdp.predict_step(lambda model, batch: generate(model, batch, length=6))
+        return np.asarray(step(state, fsdp.shard_batch(prompt)))
+
+    one, eight = sample(1), sample(8)
+    chex.assert_shape(eight, (8, 10))
+    np.testing.assert_array_equal(one, eight)
+    np.testing.assert_array_equal(eight[:, :4], prompt["tokens"])
+    assert len({row.tobytes() for row in eight[:, 4:]}) > 1  # seeds differ

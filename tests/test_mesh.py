@@ -1,0 +1,117 @@
+"""Meshes, batches and policies: what is refused, and how clearly."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+import jshard
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({}, (1, 8)),
+        ({"replica": 2}, (2, 4)),
+        ({"fsdp": 1, "replica": 8}, (8, 1)),
+        ({"fsdp": 2}, (1, 2)),
+    ],
+)
+def test_mesh_arranges_devices_as_replicas_of_shards(sizes, shape):
+    mesh = jshard.make_mesh(**sizes)
+    assert mesh.axis_names == ("replica", "fsdp")
+    assert mesh.devices.shape == shape
+    assert [d.id for d in mesh.devices.flat] == list(range(np.prod(shape)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 16}, "needs 16 devices but there are 8"),
+        ({"replica": 3}, "replica=3 does not divide the 8 devices"),
+        ({"replica": 0}, "must be positive"),
+        ({"fsdp": 0}, "must be positive"),
+    ],
+)
+def test_impossible_meshes_are_refused_in_one_line(sizes, message):
+    with pytest.raises(jshard.UserError, match=message) as error:
+        jshard.make_mesh(**sizes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mesh_without_the_axes_is_refused():
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    with pytest.raises(jshard.UserError, match=r"make one with jshard\.make_mesh"):
+        jshard.FSDP(mesh)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"remat": "some"}, "'some' is not one of full, dots, none"),
+        ({"reshard_after_forward": 2}, "must be True or False"),
+        ({"accumulate": 0}, "must be a positive integer"),
+        ({"precision": "bfloat16"}, r"must be a jshard.Precision"),
+        ({"overrides": {"blocks*": {"rematt": "full"}}}, "unknown rematt; possible"),
+        ({"overrides": {"blocks*": {"remat": "some"}}}, "'some' is not one of"),
+    ],
+)
+def test_policies_refuse_what_they_do_not_know(policy, message):
+    with pytest.raises(jshard.UserError, match=message):
+        jshard.Policy(**policy)
+
+
+@pytest.mark.parametrize("dtype", ["float33", "int8", 3])
+def test_precision_refuses_what_is_no_floating_dtype(dtype):
+    with pytest.raises(jshard.UserError, match="is not a floating dtype"):
+        jshard.Precision(compute=dtype)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_multiple_to_use():
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(accumulate=4))
+    with pytest.raises(jshard.UserError, match="12 examples does not divide by 8"):
+        fsdp.shard_batch({"x": np.ones((12, 3))})
+    with pytest.raises(jshard.UserError, match="same leading dimension"):
+        fsdp.shard_batch({"x": np.ones((8, 3)), "y": np.ones(16)})
+    with pytest.raises(jshard.UserError, match="same leading dimension"):
+        fsdp.shard_batch({"x": np.ones(())})
+
+    def loss_fn(model, batch):
+        return jshard.Mean(model(batch).sum(), batch.shape[0])
+
+    def make_model(rngs):
+        return nnx.Sequential(jshard.Unit(nnx.Linear(3, 3, rngs=rngs)))
+
+    state = fsdp.init(make_model, optax.sgd(1.0))
+    step = fsdp.train_step(loss_fn, optax.sgd(1.0))
+    with pytest.raises(jshard.UserError, match=r"4 micro-batches .* multiple of 32"):
+        step(state, fsdp.shard_batch(np.ones((16, 3), np.float32)))
+
+
+def test_a_model_without_parameters_is_refused():
+    class Empty(nnx.Module):
+        pass
+
+    fsdp = jshard.FSDP(jshard.make_mesh())
+    with pytest.raises(jshard.UserError, match="no parameters"):
+        fsdp.init(lambda rngs: Empty(), optax.sgd(1.0))
+
+
+def test_wrt_must_select_parameters():
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.norm = jshard.Unit(nnx.BatchNorm(8, rngs=rngs))
+
+    fsdp = jshard.FSDP(jshard.make_mesh())
+    with pytest.raises(jshard.UserError, match=r"norm\.mean.*must select nnx\.Param"):
+        fsdp.init(Normed, optax.sgd(1.0), wrt=nnx.Variable)
+
+
+def test_a_large_root_is_a_warning_that_names_its_modules():
+    fsdp = jshard.FSDP(jshard.make_mesh())
+    with pytest.warns(UserWarning, match=r"layers\.0\.kernel.*jshard\.Unit"):
+        fsdp.abstract_state(
+            lambda rngs: nnx.Sequential(nnx.Linear(64, 64, rngs=rngs)), optax.sgd(1.0)
+        )
