@@ -10,7 +10,7 @@ layer dimension.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -67,7 +67,6 @@ class Stack(nnx.Module):
     """
 
     unit_policy: UnitPolicy | None = None
-    num_layers: int
 
     def __init__(
         self,
@@ -87,8 +86,12 @@ class Stack(nnx.Module):
         layers = make(rngs)
         for _, variable in _variables(layers):
             variable.set_metadata(LAYER_DIMS, variable.get_metadata(LAYER_DIMS, 0) + 1)
+        if isinstance(layers, (Unit, Stack)):
+            raise UserError(
+                "Stack: its layers are Units or Stacks already; stack plain modules, "
+                "which may hold Units and Stacks"
+            )
         _become(self, layers, _stack_class(type(layers)))
-        self.num_layers = num_layers
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """The last layer's output, or (output, stacked aux)."""
@@ -105,9 +108,10 @@ def _become(target: nnx.Module, source: nnx.Module, cls: type) -> None:
 def _unit_class(cls: type) -> type:
     methods = {
         name: _gathering(member)
-        for name, member in inspect.getmembers(cls, inspect.isfunction)
+        for name, member in inspect.getmembers_static(cls, callable)
         # A class has a __call__ too, so that hasattr says nothing of that name.
         if name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
+        if not isinstance(member, (staticmethod, type))
     }
     return type(cls.__name__, (Unit, cls), methods | {"plain_class": cls})
 
@@ -135,28 +139,34 @@ def _is_unit(value: Any) -> bool:
     return isinstance(value, (Unit, Stack))
 
 
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
+
+
 def _variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
     for path, value in nnx.iter_graph(module):
         if isinstance(value, nnx.Variable):
             yield path, value
 
 
-def _inner_units(module: nnx.Module) -> list[tuple]:
-    return [p for p, value in nnx.iter_graph(module) if p and _is_unit(value)]
+def _own_paths(module: nnx.Module) -> set[tuple]:
+    """Paths of the variables that can be reached without entering an inner unit.
 
+    A parameter that a unit shares with its surroundings is theirs, though its path
+    may lead through the unit.
+    """
 
-def _inside(path: tuple, prefixes: list[tuple]) -> bool:
-    return any(path[: len(prefix)] == prefix for prefix in prefixes)
+    def stop(x: Any) -> bool:
+        return x is not module and (_is_unit(x) or _is_variable(x))
+
+    reached = {id(x) for x in jax.tree.leaves(module, is_leaf=stop)}
+    return {path for path, v in _variables(module) if id(v) in reached}
 
 
 def _own(module: nnx.Module) -> Callable[[tuple, Any], bool]:
     """Filter: parameters of ``module`` that are shards and no inner unit owns."""
-    inner = _inner_units(module)
-
-    def is_own(path: tuple, variable: Any) -> bool:
-        return _PLACEMENT in variable.get_metadata() and not _inside(path, inner)
-
-    return is_own
+    own = _own_paths(module)
+    return lambda path, v: path in own and _PLACEMENT in v.get_metadata()
 
 
 def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
@@ -189,11 +199,11 @@ def gather_root(model: nnx.Module) -> None:
 
 def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
     """The parameters that no Unit or Stack owns, with their paths."""
-    inner = _inner_units(model)
+    own = _own_paths(model)
     return [
         (path, variable)
         for path, variable in _variables(model)
-        if isinstance(variable, nnx.Param) and not _inside(path, inner)
+        if isinstance(variable, nnx.Param) and path in own
     ]
 
 
@@ -227,9 +237,7 @@ def gathered(unit: M) -> M:
             replaced[id(variable)] = full
     # Variables that are not gathered stay the same objects: their updates count.
     module = jax.tree.map(
-        lambda v: replaced.get(id(v), v),
-        unit,
-        is_leaf=lambda v: isinstance(v, nnx.Variable),
+        lambda v: replaced.get(id(v), v), unit, is_leaf=_is_variable
     )
     _make_plain(module)
     return module
@@ -237,7 +245,6 @@ def gathered(unit: M) -> M:
 
 def _make_plain(module: Any) -> None:
     """Undoes Unit or Stack: the module as its author wrote it."""
-    vars(module).pop("num_layers", None)
     object.__setattr__(module, "__class__", type(module).plain_class)
 
 
@@ -247,23 +254,14 @@ class _Pieces:
     def __init__(self, unit: nnx.Module):
         self.unit = unit
         self.graphdef, own, rest = nnx.split(unit, _own(unit), ...)
-        own, self._own_tree = jax.tree.flatten(
-            own, is_leaf=lambda v: isinstance(v, nnx.Variable)
-        )
+        own, self._own_tree = jax.tree.flatten(own, is_leaf=_is_variable)
         self.places: list[Placement] = [v.get_metadata(_PLACEMENT) for v in own]
         self.shards = [v.get_value() for v in own]
         self._own = own
-        rest_variables = jax.tree.leaves(
-            rest, is_leaf=lambda v: isinstance(v, nnx.Variable)
-        )
+        # Shards of inner units, weights gathered outside, and state: what an earlier
+        # call left there may depend on parameters.
         self.rest, self._rest_tree = jax.tree.flatten(rest)
-        # Shards of inner units and weights gathered outside have gradients; state
-        # (statistics, random streams) has none.
-        self.moving = [
-            isinstance(v, nnx.Param) and is_float(leaf)
-            for v in rest_variables
-            for leaf in jax.tree.leaves(v)
-        ]
+        self.moving = list(map(is_float, self.rest))
 
     def module(self, weights: list, rest: list) -> nnx.Module:
         """The plain module over full weights and the given rest."""
@@ -282,73 +280,105 @@ class _Pieces:
         return module
 
 
-def _call(method: Callable, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    """(result, what the call changed of the module's state)."""
+class _Arguments:
+    """Arguments of a call: arrays, and other leaves (flags, names), which are static.
+
+    Variables among them (an ``nnx.Rngs``) may be changed by the call.
+    """
+
+    def __init__(self, tree: Any):
+        leaves, self._tree = jax.tree.flatten(tree)
+        self._is_array = list(map(_is_array, leaves))
+        self._static = [x for x in leaves if not _is_array(x)]
+        self.arrays = [jnp.asarray(x) for x in leaves if _is_array(x)]
+        self.variables = _variables_in(tree)
+
+    def with_arrays(self, arrays: Iterable[Any]) -> Any:
+        """The arguments with ``arrays`` in place of their own."""
+        arrays, static = iter(arrays), iter(self._static)
+        leaves = [next(arrays if a else static) for a in self._is_array]
+        return jax.tree.unflatten(self._tree, leaves)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def _variables_in(tree: Any) -> list[nnx.Variable]:
+    return list(filter(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
+
+
+def _call(method: Callable, module: nnx.Module, args: tuple, kwargs: dict) -> Any:
+    """(result, what the call changed of the module's state, and of its arguments')."""
+    passed = _variables_in((args, kwargs))
     before = {path: variable.get_value() for path, variable in _variables(module)}
+    passed_before = [variable.get_value() for variable in passed]
     result = method(module, *args, **kwargs)
-    changed = [
+    state = [
         (path, variable)
         for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
         if path in before and variable.get_value() is not before[path]
     ]
-    return result, nnx.from_flat_state(changed)
+    changed = {
+        i: variable.get_value()
+        for i, variable in enumerate(passed)
+        if variable.get_value() is not passed_before[i]
+    }
+    return result, nnx.from_flat_state(state), changed
 
 
 def _run_unit(unit: Any, method: Callable, args: tuple, kwargs: dict) -> Any:
-    pieces = _Pieces(unit)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    dynamic = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
-    inputs = [jnp.asarray(x) for x, d in zip(leaves, dynamic, strict=True) if d]
+    pieces, arguments = _Pieces(unit), _Arguments((args, kwargs))
     returned: list[Any] = []
 
     def call(weights, rest, inputs):
         module = pieces.module(weights, rest)
-        values = iter(inputs)
-        merged = [
-            next(values) if d else x for x, d in zip(leaves, dynamic, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(tree, merged)
-        result, state = _call(method, module, *args, **kwargs)
-        result = jax.tree.map(jnp.asarray, result)
-        flat, result_tree = jax.tree.flatten((result, state))
-        returned[:] = [result_tree]
-        return flat
+        args, kwargs = arguments.with_arrays(inputs)
+        returned[:] = [_Arguments(_call(method, module, args, kwargs))]
+        return returned[0].arrays
 
     out = run_unit(
         call,
         pieces.shards,
         pieces.places,
         pieces.rest,
-        inputs,
+        arguments.arrays,
         unit.unit_policy,
         pieces.moving,
     )
-    result, state = jax.tree.unflatten(returned[0], out)
+    result, state, changed = returned[0].with_arrays(out)
     if state:
         nnx.update(unit, state)
+    for i, value in changed.items():
+        arguments.variables[i].set_value(value)
     return result
 
 
 def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
     """Every layer in turn: ``run_stack`` in a step, a plain scan outside one."""
-    pieces = _Pieces(stack)
-    x, args = jax.tree.map(jnp.asarray, (x, args))
-    carry, carry_tree = jax.tree.flatten(x)
-    extra, args_tree = jax.tree.flatten(args)
+    pieces, arguments = _Pieces(stack), _Arguments(args)
+    carry, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     returned: list[Any] = []
 
     def layer(weights, rest, carry, extra):
         module = pieces.module(weights, rest)
-        args = jax.tree.unflatten(args_tree, extra[: args_tree.num_leaves])
+        args = arguments.with_arrays(extra)
         before = jax.tree.unflatten(carry_tree, carry)
-        result, state = _call(type(module).__call__, module, before, *args)
+        result, state, changed = _call(
+            type(module).__call__, module, (before, *args), {}
+        )
+        if changed:
+            raise UserError(
+                "a stacked layer changes a Variable that is passed to it (nnx.Rngs, "
+                "say); give each layer its own, as a part of the layer"
+            )
         after, aux, has_aux = split_aux(result, before)
         flat, tree = jax.tree.flatten((aux, state))
         returned[:] = [has_aux, tree]
         return [*jax.tree.leaves(after), *flat]
 
     if stack.unit_policy is None:
-        out, ys = _plain_scan(layer, pieces, carry, extra)
+        out, ys = _plain_scan(layer, pieces, carry, arguments.arrays)
     else:
         out, ys = run_stack(
             layer,
@@ -356,7 +386,7 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
             pieces.places,
             pieces.rest,
             carry,
-            extra,
+            arguments.arrays,
             stack.unit_policy,
             pieces.moving,
         )

@@ -54,19 +54,23 @@ def train(
         specs,
     )
 
-    def forward(params, state, batch, index):
-        model = build(params, frozen, fold_streams(state, index))
+    # Below, shards are (params, frozen).
+    def forward(shards, state, batch, index):
+        model = build(*shards, fold_streams(state, index))
         with microbatch(index, accumulate):
             loss, metrics = split_result(loss_fn(model, batch))
         return _typed(loss), _typed(metrics), _next_state(state, model)
 
-    def totals(params, state, batch, index):
-        loss, metrics, after = forward(params, state, batch, index)
+    def totals(shards, state, batch, index):
+        loss, metrics, after = forward(shards, state, batch, index)
         return [mean.total for _, mean in loss.terms], (loss, metrics, after)
 
-    def backward(params, state, batch, index, counts):
+    def backward(shards, state, batch, index, counts):
+        params, frozen = shards
         _, pullback, (loss, metrics, after) = jax.vjp(
-            lambda params: totals(params, state, batch, index), params, has_aux=True
+            lambda params: totals((params, frozen), state, batch, index),
+            params,
+            has_aux=True,
         )
         counts = counts or [lax.psum(mean.count, AXES) for _, mean in loss.terms]
         seeds = [
@@ -76,12 +80,13 @@ def train(
         (grads,) = pullback(seeds)
         return grads, loss, metrics, after
 
+    shards = (local, frozen)
     if accumulate == 1:
-        grads, loss, metrics, after = backward(local, model_state, batch, 0, None)
+        grads, loss, metrics, after = backward(shards, model_state, batch, 0, None)
         after = merge_state(model_state, after)
     else:
         grads, loss, metrics, after = _accumulate(
-            forward, backward, accumulate, local, model_state, batch
+            forward, backward, accumulate, shards, model_state, batch
         )
     grads = jax.tree.map(
         lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
@@ -111,48 +116,49 @@ def _accumulate(
     forward: Callable,
     backward: Callable,
     number: int,
-    params: nnx.State,
+    shards: tuple[nnx.State, nnx.State],
     model_state: nnx.State,
     batch: Any,
 ) -> tuple:
     """Scans ``number`` micro-batches; gradients add up as shards."""
     micro = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
     indices = jnp.arange(number, dtype=jnp.uint32)
-    counts = _count(forward, params, model_state, micro, indices)
+    counts = _count(forward, shards, model_state, micro, indices)
 
     def body(carry, slices):
         sums, state = carry
         # Without the barrier XLA moves gathers whose shards are the same for every
         # micro-batch out of the loop, and keeps the full weights for all of it.
-        now, (index, batch) = lax.optimization_barrier((params, slices))
-        grads, loss, metrics, after = backward(now, state, batch, index, counts)
+        index, batch = slices  # the index stays outside: it is the same everywhere
+        held, batch = lax.optimization_barrier((shards, batch))
+        grads, loss, metrics, after = backward(held, state, batch, index, counts)
         sums = jax.tree.map(jnp.add, sums, (grads, *_parts(loss, metrics)))
         last = index == number - 1
         return (sums, merge_state(state, after, last=last)), [w for w, _ in loss.terms]
 
     shapes = jax.eval_shape(
         lambda p, s, b: _parts(*forward(p, s, b, indices[0])[:2]),
-        params,
+        shards,
         model_state,
         jax.tree.map(lambda x: x[0], micro),
     )
     zeros = jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype)), shapes)
-    start = ((jax.tree.map(zeros_like, params), *zeros), model_state)
+    start = ((jax.tree.map(zeros_like, shards[0]), *zeros), model_state)
     ((grads, means, metrics), after), weights = lax.scan(body, start, (indices, micro))
     terms = ((weight[0], mean) for weight, mean in zip(weights, means, strict=True))
     return grads, Loss(tuple(terms)), metrics, after
 
 
-def _count(forward, params, model_state, micro, indices) -> list[jax.Array]:
+def _count(forward, shards, model_state, micro, indices) -> list[jax.Array]:
     """Global counts of the loss's terms, by a pass that computes nothing else."""
 
     def one(counts, slices):
-        inputs = (params, model_state, *slices)
+        inputs = (shards, model_state, *slices)
         leaves, tree = jax.tree.flatten(inputs)
 
         def of_leaves(*leaves):
-            params, state, index, batch = jax.tree.unflatten(tree, leaves)
-            loss, _, _ = forward(params, state, batch, index)
+            shards, state, index, batch = jax.tree.unflatten(tree, leaves)
+            loss, _, _ = forward(shards, state, batch, index)
             return [mean.count for _, mean in loss.terms]
 
         return None, without_dead_code(of_leaves)(*leaves)

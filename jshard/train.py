@@ -50,7 +50,7 @@ def _train(argv: list[str]) -> None:
         check(config)
         _make_cpu_devices(config.mesh.cpu_devices)
         _cache_compilations()
-        # Only now: it imports what the above must come before.
+        # Only now: it imports much, and the mistakes above are told at once.
         from jshard.training.loop import run
 
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -71,8 +71,12 @@ def _choose_platform() -> None:
 
 
 def _make_cpu_devices(count: int) -> None:
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return  # the user's own number; JAX wants only one of the two
+    flags = os.environ.get("XLA_FLAGS", "")
+    if (
+        "JAX_NUM_CPU_DEVICES" in os.environ
+        or "xla_force_host_platform_device_count" in flags
+    ):
+        return  # the user's own number
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:

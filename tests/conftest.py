@@ -15,6 +15,9 @@ if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Helpers of the tests, whose assertions explain themselves like a test's own.
+pytest.register_assert_rewrite("decoder", "hlo", "parity")
+
 # Compiling dwarfs any deadline. CI draws the same examples every time, so that a
 # failure there is a change in the code; runs by hand keep looking for new ones.
 hypothesis.settings.register_profile(

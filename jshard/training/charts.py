@@ -61,10 +61,13 @@ def line_chart(
             label = f'<text class="tick" x="{x(tick)}" y="{height - _BOTTOM + 18}" '
             parts.append(f'{label}text-anchor="middle">{_label(tick, x_ticks)}</text>')
     for name, value in references.items():
+        # Below the line, where a falling curve is last; above it at the very bottom.
+        low = y(value) + 20 > height - _BOTTOM
+        label_y = y(value) + (-5 if low else 14)
         parts.append(
             f'<path class="reference" d="M{_LEFT} {y(value)}H{width - _RIGHT}"/>'
-            f'<text class="reference-label" x="{width - _RIGHT}" y="{y(value) - 5}" '
-            f'text-anchor="end">{escape(name)} {value:.4g}</text>'
+            f'<text class="reference-label" x="{_LEFT + 6}" y="{label_y}">'
+            f"{escape(name)} {value:.4g}</text>"
         )
     for index, points in enumerate(lines.values()):
         corners = "L".join(f"{x(step)} {y(value)}" for step, value in points)

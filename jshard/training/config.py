@@ -20,6 +20,7 @@ SHARED_DEFAULTS = {
         "remat": "full",
         "reshard_after_forward": True,
         "accumulate": 1,
+        "min_shard_elements": 4096,
         "precision": {"param": None, "gather": None, "compute": None, "reduce": None},
     },
 }
@@ -34,6 +35,7 @@ MINIMA = {
     "eval_batches": 0,
     "mesh.cpu_devices": 1,
     "policy.accumulate": 1,
+    "policy.min_shard_elements": 0,
 }
 
 

@@ -159,4 +159,6 @@ def _generate(
 
     prompts = fsdp.shard_batch(jax.tree.map(fill_devices, prompts))
     tokens = fsdp.predict_step(generate)(state, prompts)
-    return decode(np.asarray(tokens.addressable_shards[0].data)[0])
+    text = decode(np.asarray(tokens.addressable_shards[0].data)[0])
+    # A young model may say anything, also what would command the user's terminal.
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

@@ -70,18 +70,23 @@ class ProgressDisplay:
         if "step_time" in values:
             left = (self._steps - step) * values["step_time"]
             self._status["left"] = f"{format_duration(left)} left"
-        line = "  ".join(self._status.values())
-        if "time_to_first_step" in values:
-            line += f"  after {values['time_to_first_step']:.1f} s"
-        self._bar.update(self._task, completed=step, description=line)
+        self._redraw(step)
         if not self._live:
+            line = "  ".join(self._status.values())
+            if "time_to_first_step" in values:
+                line += f"  after {values['time_to_first_step']:.1f} s"
             self.say(f"step {step}/{self._steps}  {line}")
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the result of an evaluation."""
         self._status["eval"] = f"eval {values['eval_loss']:.4f}"
+        self._redraw(step)
         line = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.say(f"step {step}/{self._steps}  {line}{self._references}")
+
+    def _redraw(self, step: int) -> None:
+        line = "  ".join(self._status.values())
+        self._bar.update(self._task, completed=step, description=line)
 
     def __enter__(self) -> Self:
         """Starts the live line."""
