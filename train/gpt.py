@@ -17,11 +17,11 @@ from models.gpt import GPT, GPTConfig, generate
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "steps": 300,
+            "steps": 240,
             "batch_size": 32,
             "seed": 0,
             "log_every": 10,
-            "eval_every": 100,
+            "eval_every": 80,
             "eval_batches": 16,
             "model": {
                 "vocab_size": BYTE_VOCAB,
