@@ -8,6 +8,7 @@ import functools
 
 import numpy as np
 import optax
+from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.training.text import BYTE_VOCAB, bigram_entropy, decode, encode, text_data
@@ -77,7 +78,7 @@ def make_optimizer(config):
 
 def decayed(params):
     """Weight decay is for matrices and embeddings: not for biases and norms."""
-    return params.map(lambda path, _: path[-1] in ("kernel", "embedding"))
+    return nnx.map_state(lambda path, _: path[-1] in ("kernel", "embedding"), params)
 
 
 def loss_fn(model, batch):
