@@ -21,8 +21,10 @@ from jshard.mesh import AXES, BATCH, check_mesh
 from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.optim import sharded_update
 from jshard.partition import (
+    is_annotated,
     manual_specs,
     optimizer_specs,
+    param_spec,
     param_specs,
     placements,
     replicated_specs,
@@ -102,8 +104,13 @@ class FSDP:
         )
 
     def _create(self, make_model, optimizer, wrt, seed: jax.Array) -> TrainState:
-        with nnx.use_eager_sharding(False):  # annotations are read by partition.py
+        # partition.py reads annotations of further mesh axes; Flax must not act on
+        # them. Variables without one stay as Flax makes them.
+        with nnx.use_eager_sharding(False):
             model = make_model(nnx.Rngs(jax.random.key(seed)))
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Variable) and not is_annotated(variable):
+                variable.set_metadata("eager_sharding", nnx.using_eager_sharding())
         for path, variable in nnx.iter_graph(model):
             dtype = self.policy.precision_at(path).param
             if isinstance(variable, nnx.Param) and dtype is not None:
@@ -133,7 +140,11 @@ class FSDP:
                     f"{type(variable).__name__}; it must select nnx.Param variables"
                 )
         model = self._abstract_model(shapes)
-        root = layers.root_variables(model)
+        root = [
+            (path, variable)
+            for path, variable in layers.root_variables(model)
+            if FSDP_AXIS in param_spec(variable, self.policy, self.mesh)
+        ]
         size = {path: np.prod(np.shape(v.get_value())) for path, v in root}
         total = sum(np.prod(x.shape) for x in _leaves(shapes.params, shapes.frozen))
         if sum(size.values()) > total / 4 and self.mesh.shape[FSDP_AXIS] > 1:
@@ -340,9 +351,16 @@ class FSDP:
         )
 
     def unshard(self, tree: Any) -> Any:
-        """Full values on the host: the same tree with numpy arrays, leaf by leaf."""
+        """Full values on the host: the same tree with numpy arrays, leaf by leaf.
+
+        Typed random keys, which numpy does not have, become their data.
+        """
 
         def full(x: Any) -> np.ndarray:
+            if isinstance(x, jax.Array) and jnp.issubdtype(
+                x.dtype, jax.dtypes.prng_key
+            ):
+                x = jax.random.key_data(x)
             if isinstance(x, jax.Array) and not x.is_fully_addressable:
                 return np.asarray(multihost_utils.process_allgather(x, tiled=True))
             return np.asarray(x)

@@ -49,6 +49,11 @@ def layer_dims(variable: nnx.Variable) -> int:
     return variable.get_metadata(LAYER_DIMS, 0)
 
 
+def is_annotated(variable: nnx.Variable) -> bool:
+    """Whether Flax metadata names mesh axes for the dimensions of ``variable``."""
+    return variable.get_metadata("out_sharding", None) is not None
+
+
 def _other_axes(variable: nnx.Variable, mesh: Mesh) -> tuple[Any, ...]:
     """The automatic mesh axes that annotate each dimension of one layer."""
     names = variable.get_metadata("out_sharding", None) or ()

@@ -115,3 +115,38 @@ def test_a_large_root_is_a_warning_that_names_its_modules():
         fsdp.abstract_state(
             lambda rngs: nnx.Sequential(nnx.Linear(64, 64, rngs=rngs)), optax.sgd(1.0)
         )
+
+
+def test_parameters_annotated_with_a_further_axis_keep_it_and_train_the_same():
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            up = {"out_sharding": (None, "tensor")}
+            self.up = jshard.Unit(
+                nnx.Linear(16, 64, kernel_metadata=up, rngs=rngs),
+            )
+            self.down = jshard.Unit(nnx.Linear(64, 16, rngs=rngs))
+
+        def __call__(self, x):
+            return self.down(jax.nn.relu(self.up(x)))
+
+    def loss_fn(model, batch):
+        return jshard.Mean((model(batch) ** 2).sum(), batch.size)
+
+    batch = np.random.default_rng(0).standard_normal((32, 16), np.float32)
+    devices = np.array(jax.devices()).reshape(1, 4, 2)
+    axes = ("replica", "fsdp", "tensor")
+    losses = []
+    for mesh in (
+        Mesh(devices, axes, axis_types=(AxisType.Auto,) * 3),
+        jshard.make_mesh(replica=2),
+    ):
+        fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
+        state = fsdp.init(Net, optax.adam(1e-2))
+        step = fsdp.train_step(loss_fn, optax.adam(1e-2))
+        for _ in range(3):
+            state, metrics = step(state, fsdp.shard_batch(batch))
+        losses.append(metrics["loss"])
+        spec = state.params["up"]["kernel"].get_value().sharding.spec
+        assert spec[0] == "fsdp"
+        assert ("tensor" in spec) == ("tensor" in mesh.axis_names)
+    np.testing.assert_allclose(*losses, rtol=1e-5)
