@@ -22,8 +22,8 @@ def get_config() -> ConfigDict:
             "batch_size": 32,
             "seed": 0,
             "log_every": 10,
-            "eval_every": 80,
-            "eval_batches": 16,
+            "eval_every": 120,
+            "eval_batches": 0,
             "model": {
                 "vocab_size": BYTE_VOCAB,
                 "sequence_length": 128,
