@@ -80,22 +80,11 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None or not is_float(x) else x.astype(dtype)
 
 
-def all_gather(shard: jax.Array, place: Placement, *, again: bool = False) -> jax.Array:
-    """The full parameter from one device's shard, in the layer's dtype.
-
-    Args:
-      shard: this device's part.
-      place: the parameter's placement.
-      again: whether this repeats a gather whose result was dropped. The same bytes
-        then come as one more dimension: to XLA it is another instruction, which it
-        cannot merge with the first and keep. (XLA:CPU drops optimization barriers
-        before it merges, in JAX 0.10.)
-    """
+def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
+    """The full parameter from one device's shard, in the layer's dtype."""
     full = _cast(shard, place.gather)
     if place.dim is not None and lax.axis_size(FSDP) > 1:
-        dim = full.ndim + place.dim
-        full = lax.all_gather(full, FSDP, axis=dim, tiled=not again)
-        full = lax.collapse(full, dim, dim + 2) if again else full
+        full = lax.all_gather(full, FSDP, axis=full.ndim + place.dim, tiled=True)
     return _cast(full, place.compute)
 
 

@@ -78,8 +78,10 @@ class Stack(nnx.Module):
         if num_layers < 1:
             raise UserError(f"Stack: num_layers={num_layers} must be at least 1")
 
+        # One after another: an initialiser that needs a whole matrix (orthogonal) is
+        # given one, not those of all layers.
         @nnx.split_rngs(splits=num_layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
+        @nnx.scan(in_axes=0, out_axes=0)
         def make(rngs: nnx.Rngs) -> nnx.Module:
             return make_layer(rngs)
 
@@ -144,9 +146,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def _variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
-    for path, value in nnx.iter_graph(module):
-        if isinstance(value, nnx.Variable):
-            yield path, value
+    return ((path, v) for path, v in nnx.iter_graph(module) if _is_variable(v))
 
 
 def _own_paths(module: nnx.Module) -> set[tuple]:
@@ -155,10 +155,7 @@ def _own_paths(module: nnx.Module) -> set[tuple]:
     A parameter that a unit shares with its surroundings is theirs, though its path
     may lead through the unit.
     """
-
-    def stop(x: Any) -> bool:
-        return x is not module and (_is_unit(x) or _is_variable(x))
-
+    stop = lambda x: x is not module and (_is_unit(x) or _is_variable(x))
     reached = {id(x) for x in jax.tree.leaves(module, is_leaf=stop)}
     return {path for path, v in _variables(module) if id(v) in reached}
 
@@ -192,18 +189,17 @@ def place(
 def gather_root(model: nnx.Module) -> None:
     """Gathers, in place, the parameters that no Unit or Stack owns."""
     own = _own(model)
-    for path, variable in list(_variables(model)):
-        if own(path, variable):
-            _gather_variable(variable)
+    for variable in [v for path, v in _variables(model) if own(path, v)]:
+        _gather_variable(variable)
 
 
 def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
     """The parameters that no Unit or Stack owns, with their paths."""
     own = _own_paths(model)
     return [
-        (path, variable)
-        for path, variable in _variables(model)
-        if isinstance(variable, nnx.Param) and path in own
+        (path, v)
+        for path, v in _variables(model)
+        if isinstance(v, nnx.Param) and path in own
     ]
 
 
@@ -236,9 +232,7 @@ def gathered(unit: M) -> M:
             _gather_variable(full)
             replaced[id(variable)] = full
     # Variables that are not gathered stay the same objects: their updates count.
-    module = jax.tree.map(
-        lambda v: replaced.get(id(v), v), unit, is_leaf=_is_variable
-    )
+    module = jax.tree.map(lambda v: replaced.get(id(v), v), unit, is_leaf=_is_variable)
     _make_plain(module)
     return module
 
@@ -272,36 +266,31 @@ class _Pieces:
             jax.tree.unflatten(self._rest_tree, rest),
             copy=True,
         )
-        is_own = _own(module)
-        for path, variable in list(_variables(module)):
-            if is_own(path, variable):
-                variable.del_metadata(_PLACEMENT)
+        own = _own(module)
+        for variable in [v for path, v in _variables(module) if own(path, v)]:
+            variable.del_metadata(_PLACEMENT)
         _make_plain(module)
         return module
 
 
-class _Arguments:
-    """Arguments of a call: arrays, and other leaves (flags, names), which are static.
-
-    Variables among them (an ``nnx.Rngs``) may be changed by the call.
-    """
-
-    def __init__(self, tree: Any):
-        leaves, self._tree = jax.tree.flatten(tree)
-        self._is_array = list(map(_is_array, leaves))
-        self._static = [x for x in leaves if not _is_array(x)]
-        self.arrays = [jnp.asarray(x) for x in leaves if _is_array(x)]
-        self.variables = _variables_in(tree)
-
-    def with_arrays(self, arrays: Iterable[Any]) -> Any:
-        """The arguments with ``arrays`` in place of their own."""
-        arrays, static = iter(arrays), iter(self._static)
-        leaves = [next(arrays if a else static) for a in self._is_array]
-        return jax.tree.unflatten(self._tree, leaves)
-
-
 def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
+
+
+def _take_apart(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]:
+    """The arrays of ``tree``, and what puts others in their place.
+
+    Other leaves (flags, names, functions) are static, as in a plain call.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    static = [None if _is_array(x) else (x,) for x in leaves]
+
+    def with_arrays(arrays: Iterable[Any]) -> Any:
+        values = iter(arrays)
+        merged = [next(values) if leaf is None else leaf[0] for leaf in static]
+        return jax.tree.unflatten(structure, merged)
+
+    return [jnp.asarray(x) for x in leaves if _is_array(x)], with_arrays
 
 
 def _variables_in(tree: Any) -> list[nnx.Variable]:
@@ -328,45 +317,47 @@ def _call(method: Callable, module: nnx.Module, args: tuple, kwargs: dict) -> An
 
 
 def _run_unit(unit: Any, method: Callable, args: tuple, kwargs: dict) -> Any:
-    pieces, arguments = _Pieces(unit), _Arguments((args, kwargs))
+    pieces = _Pieces(unit)
+    inputs, arguments = _take_apart((args, kwargs))
+    passed = _variables_in((args, kwargs))
     returned: list[Any] = []
 
     def call(weights, rest, inputs):
         module = pieces.module(weights, rest)
-        args, kwargs = arguments.with_arrays(inputs)
-        returned[:] = [_Arguments(_call(method, module, args, kwargs))]
-        return returned[0].arrays
+        args, kwargs = arguments(inputs)
+        outputs, rebuild = _take_apart(_call(method, module, args, kwargs))
+        returned[:] = [rebuild]
+        return outputs
 
     out = run_unit(
         call,
         pieces.shards,
         pieces.places,
         pieces.rest,
-        arguments.arrays,
+        inputs,
         unit.unit_policy,
         pieces.moving,
     )
-    result, state, changed = returned[0].with_arrays(out)
+    result, state, changed = returned[0](out)
     if state:
         nnx.update(unit, state)
     for i, value in changed.items():
-        arguments.variables[i].set_value(value)
+        passed[i].set_value(value)
     return result
 
 
 def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
     """Every layer in turn: ``run_stack`` in a step, a plain scan outside one."""
-    pieces, arguments = _Pieces(stack), _Arguments(args)
+    pieces = _Pieces(stack)
+    inputs, arguments = _take_apart(args)
     carry, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     returned: list[Any] = []
 
     def layer(weights, rest, carry, extra):
         module = pieces.module(weights, rest)
-        args = arguments.with_arrays(extra)
         before = jax.tree.unflatten(carry_tree, carry)
-        result, state, changed = _call(
-            type(module).__call__, module, (before, *args), {}
-        )
+        method = type(module).__call__
+        result, state, changed = _call(method, module, (before, *arguments(extra)), {})
         if changed:
             raise UserError(
                 "a stacked layer changes a Variable that is passed to it (nnx.Rngs, "
@@ -378,7 +369,7 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
         return [*jax.tree.leaves(after), *flat]
 
     if stack.unit_policy is None:
-        out, ys = _plain_scan(layer, pieces, carry, arguments.arrays)
+        out, ys = _plain_scan(layer, pieces, carry, inputs)
     else:
         out, ys = run_stack(
             layer,
@@ -386,7 +377,7 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
             pieces.places,
             pieces.rest,
             carry,
-            arguments.arrays,
+            inputs,
             stack.unit_policy,
             pieces.moving,
         )

@@ -28,6 +28,8 @@ class Mean:
     count: Any
 
     def __mul__(self, weight: Any) -> "Loss":
+        if isinstance(weight, jax.core.Tracer):  # it may be learned: keep its gradient
+            return as_loss(Mean(weight * self.total, self.count))
         return Loss(((weight, self),))
 
     __rmul__ = __mul__
@@ -40,8 +42,13 @@ class Mean:
 
     def compute(self) -> Any:
         """The mean; 0 where nothing was counted."""
-        count = jnp.asarray(self.count)
-        return jnp.where(count > 0, self.total / jnp.maximum(count, 1), 0)
+        return divide(self.total, self.count)
+
+
+def divide(total: Any, count: Any) -> jax.Array:
+    """``total / count``; 0 where nothing was counted."""
+    some = jnp.asarray(count) > 0
+    return jnp.where(some, total / jnp.where(some, count, 1), 0)
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +59,8 @@ class Loss:
     terms: tuple[tuple[Any, Mean], ...]
 
     def __mul__(self, weight: Any) -> "Loss":
-        return Loss(tuple((weight * w, mean) for w, mean in self.terms))
+        scaled = (mean * (weight * w) for w, mean in self.terms)
+        return Loss(tuple(term for loss in scaled for term in loss.terms))
 
     __rmul__ = __mul__
 

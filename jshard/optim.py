@@ -35,9 +35,9 @@ _sharding = contextvars.ContextVar[tuple[Mesh, Policy] | None]("sharding", defau
 
 
 @contextlib.contextmanager
-def sharded_update(mesh: Mesh, policy: Policy) -> Iterator[None]:
+def sharded_update(mesh: Mesh | None, policy: Policy) -> Iterator[None]:
     """Tells per_layer, while an update is traced, how parameters are sharded."""
-    token = _sharding.set((mesh, policy))
+    token = _sharding.set(mesh and (mesh, policy))
     try:
         yield
     finally:
@@ -217,7 +217,8 @@ def _update_whole_layers(
                 jax.tree.map(_to_owner, tree, spec) if tree is not None else None
                 for tree, spec in zip(inputs, dims, strict=True)
             )
-            updates, state = update(updates, state, params)
+            with sharded_update(None, policy):  # a Stack inside is whole here, too
+                updates, state = update(updates, state, params)
             return (
                 jax.tree.map(_from_owner, updates, specs),
                 jax.tree.map(_from_owner, state, state_specs),

@@ -26,6 +26,7 @@ from jshard.collectives import (
     zeros_like,
 )
 from jshard.errors import UserError
+from jshard.mesh import manual_axes
 from jshard.remat import LinearizedLayer, check_remat
 
 
@@ -63,7 +64,7 @@ def run_unit(
       policy: remat and reshard.
       moving_xs: which of ``xs`` have gradients.
     """
-    xs, inputs = list(xs), [vary(x) for x in inputs]
+    xs, inputs = list(xs), [vary(x) if is_float(x) else x for x in inputs]
     layer = LinearizedLayer(
         lambda weights, xs, carry, args: fn(weights, xs, carry),
         _full([abstract_like(s) for s in shards], places),
@@ -81,10 +82,12 @@ def run_unit(
 
     @jax.custom_vjp
     def run(shards, xs, inputs, args):
+        shards, inputs = _after(shards, inputs)
         return layer.call(_gather(shards, places), xs, inputs, args)
 
     def forward(shards, xs, inputs, args):
-        weights = _gather(shards, places)
+        needed, inputs = _after(shards, inputs)
+        weights = _gather(needed, places)
         outputs, kept = layer.forward(weights, xs, inputs, args)
         if policy.reshard_after_forward:
             weights = None
@@ -94,10 +97,8 @@ def run_unit(
         shards, xs, args, kept, weights = saved
         cotangents = _floats(cotangents, layer.outputs)
         if weights is None:
-            # Without the barrier XLA would merge this gather with the forward's and
-            # keep the weights in between.
             needed = [shards[i] for i in layer.weights_read]
-            needed, cotangents = lax.optimization_barrier((needed, cotangents))
+            needed, cotangents = _after(needed, cotangents)
             weights = _gather_read(needed, places, layer)
         grads, xs_grads, input_grads, arg_grads = layer.backward(
             weights, xs, args, kept, cotangents
@@ -136,7 +137,7 @@ def run_stack(
     xs = list(xs)
     carry, args = [vary(x) for x in carry], [vary(x) for x in args]
     length = next(x.shape[0] for x in [*shards, *xs])
-    # XLA inlines a loop of one trip, and would then merge the two gathers.
+    # XLA inlines a loop of one trip: its layer is then scheduled like a Unit.
     single = length == 1
     layer = LinearizedLayer(
         fn,
@@ -159,6 +160,8 @@ def run_stack(
     def run(shards, xs, carry, args):
         def body(carry, slices):
             shards, xs = slices
+            if single:
+                shards, carry = _after(shards, carry)
             outputs = layer.call(_gather(shards, places), xs, carry, args)
             return _carry_like(outputs[:num_carry], carry), outputs[num_carry:]
 
@@ -167,6 +170,8 @@ def run_stack(
     def forward(shards, xs, carry, args):
         def body(carry, slices):
             shards, xs = slices
+            if single:
+                shards, carry = _after(shards, carry)
             weights = _gather(shards, places)
             outputs, kept = layer.forward(weights, xs, carry, args)
             keep = None if policy.reshard_after_forward else weights
@@ -189,7 +194,7 @@ def run_stack(
             if weights is None:
                 needed = [shards[i] for i in layer.weights_read]
                 if single:
-                    needed, carry_ct = lax.optimization_barrier((needed, carry_ct))
+                    needed, carry_ct = _after(needed, carry_ct)
                 weights = _gather_read(needed, places, layer)
             grads, xs_grads, carry_grads, arg_grads = layer.backward(
                 weights, xs, args, kept, [*carry_ct, *ys_ct]
@@ -323,8 +328,28 @@ def _gather_read(needed, places, layer) -> list[Any]:
     """The weights that the backward reads, None for the others."""
     weights: list[Any] = [None] * len(places)
     for i, shard in zip(layer.weights_read, needed, strict=True):
-        weights[i] = all_gather(vary(shard), places[i], again=True)
+        weights[i] = all_gather(vary(shard), places[i])
     return weights
+
+
+def _after(
+    shards: Sequence[Any], arrived: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Both as they are, but to XLA the shards are not there before ``arrived`` is.
+
+    Else XLA could gather the weights of many units before the first runs, or merge
+    the backward's gathers with the forward's and keep the weights in between.
+
+    A barrier types all that passes it as varying, so what does not vary stays out.
+    """
+    late = [set(varying(x)) == set(manual_axes()) for x in arrived]
+    passing = [x for x, is_late in zip(arrived, late, strict=True) if is_late]
+    needed, passing = lax.optimization_barrier((list(shards), passing))
+    passed = iter(passing)
+    return needed, [
+        next(passed) if is_late else x
+        for x, is_late in zip(arrived, late, strict=True)
+    ]
 
 
 def _scatter(grads, places, shards) -> list[Any]:

@@ -16,7 +16,7 @@ from jax import lax
 from jshard.collectives import vary, varying, zeros_like
 from jshard.dropout import fold_streams, merge_state, microbatch
 from jshard.errors import UserError
-from jshard.loss import Loss, Mean, split_result
+from jshard.loss import Loss, Mean, divide, split_result
 from jshard.mesh import AXES, FSDP, manual_axes
 from jshard.remat import without_dead_code
 
@@ -172,7 +172,7 @@ def _parts(loss: Loss, metrics: dict[str, Mean]) -> tuple:
 
 
 def _seed(weight: Any, count: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.where(count > 0, weight / jnp.maximum(count, 1), 0).astype(dtype)
+    return divide(weight, count).astype(dtype)
 
 
 def _typed(tree: Any) -> Any:
@@ -187,9 +187,15 @@ def _typed(tree: Any) -> Any:
                 "loss_fn: a Mean needs scalars, got total of shape "
                 f"{total.shape} and count of shape {count.shape}; sum them first"
             )
-        return Mean(vary(total), vary(count))
+        return Mean(vary(_at_least_float32(total)), vary(_at_least_float32(count)))
 
     return jax.tree.map(fix, tree, is_leaf=lambda x: isinstance(x, Mean))
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    """For sums over devices and micro-batches: float16 ends at 65504."""
+    low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if low else x
 
 
 def _global(tree: Any) -> Any:

@@ -31,3 +31,13 @@ def x64():
     """Run the test in 64-bit precision, as parity tests do."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def quick_compilation():
+    """For programs that run for milliseconds: their machine code need not be good."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)

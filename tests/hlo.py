@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Iterator
 
+import jax
+
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -20,13 +22,12 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) \(.*\) -> .*\{$")
-_ARRAY = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
 _INSTRUCTION = re.compile(
     r"(?:ROOT )?%?(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
 )
+_ARRAY = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(
     r"\b(body|condition|to_apply|calls|called_computations|branch_computations|"
@@ -36,7 +37,7 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The type of an array: ``f32[4,16]``."""
+    """The type of an array, as in ``f32[4,16]``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,12 +48,8 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        bits = _BITS.get(self.dtype)
-        if bits is None:
-            digits = re.match(r"[a-z]+(\d+)", self.dtype)
-            assert digits, f"unknown dtype {self.dtype}"
-            bits = int(digits[1])
-        return self.size * bits // 8
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        return self.size * (int(bits[1]) if bits else 8) // 8  # pred is a byte
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +58,9 @@ class Collective:
 
     Attributes:
       kind: one of ``KINDS``; the start of an asynchronous one counts as the whole.
-      operands: what each device puts in.
-      results: what each device gets.
-      group: number of devices that take part together.
+      operands: what a device puts in.
+      results: what a device gets.
+      group: how many devices take part together.
       times: how often it runs in one call of the program.
       source: the JAX operation it comes from.
     """
@@ -82,12 +79,24 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a device sends, in all runs, by a ring."""
-        put, got = (sum(a.bytes for a in s) for s in (self.operands, self.results))
-        whole = {"all-gather": got, "all-reduce": 2 * put, "collective-permute": put}
+        """Bytes that a device sends in all runs, by a ring."""
+        operand_bytes = sum(array.bytes for array in self.operands)
         if self.kind == "collective-permute":
-            return self.times * put
-        return self.times * whole.get(self.kind, put) * (self.group - 1) // self.group
+            return self.times * operand_bytes
+        whole = {"all-gather": self.result_bytes, "all-reduce": 2 * operand_bytes}
+        moved = whole.get(self.kind, operand_bytes)
+        return self.times * moved * (self.group - 1) // self.group
+
+
+def compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles for the CPUs of a test as XLA would for GPUs where it matters here.
+
+    XLA:GPU drops optimization barriers after scheduling. XLA:CPU drops them before,
+    and (in JAX 0.10) before it merges equal instructions: not if the pass is disabled.
+    """
+    return lowered.compile(
+        compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"}
+    )
 
 
 def collectives(text: str) -> list[Collective]:
@@ -99,49 +108,42 @@ def collectives(text: str) -> list[Collective]:
     computations, entry = _computations(text)
     found = re.search(r"num_partitions=(\d+)", text)
     devices = int(found[1]) if found else 1
-    return [
-        c
-        for c in _walk(computations, entry, 1, devices)
-        if c.group > 1
-    ]
+    return [c for c in _walk(computations, entry, 1, devices) if c.group > 1]
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Instructions by computation, and the entry's name."""
+    """The instructions of every computation, and the entry's name."""
     computations: dict[str, list[str]] = {}
     entry, lines = None, None
-    for raw in text.splitlines():
-        header = _COMPUTATION.match(raw)
+    for line in map(str.strip, text.splitlines()):
+        header = _COMPUTATION.match(line)
         if header:
             lines = computations.setdefault(header["name"], [])
             entry = header["name"] if header["entry"] else entry
-        elif raw.startswith("}"):
+        elif line == "}":
             lines = None
-        elif lines is not None and _INSTRUCTION.match(raw.strip()):
-            lines.append(raw.strip())
+        elif lines is not None and _INSTRUCTION.match(line):
+            lines.append(line)
     if entry is None:
-        raise ValueError("no ENTRY computation: is this HLO text?")
+        raise ValueError("no ENTRY computation: this is no HLO text")
     return computations, entry
 
 
 def _walk(
     computations: dict[str, list[str]], name: str, times: int, devices: int
 ) -> Iterator[Collective]:
-    shapes: dict[str, tuple[Array, ...]] = {}
+    types: dict[str, tuple[Array, ...]] = {}
     for line in computations[name]:
         instruction = _INSTRUCTION.match(line)
         assert instruction
-        opcode = instruction["opcode"]
-        shapes[instruction["name"]] = results = _arrays(instruction["shape"])
+        results = types[instruction["name"]] = _arrays(instruction["shape"])
         rest = line[instruction.end() :]
-        kind = opcode.removesuffix("-start")
+        kind = instruction["opcode"].removesuffix("-start")
         if kind in KINDS:
-            operands = tuple(
-                array
-                for operand in re.findall(r"%([^\s,()]+)", _closed(rest))
-                for array in shapes[operand]
-            )
-            if opcode.endswith("-start") and len(results) >= 2 * len(operands):
+            names = re.findall(r"%([^\s,()]+)", _operand_list(rest))
+            operands = tuple(array for name in names for array in types[name])
+            if instruction["opcode"] != kind and len(results) > len(operands):
+                # An asynchronous start returns (operands, results, context).
                 results = results[len(operands) : 2 * len(operands)]
             source = re.search(r'op_name="([^"]*)"', rest)
             group = _group_size(rest, devices)
@@ -155,18 +157,17 @@ def _walk(
                 # A condition runs once more than its body.
                 trips = int(known[1]) + (role == "condition") if known else None
             for inner in re.findall(r"[\w.\-]+", called):
-                inside = _walk(computations, inner, times * (trips or 1), devices)
-                first = next(inside, None)
-                if first is None:
-                    continue
-                if trips is None:
-                    raise ValueError(
-                        f"{first.kind} in a loop without a known trip count: {line}"
-                    )
-                yield from itertools.chain([first], inside)
+                found = _walk(computations, inner, times * (trips or 1), devices)
+                for first in itertools.islice(found, 1):
+                    if trips is None:
+                        raise ValueError(
+                            f"{first.kind} in a loop with no known trip count: {line}"
+                        )
+                    yield first
+                yield from found
 
 
-def _closed(rest: str) -> str:
+def _operand_list(rest: str) -> str:
     """What stands before the parenthesis that closes an operand list."""
     depth = 1
     for i, char in enumerate(rest):
@@ -176,19 +177,18 @@ def _closed(rest: str) -> str:
     raise ValueError(f"no closing parenthesis in {rest}")
 
 
-def _arrays(shape: str) -> tuple[Array, ...]:
+def _arrays(text: str) -> tuple[Array, ...]:
     return tuple(
         Array(a["dtype"], tuple(int(d.strip("<=")) for d in a["dims"].split(",") if d))
-        for a in _ARRAY.finditer(shape)
+        for a in _ARRAY.finditer(text)
     )
 
 
 def _group_size(attributes: str, devices: int) -> int:
     if "source_target_pairs=" in attributes:
-        moved = re.findall(r"\{(\d+),(\d+)\}", attributes.split("source_target_pairs=")[1])
-        return 2 if any(a != b for a, b in moved) else 1
-    # Lists, {{0,1},{2,3}}; iota tiles, [groups,size]<=[8]; mesh axes,
-    # mesh['a'=2,'b'=4] {'b'}; nothing, which is all devices.
+        pairs = re.findall(r"\{(\d+),(\d+)\}", attributes)
+        return 2 if any(a != b for a, b in pairs) else 1
+    # Lists: {{0,1},{2,3}}; tiles: [groups,size]<=[8]; axes: mesh['a'=2,'b'=4] {'b'}.
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return len(found[1].split(","))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
@@ -196,4 +196,4 @@ def _group_size(attributes: str, devices: int) -> int:
     if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
         return math.prod(int(sizes[a]) for a in re.findall(r"'([^']+)'", found[2]))
-    return devices
+    return devices  # none are named: all

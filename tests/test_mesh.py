@@ -143,10 +143,12 @@ def test_parameters_annotated_with_a_further_axis_keep_it_and_train_the_same():
         fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
         state = fsdp.init(Net, optax.adam(1e-2))
         step = fsdp.train_step(loss_fn, optax.adam(1e-2))
+        metrics = {}
         for _ in range(3):
             state, metrics = step(state, fsdp.shard_batch(batch))
         losses.append(metrics["loss"])
-        spec = state.params["up"]["kernel"].get_value().sharding.spec
+        kernel = dict(nnx.to_flat_state(state.params))["up", "kernel"]
+        spec = kernel.get_value().sharding.spec
         assert spec[0] == "fsdp"
         assert ("tensor" in spec) == ("tensor" in mesh.axis_names)
     np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -1,0 +1,262 @@
+"""Every collective of a step is counted in the compiled program: no other runs."""
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hlo
+import jshard
+from decoder import Sizes, loss_fn, lower_step, make_fsdp
+from jshard.mesh import FSDP, REPLICA
+from jshard.partition import param_spec
+from models.gpt import GPT, GPTConfig
+
+SIZES = Sizes()
+
+# What a backward pass reads, besides what was kept. No bias that is added last, and of
+# an embedding only the gradient.
+HEAD = {"head.kernel"}
+KERNELS = HEAD | {"blocks.up.kernel", "blocks.down.kernel"}
+RECOMPUTED = KERNELS | {"blocks.norm.scale", "blocks.norm.bias", "blocks.up.bias"}
+REMATS: dict[str, tuple[Any, set[str]]] = {
+    "full": ("full", RECOMPUTED),
+    "dots": ("dots", RECOMPUTED),
+    "names": (jshard.Names("hidden"), RECOMPUTED),
+    # The norm multiplies by scale / deviation, and keeps neither.
+    "none": ("none", KERNELS | {"blocks.norm.scale"}),
+    "everything": (
+        jax.checkpoint_policies.everything_saveable,
+        KERNELS | {"blocks.norm.scale"},
+    ),
+}
+
+
+def expected(
+    fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]
+) -> Counter:
+    """Runs of each (kind, devices, elements) that the invariants ask for.
+
+    Args:
+      fsdp: mesh and policy.
+      state: the abstract state.
+      reads: parameters that the backward gathers again, if it reshards.
+    """
+    mesh, policy = fsdp.mesh, fsdp.policy
+    shards, replicas = mesh.shape[FSDP], mesh.shape[REPLICA]
+    counts: Counter = Counter()
+    for params, trained in ((state.params, True), (state.frozen, False)):
+        for path, variable in nnx.to_flat_state(params):
+            name = ".".join(str(part) for part in path if not isinstance(part, int))
+            shape = np.shape(variable.get_value())
+            stack = int(shape[0]) if "layer_dims" in variable.get_metadata() else 1
+            layer = int(np.prod(shape)) // stack
+            if FSDP not in param_spec(variable, policy, mesh):
+                counts["all-reduce", mesh.size, stack * layer] += trained
+                continue
+            gathers = 1 + (policy.reshard_after_forward and name in reads)
+            runs = stack * policy.accumulate
+            counts["all-gather", shards, layer] += gathers * runs
+            counts["reduce-scatter", shards, layer] += trained * runs
+            # Over replicas travel shards; with accumulation once, when they are summed.
+            if replicas > 1 and policy.accumulate > 1:
+                counts["all-reduce", replicas, stack * layer // shards] += trained
+            elif replicas > 1:
+                counts["all-reduce", replicas, layer // shards] += trained * stack
+    return +counts
+
+
+def counted(found: list[hlo.Collective]) -> Counter:
+    """Runs of each (kind, devices, elements of the full array), less scalars."""
+    counts: Counter = Counter()
+    for c in found:
+        whole = c.results if c.kind == "all-gather" else c.operands
+        for array in whole:
+            if not (c.kind == "all-reduce" and array.shape == ()):
+                counts[c.kind, c.group, array.size] += c.times
+    return counts
+
+
+def check(
+    policy: jshard.Policy,
+    reads: set[str],
+    *,
+    replica: int = 1,
+    plain: bool = False,
+    sizes: Sizes = SIZES,
+    wrt: Any = nnx.Param,
+) -> None:
+    fsdp = make_fsdp(policy, replica=replica, plain=plain)
+    lowered, state = lower_step(fsdp, sizes, plain=plain, wrt=wrt)
+    found = hlo.collectives(hlo.compile(lowered).as_text())
+    assert counted(found) == expected(fsdp, state, reads)
+    # Scalars (counts, losses, norms) are reduced once a step, not once a micro-batch:
+    # neither do the passes that only count.
+    scalars = [c for c in found if c.kind == "all-reduce" and c.operands[0].size == 1]
+    assert {c.times for c in scalars} == {1}
+
+
+def policies(**knobs: Any) -> jshard.Policy:
+    return jshard.Policy(min_shard_elements=0, **knobs)
+
+
+# (remat, reshard, accumulate, replicas, a plain list of layers): every pair of values.
+PAIRWISE = [
+    ("full", True, 1, 1, False),
+    ("full", False, 4, 2, True),
+    ("dots", True, 4, 2, False),
+    ("dots", False, 1, 1, True),
+    ("names", True, 4, 1, True),
+    ("names", False, 1, 2, False),
+    ("none", True, 1, 2, True),
+    ("none", False, 4, 1, False),
+    ("everything", True, 4, 1, False),
+    ("everything", False, 1, 2, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("remat", "reshard", "accumulate", "replica", "plain"), PAIRWISE
+)
+def test_each_unit_gathers_once_a_pass_and_scatters_once(
+    remat, reshard, accumulate, replica, plain
+):
+    remat, reads = REMATS[remat]
+    policy = policies(
+        remat=remat, reshard_after_forward=reshard, accumulate=accumulate
+    )
+    check(policy, reads, replica=replica, plain=plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("replica", [1, 2, 8])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("remat", REMATS)
+def test_counts_hold_for_the_whole_product(remat, reshard, accumulate, replica, plain):
+    test_each_unit_gathers_once_a_pass_and_scatters_once(
+        remat, reshard, accumulate, replica, plain
+    )
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_replicated_parameters_are_only_all_reduced(replica):
+    # Norms and the bias of "up" are; the accumulated gradient travels once.
+    policy = jshard.Policy(min_shard_elements=41, accumulate=4 // replica)
+    check(policy, RECOMPUTED, replica=replica)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_stack_of_one_layer_is_gathered_twice_like_any(accumulate):
+    sizes = dataclasses.replace(SIZES, layers=1)
+    check(policies(accumulate=accumulate), RECOMPUTED, sizes=sizes)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_frozen_parameters_are_gathered_and_never_scattered(plain):
+    trained = nnx.All(nnx.Param, lambda path, _: "up" in path or "head" in path)
+    check(policies(accumulate=2), RECOMPUTED, plain=plain, wrt=trained)
+
+
+def test_frozen_layers_below_all_training_have_no_backward():
+    trained = nnx.All(nnx.Param, lambda path, _: "head" in path)
+    check(policies(remat="none"), set(), wrt=trained)
+
+
+def test_evaluation_gathers_once_and_scatters_nothing():
+    fsdp = make_fsdp(policies(accumulate=4))
+    _, state = lower_step(fsdp, SIZES)
+    tokens = jax.ShapeDtypeStruct((32, SIZES.length), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    compiled = hlo.compile(fsdp.eval_step(loss_fn).lower(state, batch))
+    once = make_fsdp(policies(reshard_after_forward=False))
+    want = expected(once, state, set())
+    want = Counter({k: runs for k, runs in want.items() if k[0] == "all-gather"})
+    assert counted(hlo.collectives(compiled.as_text())) == want
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_wire_bytes_are_those_of_the_parameters_and_nothing_else(replica):
+    fsdp = make_fsdp(policies(remat="full"), replica=replica)
+    lowered, state = lower_step(fsdp, SIZES)
+    found = hlo.collectives(hlo.compile(lowered).as_text())
+    n = 8 // replica
+    sizes = {
+        ".".join(map(str, path)): leaf.get_value().size
+        for path, leaf in nnx.to_flat_state(state.params)
+    }
+    total, again = sum(sizes.values()), sum(sizes[name] for name in RECOMPUTED)
+    got = Counter()
+    for c in found:
+        got[c.kind, c.group, c.operands[0].size > 1] += c.wire_bytes
+    assert got["all-gather", n, True] == 4 * (total + again) * (n - 1) // n
+    assert got["reduce-scatter", n, True] == 4 * total * (n - 1) // n
+    # Twice (n - 1)/n of each shard, over two replicas.
+    assert got["all-reduce", 2, True] == (replica - 1) * 4 * total // n
+    assert {k for k in got if k[2]} <= {
+        ("all-gather", n, True), ("reduce-scatter", n, True), ("all-reduce", 2, True)
+    }
+    scalars = sum(c.wire_bytes for c in found if c.operands[0].size == 1)
+    assert scalars < 1000
+
+
+@pytest.mark.parametrize(
+    ("precision", "gathered", "reduced"),
+    [
+        (jshard.Precision(), "f32", "f32"),
+        (jshard.Precision(compute="bfloat16"), "bf16", "bf16"),
+        (jshard.Precision(compute="bfloat16", reduce="float32"), "bf16", "f32"),
+        (jshard.Precision(gather="float32", compute="bfloat16"), "f32", "bf16"),
+        (jshard.Precision(param="bfloat16", reduce="float32"), "bf16", "f32"),
+    ],
+    ids=str,
+)
+def test_the_wire_carries_the_dtypes_asked_for(precision, gathered, reduced):
+    # Counts do not depend on dtypes, and the CPU compiler makes every bf16 collective
+    # an fp32 one: what is asked of it tells.
+    policy = policies(precision=precision)
+    text = lower_step(make_fsdp(policy, replica=2), SIZES)[0].as_text("hlo")
+
+    def dtypes(kind: str) -> set[str]:
+        return set(re.findall(rf"= (\w+)\[\d[^\]]*\]\S* {kind}\(", text))
+
+    assert dtypes("all-gather") == {gathered}
+    assert dtypes("reduce-scatter") == {reduced}
+    assert dtypes("all-reduce") == {reduced}  # of shards, over replicas
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_traffic_of_the_head_does_not_grow_with_the_chunks_of_the_loss(tied):
+    fsdp = jshard.FSDP(jshard.make_mesh(), policies())
+    optimizer = optax.sgd(0.1)
+    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    weights = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    traffic = []
+    for chunk in (1, 4, 16):
+        config = GPTConfig(
+            vocab_size=72,
+            sequence_length=8,
+            num_layers=2,
+            num_heads=2,
+            width=16,
+            tied=tied,
+            loss_chunk=chunk,
+        )
+        state = fsdp.abstract_state(lambda r, c=config: GPT(c, rngs=r), optimizer)
+        step = fsdp.train_step(lambda model, batch: model.loss(*batch), optimizer)
+        lowered = step.lower(state, (tokens, tokens, weights))
+        traffic.append(counted(hlo.collectives(hlo.compile(lowered).as_text())))
+    assert traffic[0] == traffic[1] == traffic[2]
+    # One gather and one scatter of each (vocabulary, width) matrix: the embedding's
+    # backward reads no weights, and the head's are kept for the loop over chunks.
+    matrices = 1 if tied else 2
+    assert traffic[0]["all-gather", 8, 72 * 16] == matrices
+    assert traffic[0]["reduce-scatter", 8, 72 * 16] == matrices

@@ -1,0 +1,244 @@
+"""Mean: totals and counts that are divided only when both are global."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard import Mean
+from jshard.loss import Loss
+
+
+def terms(loss: Any) -> list[tuple[float, float, float]]:
+    return [(float(w), float(m.total), float(m.count)) for w, m in loss.terms]
+
+
+class Scale(nnx.Module):
+    """One parameter: the gradient of a loss is read off an SGD step of it."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        del rngs
+        self.weight = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.weight[...]
+
+
+def step(loss_fn: Any, batch: Any, *, replica: int = 1, **policy: Any) -> Any:
+    """(metrics, gradient of the one parameter) of a training step."""
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), jshard.Policy(**policy))
+    tx = optax.sgd(1.0)
+    state = fsdp.init(Scale, tx)
+    new, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(batch))
+    gradient = 1 - new.params["weight"].get_value()
+    return jax.tree.map(float, metrics), float(gradient)
+
+
+# Algebra.
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [0.5, np.float32(0.5), np.array(0.5), jnp.float32(0.5)],
+    ids=["float", "numpy scalar", "numpy array", "jax array"],
+)
+def test_a_mean_times_a_number_is_a_weighted_loss(weight):
+    mean = Mean(6.0, 3.0)
+    assert terms(weight * mean) == terms(mean * weight) == [(0.5, 6, 3)]
+    assert terms(weight * (2 * mean)) == [(1, 6, 3)]
+
+
+def test_sums_of_means_keep_every_term():
+    a, b, c = Mean(1.0, 2.0), Mean(3.0, 4.0), Mean(5.0, 6.0)
+    want = [(1, 1, 2), (0.1, 3, 4), (2, 5, 6)]
+    assert terms(a + 0.1 * b + 2 * c) == want
+    assert terms(a + (0.1 * b + 2 * c)) == want
+    assert terms(sum([a, 0.1 * b, 2 * c])) == want
+    assert terms(2 * (a + 0.1 * b)) == [(2, 1, 2), (0.2, 3, 4)]
+
+
+def test_adding_a_plain_number_to_a_loss_is_an_error():
+    with pytest.raises(jshard.UserError, match="float"):
+        _ = Mean(1.0, 2.0) + 1.5
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "mean"),
+    [(6.0, 3, 2.0), (0.0, 0, 0.0), (5.0, 0, 0.0), (0.3, 0.5, 0.6), (3.0, 1e-3, 3e3)],
+)
+def test_a_mean_divides_by_any_positive_count_and_is_zero_without_one(
+    total, count, mean
+):
+    assert float(Mean(total, count).compute()) == pytest.approx(mean)
+
+
+def test_means_pool_over_batches_by_count():
+    def batch(total, count, hits):
+        means = {"accuracy": Mean(hits, count)}
+        return jshard.Means(Mean(total, count) + 0.5 * Mean(hits, 1.0), means)
+
+    first, second = batch(10.0, 1.0, 1.0), batch(2.0, 3.0, 0.0)
+    pooled = (first + second).compute()
+    assert sum([second, first]).compute() == pooled  # pyright: ignore
+    assert pooled == {"loss": 12 / 4 + 0.5 * (1 / 2), "accuracy": 1 / 4}
+    assert list(pooled) == ["loss", "accuracy"]
+
+
+# In a step.
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("replica", [1, 2, 8])
+def test_a_device_with_fewer_tokens_weighs_less(replica, accumulate):
+    weights = np.zeros(16, np.float32)
+    weights[:3] = 1  # of eight devices only two see any token
+    batch = {"x": np.arange(16, dtype=np.float32), "weights": weights}
+
+    def loss_fn(model, batch):
+        w = batch["weights"]
+        return Mean(jnp.sum(model(batch["x"]) * w), jnp.sum(w))
+
+    metrics, gradient = step(loss_fn, batch, replica=replica, accumulate=accumulate)
+    assert metrics["loss"] == pytest.approx(1)  # (0 + 1 + 2) / 3
+    assert gradient == pytest.approx(1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_term_is_divided_by_its_own_global_count(accumulate):
+    x = np.arange(16, dtype=np.float32)
+
+    def loss_fn(model, x):
+        y, few = model(x), x < 2
+        rare = Mean(jnp.sum(y * few), jnp.sum(few))
+        return Mean(jnp.sum(y), y.size) + 10 * rare, {"rare": rare}
+
+    metrics, gradient = step(loss_fn, x, accumulate=accumulate)
+    assert metrics["loss"] == pytest.approx(7.5 + 10 * 0.5)
+    assert gradient == pytest.approx(7.5 + 10 * 0.5)
+    assert metrics["rare"] == pytest.approx(0.5)
+    assert metrics["grad_norm"] == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_counts_below_one_divide_too(accumulate):
+    def loss_fn(model, x):
+        return Mean(jnp.sum(model(x)) * 0.01, x.size * 0.01)
+
+    x = np.arange(16, dtype=np.float32)
+    metrics, gradient = step(loss_fn, x, accumulate=accumulate)
+    assert metrics["loss"] == pytest.approx(7.5)
+    assert gradient == pytest.approx(7.5)
+
+
+def test_a_batch_without_tokens_has_no_loss_and_no_gradient():
+    def loss_fn(model, x):
+        return Mean(jnp.sum(model(x)) * 0, 0.0) + Mean(jnp.sum(model(x)), 0)
+
+    metrics, gradient = step(loss_fn, np.ones(16, np.float32))
+    assert metrics == {"loss": 0, "grad_norm": 0}
+    assert gradient == 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_gradient_of_a_learned_weight_counts(accumulate):
+    def loss_fn(model, x):
+        weight = jnp.exp(-model.weight[...])
+        return 2 * (weight * Mean(jnp.sum(x), x.size)), {"x": Mean(jnp.sum(x), x.size)}
+
+    x = np.arange(16, dtype=np.float32)
+    metrics, gradient = step(loss_fn, x, accumulate=accumulate)
+    assert metrics["loss"] == pytest.approx(2 * np.exp(-1) * 7.5)
+    assert gradient == pytest.approx(-2 * np.exp(-1) * 7.5)
+
+
+TOKENS = 70_000  # more than float16's largest value, 65504
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_float16_backward_does_not_overflow_at_70_000_tokens(accumulate):
+    x = np.ones((16, TOKENS // 16), np.float16)
+    dtypes = jshard.Precision(compute="float16", reduce="float16")
+
+    def loss_fn(model, x):
+        y = model(x)
+        assert y.dtype == jnp.float16
+        return Mean(jnp.sum(y.astype(jnp.float32)), y.size)
+
+    metrics, gradient = step(loss_fn, x, precision=dtypes, accumulate=accumulate)
+    assert metrics["loss"] == pytest.approx(1)
+    assert gradient == pytest.approx(1, rel=0.02)
+    # The sum's own gradient would have been out of range.
+    unnormalised = jax.grad(lambda w: jnp.sum((x * w).astype(jnp.float32)))
+    assert not jnp.isfinite(unnormalised(jnp.float16(1)))
+
+
+def test_float16_totals_are_summed_over_devices_in_float32():
+    def loss_fn(model, x):
+        return Mean(jnp.sum(model(x)).astype(jnp.float16), jnp.float16(1e4))
+
+    metrics, _ = step(loss_fn, np.full(16, 1e4, np.float32))  # 20,000 a device
+    assert metrics["loss"] == pytest.approx(2)
+
+
+def test_eval_step_gives_global_means_that_add():
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2))
+    state = fsdp.init(Scale, optax.identity())
+
+    def loss_fn(model, batch):
+        w = batch["w"]
+        loss = Mean(jnp.sum(model(batch["x"]) * w), jnp.sum(w))
+        return loss, {"first": Mean(jnp.sum(batch["x"] == 0), w.size)}
+
+    def evaluate(x, w):
+        batch = {"x": x, "w": w}
+        return fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(batch))
+
+    x = np.arange(8, dtype=np.float32)
+    a, b = evaluate(x, (x > 5) * 1.0), evaluate(x, (x >= 0) * 1.0)
+    assert a.compute() == pytest.approx({"loss": 6.5, "first": 1 / 8})
+    assert (a + b).compute() == pytest.approx({"loss": (13 + 28) / 10, "first": 2 / 16})
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda m: m.total / m.count, r"returned \w+; it must return jshard.Mean"),
+        (lambda m: None, r"returned NoneType; it must return jshard.Mean"),
+        (lambda m: (m, m), r"second part is a Mean; it must be a dict"),
+        (lambda m: (m.total, {"z": m}), r"returned \w+; it must return jshard.Mean"),
+        (lambda m: (m, {"z": 2 * m}), r"metric 'z' is a Loss; it must be a .*Mean"),
+        (lambda m: (m, {"z": m.total}), r"metric 'z' is a \w+; it must be a .*Mean"),
+        (lambda m: (m, {"loss": m}), r"metric name 'loss' is taken"),
+        (lambda m: (m, {"grad_norm": m}), r"metric name 'grad_norm' is taken"),
+        (lambda m: Mean(m.total[None], m.count), r"total of shape \(1,\)"),
+        (lambda m: Mean(m.total, jnp.ones(3)), r"count of shape \(3,\)"),
+        (
+            lambda m: (m, {"z": Mean(m.total[None], m.count)}),
+            r"total of shape \(1,\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_no_mean_is_refused_in_one_line(result, message, accumulate):
+    def loss_fn(model, x):
+        return result(Mean(jnp.sum(model(x)), x.size))
+
+    with pytest.raises(jshard.UserError, match=message) as error:
+        step(loss_fn, np.ones(16, np.float32), accumulate=accumulate)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("loss_fn")
+
+
+def test_a_loss_is_a_pytree():
+    loss = Mean(1.0, 2.0) + 0.5 * Mean(3.0, 4.0)
+    doubled = jax.tree.map(lambda x: 2 * x, loss)
+    assert isinstance(doubled, Loss)
+    assert terms(doubled) == [(2, 2, 4), (1, 6, 8)]

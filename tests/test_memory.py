@@ -1,0 +1,180 @@
+"""What a device holds, as the compiler counts it: shards, and few full layers.
+
+``memory_analysis`` is of the program that each device runs, so its sizes are a
+device's (``test_the_compiler_counts_one_device``).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import hlo
+import jshard
+from decoder import Sizes, lower_step, make_decoder, make_fsdp
+from models.gpt import cross_entropy
+
+DEVICES = 8
+# Wide layers and one short example a device: weights are what there is.
+WIDE = Sizes(width=256, hidden=1024, vocab=64, length=4)
+LAYER = 4 * 2 * WIDE.width * WIDE.hidden  # bytes of one layer's matrices
+# All that a layer could keep of its forward: inputs, statistics, hidden values.
+ACTIVATIONS = 4 * WIDE.length * 8 * (WIDE.width + WIDE.hidden)
+
+
+def temporary(lowered: jax.stages.Lowered) -> int:
+    """Bytes that a device needs besides arguments and results."""
+    return hlo.compile(lowered).memory_analysis().temp_size_in_bytes
+
+
+def step_memory(layers: int, *, plain: bool, accumulate: int = 1, **knobs: Any) -> int:
+    policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate, **knobs)
+    lowered, _ = lower_step(
+        make_fsdp(policy, plain=plain),
+        dataclasses.replace(WIDE, layers=layers),
+        plain=plain,
+        examples=DEVICES * accumulate,
+    )
+    return temporary(lowered)
+
+
+def test_the_compiler_counts_one_device():
+    policy = jshard.Policy(min_shard_elements=0)
+    lowered, state = lower_step(make_fsdp(policy), WIDE, examples=DEVICES)
+    memory = hlo.compile(lowered).memory_analysis()
+    whole = sum(x.size * 4 for x in jax.tree.leaves((state.params, state.opt_state)))
+    batch = 2 * 4 * WIDE.length
+    # Parameters and momentum are there as shards and nothing else; a step counter.
+    assert memory.argument_size_in_bytes == whole // DEVICES + batch + 4
+    # And they are updated in place.
+    assert memory.alias_size_in_bytes >= whole // DEVICES
+
+
+@pytest.mark.parametrize(
+    ("remat", "plain", "accumulate"),
+    [
+        ("full", False, 1),
+        ("none", False, 2),
+        ("none", True, 1),
+        (jax.checkpoint_policies.everything_saveable, False, 1),
+        (jax.checkpoint_policies.everything_saveable, True, 2),
+    ],
+)
+def test_no_gathered_weight_is_kept_from_forward_to_backward(remat, plain, accumulate):
+    four, eight = (
+        step_memory(layers, remat=remat, plain=plain, accumulate=accumulate)
+        for layers in (4, 8)
+    )
+    # A layer more is a shard more of gradients (two, where they are summed), and its
+    # activations.
+    grow = accumulate * LAYER // DEVICES + ACTIVATIONS
+    assert grow < LAYER / 2
+    assert (eight - four) / 4 < grow
+    # At any time two layers at most are whole.
+    assert eight < 2 * LAYER + 8 * grow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("remat", ["full", "dots", "none", "names", "everything"])
+def test_no_policy_keeps_gathered_weights(remat, plain, accumulate):
+    raw = {
+        "names": jshard.Names("hidden"),
+        "everything": jax.checkpoint_policies.everything_saveable,
+    }
+    test_no_gathered_weight_is_kept_from_forward_to_backward(
+        raw.get(remat, remat), plain, accumulate
+    )
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_weights_are_kept_when_they_are_not_resharded(plain):
+    four, eight = (
+        step_memory(layers, reshard_after_forward=False, plain=plain)
+        for layers in (4, 8)
+    )
+    assert LAYER < (eight - four) / 4 < 1.5 * LAYER
+
+
+def init_memory(sizes: Any, **knobs: Any) -> tuple[int, int]:
+    """Bytes of temporaries and of results on a device when a state is made."""
+    fsdp = make_fsdp(jshard.Policy(min_shard_elements=0))
+    make = sizes if callable(sizes) else make_decoder(sizes, **knobs)
+    optimizer = optax.adamw(1e-3)
+    lowered = jax.jit(lambda seed: fsdp.init(make, optimizer, seed)).lower(0)
+    memory = lowered.compile().memory_analysis()
+    return memory.temp_size_in_bytes, memory.output_size_in_bytes
+
+
+def test_initial_values_are_made_as_shards():
+    temp, state = init_memory(dataclasses.replace(WIDE, layers=16))
+    # Parameters and two moments, as shards.
+    assert state == pytest.approx(3 * 16 * LAYER / DEVICES, rel=0.01)
+    assert temp < LAYER
+
+
+def test_initial_values_of_a_plain_list_are_made_as_shards():
+    few, many = (
+        init_memory(dataclasses.replace(WIDE, layers=layers), plain=True)[0]
+        for layers in (4, 12)
+    )
+    assert (many - few) / 8 < LAYER / 4  # two shards
+
+
+def test_a_large_embedding_is_made_as_shards():
+    vocab = 64 * WIDE.width
+    temp, _ = init_memory(dataclasses.replace(WIDE, layers=1, vocab=vocab))
+    assert temp < 2 * 4 * vocab * WIDE.width / 2  # embedding and head: half of them
+
+
+def test_an_initialiser_of_whole_matrices_is_given_one_layer_at_a_time():
+    def make(layers: int) -> Callable[[nnx.Rngs], nnx.Module]:
+        def layer(rngs: nnx.Rngs) -> nnx.Module:
+            return nnx.Linear(
+                WIDE.width,
+                WIDE.width,
+                kernel_init=nnx.initializers.orthogonal(),
+                rngs=rngs,
+            )
+
+        class Model(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                self.layers = jshard.Stack(layer, layers, rngs=rngs)
+
+        return Model
+
+    few, many = (init_memory(make(layers))[0] for layers in (4, 12))
+    assert many < 1.1 * few
+
+
+def test_the_chunked_loss_holds_no_logits_of_a_whole_sequence():
+    B, D = 4, 16
+
+    def peak(V: int, T: int, chunk: int) -> int:
+        def loss(x_BTD: jax.Array, head_DV: jax.Array) -> Any:
+            targets = jnp.zeros((B, T), jnp.int32)
+            weights = jnp.ones((B, T))
+            return cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk).total
+
+        shapes = (B, T, D), (D, V)
+        args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        return temporary(grad.lower(*args))
+
+    def product_term(chunk: Callable[[int], int]) -> float:
+        """Bytes that come with vocabulary times tokens, of those that fp32 logits are.
+
+        What comes with either alone (the head's gradient, the features) cancels.
+        """
+        V, T = 2048, 128
+        grown = peak(2 * V, 2 * T, chunk(2 * T)) - peak(V, 2 * T, chunk(2 * T))
+        return (grown - peak(2 * V, T, chunk(T)) + peak(V, T, chunk(T))) / (4 * B * V * T)
+
+    assert abs(product_term(lambda tokens: 32)) < 0.05
+    assert product_term(lambda tokens: B * tokens) > 0.9
