@@ -77,10 +77,18 @@ class FSDP:
           UserError: the model has no parameters that ``wrt`` selects, or an override
             of the policy matches no module.
         """
-        create = functools.partial(self._create, make_model, optimizer, wrt)
         abstract = self.abstract_state(make_model, optimizer, wrt)
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        return jax.jit(create, out_shardings=shardings)(jnp.asarray(seed, jnp.uint32))
+        leaves, structure = jax.tree.flatten(abstract)
+
+        # Arrays alone: a model made again has another structure where it holds a
+        # function that is made with it (an initializer, a lambda).
+        create = jax.jit(
+            lambda seed: jax.tree.leaves(
+                self._create(make_model, optimizer, wrt, seed)
+            ),
+            out_shardings=[x.sharding for x in leaves],
+        )
+        return jax.tree.unflatten(structure, create(jnp.asarray(seed, jnp.uint32)))
 
     def abstract_state(
         self,

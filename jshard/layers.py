@@ -23,7 +23,7 @@ from jshard.errors import UserError
 from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
-from jshard.schedule import UnitPolicy, run_stack, run_unit, split_aux
+from jshard.schedule import UnitPolicy, check_carry, run_stack, run_unit, split_aux
 
 M = TypeVar("M", bound=nnx.Module)
 _PLACEMENT = "placement"  # metadata of a parameter that is, here, a shard
@@ -67,6 +67,11 @@ class Stack(nnx.Module):
     """
 
     unit_policy: UnitPolicy | None = None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A layer's attribute, its variables stacked."""
 
     def __init__(
         self,
@@ -392,6 +397,7 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
 def _plain_scan(layer: Callable, pieces: _Pieces, carry: list, extra: list) -> Any:
     def body(carry, slices):
         out = layer(*slices, carry, extra)
+        check_carry(carry, out)
         return out[: len(carry)], out[len(carry) :]
 
     return jax.lax.scan(body, carry, (pieces.shards, pieces.rest))

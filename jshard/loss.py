@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jshard.errors import UserError
 
@@ -28,7 +29,7 @@ class Mean:
     count: Any
 
     def __mul__(self, weight: Any) -> "Loss":
-        if isinstance(weight, jax.core.Tracer):  # it may be learned: keep its gradient
+        if isinstance(weight, Tracer):  # it may be learned: keep its gradient
             return as_loss(Mean(weight * self.total, self.count))
         return Loss(((weight, self),))
 

@@ -11,25 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
-from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from jshard.mesh import AXES, FSDP
-from jshard.partition import (
-    LAYER_DIMS,
-    layer_dims,
-    manual_specs,
-    optimizer_specs,
-    param_specs,
-)
+from jshard.partition import LAYER_DIMS, layer_dims
 from jshard.policy import Policy
-
-# Updates with these look at a matrix as a whole.
-_WHOLE_MATRIX = {"dot_general", "svd", "qr", "eigh", "cholesky", "householder_product"}
+from jshard.whole_layers import map_layers
 
 _sharding = contextvars.ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 
@@ -68,9 +56,9 @@ def per_layer(
     jshard.per_layer(muon(1e-3)))``.
 
     Layers are mapped at once where the update is elementwise but for reductions.
-    Where it multiplies whole matrices, each device is handed whole layers by an
-    all-to-all, updates them, and hands the shards back: no matrix is gathered, no
-    work is done twice, and one full layer is in memory.
+    Where it multiplies matrices (of Stacks), each device is handed whole ones by an
+    all-to-all and hands the shards of the result back: no matrix is gathered, no work
+    is done twice, and few full matrices are in memory.
 
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
@@ -172,100 +160,9 @@ def _merge(into: Any, new: Any, key: str, like: Any) -> Any:
 def _update_layers(update: Callable, updates: Any, state: Any, params: Any) -> Any:
     """``update`` for every layer: (new updates, new state), (L, ...) leaves."""
     sharding = _sharding.get()
-    whole = _multiplies_matrices(update, updates, state, params)
-    if sharding is None or sharding[0].shape[FSDP] == 1 or not whole:
+    if sharding is None:
         return jax.vmap(update)(updates, state, params)
-    return _update_whole_layers(update, updates, state, params, *sharding)
-
-
-def _multiplies_matrices(update: Callable, *stacked: Any) -> bool:
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-    jaxpr = jax.make_jaxpr(update)(*layer).jaxpr
-
-    def search(jaxpr: core.Jaxpr) -> bool:
-        return any(
-            eqn.primitive.name in _WHOLE_MATRIX
-            or any(map(search, core.jaxprs_in_params(eqn.params)))
-            for eqn in jaxpr.eqns
-        )
-
-    return search(jaxpr)
-
-
-def _update_whole_layers(
-    update: Callable, updates: Any, state: Any, params: Any, mesh: Mesh, policy: Policy
-) -> Any:
-    """Each device updates every n-th layer, whole; all-to-alls move shards to it."""
-    shards = mesh.shape[FSDP]
-    specs = _stacked_specs(updates, policy, mesh)
-    state_specs = optimizer_specs(state, updates, specs)
-    length = jax.tree.leaves(updates)[0].shape[0]
-    rounds = -(-length // shards)
-
-    def local(updates: Any, state: Any, params: Any) -> Any:
-        def to_rounds(x: jax.Array) -> jax.Array:
-            padding = [(0, rounds * shards - length), *[(0, 0)] * (x.ndim - 1)]
-            x = jnp.pad(x, padding) if rounds * shards > length else x
-            return x.reshape(rounds, shards, *x.shape[1:])
-
-        def from_rounds(x: jax.Array) -> jax.Array:
-            return x.reshape(rounds * shards, *x.shape[2:])[:length]
-
-        def one_round(layers: Any) -> Any:
-            inputs, dims = layers, (specs, state_specs, specs)
-            updates, state, params = (
-                jax.tree.map(_to_owner, tree, spec) if tree is not None else None
-                for tree, spec in zip(inputs, dims, strict=True)
-            )
-            with sharded_update(None, policy):  # a Stack inside is whole here, too
-                updates, state = update(updates, state, params)
-            return (
-                jax.tree.map(_from_owner, updates, specs),
-                jax.tree.map(_from_owner, state, state_specs),
-            )
-
-        layers = jax.tree.map(to_rounds, (updates, state, params))
-        return jax.tree.map(from_rounds, lax.map(one_round, layers))
-
-    # Varying types are not tracked here: replicated leaves come back by all-gather.
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, state_specs, None if params is None else specs),
-        out_specs=(specs, state_specs),
-        axis_names=set(AXES),
-        check_vma=False,
-    )(updates, state, params)
-
-
-def _stacked_specs(updates: Any, policy: Policy, mesh: Mesh) -> Any:
-    """Specs of (L, ...) leaves whose variables are marked as one layer."""
-
-    def raise_(variable: Any) -> Any:
-        return variable.copy(**{LAYER_DIMS: layer_dims(variable) + 1})
-
-    raised = jax.tree.map(raise_, updates, is_leaf=_is_variable)
-    specs = manual_specs(param_specs(raised, policy, mesh))
-    leaves = jax.tree.leaves(specs)
-    return jax.tree.unflatten(jax.tree.structure(updates), leaves)
-
-
-def _dim(spec: PartitionSpec) -> int | None:
-    """The sharded dimension of one layer, its layer dimension removed."""
-    return spec.index(FSDP) - 1 if FSDP in spec else None
-
-
-def _to_owner(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """(n, ...) shards of n layers to the one whole layer this device owns."""
-    dim = _dim(spec)
-    if dim is None:
-        return x[lax.axis_index(FSDP)]
-    return lax.all_to_all(x, FSDP, 0, dim + 1, tiled=True)[0]
-
-
-def _from_owner(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The inverse of ``_to_owner``."""
-    dim = _dim(spec)
-    if dim is None:
-        return lax.all_gather(x, FSDP)
-    return lax.all_to_all(x[None], FSDP, dim + 1, 0, tiled=True)
+    mesh, policy = sharding
+    with sharded_update(None, policy):  # a Stack inside a layer is whole with it
+        args = (updates, state, params)
+        return map_layers(update, args, mesh, policy.min_shard_elements)

@@ -247,11 +247,19 @@ def _equation(eqn: Any, entering: list[int]) -> list[int]:
 
 
 def _scan(eqn: Any, entering: list[int]) -> list[int]:
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+    # Inputs are constants, carry and slices, outputs are carry and slices; a slice has
+    # a dimension less inside. (What else says so changes with the version of JAX.)
+    num_carry = sum(map(_same_rank, eqn.outvars, body.outvars))
+    num_consts = sum(map(_same_rank, eqn.invars, body.invars)) - num_carry
+    carry = slice(num_consts, num_consts + num_carry)
     while True:
-        out = dependencies(eqn.params["jaxpr"].jaxpr, entering)
-        carry = slice(num_consts, num_consts + num_carry)
+        out = dependencies(body, entering)
         merged = [a | b for a, b in zip(entering[carry], out[:num_carry], strict=True)]
         if merged == entering[carry]:
             return out
         entering = [*entering[:num_consts], *merged, *entering[carry.stop :]]
+
+
+def _same_rank(outside: Any, inside: Any) -> bool:
+    return outside.aval.ndim == inside.aval.ndim

@@ -153,7 +153,7 @@ def run_stack(
         remat=policy.remat,
         prevent_cse=single,
     )
-    _check_carry(carry, layer.outputs)
+    check_carry(carry, layer.outputs)
     num_carry = len(carry)
 
     @jax.custom_vjp
@@ -300,7 +300,8 @@ def split_aux(result: Any, carry: Any) -> tuple[Any, Any, bool]:
     )
 
 
-def _check_carry(carry: Sequence[Any], outputs: Sequence[Any]) -> None:
+def check_carry(carry: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raises UserError unless a layer returns the shapes and dtypes it is given."""
     for before, after in zip(carry, outputs, strict=False):
         if before.shape != after.shape or before.dtype != after.dtype:
             raise UserError(
@@ -347,8 +348,7 @@ def _after(
     needed, passing = lax.optimization_barrier((list(shards), passing))
     passed = iter(passing)
     return needed, [
-        next(passed) if is_late else x
-        for x, is_late in zip(arrived, late, strict=True)
+        next(passed) if is_late else x for x, is_late in zip(arrived, late, strict=True)
     ]
 
 

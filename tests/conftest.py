@@ -16,7 +16,7 @@ if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Helpers of the tests, whose assertions explain themselves like a test's own.
-pytest.register_assert_rewrite("decoder", "hlo", "parity")
+pytest.register_assert_rewrite("decoder", "hlo", "parity", "runs")
 
 # Compiling dwarfs any deadline. CI draws the same examples every time, so that a
 # failure there is a change in the code; runs by hand keep looking for new ones.

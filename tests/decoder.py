@@ -4,6 +4,7 @@ Its widths differ, so that an array's size tells which parameter it is.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
+from jshard.optim import sharded_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +24,19 @@ class Sizes:
     hidden: int = 40
     vocab: int = 72
     length: int = 8
+    dtype: Any = jnp.float32  # of the blocks' computation; parameters are float32
 
 
 class Block(nnx.Module):
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(sizes.width, rngs=rngs)
-        self.up = nnx.Linear(sizes.width, sizes.hidden, rngs=rngs)
-        self.down = nnx.Linear(sizes.hidden, sizes.width, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dtype=sizes.dtype, rngs=rngs)
+        self.up = linear(sizes.width, sizes.hidden)
+        self.down = linear(sizes.hidden, sizes.width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = checkpoint_name(jax.nn.gelu(self.up(self.norm(x))), "hidden")
-        return x + self.down(hidden)
+        return x + self.down(hidden).astype(x.dtype)
 
 
 class Head(nnx.Linear):
@@ -104,3 +108,37 @@ def lower_step(
     tokens = jax.ShapeDtypeStruct((examples, sizes.length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     return fsdp.train_step(loss_fn, optimizer).lower(state, batch), state
+
+
+def _chain(tx: Any) -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+# As parity has them: each behind global clipping, per_layer where tensors are looked at
+# as wholes.
+OPTIMIZERS = {
+    "sgd": _chain(optax.sgd(1e-2, momentum=0.9)),
+    "adamw": _chain(optax.adamw(1e-3)),
+    "lion": _chain(optax.lion(1e-3)),
+    "adafactor": _chain(
+        jshard.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=8))
+    ),
+    "lamb": _chain(jshard.per_layer(optax.lamb(1e-3))),
+    "muon": _chain(jshard.per_layer(optax.contrib.muon(1e-3))),
+}
+
+
+def lower_update(
+    fsdp: jshard.FSDP, make_model: Any, optimizer: Any
+) -> tuple[jax.stages.Lowered, jshard.TrainState]:
+    """The update of a step alone, parameters and moments donated."""
+    state = fsdp.abstract_state(make_model, optimizer)
+
+    def update(grads: Any, opt_state: Any, params: Any) -> Any:
+        with sharded_update(fsdp.mesh, fsdp.policy):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    after = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
+    jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=after)
+    return jitted.lower(state.params, state.opt_state, state.params), state

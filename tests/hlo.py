@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -88,15 +89,14 @@ class Collective:
         return self.times * moved * (self.group - 1) // self.group
 
 
-def compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile(lowered: jax.stages.Lowered, **options: Any) -> Any:
     """Compiles for the CPUs of a test as XLA would for GPUs where it matters here.
 
     XLA:GPU drops optimization barriers after scheduling. XLA:CPU drops them before,
     and (in JAX 0.10) before it merges equal instructions: not if the pass is disabled.
     """
-    return lowered.compile(
-        compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"}
-    )
+    keep_barriers = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    return lowered.compile(compiler_options=keep_barriers | options)
 
 
 def collectives(text: str) -> list[Collective]:

@@ -16,7 +16,15 @@ from flax import nnx
 
 import hlo
 import jshard
-from decoder import Sizes, lower_step, make_decoder, make_fsdp
+from decoder import (
+    OPTIMIZERS,
+    Sizes,
+    loss_fn,
+    lower_step,
+    lower_update,
+    make_decoder,
+    make_fsdp,
+)
 from models.gpt import cross_entropy
 
 DEVICES = 8
@@ -27,20 +35,24 @@ LAYER = 4 * 2 * WIDE.width * WIDE.hidden  # bytes of one layer's matrices
 ACTIVATIONS = 4 * WIDE.length * 8 * (WIDE.width + WIDE.hidden)
 
 
-def temporary(lowered: jax.stages.Lowered) -> int:
+def temporary(lowered: jax.stages.Lowered, **options: Any) -> int:
     """Bytes that a device needs besides arguments and results."""
-    return hlo.compile(lowered).memory_analysis().temp_size_in_bytes
+    return hlo.compile(lowered, **options).memory_analysis().temp_size_in_bytes
 
 
-def step_memory(layers: int, *, plain: bool, accumulate: int = 1, **knobs: Any) -> int:
+def step_memory(
+    layers: int,
+    *,
+    plain: bool,
+    accumulate: int = 1,
+    dtype: Any = jnp.float32,
+    **knobs: Any,
+) -> int:
     policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate, **knobs)
-    lowered, _ = lower_step(
-        make_fsdp(policy, plain=plain),
-        dataclasses.replace(WIDE, layers=layers),
-        plain=plain,
-        examples=DEVICES * accumulate,
-    )
-    return temporary(lowered)
+    fsdp = make_fsdp(policy, plain=plain)
+    sizes = dataclasses.replace(WIDE, layers=layers, dtype=dtype)
+    examples = DEVICES * accumulate
+    return temporary(lower_step(fsdp, sizes, plain=plain, examples=examples)[0])
 
 
 def test_the_compiler_counts_one_device():
@@ -55,19 +67,37 @@ def test_the_compiler_counts_one_device():
     assert memory.alias_size_in_bytes >= whole // DEVICES
 
 
+REMATS = {
+    "full": "full",
+    "dots": "dots",
+    "none": "none",
+    "names": jshard.Names("hidden"),
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+
+
+# A bfloat16 layer casts its weights: casts, too, depend on weights alone.
 @pytest.mark.parametrize(
-    ("remat", "plain", "accumulate"),
+    ("remat", "plain", "accumulate", "dtype"),
     [
-        ("full", False, 1),
-        ("none", False, 2),
-        ("none", True, 1),
-        (jax.checkpoint_policies.everything_saveable, False, 1),
-        (jax.checkpoint_policies.everything_saveable, True, 2),
+        ("full", False, 1, jnp.float32),
+        ("none", False, 2, jnp.bfloat16),
+        ("none", True, 1, jnp.float32),
+        ("everything", False, 1, jnp.float32),
+        ("everything", True, 2, jnp.bfloat16),
     ],
 )
-def test_no_gathered_weight_is_kept_from_forward_to_backward(remat, plain, accumulate):
+def test_no_gathered_weight_is_kept_from_forward_to_backward(
+    remat, plain, accumulate, dtype
+):
     four, eight = (
-        step_memory(layers, remat=remat, plain=plain, accumulate=accumulate)
+        step_memory(
+            layers,
+            remat=REMATS[remat],
+            plain=plain,
+            accumulate=accumulate,
+            dtype=dtype,
+        )
         for layers in (4, 8)
     )
     # A layer more is a shard more of gradients (two, where they are summed), and its
@@ -80,16 +110,13 @@ def test_no_gathered_weight_is_kept_from_forward_to_backward(remat, plain, accum
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("remat", ["full", "dots", "none", "names", "everything"])
-def test_no_policy_keeps_gathered_weights(remat, plain, accumulate):
-    raw = {
-        "names": jshard.Names("hidden"),
-        "everything": jax.checkpoint_policies.everything_saveable,
-    }
+@pytest.mark.parametrize("remat", REMATS)
+def test_no_policy_keeps_gathered_weights(remat, plain, accumulate, dtype):
     test_no_gathered_weight_is_kept_from_forward_to_backward(
-        raw.get(remat, remat), plain, accumulate
+        remat, plain, accumulate, dtype
     )
 
 
@@ -102,18 +129,44 @@ def test_weights_are_kept_when_they_are_not_resharded(plain):
     assert LAYER < (eight - four) / 4 < 1.5 * LAYER
 
 
-def init_memory(sizes: Any, **knobs: Any) -> tuple[int, int]:
-    """Bytes of temporaries and of results on a device when a state is made."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_evaluation_holds_two_full_layers_at_most(plain):
+    fsdp = make_fsdp(jshard.Policy(min_shard_elements=0), plain=plain)
+    sizes = dataclasses.replace(WIDE, layers=8)
+    _, state = lower_step(fsdp, sizes, plain=plain, examples=DEVICES)
+    tokens = jax.ShapeDtypeStruct((DEVICES, WIDE.length), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    lowered = fsdp.eval_step(loss_fn).lower(state, batch)
+    assert temporary(lowered) < 2 * LAYER + ACTIVATIONS
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_needs_shards_and_two_full_layers(name):
+    sizes = Sizes(layers=16, width=64, hidden=256, vocab=64)
     fsdp = make_fsdp(jshard.Policy(min_shard_elements=0))
-    make = sizes if callable(sizes) else make_decoder(sizes, **knobs)
+    lowered, state = lower_update(fsdp, make_decoder(sizes), OPTIMIZERS[name])
+    # In the order that needs least, as XLA:GPU looks for; XLA:CPU prefers parallelism.
+    memory = temporary(
+        lowered, xla_cpu_scheduler_type="CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    )
+    params = 4 * sum(x.size for x in jax.tree.leaves(state.params))
+    layer = 4 * 2 * sizes.width * sizes.hidden
+    # Shards of clipped gradients, of updates, and of one value in between.
+    assert memory < 3 * params / DEVICES + 2 * layer
+
+
+def init_memory(make_model: Any, *, plain: bool = False) -> tuple[int, int]:
+    """Bytes of temporaries and of results on a device when a state is made."""
+    fsdp = make_fsdp(jshard.Policy(min_shard_elements=0), plain=plain)
     optimizer = optax.adamw(1e-3)
-    lowered = jax.jit(lambda seed: fsdp.init(make, optimizer, seed)).lower(0)
-    memory = lowered.compile().memory_analysis()
+    lowered = jax.jit(lambda seed: fsdp.init(make_model, optimizer, seed)).lower(0)
+    memory: Any = lowered.compile().memory_analysis()
     return memory.temp_size_in_bytes, memory.output_size_in_bytes
 
 
 def test_initial_values_are_made_as_shards():
-    temp, state = init_memory(dataclasses.replace(WIDE, layers=16))
+    sizes = dataclasses.replace(WIDE, layers=16)
+    temp, state = init_memory(make_decoder(sizes))
     # Parameters and two moments, as shards.
     assert state == pytest.approx(3 * 16 * LAYER / DEVICES, rel=0.01)
     assert temp < LAYER
@@ -121,35 +174,32 @@ def test_initial_values_are_made_as_shards():
 
 def test_initial_values_of_a_plain_list_are_made_as_shards():
     few, many = (
-        init_memory(dataclasses.replace(WIDE, layers=layers), plain=True)[0]
-        for layers in (4, 12)
+        init_memory(make_decoder(sizes, plain=True), plain=True)[0]
+        for sizes in (dataclasses.replace(WIDE, layers=layers) for layers in (4, 12))
     )
     assert (many - few) / 8 < LAYER / 4  # two shards
 
 
 def test_a_large_embedding_is_made_as_shards():
-    vocab = 64 * WIDE.width
-    temp, _ = init_memory(dataclasses.replace(WIDE, layers=1, vocab=vocab))
-    assert temp < 2 * 4 * vocab * WIDE.width / 2  # embedding and head: half of them
+    sizes = dataclasses.replace(WIDE, layers=1, vocab=64 * WIDE.width)
+    temp, _ = init_memory(make_decoder(sizes))
+    # A few shards of the embedding and of the head, not one of them whole.
+    assert temp < 4 * sizes.vocab * sizes.width
 
 
 def test_an_initialiser_of_whole_matrices_is_given_one_layer_at_a_time():
-    def make(layers: int) -> Callable[[nnx.Rngs], nnx.Module]:
-        def layer(rngs: nnx.Rngs) -> nnx.Module:
-            return nnx.Linear(
-                WIDE.width,
-                WIDE.width,
-                kernel_init=nnx.initializers.orthogonal(),
-                rngs=rngs,
-            )
+    orthogonal = nnx.initializers.orthogonal()
 
-        class Model(nnx.Module):
-            def __init__(self, rngs: nnx.Rngs):
-                self.layers = jshard.Stack(layer, layers, rngs=rngs)
+    def layer(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(WIDE.width, WIDE.width, kernel_init=orthogonal, rngs=rngs)
 
-        return Model
+    class Model(nnx.Module):
+        def __init__(self, layers: int, rngs: nnx.Rngs):
+            self.layers = jshard.Stack(layer, layers, rngs=rngs)
 
-    few, many = (init_memory(make(layers))[0] for layers in (4, 12))
+    few, many = (
+        init_memory(lambda rngs, n=layers: Model(n, rngs))[0] for layers in (4, 12)
+    )
     assert many < 1.1 * few
 
 
@@ -173,8 +223,9 @@ def test_the_chunked_loss_holds_no_logits_of_a_whole_sequence():
         What comes with either alone (the head's gradient, the features) cancels.
         """
         V, T = 2048, 128
-        grown = peak(2 * V, 2 * T, chunk(2 * T)) - peak(V, 2 * T, chunk(2 * T))
-        return (grown - peak(2 * V, T, chunk(T)) + peak(V, T, chunk(T))) / (4 * B * V * T)
+        long = peak(2 * V, 2 * T, chunk(2 * T)) - peak(V, 2 * T, chunk(2 * T))
+        short = peak(2 * V, T, chunk(T)) - peak(V, T, chunk(T))
+        return (long - short) / (4 * B * V * T)
 
     assert abs(product_term(lambda tokens: 32)) < 0.05
     assert product_term(lambda tokens: B * tokens) > 0.9

@@ -18,11 +18,11 @@ from models.gpt import GPT, GPTConfig, generate
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "steps": 240,
+            "steps": 200,
             "batch_size": 32,
             "seed": 0,
             "log_every": 10,
-            "eval_every": 120,
+            "eval_every": 100,
             "eval_batches": 0,
             "model": {
                 "vocab_size": BYTE_VOCAB,

@@ -1,0 +1,75 @@
+"""Runs a model on a hybrid mesh, and as an ordinary module without one."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jshard
+from zoo import example
+
+POLICY = jshard.Policy(min_shard_elements=0)
+
+
+def check_close(got: Any, want: Any, bound: float = 1e-12) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.shape == w.shape
+        np.testing.assert_allclose(g, w, rtol=0, atol=bound * (np.abs(w).max() + 1e-9))
+
+
+def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
+    return jshard.Mean(jnp.sum(jnp.sin(model(x)) ** 2), x.shape[0])
+
+
+def run(
+    model: Any, policy: jshard.Policy = POLICY, units: tuple = ()
+) -> tuple[Any, Any, Any]:
+    """(metrics, parameters, model state) after two steps on a hybrid mesh."""
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy, units=units)
+    tx = optax.sgd(0.1)
+    state = fsdp.init(model, tx)
+    step = fsdp.train_step(loss_fn, tx)
+    history = []
+    for _ in range(2):
+        state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
+        history.append((metrics["loss"], metrics["grad_norm"]))
+    return history, *fsdp.unshard((state.params, state.model_state))
+
+
+@functools.cache
+def plain_run(model: Any) -> tuple[Any, Any, Any]:
+    """The same with the model as an ordinary module, by jax.grad."""
+    module = model(nnx.Rngs(jax.random.key(0)))
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params, rest):
+        module = nnx.merge(graphdef, params, rest, copy=True)
+        mean = loss_fn(module, example())
+        return mean.total / mean.count, nnx.state(module, nnx.Not(nnx.Param))
+
+    history = []
+    for _ in range(2):
+        (value, rest), grads = loss(params, rest)
+        history.append((value, optax.tree.norm(grads)))
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return history, params, rest
+
+
+def check_run(model: Any, policy: jshard.Policy = POLICY, bound: float = 1e-9) -> None:
+    for got, want in zip(run(model, policy), plain_run(model), strict=True):
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            if jnp.issubdtype(w.dtype, jax.dtypes.prng_key):
+                continue
+            np.testing.assert_allclose(g, w, rtol=0, atol=bound * np.abs(w).max())
+
+
+def call(model: Any, *, inside: bool) -> Any:
+    """Runs a model once, inside a mesh or outside of one."""
+    return run(model) if inside else model(nnx.Rngs(0))(example())

@@ -1,0 +1,144 @@
+"""Precision and overrides: which dtypes travel, and which a layer sees."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from runs import loss_fn
+from zoo import EXAMPLES, WIDTH, UnitInStack, make_stack
+
+
+class Recording(nnx.Module):
+    """Notes the dtypes that its parts see."""
+
+    seen: dict[str, Any] = {}  # noqa: RUF012
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.norm: Any = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            normed = self.norm(x)
+            y = self.dense(normed)
+            kernel, scale = self.dense.kernel[...], self.norm.scale[...]
+            assert kernel.shape == (WIDTH, WIDTH)
+            Recording.seen |= {"norm": normed.dtype, "dense": y.dtype}
+            Recording.seen |= {"kernel": kernel.dtype, "scale": scale.dtype}
+            return x + y.astype(x.dtype)
+
+    def __init__(self, rngs):
+        self.blocks = make_stack(self.Layer, rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+def trace(policy: jshard.Policy) -> tuple[dict[str, Any], str]:
+    """(dtypes seen, the jaxpr of a step)."""
+    Recording.seen.clear()
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
+    tx = optax.sgd(0.1)
+    state = fsdp.abstract_state(Recording, tx)
+    x = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
+    jaxpr = str(fsdp.train_step(loss_fn, tx).trace(state, x).jaxpr)
+    return {name: str(dtype) for name, dtype in Recording.seen.items()}, jaxpr
+
+
+BF16 = jshard.Precision(compute="bfloat16", reduce="float32")
+FULL = {"precision": jshard.Precision()}
+
+
+def results(jaxpr: str, primitive: str) -> set[str]:
+    """Dtypes of what ``primitive`` returns."""
+    lines = [line for line in jaxpr.splitlines() if f"= {primitive}[" in line]
+    assert lines
+    return {line.split("[")[0].split(":")[-1] for line in lines}
+
+
+def test_without_a_precision_everything_is_as_declared():
+    seen, jaxpr = trace(jshard.Policy(min_shard_elements=0))
+    assert set(seen.values()) == {"float32"}
+    assert results(jaxpr, "all_gather") == {"f32"}
+    assert results(jaxpr, "reduce_scatter") == {"f32"}
+
+
+def test_a_compute_dtype_is_that_of_the_wire_and_of_the_layer():
+    seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=BF16))
+    assert set(seen.values()) == {"bfloat16"}
+    assert results(jaxpr, "all_gather") == {"bf16"}
+    assert results(jaxpr, "reduce_scatter") == {"f32"}
+
+
+def test_gradients_are_reduced_in_the_compute_dtype_by_default():
+    dtypes = jshard.Precision(compute="bfloat16")
+    _, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=dtypes))
+    assert results(jaxpr, "reduce_scatter") == {"bf16"}
+
+
+def test_a_wire_dtype_of_its_own_leaves_the_computation_alone():
+    dtypes = jshard.Precision(gather="bfloat16", compute="float32")
+    seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=dtypes))
+    assert set(seen.values()) == {"float32"}
+    assert results(jaxpr, "all_gather") == {"bf16"}
+
+
+def test_parameters_and_optimizer_state_have_the_parameter_dtype():
+    fsdp = jshard.FSDP(
+        jshard.make_mesh(), jshard.Policy(precision=jshard.Precision(param="bfloat16"))
+    )
+    state = fsdp.abstract_state(Recording, optax.sgd(0.1, momentum=0.9))
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("pattern", ["blocks.norm", "blocks.n*", "*norm*", "*.norm"])
+def test_an_override_keeps_a_norm_in_full_precision(pattern):
+    policy = jshard.Policy(
+        min_shard_elements=0, precision=BF16, overrides={pattern: FULL}
+    )
+    seen, _ = trace(policy)
+    assert seen == {
+        "norm": "float32",
+        "scale": "float32",
+        "dense": "bfloat16",
+        "kernel": "bfloat16",
+    }
+
+
+def test_the_first_override_that_matches_wins():
+    overrides = {"blocks.norm": FULL, "blocks*": {"precision": BF16}}
+    seen, _ = trace(jshard.Policy(min_shard_elements=0, overrides=overrides))
+    assert (seen["norm"], seen["dense"]) == ("float32", "bfloat16")
+    overrides = dict(reversed(overrides.items()))
+    seen, _ = trace(jshard.Policy(min_shard_elements=0, overrides=overrides))
+    assert (seen["norm"], seen["dense"]) == ("bfloat16", "bfloat16")
+
+
+def test_an_override_of_remat_and_reshard_reaches_its_unit_alone():
+    def gathers(**overrides: Any) -> int:
+        policy = jshard.Policy(min_shard_elements=0, overrides=overrides)
+        fsdp = jshard.FSDP(jshard.make_mesh(), policy)
+        tx = optax.sgd(0.1)
+        args = (
+            fsdp.abstract_state(UnitInStack, tx),
+            jax.ShapeDtypeStruct((EXAMPLES, WIDTH), float),
+        )
+        text = str(fsdp.train_step(loss_fn, tx).trace(*args).jaxpr)
+        return text.count("= all_gather[")
+
+    # The Unit has two layers of kernel and bias; the backward reads no bias.
+    kept = {"reshard_after_forward": False}
+    assert gathers() - gathers(unit=kept) == gathers() - gathers(blocks=kept) > 0
+    assert gathers() - gathers(**{"*": kept}) == 2 * (gathers() - gathers(unit=kept))
+
+
+def test_an_override_that_matches_nothing_is_an_error():
+    policy = jshard.Policy(overrides={"blocks.nrom": FULL})
+    with pytest.raises(jshard.UserError, match=r"'blocks.nrom' matches no module"):
+        jshard.FSDP(jshard.make_mesh(), policy).init(Recording, optax.sgd(0.1))

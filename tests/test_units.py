@@ -1,0 +1,123 @@
+"""Stack and Unit on a hybrid mesh: values and gradients of the ordinary modules."""
+
+# Layers take and return what they like.
+# pyright: reportIncompatibleMethodOverride=false
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard
+import zoo
+from runs import call, check_close, check_run, plain_run, run
+from zoo import WIDTH, Dense, Residual, make_stack
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("model", zoo.MODELS, ids=lambda m: m.__name__)
+def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
+    check_run(model)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "model", [zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack]
+)
+def test_so_it_does_with_every_remat_and_reshard(model, remat, reshard):
+    check_run(
+        model,
+        jshard.Policy(remat=remat, reshard_after_forward=reshard, min_shard_elements=0),
+    )
+
+
+@pytest.mark.usefixtures("x64")
+def test_units_turns_submodules_into_units_and_leaves_units_alone():
+    policy = jshard.Policy(min_shard_elements=0)
+    got = run(zoo.UnitInStack, policy, units=(Dense, Residual))
+    check_close(jax.tree.leaves(got), jax.tree.leaves(plain_run(zoo.UnitInStack)), 1e-9)
+
+
+# State that differs by device.
+
+
+class Normed(nnx.Module):
+    """nnx.BatchNorm in a Stack and in a Unit, in float32 as its statistics are."""
+
+    axis_name: Any = None
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs, axis_name):
+            self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, axis_name=axis_name)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    def __init__(self, rngs):
+        make = functools.partial(self.Layer, axis_name=self.axis_name)
+        self.blocks, self.unit = make_stack(make, rngs), jshard.Unit(make(rngs))
+
+    def __call__(self, x):
+        return self.unit(self.blocks(x))
+
+
+class SyncedNormed(Normed):
+    axis_name = ("replica", "fsdp")
+
+
+def test_batch_norm_over_both_axes_is_that_of_the_whole_batch():
+    got = run(SyncedNormed)
+    leaves = zip(jax.tree.leaves(got), jax.tree.leaves(plain_run(Normed)), strict=True)
+    for g, w in leaves:
+        if not jnp.issubdtype(w.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+
+
+def test_state_that_would_differ_by_device_is_refused():
+    message = r"model state 'blocks.norm.mean' ends the step different on each device"
+    with pytest.raises(jshard.UserError, match=message) as error:
+        run(Normed)
+    assert "\n" not in str(error.value)
+    assert "axis_name=('replica', 'fsdp')" in str(error.value)
+
+
+class Drawing(nnx.Module):
+    """Passes a random stream to what draws from it."""
+
+    class Layer(Dense):
+        def __call__(self, x, rngs):
+            return super().__call__(x) * jax.random.uniform(rngs.noise(), x.shape)
+
+    def __init__(self, rngs):
+        self.rngs = nnx.Rngs(noise=rngs.params())
+        self.unit = jshard.Unit(self.Layer(rngs))
+
+    def __call__(self, x):
+        return self.unit(x, self.rngs) - self.unit(x, self.rngs)
+
+
+def test_draws_from_a_stream_that_is_passed_to_a_unit_count():
+    (first, second), _, state = run(Drawing)
+    assert first[0] > 0  # the two calls drew different numbers
+    assert first[0] != second[0]
+    assert int(state["rngs"]["noise"]["count"].get_value()) == 4
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_stack_refuses_layers_that_draw_from_a_stream_they_all_share(inside):
+    class Stacked(Drawing):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.unit = make_stack(self.Layer, rngs)
+
+    with pytest.raises(jshard.UserError, match=r"changes a Variable .*nnx.Rngs"):
+        call(Stacked, inside=inside)

@@ -1,0 +1,110 @@
+"""Mapping over layers on shards equals vmap, and multiplies matrices as wholes."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import hlo
+import jshard
+from jshard.whole_layers import map_layers
+
+BOUND = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def products(x: Any, scale: Any) -> Any:
+    """Elementwise work before, between and after products, and a transpose."""
+    x = x / jnp.linalg.norm(x)
+    for _ in range(2):
+        x = 1.5 * x - 0.5 * (x @ x.T) @ x
+    return jnp.tanh(x.T) * scale, scale + 1, scale, 2.0
+
+
+def loop(x: Any, scale: Any) -> Any:
+    y = jax.lax.fori_loop(0, 3, lambda _, y: y @ x.T @ x * 1e-2, x)
+    return {"y": y - x, "sum": jnp.sum(y) * scale}
+
+
+def decomposition(x: Any, scale: Any) -> Any:
+    q, r = jnp.linalg.qr(x.T)
+    return q * scale, jnp.abs(r)
+
+
+@jax.jit
+def jitted(x: Any, scale: Any) -> Any:
+    return jnp.where(scale > 0, x @ x.T @ x, x)
+
+
+def elementwise(x: Any, scale: Any) -> Any:
+    return x * scale, jnp.mean(x, axis=0)
+
+
+def stack(layers: int, shape: tuple[int, ...]) -> Any:
+    rng = np.random.default_rng(layers)
+    return rng.standard_normal((layers, *shape)), rng.standard_normal(layers)
+
+
+def sharded(fn: Any, args: Any, mesh: Any, min_elements: int = 0) -> Any:
+    dims = [d for d in (1, 2) if args[0].shape[d] % mesh.shape["fsdp"] == 0]
+    spec = PartitionSpec(*[None] * dims[0], "fsdp") if dims else PartitionSpec()
+    placed = jax.device_put(args[0], NamedSharding(mesh, spec)), args[1]
+    return jax.jit(lambda *args: map_layers(fn, args, mesh, min_elements)), placed
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("fn", "layers", "shape", "replica", "min_elements"),
+    [
+        (products, 8, (8, 16), 1, 0),
+        (products, 3, (8, 16), 2, 0),
+        (products, 9, (16, 12), 2, 0),
+        (products, 3, (5, 7), 1, 0),  # no dimension divides
+        (products, 3, (8, 16), 1, 1000),  # small, and so replicated
+        (loop, 5, (8, 16), 1, 0),
+        (decomposition, 8, (8, 16), 2, 0),
+        (jitted, 9, (16, 8), 1, 0),
+        (elementwise, 3, (8, 16), 1, 0),
+        (products, 3, (8, 16), 8, 0),
+    ],
+)
+def test_mapping_on_shards_equals_vmap(fn, layers, shape, replica, min_elements):
+    args = stack(layers, shape)
+    mesh = jshard.make_mesh(replica=replica)
+    run, placed = sharded(fn, args, mesh, min_elements)
+    chex.assert_trees_all_close(run(*placed), jax.vmap(fn)(*args), **BOUND)
+
+
+@pytest.mark.usefixtures("x64")
+def test_values_from_outside_may_be_used():
+    args, outside = stack(3, (8, 16)), jnp.arange(16.0)
+    mesh = jshard.make_mesh(replica=2)
+
+    @jax.jit
+    def run(outside, *args):
+        return map_layers(lambda x, s: (x * outside) @ x.T * s, args, mesh, 0)
+
+    want = jax.vmap(lambda x, s: (x * outside) @ x.T * s)(*args)
+    chex.assert_trees_all_close(run(outside, *args), want, **BOUND)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("layers", "rounds"), [(8, 1), (9, 2)])
+def test_each_matrix_goes_to_its_owner_and_back_and_nowhere_else(layers, rounds):
+    run, placed = sharded(products, stack(layers, (8, 16)), jshard.make_mesh())
+    found = hlo.collectives(run.lower(*placed).compile().as_text())
+    assert {c.kind for c in found} == {"all-to-all", "all-reduce"}  # and the norms
+    moved = [c for c in found if c.kind == "all-to-all"]
+    assert sum(c.times for c in moved) == 2 * rounds
+    assert {sum(a.size for a in c.results) for c in moved} == {8 * 16}
+    assert all(a.size <= layers for c in found if c not in moved for a in c.results)
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_multiplies_nothing_moves_nothing_but_its_sums():
+    run, placed = sharded(elementwise, stack(4, (8, 16)), jshard.make_mesh())
+    (reduced,) = hlo.collectives(run.lower(*placed).compile().as_text())
+    assert (reduced.kind, reduced.operands[0].size) == ("all-reduce", 4 * 16)
