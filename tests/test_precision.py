@@ -127,7 +127,7 @@ def test_an_override_of_remat_and_reshard_reaches_its_unit_alone():
         tx = optax.sgd(0.1)
         args = (
             fsdp.abstract_state(UnitInStack, tx),
-            jax.ShapeDtypeStruct((EXAMPLES, WIDTH), float),
+            jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32),
         )
         text = str(fsdp.train_step(loss_fn, tx).trace(*args).jaxpr)
         return text.count("= all_gather[")
