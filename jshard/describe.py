@@ -107,7 +107,10 @@ def describe(
     ]
     for (name, dtype), t in sorted(traffic(jaxpr, sizes).items()):
         lines.append(
-            (name + "s", f"{t.count} a step, {_bytes(t.wire_bytes)} a device, {dtype}")
+            (
+                name + "s",
+                f"{t.count} a step, {format_bytes(t.wire_bytes)} a device, {dtype}",
+            )
         )
     lines += _replicated(state, policy, mesh) + _root(model, mesh)
     streams = plain_streams(model)
@@ -128,7 +131,7 @@ def _parameters(state: TrainState, mesh: Mesh) -> str:
     total, local = sum(x.size for x in params), sum(map(_local_size, params))
     everything = jax.tree.leaves(state)
     held = sum(_local_size(x) * x.dtype.itemsize for x in everything if _is_plain(x))
-    text = f"{total:,} ({local:,} a device); state {_bytes(held)} a device"
+    text = f"{total:,} ({local:,} a device); state {format_bytes(held)} a device"
     return text if trained == total else f"{text}; {trained:,} are trained"
 
 
@@ -168,7 +171,7 @@ def _root(model: nnx.Module, mesh: Mesh) -> list[tuple[str, str]]:
         return []
     names = [".".join(map(str, path)) for path, _ in root]
     nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
-    text = f"{_bytes(nbytes)} in no Stack or Unit, kept whole during a step"
+    text = f"{format_bytes(nbytes)} in no Stack or Unit, kept whole during a step"
     return [("root", f"{text}: {_some(names)}")]
 
 
@@ -177,7 +180,8 @@ def _some(names: list[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _bytes(n: float) -> str:
+def format_bytes(n: float) -> str:
+    """Returns 1536 as "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

@@ -22,6 +22,11 @@ class DropoutCount(nnx.Variable):
     """How often a Dropout was called: the step, where it is called once a step."""
 
 
+def is_random(variable: nnx.Variable) -> bool:
+    """Whether a variable is part of a random stream."""
+    return isinstance(variable, nnx.RngState | DropoutKey | DropoutCount)
+
+
 class Dropout(nnx.Module):
     """Dropout with one mask for each example, keyed by its place in the global batch.
 

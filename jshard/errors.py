@@ -13,3 +13,10 @@ class RunFailed(RuntimeError):
 
     The command line exits 1 with it.
     """
+
+
+class Preempted(RuntimeError):
+    """A run that a signal ended, after its state was saved: it can be resumed.
+
+    The command line exits 75 with it, which schedulers know as "try again".
+    """

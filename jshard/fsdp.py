@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +13,15 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard import describe, layers, step
-from jshard.errors import UserError
+from jshard import describe, ema, layers, step
+from jshard.checks import check_batch, check_trained, warn_of_large_root
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
-from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.optim import sharded_update
 from jshard.partition import (
     is_annotated,
     manual_specs,
     optimizer_specs,
-    param_spec,
     param_specs,
     placements,
     replicated_specs,
@@ -102,7 +99,9 @@ class FSDP:
         """
         create = functools.partial(self._create, make_model, optimizer, wrt)
         shapes = jax.eval_shape(create, jnp.zeros((), jnp.uint32))
-        self._check(shapes)
+        check_trained(shapes.params)
+        model = self._abstract_model(shapes)
+        warn_of_large_root(model, shapes, self.policy, self.mesh)
         return jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
@@ -133,37 +132,8 @@ class FSDP:
             model_state=model_state,
             opt_state=optimizer.init(params),
             graphdef=graphdef,
+            ema=None if self.policy.ema_decay is None else ema.start(params),
         )
-
-    def _check(self, shapes: TrainState) -> None:
-        trained = jax.tree.leaves(shapes.params)
-        if not trained:
-            raise UserError(
-                "the model has no parameters that wrt selects; nothing can be trained"
-            )
-        for path, variable in nnx.to_flat_state(shapes.params):
-            if not isinstance(variable, nnx.Param):
-                raise UserError(
-                    f"wrt selects {'.'.join(map(str, path))!r}, a "
-                    f"{type(variable).__name__}; it must select nnx.Param variables"
-                )
-        model = self._abstract_model(shapes)
-        root = [
-            (path, variable)
-            for path, variable in layers.root_variables(model)
-            if FSDP_AXIS in param_spec(variable, self.policy, self.mesh)
-        ]
-        size = {path: np.prod(np.shape(v.get_value())) for path, v in root}
-        total = sum(np.prod(x.shape) for x in _leaves(shapes.params, shapes.frozen))
-        if sum(size.values()) > total / 4 and self.mesh.shape[FSDP_AXIS] > 1:
-            largest = sorted(root, key=lambda item: -size[item[0]])[:3]
-            names = ", ".join(".".join(map(str, path)) for path, _ in largest)
-            warnings.warn(
-                f"{sum(size.values()) / total:.0%} of the parameters are in no Stack "
-                "or Unit, so they are gathered at the start of a step and kept: wrap "
-                f"the modules of {names} in jshard.Unit, or name their types in units=",
-                stacklevel=4,
-            )
 
     def _specs(self, state: TrainState) -> TrainState:
         """PartitionSpecs for every array of a state."""
@@ -175,6 +145,7 @@ class FSDP:
             frozen=param_specs(state.frozen, self.policy, self.mesh),
             model_state=replicated_specs(state.model_state),
             opt_state=optimizer_specs(state.opt_state, state.params, params),
+            ema=param_specs(state.ema, self.policy, self.mesh),
         )
 
     # Steps.
@@ -195,12 +166,13 @@ class FSDP:
           optimizer: the transformation the state was made with.
 
         Raises:
-          UserError: (when called) the batch does not divide, or the loss is no Mean.
+          UserError: (when called) the batch does not divide, the loss is no Mean, or
+            the state and the policy do not agree on averages.
         """
         accumulate = self.policy.accumulate
 
         def train_step(state: TrainState, batch: Any):
-            self._check_batch(batch, accumulate)
+            check_batch(batch, self.mesh, accumulate=accumulate)
             specs = self._specs(state)
             local = functools.partial(
                 step.train,
@@ -217,12 +189,14 @@ class FSDP:
                 updates, opt_state = optimizer.update(
                     grads, state.opt_state, state.params
                 )
+            params, steps = optax.apply_updates(state.params, updates), state.step + 1
             new = dataclasses.replace(
                 state,
-                step=state.step + 1,
-                params=optax.apply_updates(state.params, updates),
+                step=steps,
+                params=params,
                 model_state=model_state,
                 opt_state=opt_state,
+                ema=ema.update(state.ema, params, self.policy.ema_decay, steps),
             )
             metrics["grad_norm"] = optax.tree.norm(grads)
             return self._constrain(new, specs), metrics
@@ -236,7 +210,7 @@ class FSDP:
         """
 
         def eval_step(state: TrainState, batch: Any) -> Means:
-            self._check_batch(batch, 1)
+            check_batch(batch, self.mesh)
             specs = self._specs(state)
             local = functools.partial(
                 step.evaluate, self._builder(state, training=False), loss_fn
@@ -256,7 +230,7 @@ class FSDP:
         """
 
         def predict_step(state: TrainState, batch: Any) -> Any:
-            self._check_batch(batch, 1)
+            check_batch(batch, self.mesh)
             specs = self._specs(state)
 
             build = self._builder(state, training=False)
@@ -327,30 +301,12 @@ class FSDP:
         Raises:
           UserError: the examples do not divide by the mesh's devices.
         """
-        self._check_batch(local_batch, 1, processes=jax.process_count())
+        check_batch(local_batch, self.mesh, processes=jax.process_count())
         sharding = NamedSharding(self.mesh, BATCH)
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
             local_batch,
         )
-
-    def _check_batch(self, batch: Any, accumulate: int, processes: int = 1) -> None:
-        devices = self.mesh.shape[AXES[0]] * self.mesh.shape[AXES[1]]
-        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-        if len(sizes) != 1 or () in sizes:
-            raise UserError(
-                "batch: every array needs the same leading dimension, the examples; "
-                f"got leading dimensions {sorted(sizes)}"
-            )
-        examples = sizes.pop()[0] * processes
-        if examples % (devices * accumulate) or not examples:
-            parts = f"{devices} devices"
-            if accumulate > 1:
-                parts += f" x {accumulate} micro-batches (policy.accumulate)"
-            raise UserError(
-                f"batch of {examples} examples does not divide by {parts}; "
-                f"use a multiple of {devices * accumulate}"
-            )
 
     def model(self, state: TrainState) -> nnx.Module:
         """An ordinary module over the state's (global, sharded) arrays."""
@@ -400,7 +356,3 @@ class FSDP:
         return describe.describe(
             self.mesh, self.policy, state, model, traced.jaxpr.jaxpr
         )
-
-
-def _leaves(*trees: Any) -> list[Any]:
-    return [leaf for tree in trees for leaf in jax.tree.leaves(tree)]

@@ -29,6 +29,9 @@ class Policy:
       accumulate: micro-batches a step; gradients accumulate as shards.
       min_shard_elements: parameters (of one layer) with fewer elements stay
         replicated: they cost less memory than a message costs time.
+      ema_decay: keeps averages of the trained parameters, ``decay * average + (1 -
+        decay) * parameter`` after every step, with a smaller decay in the first ones;
+        ``state.with_ema_params()`` has them. None keeps none.
       overrides: for module paths (``"blocks.norm*"``, of a Stack without the layer
         index) a mapping with any of remat, reshard_after_forward and precision, which
         replace the above; the first pattern that matches wins.
@@ -39,6 +42,7 @@ class Policy:
     precision: Precision = Precision()
     accumulate: int = 1
     min_shard_elements: int = 4096
+    ema_decay: float | None = None
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -46,6 +50,12 @@ class Policy:
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise UserError(
                 f"policy.accumulate: {self.accumulate!r} must be a positive integer"
+            )
+        decay = self.ema_decay
+        if decay is not None and not (isinstance(decay, float) and 0 < decay < 1):
+            raise UserError(
+                f"policy.ema_decay: {decay!r} must be a number above 0 and below 1, "
+                "like 0.999"
             )
         for pattern, fields in self.overrides.items():
             unknown = sorted(set(fields) - set(_OVERRIDABLE))

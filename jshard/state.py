@@ -4,7 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+
+from jshard.errors import UserError
 
 
 @jax.tree_util.register_dataclass
@@ -19,6 +22,8 @@ class TrainState:
       model_state: batch statistics, random streams, and the like.
       opt_state: the optimizer's state, sharded like the parameters it follows.
       graphdef: the model's structure.
+      ema: averages of ``params`` (``Policy.ema_decay``), sharded like them, in float32
+        or more; None where there are none.
     """
 
     step: jax.Array
@@ -27,3 +32,26 @@ class TrainState:
     model_state: nnx.State
     opt_state: Any
     graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
+    ema: nnx.State | None = None
+
+    def with_ema_params(self) -> "TrainState":
+        """This state with the averages as its parameters, in the parameters' dtypes.
+
+        For evaluation, prediction and export; the compiled steps of this state serve
+        it, too. Frozen parameters and model state are those of this state.
+
+        Raises:
+          UserError: the state has no averages.
+        """
+        if self.ema is None:
+            raise UserError(
+                "the state has no averages of its parameters; "
+                "train with jshard.Policy(ema_decay=...)"
+            )
+        # Copies: a step that donates one buffer twice crashes.
+        params = jax.tree.map(
+            lambda average, param: jnp.array(average, param.dtype, copy=True),
+            self.ema,
+            self.params,
+        )
+        return dataclasses.replace(self, params=params)

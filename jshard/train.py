@@ -1,4 +1,12 @@
-"""Trains a recipe: `python -m jshard.train --config=gpt.py`."""
+"""Trains a recipe: `python -m jshard.train --config=gpt.py`.
+
+Exit codes:
+  0: The run is done.
+  1: The run failed: a loss that is not finite, a full disk, or a bug.
+  2: Bad input; one line says what to do.
+  75: A signal ended the run and its state is saved: the same command goes on.
+  130, 143: Ctrl-C, or SIGTERM, ended the process where nothing could be saved.
+"""
 
 import os
 import sys
@@ -7,11 +15,11 @@ import time
 import warnings
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 
-from jshard.errors import RunFailed, UserError
+from jshard.command import run_command
+from jshard.errors import UserError
 from jshard.training.command_line import help_text, override, parse_arguments
 from jshard.training.config import check, complete
 from jshard.training.recipe import find_recipe, open_recipe
@@ -20,16 +28,8 @@ _IMPORTED = time.time()
 
 
 def main() -> None:
-    """Runs the command line; exits 0 done, 2 bad input, 130 Ctrl-C, 1 anything else."""
-    warnings.formatwarning = _format_warning
-    try:
-        _train(sys.argv[1:])
-    except UserError as error:
-        _exit(2, str(error))
-    except RunFailed as error:
-        _exit(1, str(error))
-    except KeyboardInterrupt:
-        _exit(130, "interrupted")
+    """Runs the command line; exits as the module says."""
+    run_command(_train)
 
 
 def _train(argv: list[str]) -> None:
@@ -120,17 +120,6 @@ def _process_start() -> float:
     except (OSError, AttributeError):  # not Linux
         return _IMPORTED
     return time.time() - age
-
-
-def _format_warning(message, category, filename, lineno, line=None) -> str:
-    if category is UserWarning:  # ours, for the user; others keep their place
-        return f"jshard: warning: {message}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
-
-
-def _exit(code: int, message: str) -> NoReturn:
-    print("jshard: error:", " ".join(message.splitlines()), file=sys.stderr)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

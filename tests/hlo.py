@@ -90,13 +90,15 @@ class Collective:
 
 
 def compile(lowered: jax.stages.Lowered, **options: Any) -> Any:
-    """Compiles for the CPUs of a test as XLA would for GPUs where it matters here.
+    """Compiles, and keeps optimization barriers until instructions are scheduled.
 
-    XLA:GPU drops optimization barriers after scheduling. XLA:CPU drops them before,
-    and (in JAX 0.10) before it merges equal instructions: not if the pass is disabled.
+    XLA:GPU does, and XLA:CPU since JAX 0.12. Before, XLA:CPU drops them early, merges
+    what they kept apart, and runs what they held back. (Its emitter of small loops
+    cannot pass a barrier, so that these stay loops.)
     """
-    keep_barriers = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    return lowered.compile(compiler_options=keep_barriers | options)
+    passes = "cse_barrier_expander,small-while-loop-hoisting"
+    keep = {"xla_disable_hlo_passes": passes} if jax.__version_info__ < (0, 12) else {}
+    return lowered.compile(compiler_options=keep | options)
 
 
 def collectives(text: str) -> list[Collective]:

@@ -138,6 +138,8 @@ def read_metrics(folder):
 
 def without_times(metrics):
     times = {"time_to_first_step", "step_time", "examples_per_second"}
+    # A checkpoint's files hold times too, as text.
+    times |= {"checkpoint_blocked", "checkpoint_write_time", "checkpoint_bytes"}
     return [{k: v for k, v in line.items() if k not in times} for line in metrics]
 
 
@@ -146,7 +148,8 @@ def without_times(metrics):
 
 def test_a_run_leaves_config_metrics_events_notes_and_a_report(finished):
     _, workdir = finished
-    assert sorted(p.name.split(".")[0] for p in workdir.iterdir()) == [
+    assert sorted(p.name.split(".")[0] for p in workdir.glob("[!.]*")) == [
+        "checkpoints",
         "config",
         "events",
         "metrics",
@@ -160,12 +163,14 @@ def test_a_run_leaves_config_metrics_events_notes_and_a_report(finished):
 def test_a_line_of_metrics_says_what_its_step_did_and_how_fast(finished):
     _, workdir = finished
     metrics = read_metrics(workdir)
-    assert [line["step"] for line in metrics] == [1, 2, 3, 3, 4, 6, 6]
-    first, second, *_, last, evaluation = metrics
+    assert [line["step"] for line in metrics] == [1, 2, 3, 3, 4, 6, 6, 6]
+    first, second, *_, last, evaluation, checkpoint = metrics
     names = ["step", "loss", "grad_norm", "learning_rate"]
     assert list(first) == [*names, "time_to_first_step"]
     assert list(second) == [*names, "step_time", "examples_per_second"]
     assert list(evaluation) == ["step", "eval_loss"]
+    saved = ["checkpoint_blocked", "checkpoint_write_time", "checkpoint_bytes"]
+    assert list(checkpoint) == ["step", *saved]
     assert last["loss"] < first["loss"] / 2
     assert last["learning_rate"] == pytest.approx(0.05)  # of the sixth update
     assert first["time_to_first_step"] > 0.5  # importing JAX takes longer
@@ -176,7 +181,7 @@ def test_a_run_that_is_not_in_a_terminal_prints_one_plain_line_for_each_log(fini
     lines = run.stdout.splitlines()
     assert not any("\x1b" in line for line in lines)
     steps = [line.split()[1] for line in lines if line.startswith("step ")]
-    assert steps == [f"{step}/6" for step in (1, 2, 3, 3, 4, 6, 6)]
+    assert steps == [f"{step}/6" for step in (1, 2, 3, 3, 4, 6, 6, 6)]
     assert lines[lines.index("sample:") + 1] == "<1>�[2J"
     assert lines[-1].endswith(f"report: runs/{workdir.name}/report.html")
 
@@ -326,13 +331,28 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(train, tmp_path):
     assert (tmp_path / "run/report.html").exists()
 
 
-def test_an_interrupted_run_keeps_its_metrics(command, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (
+            [],
+            75,
+            r"jshard: SIGINT: finishing the step .*\n"
+            r"jshard: SIGINT at step \d+: saved; .*\n",
+        ),
+        (["--config.checkpoint.every=0"], 130, "jshard: error: interrupted\n"),
+    ],
+)
+def test_an_interrupted_run_saves_where_it_may_and_keeps_its_metrics(
+    words, code, said, command, tmp_path
+):
     options = command(
         tmp_path,
         "--config=tiny.py",
         "--workdir=run",
         "--config.steps=5000",
         "--config.eval_every=0",
+        *words,
     )
     # A shell's background job, as the tests may be, would be deaf to Ctrl-C.
     listening = (
@@ -348,8 +368,8 @@ def test_an_interrupted_run_keeps_its_metrics(command, tmp_path):
                 break
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert stderr == "jshard: error: interrupted\n"
+    assert process.returncode == code, stderr
+    assert re.fullmatch(said, stderr)
     assert [line["step"] for line in read_metrics(tmp_path / "run")][:2] == [1, 2]
     assert (tmp_path / "run/report.html").exists()
 

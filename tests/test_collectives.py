@@ -69,8 +69,9 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
                 continue
             gathers = 1 + (policy.reshard_after_forward and name in reads)
             runs = stack * policy.accumulate
-            counts["all-gather", shards, layer] += gathers * runs
-            counts["reduce-scatter", shards, layer] += trained * runs
+            if shards > 1:  # a group of one moves nothing
+                counts["all-gather", shards, layer] += gathers * runs
+                counts["reduce-scatter", shards, layer] += trained * runs
             # Over replicas travel shards; with accumulation once, when they are summed.
             if replicas > 1 and policy.accumulate > 1:
                 counts["all-reduce", replicas, stack * layer // shards] += trained

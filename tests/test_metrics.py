@@ -30,16 +30,23 @@ def read_lines(path):
     return [json.loads(line, parse_constant=fail) for line in lines]
 
 
-def read_scalars(path):
-    """TensorBoard's scalars as (tag, step, value), from the record format itself."""
-    (file,) = path.glob("events.out.tfevents.*")
-    data, scalars = file.read_bytes(), []
+def read_events(file):
+    """TensorBoard's events, from the record format itself."""
+    data = file.read_bytes()
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        event = Event.FromString(data[12 : 12 + length])
-        scalars += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+        yield Event.FromString(data[12 : 12 + length])
         data = data[12 + length + 4 :]
-    return scalars
+
+
+def read_scalars(path):
+    """TensorBoard's scalars as (tag, step, value)."""
+    (file,) = path.glob("events.out.tfevents.*")
+    return [
+        (value.tag, event.step, value.simple_value)
+        for event in read_events(file)
+        for value in event.summary.value
+    ]
 
 
 # The run's folder.

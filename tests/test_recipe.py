@@ -75,6 +75,7 @@ def config():
                 "optimizer": {"learning_rate": 1e-3, "betas": (0.9, 0.95)},
                 "model": {"dropout": False, "widths": (8, 8), "name": "mlp"},
                 "limit": config_dict.placeholder(int),
+                "files": ("a.txt",),
             }
         ),
         "mlp.py",
@@ -267,6 +268,8 @@ def test_overrides_set_keys_by_the_type_of_their_default(config):
             "limit": "7",
             "mesh.fsdp": "-1",
             "policy.precision.compute": "bfloat16",
+            "checkpoint.accept": "model.dropout,batch_size",
+            "files": "b.txt, 2/c-d.txt",
         },
         "mlp.py",
     )
@@ -278,6 +281,10 @@ def test_overrides_set_keys_by_the_type_of_their_default(config):
     assert config.model.name == "3"
     assert config.limit == 7
     assert config.policy.precision.compute == "bfloat16"
+    assert config.checkpoint.accept == ("model.dropout", "batch_size")
+    assert config.files == ("b.txt", "2/c-d.txt")
+    override(config, {"checkpoint.accept": "", "files": "('e,f',)"}, "mlp.py")
+    assert (config.checkpoint.accept, config.files) == ((), ("e,f",))
 
 
 def test_an_unknown_key_is_an_error_that_names_the_nearest(config):
@@ -305,6 +312,8 @@ def test_a_group_as_a_key_is_an_error_that_lists_its_members(config):
         ("model.dropout", "1", "true or false"),
         ("model.widths", "8,8.5", "tuple such as"),
         ("optimizer.betas", "(0.9,", "tuple such as"),
+        ("optimizer.betas", "a,b", "tuple such as"),
+        ("files", "['b.txt'", "tuple such as"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_an_error_that_says_what_was_expected(
@@ -317,7 +326,15 @@ def test_a_value_of_the_wrong_type_is_an_error_that_says_what_was_expected(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("steps", 0), ("batch_size", -8), ("log_every", 0), ("mesh.cpu_devices", 0)],
+    [
+        ("steps", 0),
+        ("batch_size", -8),
+        ("log_every", 0),
+        ("mesh.cpu_devices", 0),
+        ("checkpoint.every", -1),
+        ("checkpoint.keep", 0),
+        ("checkpoint.keep_every", -1),
+    ],
 )
 def test_a_value_out_of_range_is_an_error_that_names_key_and_minimum(
     key, value, config
@@ -325,6 +342,46 @@ def test_a_value_out_of_range_is_an_error_that_names_key_and_minimum(
     override(config, {key: str(value)}, "mlp.py")
     with pytest.raises(UserError, match=rf"--config\.{key}={value}: must be at least"):
         check(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"best_is": "least"}, "best_is=least: must be lowest or highest"),
+        ({"best": "loss"}, "best=loss: must be a metric of evaluations"),
+        ({"best": "eval_loss"}, "best=eval_loss: needs --config.eval_every above 0"),
+        ({"restore_optimizer": "True"}, "from where? give --config.checkpoint.restore"),
+        (
+            {"restore_optimizer": "True", "restore": "a.safetensors"},
+            "a.safetensors has parameters only",
+        ),
+        ({"accept": "model.droput"}, "key or group; did you mean model.dropout?"),
+        ({"accept": "seed,3"}, "accept=3: the recipe has no such key"),
+        ({"accept": "mode"}, "accept=mode: the recipe has no such key"),
+    ],
+)
+def test_checkpoint_options_that_are_wrong_or_at_odds_are_one_clear_line(
+    values, said, config
+):
+    override(config, {f"checkpoint.{k}": v for k, v in values.items()}, "mlp.py")
+    with pytest.raises(UserError) as error:
+        check(config)
+    assert said in str(error.value)
+
+
+def test_the_best_checkpoint_needs_checkpoints(config):
+    values = {"checkpoint.best": "eval_loss", "eval_every": "5"}
+    override(config, values, "mlp.py")
+    check(config)
+    override(config, {"checkpoint.every": "0"}, "mlp.py")
+    with pytest.raises(UserError, match=r"needs --config\.checkpoint\.every above 0"):
+        check(config)
+
+
+def test_keys_and_groups_of_the_recipe_can_be_accepted(config):
+    accepted = "model,data,optimizer.betas,batch_size,seed"
+    override(config, {"checkpoint.accept": accepted}, "mlp.py")
+    check(config)
 
 
 # Values.

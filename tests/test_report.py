@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jshard.errors import UserError
 from jshard.training.charts import line_chart, ticks
 from jshard.training.report import read_metrics, write_report
 
@@ -104,6 +105,38 @@ def test_notes_and_config_are_shown(tmp_path):
     assert page.text["td"] == ["3", "[0.9, 0.95]"]
 
 
+def test_checkpoints_are_a_tile_and_a_table_and_no_curves(tmp_path):
+    lines = [
+        {"step": 10, "loss": 2.0, "step_time": 0.1},
+        {"step": 20, "loss": 1.5, "step_time": 0.2},
+        {"step": 20, "loss": 1.25, "step_time": 0.1},
+        {"step": 10, "checkpoint_blocked": 0.0123, "checkpoint_bytes": 2**20},
+        {"step": 10, "checkpoint_write_time": 1.25},
+        {"step": 20, "checkpoint_blocked": 0.02, "checkpoint_write_time": 0.5},
+        {"step": 15, "checkpoint_blocked": 0.01, "checkpoint_write_time": None},
+    ]
+    page = write_run(tmp_path, lines)
+    results = dict(zip(page.text["span"], page.text["b"], strict=False))
+    assert results["held up training for a save, median; 12.3% of a step"] == "12.3 ms"
+    headings = ["step", "size", "held up training", "written in"]
+    assert page.text["th"] == [*headings, "10", "15", "20"]
+    cells = ["1.0 MiB", "12.3 ms", "1.2 s", "10.0 ms", "20.0 ms", "500 ms"]
+    assert page.text["td"] == cells
+    assert page.text["figcaption"] == ["Loss"]
+    assert "Checkpoints" in page.text["h2"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [([500], "step 500"), ([0, 500], "steps 0, 500")]
+)
+def test_the_steps_at_which_a_run_was_resumed_stand_in_the_header(
+    steps, said, tmp_path
+):
+    page = write_run(tmp_path, LINES, {"resumed": steps})
+    assert page.text["p"] == [f"{tmp_path} · resumed at {said}"]
+    assert "Checkpoints" not in page.text["h2"]
+
+
 def test_nothing_from_outside_becomes_markup(tmp_path):
     lines = [
         {"step": step, "loss": 1.0, EVIL: 1.0, f"eval_{EVIL}": 2.0} for step in (1, 2)
@@ -144,6 +177,16 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
     text = '{"step": 1, "loss": 2.0}\n{"step": 2, "lo'
     (tmp_path / "metrics.jsonl").write_text(text)
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", "3", '{"loss": 1}', '{"step": "4"}', "", "\ufffd\0"]
+)
+def test_a_line_that_is_none_of_metrics_is_an_error_that_names_it(line, tmp_path):
+    text = f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 4}}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 3, is no line"):
+        read_metrics(tmp_path)
 
 
 def test_a_long_runs_curve_is_thinned_and_keeps_its_last_step():

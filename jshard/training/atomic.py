@@ -5,7 +5,13 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole: a reader sees the old text or the new, never a part."""
+    """Writes a file whole: a reader sees the old text or the new, never a part.
+
+    That holds after a power cut, too.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)

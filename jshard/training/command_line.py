@@ -2,13 +2,12 @@
 
 import ast
 import dataclasses
-import difflib
 import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from jshard.errors import UserError
-from jshard.training.config import Config, flatten
+from jshard.training.config import Config, flatten, nearest
 
 USAGE = """\
 usage: python -m jshard.train --config=FILE [--config.KEY=VALUE ...] [--workdir=DIR]
@@ -62,8 +61,8 @@ def parse_arguments(argv: Iterable[str]) -> Arguments:
         if option not in ("--config", "--workdir") and (
             not option.startswith("--config.")
         ):
-            nearest = _nearest(option, ("--config", "--workdir", "--help"))
-            raise UserError(f"unknown argument {word!r}{nearest}; see --help")
+            hint = nearest(option, ("--config", "--workdir", "--help"))
+            raise UserError(f"unknown argument {word!r}{hint}; see --help")
         value = value if equals else next(words, "")
         if not value and not (equals and option.startswith("--config.")):
             raise UserError(f"{option} needs a value: {option}=...")
@@ -91,7 +90,7 @@ def override(config: Config, overrides: dict[str, str], recipe: str) -> None:
     for key, text in overrides.items():
         if key not in keys:
             members = [name for name in keys if name.startswith(f"{key}.")]
-            hint = _nearest(key, keys)
+            hint = nearest(key, keys)
             if members:
                 hint = f"; it is a group: {', '.join(members)}"
             raise UserError(
@@ -119,7 +118,7 @@ def parse_value(text: str, default: Any, kind: type | None = None) -> Any:
     Args:
       text: What the user gave.
       default: The value that it replaces. A default of None takes any number, boolean
-        or name; a sequence takes elements like its own.
+        or name; a sequence takes elements like its own, and names also as a,b.
       kind: The type, where the default is the None of a typed placeholder.
 
     Returns:
@@ -149,12 +148,14 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_sequence(text: str, default: Iterable[Any]) -> list[Any]:
+    kinds = {type(value) for value in default}
     try:
         literal = ast.literal_eval(text)
-    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        if kinds <= {str} and not set(text) & set("()[]{}'\""):
+            return [name for name in map(str.strip, text.split(",")) if name]
         raise ValueError(text) from error
     values = list(literal) if isinstance(literal, tuple | list) else [literal]
-    kinds = {type(value) for value in default}
     if float in kinds and kinds <= {int, float}:
         values = [float(v) if type(v) is int else v for v in values]
         kinds = {float}
@@ -177,11 +178,6 @@ def _expected(default: Any, kind: type) -> str:
     if kind in (tuple, list):
         return f"{kind.__name__} such as {default!r}"
     return names.get(kind, kind.__name__)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def help_text(config: Config | None = None, recipe: str = "") -> str:

@@ -1,5 +1,7 @@
 """The config of a run: the keys that every recipe shares."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
@@ -21,10 +23,26 @@ SHARED_DEFAULTS = {
         "reshard_after_forward": True,
         "accumulate": 1,
         "min_shard_elements": 4096,
+        "ema_decay": None,  # None is no averages
         "precision": {"param": None, "gather": None, "compute": None, "reduce": None},
+    },
+    "checkpoint": {
+        "every": 500,  # steps; 0 never saves
+        "keep": 3,  # the newest so many
+        "keep_every": 0,  # and every step that this divides; 0 is none
+        "best": "",  # and the best by this metric of evaluations, e.g. "eval_loss"
+        "best_is": "lowest",  # or "highest"
+        # Start from another run's parameters: its folder, a step's, or safetensors.
+        "restore": "",
+        "restore_optimizer": False,  # and from its optimizer state
+        "accept": (),  # keys, or groups, that may differ from the run that is resumed
     },
 }
 REQUIRED_KEYS = ("steps", "batch_size")
+
+# Keys and groups that say what is trained, and on which data in which order: a run
+# that goes on with others is another run.
+MEANING = ("model", "data", "batch_size", "seed")
 
 MINIMA = {
     "steps": 1,
@@ -36,6 +54,9 @@ MINIMA = {
     "mesh.cpu_devices": 1,
     "policy.accumulate": 1,
     "policy.min_shard_elements": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
 }
 
 
@@ -79,9 +100,63 @@ def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def is_within(key: str, groups: Iterable[str]) -> bool:
+    """Returns whether a flattened key is one of these, or lies in one of them."""
+    return any(key == group or key.startswith(f"{group}.") for group in groups)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns "; did you mean X?" for the most similar name, or ""."""
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
 def check(config: Config) -> None:
-    """Raises a UserError for a shared key that is out of range."""
+    """Raises a UserError for shared keys that are out of range or at odds."""
     flat = flatten(config)
     for key, minimum in MINIMA.items():
         if flat[key] < minimum:
             raise UserError(f"--config.{key}={flat[key]}: must be at least {minimum}")
+    _check_best(config)
+    _check_restore(config.checkpoint)
+    for entry in map(str, config.checkpoint.accept):
+        if entry not in MEANING and not any(is_within(key, [entry]) for key in flat):
+            raise UserError(
+                f"--config.checkpoint.accept={entry}: the recipe has no such key or "
+                f"group{nearest(entry, flat)}"
+            )
+
+
+def _check_best(config: Config) -> None:
+    best, best_is = config.checkpoint.best, config.checkpoint.best_is
+    if best_is not in ("lowest", "highest"):
+        raise UserError(
+            f"--config.checkpoint.best_is={best_is}: must be lowest or highest"
+        )
+    if not best:
+        return
+    if not best.startswith("eval_"):
+        raise UserError(
+            f"--config.checkpoint.best={best}: must be a metric of evaluations, such "
+            "as eval_loss"
+        )
+    for key in ("eval_every", "checkpoint.every"):
+        if not flatten(config)[key]:
+            raise UserError(
+                f"--config.checkpoint.best={best}: needs --config.{key} above 0"
+            )
+
+
+def _check_restore(checkpoint: Config) -> None:
+    if not checkpoint.restore_optimizer:
+        return
+    if not checkpoint.restore:
+        raise UserError(
+            "--config.checkpoint.restore_optimizer=True: from where? give "
+            "--config.checkpoint.restore too"
+        )
+    if checkpoint.restore.endswith(".safetensors"):
+        raise UserError(
+            "--config.checkpoint.restore_optimizer=True: "
+            f"{checkpoint.restore} has parameters only"
+        )

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,29 +12,38 @@ import jax
 import numpy as np
 
 import jshard
-from jshard.errors import RunFailed
+from jshard.errors import Preempted, RunFailed
+from jshard.restore import restore_parameters, restore_state
 from jshard.training.config import Config
 from jshard.training.data import batches, eval_batches
 from jshard.training.metrics import RunFolder
+from jshard.training.preemption import Preemption
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
+from jshard.training.saving import Saving
+from jshard.training.start import find_start
 from jshard.training.throughput import Throughput
 
 
 def run(
     recipe: Recipe, config: Config, workdir: Path, started: float | None = None
 ) -> None:
-    """Trains a recipe's model; leaves metrics and a report in `workdir`.
+    """Trains a recipe's model; leaves metrics, checkpoints and a report in `workdir`.
+
+    A folder that holds the run already is where it goes on.
 
     Args:
       recipe: What to train.
       config: The recipe's config, with every shared key.
-      workdir: The run's folder, which must not hold another run.
+      workdir: The run's folder.
       started: When the process started, as `time.time()`; by default, now.
 
     Raises:
-      UserError: The config, the recipe or its data asks for what cannot be.
-      RunFailed: The loss is not finite, or the metrics cannot be written.
+      UserError: The config, the recipe, its data or the folder's run asks for what
+        cannot be.
+      RunFailed: The loss is not finite, or the metrics or the last state cannot be
+        written.
+      Preempted: A signal ended the run, and its state is saved.
     """
     started = started or time.time()
     mesh = jshard.make_mesh(replica=config.mesh.replica, fsdp=config.mesh.fsdp)
@@ -41,6 +51,7 @@ def run(
     optimizer = recipe.make_optimizer(config)
     make_model = partial(recipe.make_model, config)
     abstract_state = fsdp.abstract_state(make_model, optimizer)
+    start = find_start(workdir, config)
 
     reader = {
         "batch_size": config.batch_size,
@@ -48,49 +59,84 @@ def run(
         "process_count": jax.process_count(),
     }
     train_data = recipe.make_data(config, "train")
-    train_batches = batches(train_data, start_step=0, num_steps=config.steps, **reader)
-    first_batch = next(train_batches)
+    train_batches = batches(
+        train_data, start_step=start.step, num_steps=config.steps, **reader
+    )
+    first_batch = next(train_batches, None)
+    if first_batch is None:
+        print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
+        return
     eval_data = recipe.make_data(config, "validation") if config.eval_every else None
     references = recipe.references(config) if recipe.references else {}
     sample = recipe.sample(config) if recipe.sample else None
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
     start_up = fsdp.describe(abstract_state, first_batch, train_step)
+    # Before the folder is touched: the checkpoint may be another model's.
+    state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
 
     writes = jax.process_index() == 0
+    resume_from = start.step if start.resumes else None
     with (
-        RunFolder(workdir, config, enabled=writes) as folder,
+        RunFolder(workdir, config, resume_from=resume_from, enabled=writes) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
+        Saving(config, folder, display) as saving,
+        Preemption() if config.checkpoint.every else nullcontext() as preemption,
     ):
-        display.say(start_up)
+        display.say("\n".join(filter(None, (start.message, start_up))))
         folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
 
-        state = fsdp.init(make_model, optimizer, seed=config.seed)
+        if state is None:
+            state = fsdp.init(make_model, optimizer, seed=config.seed)
+            if config.checkpoint.restore:
+                state = _start_from(config, state, display)
         eval_step = fsdp.eval_step(recipe.loss_fn)
         schedule = recipe.learning_rate(config) if recipe.learning_rate else None
         flops = recipe.flops_per_token(config) if recipe.flops_per_token else None
         throughput = Throughput(first_batch, mesh, flops)
 
+        def evaluate(step: int) -> dict[str, float]:
+            values = _evaluate(eval_step, fsdp, state, eval_data, config, reader)
+            folder.write(step, values)
+            folder.report()
+            display.evaluated(step, values)
+            return values
+
+        if start.unevaluated:
+            evaluate(start.step)
+
         losses = []  # of the steps since the last log, still on the devices
-        for step, batch in enumerate(itertools.chain([first_batch], train_batches), 1):
+        first_step = start.step + 1
+        for step, batch in enumerate(
+            itertools.chain([first_batch], train_batches), first_step
+        ):
             state, metrics = train_step(state, fsdp.shard_batch(batch))
             losses.append(metrics["loss"])
             # Two steps ahead keep the devices busy; more would fill their memory with
             # batches.
             jax.block_until_ready(losses[-3:-2])
             display.update(step)
+            saving.report()
 
             last = step == config.steps
+            preempted = preemption is not None and preemption.requested(step)
             evaluating = eval_data is not None and (
                 last or step % config.eval_every == 0
             )
-            if not (evaluating or last or step == 1 or step % config.log_every == 0):
+            save = preempted or saving.due(step, evaluated=evaluating)
+            if not (
+                save
+                or evaluating
+                or last
+                or step == first_step
+                or step % config.log_every == 0
+            ):
                 continue
             check_finite(losses, step)
             fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
             values = {"loss": fetched.pop("loss"), **fetched}
             if schedule is not None:
                 values["learning_rate"] = float(schedule(step - 1))
-            if step == 1:  # mostly the compiler's time: no measure of speed
+            if step == first_step:  # mostly the compiler's time: no measure of speed
                 values["time_to_first_step"] = time.time() - started
             else:
                 values |= throughput.measure(len(losses))
@@ -98,19 +144,35 @@ def run(
             folder.write(step, values)
             display.log(step, values)
 
-            if evaluating:
-                values = _evaluate(eval_step, fsdp, state, eval_data, config, reader)
-                folder.write(step, values)
-                folder.report()
-                display.evaluated(step, values)
+            # Who is preempted has no time: the resumed run evaluates.
+            if evaluating and (last or not preempted):
+                values |= evaluate(step)
+            if save:
+                saving.save(state, values)
+            if preemption is not None and preempted and not last:
+                saving.finish()
+                raise Preempted(
+                    f"{preemption.signal_name} at step {step}: saved; the same command "
+                    f"with --workdir={workdir} goes on"
+                )
             throughput.restart()
 
         if sample is not None:
             text = _generate(*sample, fsdp, state)
             folder.note(sample=text)
             display.say(f"\nsample:\n{text}\n")
+        saving.finish()
     took = format_duration(time.time() - started)
     display.say(f"done in {took}, report: {workdir / 'report.html'}")
+
+
+def _start_from(config: Config, state: Any, display: ProgressDisplay) -> Any:
+    """Starts from the parameters of another run, or of safetensors files."""
+    options = config.checkpoint
+    path = Path(options.restore).expanduser()
+    state = restore_parameters(path, state, optimizer=options.restore_optimizer)
+    display.say(f"starting from the parameters of {path}")
+    return state
 
 
 def make_policy(config: Config) -> jshard.Policy:
@@ -139,12 +201,24 @@ def check_finite(losses: Sequence[jax.Array], step: int) -> None:
 
 
 def _evaluate(eval_step, fsdp, state, data, config, reader) -> dict[str, float]:
-    """Returns the means over the validation data, as `eval_loss` and so on."""
-    total: Any = 0
-    for batch in eval_batches(data, max_batches=config.eval_batches or None, **reader):
-        previous, total = total, total + eval_step(state, fsdp.shard_batch(batch))
-        jax.block_until_ready(previous)  # one batch ahead, as in training
-    return {f"eval_{name}": value for name, value in total.compute().items()}
+    """Returns the means over the validation data, as `eval_loss` and so on.
+
+    With averages of the parameters theirs come too, as `eval_ema_loss`.
+    """
+    states = {"eval": state}
+    if state.ema is not None:
+        states["eval_ema"] = state.with_ema_params()
+    values = {}
+    for prefix, state in states.items():
+        total: Any = 0
+        for batch in eval_batches(
+            data, max_batches=config.eval_batches or None, **reader
+        ):
+            previous, total = total, total + eval_step(state, fsdp.shard_batch(batch))
+            jax.block_until_ready(previous)  # one batch ahead, as in training
+        means = total.compute()
+        values |= {f"{prefix}_{name}": value for name, value in means.items()}
+    return values
 
 
 def _generate(

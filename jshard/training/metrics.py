@@ -2,8 +2,9 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,8 @@ from tensorboardX import SummaryWriter
 from jshard.errors import RunFailed, UserError
 from jshard.training.atomic import replace_file
 from jshard.training.config import Config
-from jshard.training.report import write_report
+from jshard.training.lock import lock_folder
+from jshard.training.report import read_metrics, write_report
 
 
 class RunFolder:
@@ -20,40 +22,72 @@ class RunFolder:
 
     Every line is on its way to the disk when `write` returns, so that a run that ends
     badly keeps the metrics written so far. Used as a context manager, which leaves a
-    report however the run ends.
+    report however the run ends. While it is open, no other process can open it.
 
     Attributes:
       path: The folder.
     """
 
-    def __init__(self, path: Path, config: Config, *, enabled: bool = True):
-        """Makes the folder and writes the config.
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        *,
+        resume_from: int | None = None,
+        enabled: bool = True,
+    ):
+        """Opens the folder, once everything in it was checked, and writes the config.
 
         Args:
           path: The folder; made when it is not there.
           config: The run's config.
+          resume_from: The step after which the folder's run goes on: what it wrote of
+            later steps goes. 0 starts it again; None is a new run.
           enabled: False writes nothing at all: only the first process writes.
 
         Raises:
-          UserError: The folder cannot be written, or holds another run's metrics.
+          UserError: The folder cannot be written, is another process's, holds another
+            run's metrics, or holds metrics that cannot be read.
         """
         self.path = path
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
         if not enabled:
             return
-        metrics = path / "metrics.jsonl"
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if metrics.exists() and metrics.stat().st_size:
-                raise UserError(
-                    f"--workdir={path} already holds a run: give another, or remove it"
-                )
-            self._metrics = metrics.open("a", encoding="utf-8")
-            replace_file(path / "config.json", _json(config.to_dict(), indent=2))
-            self._tensorboard = SummaryWriter(str(path), flush_secs=10)
+            with ExitStack() as undo:
+                self._lock = undo.enter_context(lock_folder(path))
+                self._open(config, resume_from)
+                undo.pop_all()
         except OSError as error:
             raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
+
+    def _open(self, config: Config, resume_from: int | None) -> None:
+        metrics = self.path / "metrics.jsonl"
+        events = {}
+        if resume_from is None:
+            if metrics.exists() and metrics.stat().st_size:
+                raise UserError(
+                    f"--workdir={self.path} already holds a run, and no checkpoint "
+                    "to resume it from: give another, or remove it"
+                )
+        else:
+            lines = read_metrics(self.path)
+            kept = [_json(line) + "\n" for line in lines if line["step"] <= resume_from]
+            self._notes = _read_object(self.path / "notes.json")
+            replace_file(metrics, "".join(kept))
+            resumed = [*self._notes.get("resumed", []), resume_from]
+            self._notes["resumed"] = resumed
+            self._write_notes()
+            # The suffix keeps a file of the same second from being overwritten.
+            events = {
+                "purge_step": resume_from + 1,
+                "filename_suffix": f".{len(resumed)}",
+            }
+        self._metrics = metrics.open("a", encoding="utf-8")
+        replace_file(self.path / "config.json", _json(config.to_dict(), indent=2))
+        self._tensorboard = SummaryWriter(str(self.path), flush_secs=10, **events)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics; a value that is not finite becomes null."""
@@ -64,17 +98,32 @@ class RunFolder:
             self._metrics.write(_json({"step": step, **finite}) + "\n")
             self._metrics.flush()
             for name, value in values.items():
-                # One TensorBoard chart group for training, one for evaluation.
-                group = "eval" if name.startswith("eval_") else "train"
-                tag = f"{group}/{name.removeprefix('eval_')}"
+                # A group of TensorBoard charts each: eval_loss is eval/loss.
+                group, _, rest = name.partition("_")
+                grouped = group in ("eval", "checkpoint") and rest
+                tag = f"{group}/{rest}" if grouped else f"train/{name}"
                 self._tensorboard.add_scalar(tag, value, step)
+
+    def flush(self) -> None:
+        """Waits until all metrics are on the disk.
+
+        Called before a checkpoint counts: the steps up to it are not run again, so a
+        power cut must not take their lines.
+        """
+        if self._enabled:
+            with self._failing_as_one_line():
+                os.fsync(self._metrics.fileno())
+                self._tensorboard.flush()  # as far as its thread has come
 
     def note(self, **notes: Any) -> None:
         """Adds to `notes.json`: what the report shows beside config and metrics."""
         self._notes |= notes
         if self._enabled:
             with self._failing_as_one_line():
-                replace_file(self.path / "notes.json", _json(self._notes, indent=2))
+                self._write_notes()
+
+    def _write_notes(self) -> None:
+        replace_file(self.path / "notes.json", _json(self._notes, indent=2))
 
     def report(self) -> None:
         """Writes `report.html` from what is there by now."""
@@ -87,12 +136,14 @@ class RunFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Writes the report and closes the files."""
-        if self._enabled:
+        """Closes the files, writes the report and gives the folder back."""
+        if not self._enabled:
+            return
+        with self._lock:
             with self._failing_as_one_line():
                 self._tensorboard.close()
                 self._metrics.close()
-        self.report()
+            self.report()
 
     @contextmanager
     def _failing_as_one_line(self) -> Iterator[None]:
@@ -100,6 +151,16 @@ class RunFolder:
             yield
         except OSError as error:
             raise RunFailed(f"cannot write to {self.path}: {_why(error)}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"cannot resume: {path} holds no JSON object: remove it")
+    return value
 
 
 def _json(value: Any, indent: int | None = None) -> str:

@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jshard.describe import format_bytes
+from jshard.errors import UserError
 from jshard.training.atomic import replace_file
 from jshard.training.charts import line_chart
 from jshard.training.config import flatten
@@ -17,6 +19,7 @@ _Line = Mapping[str, Any]
 
 # Of the first step alone, or another metric's reciprocal.
 _NOT_DRAWN = ("step", "step_time", "time_to_first_step")
+_NOT_CURVES = ("eval_", "checkpoint_")  # beside the training's curve, or in a table
 
 
 def write_report(workdir: Path) -> None:
@@ -33,16 +36,35 @@ def write_report(workdir: Path) -> None:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Reads `metrics.jsonl`; leaves out a last line that was cut short."""
+    """Reads `metrics.jsonl`; leaves out a last line that was cut short.
+
+    Raises:
+      UserError: Another line is no JSON object with a step.
+    """
     path = workdir / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    *lines, _ = text.split("\n")  # what follows the last newline was cut
-    return [json.loads(line) for line in lines]
+    text = path.read_bytes() if path.exists() else b""
+    *lines, _ = text.split(b"\n")  # what follows the last newline was cut
+    metrics = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+            raise UserError(
+                f"{path}, line {number}, is no line of metrics: mend or remove it"
+            )
+        metrics.append(values)
+    return metrics
 
 
 def render(workdir: Path, config: _Line, metrics: Sequence[_Line], notes: _Line) -> str:
     """Returns the page; everything in it that is not ours is escaped."""
     heading = Path(notes.get("recipe", workdir.name)).stem
+    where = str(workdir.absolute())
+    if steps := notes.get("resumed"):
+        listed = ", ".join(map(str, steps))
+        where += f" · resumed at {'steps' if len(steps) > 1 else 'step'} {listed}"
     references = notes.get("references", {})
     tiles = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
@@ -53,10 +75,14 @@ def render(workdir: Path, config: _Line, metrics: Sequence[_Line], notes: _Line)
         f'<div class="tiles">{tiles}</div>',
         _section("Curves", f'<div class="charts">{charts}</div>'),
     ]
+    if checkpoints := _checkpoints(metrics):
+        sections.append(_section("Checkpoints", checkpoints))
     for name, key in (("What was set up", "start_up"), ("Sample", "sample")):
         if key in notes:
             sections.append(_section(name, f"<pre>{escape(notes[key])}</pre>"))
-    sections.append(_section("Config", _table(flatten(config))))
+    sections.append(
+        _section("Config", _table({k: [str(v)] for k, v in flatten(config).items()}))
+    )
     files = resources.files("jshard.training")
     style = files.joinpath("report.css").read_text(encoding="utf-8")
     script = files.joinpath("report.js").read_text(encoding="utf-8")
@@ -64,8 +90,8 @@ def render(workdir: Path, config: _Line, metrics: Sequence[_Line], notes: _Line)
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(heading)}</title>\n<style>\n{style}</style></head>\n<body>"
-        f'<h1>{escape(heading)}</h1><p class="where">{escape(str(workdir.absolute()))}'
-        f"</p>\n{''.join(sections)}\n<script>\n{script}</script></body></html>\n"
+        f'<h1>{escape(heading)}</h1><p class="where">{escape(where)}</p>'
+        f"\n{''.join(sections)}\n<script>\n{script}</script></body></html>\n"
     )
 
 
@@ -73,7 +99,7 @@ def _charts(metrics: Sequence[_Line], references: Mapping[str, float]) -> Iterat
     """Yields the loss's chart, a wide one, and one for each other metric."""
     names = dict.fromkeys(name for line in metrics for name in line)
     for name in names:
-        if name.startswith("eval_") or name in _NOT_DRAWN:
+        if name.startswith(_NOT_CURVES) or name in _NOT_DRAWN:
             continue
         lines = {"training": _points(metrics, name)}
         if evaluations := _points(metrics, f"eval_{name}"):
@@ -106,7 +132,36 @@ def _results(
         results[f"{_title(name).lower()}, median"] = format_count(speed)
     if utilisation := [value for _, value in _points(metrics, "mfu")]:
         results["MFU, median"] = f"{statistics.median(utilisation):.1%}"
+    if blocked := [value for _, value in _points(metrics, "checkpoint_blocked")]:
+        seconds = statistics.median(blocked)
+        name = "held up training for a save, median"
+        if step_times := [value for _, value in _points(metrics, "step_time")]:
+            name += f"; {seconds / statistics.median(step_times):.1%} of a step"
+        results[name] = _duration(seconds)
     return results
+
+
+def _checkpoints(metrics: Sequence[_Line]) -> str:
+    """Returns a table of the saves, or "" when there was none."""
+    columns = {
+        "size": ("checkpoint_bytes", format_bytes),
+        "held up training": ("checkpoint_blocked", _duration),
+        "written in": ("checkpoint_write_time", _duration),
+    }
+    values = {name: dict(_points(metrics, key)) for name, (key, _) in columns.items()}
+    rows = {}
+    for step in sorted({step for column in values.values() for step in column}):
+        rows[str(step)] = [
+            show(values[name][step]) if step in values[name] else ""
+            for name, (_, show) in columns.items()
+        ]
+    return _table(rows, heading=["step", *columns]) if rows else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
 
 
 def _points(metrics: Sequence[_Line], name: str) -> list[tuple[int, float]]:
@@ -126,12 +181,19 @@ def _section(heading: str, content: str) -> str:
     return f"<h2>{escape(heading)}</h2>\n{content}\n"
 
 
-def _table(rows: Mapping[str, Any]) -> str:
-    cells = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
-        for name, value in rows.items()
-    )
-    return f'<div class="table"><table>{cells}</table></div>'
+def _table(rows: Mapping[str, Sequence[str]], heading: Sequence[str] = ()) -> str:
+    lines = [_row("th", heading)] if heading else []
+    lines += [
+        _row("td", cells, first=f"<th>{escape(name)}</th>")
+        for name, cells in rows.items()
+    ]
+    kind = "table columns" if heading else "table"
+    return f'<div class="{kind}"><table>{"".join(lines)}</table></div>'
+
+
+def _row(tag: str, cells: Sequence[str], first: str = "") -> str:
+    cells = [f"<{tag}>{escape(cell)}</{tag}>" for cell in cells]
+    return f"<tr>{first}{''.join(cells)}</tr>"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

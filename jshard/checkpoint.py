@@ -1,0 +1,346 @@
+"""Checkpoints: asynchronous sharded saves, verified restores onto any mesh.
+
+A step's folder is built under another name, ``100.saving``: the arrays by Orbax, every
+process its shards; then a description; then the manifest with a checksum of every file;
+and last it is renamed to ``100``. It is deleted by renaming it to ``100.deleting``
+first. So whatever the process dies in, a folder with a number for a name was once
+whole, and the manifest tells whether it still is.
+"""
+
+import dataclasses
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from jshard import description, manifest
+from jshard.errors import UserError
+from jshard.restore import (
+    ARRAYS,
+    find_damage,
+    find_steps,
+    newest_whole,
+    restore_state,
+)
+from jshard.state import TrainState
+
+_SAVING, _DELETING = ".saving", ".deleting"
+# Bytes that a reader of one layer, or of other shards, may have to read around them.
+_CHUNK = 256 << 20
+_FILE = 256 << 20  # bytes: files are what processes and threads share out to verify
+_PATIENCE = 1200  # seconds to wait for the other processes: Orbax's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """How a save went.
+
+    Attributes:
+      step: which.
+      blocked: seconds that ``save`` held up its caller, once the state was computed.
+      took: seconds until the checkpoint was whole.
+      size: its bytes.
+      error: why it failed, one line; empty when it did not.
+    """
+
+    step: int
+    blocked: float
+    took: float
+    size: int = 0
+    error: str = ""
+
+
+def log(save: Save) -> None:
+    """Reports a save through Python's logging; an error reaches stderr by default."""
+    logger = logging.getLogger("jshard")
+    if save.error:
+        logger.error("checkpoint of step %d failed: %s", save.step, save.error)
+    else:
+        logger.info("checkpoint of step %d saved in %.1f s", save.step, save.took)
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    """Keeps out Orbax's errors: thousands of lines for each, and all are reported."""
+    return record.levelno < logging.ERROR or "/orbax/" not in record.pathname
+
+
+class Checkpointer:
+    """Saves states into a folder, and restores them.
+
+    Every process calls every method, at the same steps. The folder is one that all
+    of them see.
+
+    Args:
+      folder: made when it is not there.
+      keep: how many of the newest checkpoints to keep.
+      keep_every: keep also the steps that this divides; 0 is none.
+      best: keep also the checkpoint with the best of this metric, of those that were
+        saved with one; empty is none.
+      highest: whether the highest is the best, not the lowest.
+      report: called with each ``Save`` when it has ended, in a thread of its own.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        best: str = "",
+        highest: bool = False,
+        report: Callable[[Save], None] = log,
+    ):
+        if keep < 1 or keep_every < 0:
+            raise UserError(
+                f"Checkpointer: keep={keep} must be at least 1, and "
+                f"keep_every={keep_every} at least 0"
+            )
+        self.folder = Path(folder).absolute()
+        self._keep, self._keep_every = keep, keep_every
+        self._best, self._highest = best, highest
+        self._report = report
+        self._saving: threading.Thread | None = None
+        logging.getLogger("absl").addFilter(_not_orbax)
+        if jax.process_index() == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for leftover in self._leftovers():
+                    shutil.rmtree(leftover)
+            except OSError as error:
+                raise UserError(
+                    f"cannot write checkpoints to {self.folder}: {error.strerror}"
+                ) from error
+
+    def steps(self) -> list[int]:
+        """The steps that were saved and not deleted, ascending; not verified."""
+        return find_steps(self.folder)
+
+    # Saving.
+
+    def save(
+        self,
+        state: TrainState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Starts to save a state, and returns once it may be donated.
+
+        Waits for the save before, if that is still going on. A save that fails is
+        reported, never raised, and leaves the checkpoints that were there.
+
+        Args:
+          state: whose ``step`` names the checkpoint; one of the same step is replaced.
+          metrics: of this step; ``best`` looks there.
+          config: anything JSON, for the description.
+        """
+        step = int(state.step)
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        self.wait()
+        content = description.describe(
+            state, config=config or {}, metrics=metrics or {}
+        )
+        folder = self.folder / f"{step}{_SAVING}"
+        arrays = description.nest(description.arrays_by_name(state))
+        try:
+            with _context(content["arrays"]):
+                response = ocp.save_async(folder / ARRAYS, arrays, overwrite=True)
+        except OSError as error:  # the folder cannot be made
+            self._report(
+                Save(step, time.perf_counter() - start, 0.0, error=_why(error))
+            )
+            return
+        blocked = time.perf_counter() - start
+
+        def finish() -> None:
+            size, problem = 0, ""
+            try:
+                response.result()
+                size = self._complete(step, folder, {"step": step, **content})
+            except Exception as error:  # whatever it is, training goes on
+                problem = _why(error)
+                if jax.process_index() == 0:
+                    shutil.rmtree(folder, ignore_errors=True)
+            took = time.perf_counter() - start
+            self._report(Save(step, blocked, took, size, problem))
+
+        # No daemon: a program that ends waits for its last checkpoint.
+        self._saving = threading.Thread(target=finish, name=f"save-{step}")
+        self._saving.start()
+
+    def _complete(self, step: int, folder: Path, content: dict[str, Any]) -> int:
+        """Makes a checkpoint of what Orbax has written; returns its bytes."""
+        process, count = jax.process_index(), jax.process_count()
+        if process == 0:
+            manifest.write_durably(folder / description.FILE, content)
+        files = manifest.checksum(folder, ARRAYS, process, count)
+        if process > 0:
+            manifest.write_durably(_part(folder, process), files)
+            return 0
+        for other in range(1, count):
+            files |= _wait_for(_part(folder, other))
+        files |= manifest.checksum(folder, description.FILE)
+        manifest.write(folder, files)
+        final = self.folder / str(step)
+        if final.exists():  # of a run that went back to an earlier step
+            self._delete(final)
+        folder.rename(final)
+        manifest.sync_folder(self.folder)
+        self._retain(step)
+        return sum(file["bytes"] for file in files.values())
+
+    def wait(self) -> None:
+        """Waits until the save that is going on, if any, has ended."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+
+    def __enter__(self) -> Self:
+        """Returns the checkpointer."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for the last save."""
+        self.wait()
+
+    # Keeping.
+
+    def _retain(self, newest: int) -> None:
+        steps = [step for step in self.steps() if step <= newest]
+        kept = set(steps[-self._keep :])
+        if self._keep_every:
+            kept |= {step for step in steps if step % self._keep_every == 0}
+        if self._best:
+            kept |= {best for best in [self._best_step(steps)] if best is not None}
+        for step in steps:
+            if step not in kept:
+                self._delete(self.folder / str(step))
+
+    def _best_step(self, steps: list[int]) -> int | None:
+        found = {}
+        for step in steps:
+            metrics = description.read(self.folder / str(step))["metrics"]
+            if np.isfinite(metrics.get(self._best, np.nan)):
+                found[step] = metrics[self._best]
+        if not found:
+            return None
+        return (max if self._highest else min)(found, key=lambda step: found[step])
+
+    def _delete(self, folder: Path) -> None:
+        leaving = folder.with_name(folder.name + _DELETING)
+        folder.rename(leaving)  # at once: never a half under a whole one's name
+        shutil.rmtree(leaving)
+
+    def _leftovers(self) -> list[Path]:
+        """Folders of saves and deletions that a dying process left."""
+        return [
+            path
+            for suffix in (_SAVING, _DELETING)
+            for path in self.folder.glob(f"*{suffix}")
+            if path.name.removesuffix(suffix).isdigit()
+        ]
+
+    # Restoring.
+
+    def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
+        """Reads a state onto the mesh, dtypes and memory that ``abstract`` asks for.
+
+        Each process verifies its part of the files, then each device reads its
+        shards. Without ``step`` it is the newest checkpoint that is whole; those that
+        are damaged are skipped with a warning that says what is wrong with them.
+
+        Args:
+          abstract: of ``FSDP.abstract_state``: on any mesh, with any policy.
+          step: which; None is the newest.
+
+        Raises:
+          UserError: there is no checkpoint, none is whole, or it is of another model
+            or of a newer jshard.
+        """
+        if step is None:
+            return restore_state(newest_whole(self.folder), abstract)
+        found = self.steps()
+        if step not in found:
+            raise UserError(
+                f"no checkpoint of step {step} in {self.folder}; there are: {found}"
+            )
+        folder = self.folder / str(step)
+        if damage := find_damage(folder):
+            raise UserError(f"checkpoint {folder} is damaged: {damage}")
+        return restore_state(folder, abstract)
+
+
+def _context(described: Mapping[str, Any]) -> ocp.Context:
+    """How Orbax writes arrays, which are described by name."""
+    storage = ocp.options.ArrayOptions.Saving.StorageOptions
+
+    def bounded(path: Any, array: jax.Array) -> Any:
+        shard = np.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        if not array.ndim or shard <= _CHUNK:
+            return None  # a shard is a chunk, which is written without a copy
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        # A Stack is cut into its layers: who reads one need not read others. (Orbax
+        # cuts the axes it is given to the end, whatever the size.)
+        axes = (0,) if described[name].get("layer_dims") else None
+        return storage(chunk_byte_size=_CHUNK, shard_axes=axes)
+
+    context = ocp.Context()
+    context.array.saving.scoped_storage_options_creator = bounded
+    # Trained floats shrink by a tenth, and compressing them takes seven times as long.
+    context.array.saving.use_compression = False
+    context.array.saving.ocdbt_target_data_file_size = _FILE
+    # Replicas write a part each of what is large; cutting up the small takes longer.
+    context.array.saving.min_slice_bytes_for_replica_parallel = 1 << 20
+    context.asynchronous.create_directories_asynchronously = False
+    return context
+
+
+def _make_on_first(folder: Path) -> None:
+    """Makes an empty folder on process 0; all fail alike where that cannot be.
+
+    Orbax would find out in its own threads, where the others wait for it for minutes.
+    """
+    problem = None
+    if jax.process_index() == 0:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        except OSError as error:
+            problem = error
+    if multihost_utils.broadcast_one_to_all(np.bool_(problem is not None)):
+        raise problem or OSError(f"process 0 cannot make {folder}")
+
+
+def _part(folder: Path, process: int) -> Path:
+    return folder / f".part-{process}.json"
+
+
+def _wait_for(part: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + _PATIENCE
+    while not part.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{part.name} did not come in {_PATIENCE} s")
+        time.sleep(0.02)
+    files = json.loads(part.read_text(encoding="utf-8"))
+    part.unlink()
+    return files
+
+
+def _why(error: BaseException) -> str:
+    """The message at the end of the chain of causes, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,82 @@
+"""Checks of what a user hands to FSDP, with errors that say what to do."""
+
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard.errors import UserError
+from jshard.layers import root_variables
+from jshard.mesh import FSDP, REPLICA
+from jshard.partition import param_spec
+from jshard.policy import Policy
+from jshard.state import TrainState
+
+
+def check_trained(params: nnx.State) -> None:
+    """Raises UserError unless ``params`` are trainable, and there are some."""
+    if not jax.tree.leaves(params):
+        raise UserError(
+            "the model has no parameters that wrt selects; nothing can be trained"
+        )
+    for path, variable in nnx.to_flat_state(params):
+        if not isinstance(variable, nnx.Param):
+            raise UserError(
+                f"wrt selects {'.'.join(map(str, path))!r}, a "
+                f"{type(variable).__name__}; it must select nnx.Param variables"
+            )
+
+
+def warn_of_large_root(
+    model: nnx.Module, state: TrainState, policy: Policy, mesh: Mesh
+) -> None:
+    """Warns where much of a model, given with its Units, is in none of them."""
+    root = [
+        (path, variable)
+        for path, variable in root_variables(model)
+        if FSDP in param_spec(variable, policy, mesh)
+    ]
+    size = {path: np.prod(np.shape(v.get_value())) for path, v in root}
+    params = jax.tree.leaves((state.params, state.frozen))
+    total = sum(np.prod(x.shape) for x in params)
+    if sum(size.values()) > total / 4 and mesh.shape[FSDP] > 1:
+        largest = sorted(root, key=lambda item: -size[item[0]])[:3]
+        names = ", ".join(".".join(map(str, path)) for path, _ in largest)
+        warnings.warn(
+            f"{sum(size.values()) / total:.0%} of the parameters are in no Stack "
+            "or Unit, so they are gathered at the start of a step and kept: wrap "
+            f"the modules of {names} in jshard.Unit, or name their types in units=",
+            stacklevel=4,  # the caller of FSDP.init
+        )
+
+
+def check_batch(
+    batch: Any, mesh: Mesh, *, accumulate: int = 1, processes: int = 1
+) -> None:
+    """Raises UserError unless the examples divide by devices and micro-batches.
+
+    Args:
+      batch: the global batch, or the part of one of the ``processes``.
+      mesh: what it is sharded over.
+      accumulate: number of micro-batches.
+      processes: how many hold a part like this one.
+    """
+    devices = mesh.shape[REPLICA] * mesh.shape[FSDP]
+    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or () in sizes:
+        raise UserError(
+            "batch: every array needs the same leading dimension, the examples; "
+            f"got leading dimensions {sorted(sizes)}"
+        )
+    examples = sizes.pop()[0] * processes
+    if examples % (devices * accumulate) or not examples:
+        parts = f"{devices} devices"
+        if accumulate > 1:
+            parts += f" x {accumulate} micro-batches (policy.accumulate)"
+        raise UserError(
+            f"batch of {examples} examples does not divide by {parts}; "
+            f"use a multiple of {devices * accumulate}"
+        )

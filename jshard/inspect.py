@@ -1,0 +1,129 @@
+"""Shows what a checkpoint holds: `python -m jshard.inspect RUN [--verify]`."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshard import description, manifest
+from jshard.command import ArgumentParser, run_command
+from jshard.describe import format_bytes
+from jshard.errors import UserError
+from jshard.restore import checkpoints_folder, find_damage, find_steps, is_step
+
+
+def main() -> None:
+    """Runs the command line; exits 0 done, 2 bad input or damage, 1 anything else."""
+    run_command(_inspect)
+
+
+def _inspect(argv: list[str]) -> None:
+    parser = ArgumentParser(
+        prog="python -m jshard.inspect",
+        description="Shows what a checkpoint holds, without reading its arrays.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        type=Path,
+        help="a run's folder, a folder of checkpoints, or one checkpoint",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read all files and compare their checksums",
+    )
+    arguments = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # a GPU may be busy with the run itself
+    path = arguments.path
+    if is_step(path):
+        folders = [path]
+    else:
+        folder = checkpoints_folder(path)
+        folders = [folder / str(step) for step in find_steps(folder)]
+        print(f"{folder}: {len(folders)} checkpoints, the newest is shown")
+    print(show(folders[-1]))
+    if arguments.verify:
+        _verify(folders)
+
+
+def _verify(folders: list[Path]) -> None:
+    damaged = 0
+    for folder in folders:
+        damage = find_damage(folder)
+        print(f"{folder}: {damage or 'whole'}", flush=True)
+        damaged += bool(damage)
+    if damaged:
+        raise UserError(f"{damaged} of {len(folders)} checkpoints damaged")
+
+
+def show(folder: Path) -> str:
+    """Returns a text about one checkpoint; its arrays are not read.
+
+    Args:
+      folder: of the step.
+
+    Raises:
+      UserError: its description or manifest cannot be read.
+    """
+    try:
+        about, files = description.read(folder), manifest.read(folder)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {folder} is damaged: {error}") from error
+    size = sum(file["bytes"] for file in files.values())
+    mesh = " x ".join(f"{axis} {n}" for axis, n in about["mesh"].items())
+    rows = {
+        "checkpoint": str(folder),
+        "step": f"{about['step']}, saved {about['created']}",
+        "size": f"{format_bytes(size)} in {len(files)} files",
+        "written by": ", ".join(f"{k} {v}" for k, v in about["versions"].items()),
+        "mesh": f"{mesh}; processes {about['processes']}",
+        "metrics": ", ".join(f"{k} {v:.6g}" for k, v in about["metrics"].items()),
+        "config": ", ".join(f"{k}={v}" for k, v in _flatten(about["config"]).items()),
+    }
+    lines = [f"{name:<11} {text}" for name, text in rows.items() if text]
+    arrays = about["arrays"]
+    groups: dict[str, list[Any]] = {}
+    for name, array in arrays.items():
+        groups.setdefault(name.split(".")[0], []).append(array)
+    for name, members in groups.items():
+        count = sum(math.prod(array["shape"]) for array in members)
+        total = format_bytes(sum(map(_bytes, members)))
+        lines.append(f"{name:<11} {count:,} values in {len(members)} arrays, {total}")
+    lines.append("")
+    width = max(map(len, arrays))
+    for name, array in arrays.items():
+        shape = str(tuple(array["shape"]))
+        stacked = "  stacked" if array.get("layer_dims") else ""
+        lines.append(
+            f"{name:<{width}}  {array['dtype']:<8}  {format_bytes(_bytes(array)):>9}  "
+            f"{shape}{stacked}"
+        )
+    return "\n".join(lines)
+
+
+def _bytes(array: dict[str, Any]) -> int:
+    dtype = array["dtype"]
+    itemsize = 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
+    return math.prod(array["shape"]) * itemsize
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+if __name__ == "__main__":
+    main()

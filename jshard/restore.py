@@ -1,0 +1,264 @@
+"""Finds, verifies and reads checkpoints."""
+
+import dataclasses
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from jshard import description, ema, manifest
+from jshard.dropout import is_random
+from jshard.errors import UserError
+from jshard.safetensors_read import is_safetensors, load_safetensors
+from jshard.state import TrainState
+
+ARRAYS = "state"  # the folder in a step's folder that Orbax writes
+CHECKPOINTS = "checkpoints"  # the folder in a run's folder
+
+
+# Finding.
+
+
+def find_steps(folder: Path) -> list[int]:
+    """The steps in a folder of checkpoints, ascending; not verified."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def is_step(path: Path) -> bool:
+    """Whether ``path`` is a step's folder, whole or not."""
+    return (path / manifest.FILE).exists() or (path / ARRAYS).is_dir()
+
+
+def find_step(path: Path) -> Path:
+    """Finds the checkpoint that a user means, and verifies it.
+
+    Args:
+      path: of a step's folder, or of a folder of checkpoints or a run's folder, whose
+        newest whole checkpoint it is then.
+
+    Returns:
+      The step's folder.
+
+    Raises:
+      UserError: there is no checkpoint, or none is whole.
+    """
+    if is_step(path):
+        if damage := find_damage(path):
+            raise UserError(f"checkpoint {path} is damaged: {damage}")
+        return path
+    return newest_whole(checkpoints_folder(path))
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """The folder of checkpoints in ``path``, which is a run's folder or that itself.
+
+    Raises:
+      UserError: it holds no checkpoint.
+    """
+    for folder in (path, path / CHECKPOINTS):
+        if find_steps(folder):
+            return folder
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    raise UserError(f"{path} holds no checkpoint")
+
+
+def newest_whole(folder: Path) -> Path:
+    """The newest checkpoint of a folder that is whole; warns of those that are not.
+
+    Raises:
+      UserError: there is none, or a newer jshard wrote the newest.
+    """
+    damaged = []
+    for step in find_steps(folder)[::-1]:
+        damage = find_damage(folder / str(step))
+        if not damage:
+            if damaged:
+                warnings.warn(
+                    f"{'; '.join(damaged)} (in {folder}): step {step} is used instead",
+                    stacklevel=2,
+                )
+            return folder / str(step)
+        damaged.append(f"step {step} is damaged: {damage}")
+    if damaged:
+        raise UserError(
+            f"no checkpoint in {folder} can be used: {'; '.join(damaged)}; to start "
+            "from step 1, remove that folder or give another --workdir"
+        )
+    raise UserError(f"no checkpoint in {folder}")
+
+
+def find_damage(folder: Path) -> str:
+    """Verifies a step; every process reads its part of the files.
+
+    Args:
+      folder: of the step.
+
+    Returns:
+      What is wrong with it, in a few words, on every process; empty when it is whole.
+
+    Raises:
+      UserError: a newer jshard wrote it.
+    """
+    process, count = jax.process_index(), jax.process_count()
+    problems = manifest.verify(folder, process, count)
+    if count > 1:
+        everywhere = multihost_utils.process_allgather(np.int32(len(problems)))
+        if not problems and everywhere.any():
+            problems = [f"process {everywhere.argmax()} found damaged files"]
+    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return ", ".join(problems[:3]) + more
+
+
+# Reading.
+
+
+def restore_state(folder: Path, abstract: TrainState) -> TrainState:
+    """Reads a whole state from a verified step.
+
+    Args:
+      folder: of the step.
+      abstract: the state to make, on any mesh: names and shapes must be the
+        checkpoint's, floating dtypes and memory kinds may be others.
+
+    Raises:
+      UserError: it is of another model or optimizer; every difference is listed.
+    """
+    wanted = description.arrays_by_name(abstract)
+    stored = description.read(folder)["arrays"]
+    _check(folder, wanted, stored)
+    return description.replace_arrays(abstract, _load(folder, wanted, stored))
+
+
+def restore_parameters(
+    path: Path, state: TrainState, *, optimizer: bool = False
+) -> TrainState:
+    """Starts a state from another run's parameters, or from safetensors files.
+
+    Parameters go by name, whether trained or frozen, there and here. The rest of the
+    model's state (batch statistics) comes with them; random streams do not.
+
+    Args:
+      path: what ``find_step`` or ``load_safetensors`` takes.
+      state: a new state; what is replaced of it is deleted.
+      optimizer: whether to take the optimizer's state, and the averages, as well.
+        Without, averages (if any) start from the parameters.
+
+    Returns:
+      The state with those values; its step is as it was.
+
+    Raises:
+      UserError: it is of another model or optimizer; every difference is listed.
+    """
+    if is_safetensors(path):
+        if optimizer:
+            raise UserError(
+                f"{path} holds safetensors, which have no optimizer state: leave out "
+                "checkpoint.restore_optimizer"
+            )
+        loaded = load_safetensors(path, jax.tree.map(_abstract, state))
+        return _start_averages(description.replace_arrays(state, loaded))
+    folder = find_step(path)
+    described = description.read(folder)["arrays"]
+    kinds = ("params", "frozen", "model_state", *optimizer * ("opt_state", "ema"))
+
+    def chosen(arrays: Mapping[str, Any], random: Collection[str]) -> dict[str, tuple]:
+        return {
+            _anywhere(name): (name, array)
+            for name, array in arrays.items()
+            if name.split(".")[0] in kinds and name not in random
+        }
+
+    variables = description.variables_by_name(state)
+    targets = chosen(
+        description.arrays_by_name(state),
+        {name for name, variable in variables.items() if is_random(variable)},
+    )
+    sources = chosen(
+        described, {name for name, entry in described.items() if entry.get("random")}
+    )
+    wanted = {key: _abstract(array) for key, (_, array) in targets.items()}
+    _check(folder, wanted, {key: entry for key, (_, entry) in sources.items()})
+    for _, array in targets.values():
+        array.delete()
+    loaded = _load(
+        folder, {sources[key][0]: array for key, array in wanted.items()}, described
+    )
+    state = description.replace_arrays(
+        state, {name: loaded[sources[key][0]] for key, (name, _) in targets.items()}
+    )
+    return state if optimizer else _start_averages(state)
+
+
+def _start_averages(state: TrainState) -> TrainState:
+    """Starts averages, if the state has any, from its parameters."""
+    if state.ema is None:
+        return state
+    return dataclasses.replace(state, ema=ema.start(state.params))
+
+
+def _anywhere(name: str) -> str:
+    """A name that is the same for trained and frozen parameters."""
+    kind, _, rest = name.partition(".")
+    return f"params.{rest}" if kind == "frozen" else name
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _check(
+    folder: Path, wanted: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Compares names, shapes and dtypes; warns of floating dtypes that are cast."""
+    problems = []
+    if missing := sorted(wanted.keys() - stored.keys()):
+        problems.append(f"it lacks {', '.join(missing)}")
+    if unexpected := sorted(stored.keys() - wanted.keys()):
+        problems.append(f"unexpected are {', '.join(unexpected)}")
+    casts: dict[tuple[str, str], int] = {}
+    for name in sorted(wanted.keys() & stored.keys()):
+        shape, dtype = wanted[name].shape, wanted[name].dtype
+        was = stored[name]
+        if tuple(was["shape"]) != shape:
+            problems.append(f"{name} has shape {tuple(was['shape'])}, not {shape}")
+        elif was["dtype"] != str(dtype):
+            if not (_is_float(was["dtype"]) and _is_float(dtype)):
+                problems.append(f"{name} has dtype {was['dtype']}, not {dtype}")
+            key = was["dtype"], str(dtype)
+            casts[key] = casts.get(key, 0) + 1
+    if problems:
+        raise UserError(
+            f"checkpoint {folder} is of another model or optimizer: "
+            f"{'; '.join(problems)}"
+        )
+    for (was, dtype), count in casts.items():
+        warnings.warn(
+            f"{count} arrays of checkpoint {folder} are read as {dtype}, saved as "
+            f"{was}",
+            stacklevel=3,
+        )
+
+
+def _is_float(dtype: Any) -> bool:
+    return not str(dtype).startswith("key<") and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _load(
+    folder: Path, wanted: Mapping[str, Any], stored: Iterable[str]
+) -> dict[str, jax.Array]:
+    """Reads arrays by the names that they are stored under; each device its shards."""
+    context = ocp.Context()
+    context.pytree.loading.partial_load = set(wanted) != set(stored)
+    with context:
+        tree = ocp.load(folder / ARRAYS, description.nest(wanted))
+    names = jax.tree.leaves(description.nest({name: name for name in wanted}))
+    return dict(zip(names, jax.tree.leaves(tree), strict=True))

@@ -1,0 +1,140 @@
+"""A small state that has everything a checkpoint holds, and ways to damage one."""
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard import description
+
+WIDTH, LAYERS = 16, 4
+POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.dropout = jshard.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+class Model(nnx.Module):
+    """A stack, statistics, both kinds of random streams, a bias nobody divides."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = jshard.Stack(lambda r: Layer(r), LAYERS, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(WIDTH))
+        self.noise = nnx.Dropout(0.1, rngs=rngs)
+        self.bias = nnx.Param(jnp.ones(3))
+        self.head = jshard.Unit(nnx.Linear(WIDTH, 8, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mean = jshard.pmean(jnp.mean(x, axis=0))
+        self.mean.set_value(0.9 * self.mean[...] + 0.1 * mean)
+        return self.head(self.noise(self.layers(x))) + jnp.sum(self.bias[...])
+
+
+class Wider(Model):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.head = jshard.Unit(nnx.Linear(WIDTH, 24, rngs=rngs))
+        self.tail = nnx.Linear(24, 8, rngs=rngs)
+
+
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0), jshard.per_layer(optax.contrib.muon(1e-2))
+)
+
+
+def loss_fn(model: Any, batch: jax.Array) -> jshard.Mean:
+    return jshard.Mean(jnp.sum(model(batch) ** 2), batch.shape[0])
+
+
+def make_fsdp(
+    replica: int = 1, fsdp: int = 8, policy: jshard.Policy = POLICY
+) -> jshard.FSDP:
+    return jshard.FSDP(jshard.make_mesh(replica=replica, fsdp=fsdp), policy)
+
+
+def trained(fsdp: jshard.FSDP, steps: int = 1) -> jshard.TrainState:
+    """A state after some steps, so that no moment is zero."""
+    state = fsdp.init(Model, OPTIMIZER)
+    step = fsdp.train_step(loss_fn, OPTIMIZER)
+    for i in range(steps):
+        batch = np.random.default_rng(i).normal(size=(16, WIDTH)).astype(np.float32)
+        state, _ = step(state, fsdp.shard_batch(batch))
+    return state
+
+
+def on_mesh(state: jshard.TrainState, abstract: jshard.TrainState) -> Any:
+    """The same state on another mesh."""
+    return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, abstract)
+
+
+def at_step(state: jshard.TrainState, step: int) -> jshard.TrainState:
+    """A copy that can be told by its step; the arrays are those of ``state``."""
+    return dataclasses.replace(state, step=jnp.full_like(state.step, step))
+
+
+def values(state: jshard.TrainState) -> dict[str, np.ndarray]:
+    """Full values by name; of random keys their data."""
+
+    def full(array: Any) -> np.ndarray:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        return np.asarray(array)
+
+    return {k: full(v) for k, v in description.arrays_by_name(state).items()}
+
+
+def check_equal(got: jshard.TrainState, want: jshard.TrainState) -> None:
+    """Bit for bit."""
+    got_values, want_values = values(got), values(want)
+    assert got_values.keys() == want_values.keys()
+    for name, array in want_values.items():
+        assert got_values[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(got_values[name], array, err_msg=name)
+
+
+def data_file(step_folder: Path) -> Path:
+    """The largest file that Orbax wrote: of arrays."""
+    files = [path for path in step_folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of its own at ``folder``; skips where this user cannot mount one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.name != "posix" or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root on Linux")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, *options: str) -> None:
+    """Changes a disk of ``small_disk``, e.g. to "ro" or "size=1g"."""
+    joined = ",".join(("remount", *options))
+    subprocess.run(["mount", "-o", joined, str(folder)], check=True)

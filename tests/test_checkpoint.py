@@ -1,0 +1,491 @@
+"""Checkpoints: whole or ignored, verified before they are read, on any mesh."""
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tensorstore
+from flax import nnx
+
+import jshard
+from checkpoints import (
+    OPTIMIZER,
+    POLICY,
+    Model,
+    Wider,
+    at_step,
+    check_equal,
+    data_file,
+    flip_bit,
+    loss_fn,
+    make_fsdp,
+    on_mesh,
+    remount,
+    small_disk,
+    trained,
+    values,
+)
+from jshard import description, manifest
+from jshard.checkpoint import Checkpointer, Save
+from jshard.restore import find_damage, find_step, restore_parameters
+
+MESHES = [(1, 8), (1, 4), (1, 2), (1, 1), (2, 4), (4, 2), (8, 1)]
+
+
+@pytest.fixture(scope="module")
+def state() -> jshard.TrainState:
+    return trained(make_fsdp())
+
+
+@pytest.fixture(scope="module")
+def abstract() -> jshard.TrainState:
+    return make_fsdp().abstract_state(Model, OPTIMIZER)
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory) -> Path:
+    """A folder with the whole checkpoints 1, 2 and 3; do not change it."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_steps(folder, state, 1, 2, 3)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def save_steps(folder: Path, state: jshard.TrainState, *steps: int, **options) -> None:
+    with Checkpointer(folder, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(at_step(state, step), metrics={"loss": abs(step - 3.0)})
+
+
+# On any mesh.
+
+
+@pytest.mark.parametrize(("replica", "shards"), MESHES)
+def test_a_state_comes_back_bit_for_bit_on_any_mesh(replica, shards, state, saved):
+    abstract = make_fsdp(replica, shards).abstract_state(Model, OPTIMIZER)
+    restored = Checkpointer(saved).restore(abstract)
+    check_equal(restored, at_step(state, 3))
+    leaves = jax.tree.leaves(restored), jax.tree.leaves(abstract)
+    for got, want in zip(*leaves, strict=True):
+        assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
+
+
+@pytest.mark.parametrize(("replica", "shards"), MESHES[1:])
+def test_what_any_mesh_saved_comes_back_on_eight_devices(
+    replica, shards, state, abstract, tmp_path
+):
+    there = make_fsdp(replica, shards).abstract_state(Model, OPTIMIZER)
+    save_steps(tmp_path, on_mesh(state, there), 5)
+    check_equal(Checkpointer(tmp_path).restore(abstract), at_step(state, 5))
+
+
+def test_a_state_comes_back_in_another_memory(state, saved, abstract):
+    def on_host(x):
+        sharding = x.sharding.with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    abstract = dataclasses.replace(
+        abstract, opt_state=jax.tree.map(on_host, abstract.opt_state)
+    )
+    restored = Checkpointer(saved).restore(abstract)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(restored.opt_state)}
+    assert kinds == {"pinned_host"}
+    check_equal(restored, at_step(state, 3))
+
+
+def test_parameters_come_back_in_another_dtype_and_the_user_is_told(state, saved):
+    policy = dataclasses.replace(POLICY, precision=jshard.Precision(param=jnp.bfloat16))
+    abstract = make_fsdp(policy=policy).abstract_state(Model, OPTIMIZER)
+    with pytest.warns(UserWarning, match="are read as bfloat16, saved as float32"):
+        restored = Checkpointer(saved).restore(abstract)
+    got, want = values(restored), values(state)
+    name = "params.layers.linear.kernel"
+    assert got[name].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got[name], want[name].astype(jnp.bfloat16))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_steps_go_on_while_a_state_is_saved_and_go_on_from_it_bit_for_bit(
+    tmp_path, abstract
+):
+    fsdp = make_fsdp()
+    step = fsdp.train_step(loss_fn, OPTIMIZER)
+    batch = fsdp.shard_batch(np.ones((16, 16), np.float32))
+    state = fsdp.init(Model, OPTIMIZER)
+    with Checkpointer(tmp_path, keep=9) as checkpointer:
+        wanted = {}
+        for i in range(5):
+            wanted[i] = values(state)
+            checkpointer.save(state)
+            state, _ = step(state, batch)
+    for i, want in wanted.items():
+        got = values(checkpointer.restore(abstract, step=i))
+        for name, array in want.items():
+            np.testing.assert_array_equal(got[name], array, err_msg=f"{i} {name}")
+    again, _ = step(checkpointer.restore(abstract, step=2), batch)
+    for name, array in values(again).items():
+        np.testing.assert_array_equal(array, wanted[3][name], err_msg=name)
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep": 2}, [7, 8]),
+        ({"keep": 1, "keep_every": 3}, [3, 6, 8]),
+        ({"keep": 1, "best": "loss"}, [3, 8]),
+        ({"keep": 1, "best": "loss", "highest": True}, [8]),
+        ({"keep": 1, "best": "accuracy"}, [8]),
+        ({"keep": 2, "keep_every": 4, "best": "loss"}, [3, 4, 7, 8]),
+    ],
+    ids=str,
+)
+def test_the_last_the_regular_and_the_best_are_kept(options, kept, state, tmp_path):
+    save_steps(tmp_path, state, *range(1, 9), **options)
+    assert Checkpointer(tmp_path).steps() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(s) for s in kept]
+    assert not any(find_damage(tmp_path / str(step)) for step in kept)
+
+
+def test_a_step_that_is_saved_again_is_replaced(state, abstract, tmp_path):
+    save_steps(tmp_path, state, 1)
+    other = dataclasses.replace(state, params=jax.tree.map(jnp.ones_like, state.params))
+    save_steps(tmp_path, other, 1)
+    check_equal(Checkpointer(tmp_path).restore(abstract), at_step(other, 1))
+
+
+def test_a_checkpoint_describes_itself(saved):
+    about = description.read(saved / "3")
+    assert about["step"] == 3
+    assert about["mesh"] == {"replica": 1, "fsdp": 8}
+    assert about["versions"]["jax"] == jax.__version__
+    assert about["metrics"] == {"loss": 0.0}
+    kernel = about["arrays"]["params.layers.linear.kernel"]
+    assert kernel["shape"] == [4, 16, 16]
+    assert (kernel["dtype"], kernel["layer_dims"]) == ("float32", 1)
+    assert about["arrays"]["model_state.noise.rngs.key"]["random"]
+    assert not about["arrays"]["model_state.mean"]["random"]
+
+
+def test_names_hold_for_every_mesh_and_policy():
+    names = {
+        tuple(description.arrays_by_name(fsdp.abstract_state(Model, OPTIMIZER)))
+        for fsdp in (
+            make_fsdp(),
+            make_fsdp(8, 1),
+            make_fsdp(policy=jshard.Policy(remat="none", ema_decay=0.5)),
+        )
+    }
+    assert len(names) == 1
+    assert "opt_state.1.stacked.4.inner_states.muon" in " ".join(names.pop())
+
+
+def test_large_shards_are_stored_in_parts_and_stacks_in_layers(
+    state, abstract, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jshard.checkpoint._CHUNK", 64)
+    save_steps(tmp_path, state, 1)
+    check_equal(Checkpointer(tmp_path).restore(abstract), at_step(state, 1))
+    layers = chunk_shape(tmp_path / "1", "params.layers.linear.kernel")
+    assert layers[0] == 1
+    assert np.prod(layers) * 4 <= 64
+    kernel = chunk_shape(tmp_path / "1", "params.head.kernel")
+    assert 1 < np.prod(kernel) <= 64 // 4
+
+
+def chunk_shape(step: Path, name: str) -> Any:
+    base = next(step.rglob("d")).parent
+    kvstore = {"driver": "ocdbt", "base": f"file://{base}/", "path": f"{name}/"}
+    store = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}).result()
+    return store.chunk_layout.read_chunk.shape
+
+
+# Damage.
+
+
+def truncate(step: Path) -> None:
+    file = data_file(step)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def cut_manifest(step: Path) -> None:
+    file = step / manifest.FILE
+    file.write_text(file.read_text()[:-20])
+
+
+DAMAGE = {
+    "a flipped bit": (lambda s: flip_bit(data_file(s)), "has another checksum"),
+    "a truncated file": (truncate, r"has \d+ bytes, not \d+"),
+    "a deleted file": (lambda s: data_file(s).unlink(), "is missing"),
+    "no array files": (lambda s: shutil.rmtree(s / "state"), "is missing"),
+    "no manifest": (lambda s: (s / manifest.FILE).unlink(), "manifest.json cannot"),
+    "a cut manifest": (cut_manifest, "manifest.json is damaged"),
+    "an empty manifest": (
+        lambda s: (s / manifest.FILE).write_text("{}"),
+        "manifest.json is damaged",
+    ),
+    "no description": (
+        lambda s: (s / description.FILE).unlink(),
+        "description.json is missing",
+    ),
+    "another description": (
+        lambda s: flip_bit(s / description.FILE),
+        "description.json has another checksum",
+    ),
+    "no Orbax metadata": (
+        lambda s: next(s.rglob("_METADATA")).unlink(),
+        "_METADATA is missing",
+    ),
+    "a half-deleted step": (
+        lambda s: [p.unlink() for p in sorted(s.rglob("*")) if p.is_file()][:4],
+        "cannot be read|is missing",
+    ),
+    "an empty folder": (
+        lambda s: (shutil.rmtree(s), s.mkdir()),
+        "manifest.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_told_and_the_checkpoint_before_is_used(
+    name, state, abstract, folder
+):
+    damage, message = DAMAGE[name]
+    damage(folder / "3")
+    told = rf"step 3 is damaged: .*({message}).*: step 2 is used instead"
+    with pytest.warns(UserWarning, match=told):
+        restored = Checkpointer(folder).restore(abstract)
+    check_equal(restored, at_step(state, 2))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_never_loaded_when_it_is_asked_for(
+    name, abstract, folder
+):
+    damage, message = DAMAGE[name]
+    damage(folder / "3")
+    with pytest.raises(jshard.UserError, match=message):
+        Checkpointer(folder).restore(abstract, step=3)
+
+
+def test_every_single_bit_of_every_file_counts(folder):
+    step = folder / "3"
+    assert not find_damage(step)
+    for file in sorted(path for path in step.rglob("*") if path.is_file()):
+        before = file.read_bytes()
+        if not before:
+            continue
+        for position in {0, len(before) // 3, len(before) - 1}:
+            content = bytearray(before)
+            content[position] ^= 16
+            file.write_bytes(content)
+            try:
+                damage = find_damage(step)
+            except jshard.UserError:  # the manifest's format
+                damage = "another format"
+            assert damage or json.loads(before) == json.loads(bytes(content))
+        file.write_bytes(before)
+    assert not find_damage(step)
+
+
+def test_when_all_checkpoints_are_damaged_all_are_listed(abstract, folder):
+    for step in (1, 2, 3):
+        flip_bit(data_file(folder / str(step)))
+    message = "can be used: step 3 is damaged.*step 2 is.*step 1 is.*--workdir"
+    with pytest.raises(jshard.UserError, match=message):
+        Checkpointer(folder).restore(abstract)
+
+
+def test_leftovers_of_killed_saves_and_deletions_are_ignored_and_removed(
+    state, abstract, folder
+):
+    shutil.copytree(folder / "3", folder / "4.saving")
+    (folder / "4.saving" / manifest.FILE).unlink()
+    shutil.copytree(folder / "1", folder / "0.deleting")
+    data_file(folder / "0.deleting").unlink()
+    (folder / "notes").mkdir()  # not ours
+    checkpointer = Checkpointer(folder)
+    assert checkpointer.steps() == [1, 2, 3]
+    check_equal(checkpointer.restore(abstract), at_step(state, 3))
+    assert sorted(p.name for p in folder.iterdir()) == ["1", "2", "3", "notes"]
+
+
+def test_a_newer_format_is_refused_and_nothing_older_is_used(abstract, folder):
+    file = folder / "3" / manifest.FILE
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "format": manifest.FORMAT + 1}))
+    with pytest.raises(jshard.UserError, match=r"newer jshard .*: upgrade jshard"):
+        Checkpointer(folder).restore(abstract)
+
+
+def test_another_models_checkpoint_is_refused_with_every_difference(folder):
+    abstract = make_fsdp().abstract_state(Wider, OPTIMIZER)
+    with pytest.raises(jshard.UserError) as refused:
+        Checkpointer(folder).restore(abstract)
+    message = str(refused.value)
+    assert re.search("lacks .*params.tail.bias, params.tail.kernel", message)
+    assert "params.head.kernel has shape (16, 8), not (16, 24)" in message
+    assert "\n" not in message
+
+
+def test_another_optimizers_checkpoint_is_refused_with_every_difference(folder):
+    abstract = make_fsdp().abstract_state(Model, optax.adamw(1e-3))
+    with pytest.raises(jshard.UserError) as refused:
+        Checkpointer(folder).restore(abstract)
+    assert "lacks opt_state.0.count, opt_state.0.mu.bias" in str(refused.value)
+    assert "unexpected are opt_state.1.rest" in str(refused.value)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_without_checkpoints_says_so(there, abstract, tmp_path):
+    folder = tmp_path / "empty"
+    if there:
+        folder.mkdir()
+    with pytest.raises(jshard.UserError, match="no checkpoint"):
+        Checkpointer(folder).restore(abstract)
+    with pytest.raises(jshard.UserError, match="no checkpoint of step 7"):
+        Checkpointer(folder).restore(abstract, step=7)
+
+
+# Disks.
+
+
+def test_a_full_disk_fails_one_save_in_one_line_and_the_next_one_is_saved(
+    state, abstract, tmp_path, capfd, caplog
+):
+    reports: list[Save] = []
+    with small_disk(tmp_path / "disk", "700k") as disk:
+        with Checkpointer(disk / "checkpoints", report=reports.append) as checkpointer:
+            checkpointer.save(at_step(state, 1))
+            checkpointer.wait()
+            (disk / "other").write_bytes(bytes(free_bytes(disk) - 20_000))
+            checkpointer.save(at_step(state, 2))
+            checkpointer.wait()
+            assert checkpointer.steps() == [1]
+            assert [p.name for p in checkpointer.folder.iterdir()] == ["1"]
+            (disk / "other").unlink()
+            checkpointer.save(at_step(state, 3))
+        assert [bool(save.error) for save in reports] == [False, True, False]
+        assert "No space left on device" in reports[1].error
+        assert "\n" not in reports[1].error
+        check_equal(checkpointer.restore(abstract), at_step(state, 3))
+    assert capfd.readouterr().err == ""
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def test_a_read_only_disk_fails_saves_in_one_line_each(
+    state, abstract, tmp_path, capfd
+):
+    reports: list[Save] = []
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        with Checkpointer(disk, report=reports.append) as checkpointer:
+            checkpointer.save(at_step(state, 1))
+            checkpointer.wait()
+            remount(disk, "ro")
+            checkpointer.save(at_step(state, 2))
+            checkpointer.wait()
+            check_equal(checkpointer.restore(abstract), at_step(state, 1))
+            remount(disk, "rw")
+            checkpointer.save(at_step(state, 3))
+        assert checkpointer.steps() == [1, 3]
+    assert [bool(save.error) for save in reports] == [False, True, False]
+    assert "Read-only file system" in reports[1].error
+    assert capfd.readouterr().err == ""
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(jshard.UserError, match=r"cannot write checkpoints to .*file"):
+        Checkpointer(tmp_path / "file" / "checkpoints")
+
+
+def test_a_failed_save_is_logged_where_nobody_else_reports_it(tmp_path, state, caplog):
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        shutil.rmtree(tmp_path / "c")
+        (tmp_path / "c").touch()
+        checkpointer.save(state)
+    errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(errors) == 1
+    assert errors[0].startswith("checkpoint of step 1 failed: ")
+
+
+# Another run's parameters.
+
+
+def test_another_runs_parameters_start_a_run_without_its_optimizer(state, saved):
+    fsdp = make_fsdp(2, 4)
+    fresh = values(fsdp.init(Model, OPTIMIZER, seed=7))
+    started = restore_parameters(saved, fsdp.init(Model, OPTIMIZER, seed=7))
+    got, other = values(started), values(state)
+    for name, array in got.items():
+        kind = name.split(".")[0]
+        if kind == "ema":
+            want = other[name.replace("ema", "params", 1)]
+        elif kind == "params" or name == "model_state.mean":
+            want = other[name]
+        else:
+            want = fresh[name]
+        np.testing.assert_array_equal(array, want, err_msg=name)
+
+
+def test_another_runs_parameters_start_a_run_with_its_optimizer(state, saved):
+    fsdp = make_fsdp()
+    started = restore_parameters(
+        saved / "2", fsdp.init(Model, OPTIMIZER, seed=7), optimizer=True
+    )
+    got, other = values(started), values(state)
+    for name in got:
+        if name.split(".")[0] in ("params", "opt_state", "ema"):
+            np.testing.assert_array_equal(got[name], other[name], err_msg=name)
+    assert int(started.step) == 0
+
+
+def test_trained_parameters_may_be_frozen_in_the_next_run(state, saved):
+    head = nnx.All(nnx.Param, lambda path, _: "head" in path)
+    started = restore_parameters(saved, make_fsdp().init(Model, OPTIMIZER, wrt=head))
+    got, other = values(started), values(state)
+    np.testing.assert_array_equal(
+        got["frozen.layers.linear.kernel"], other["params.layers.linear.kernel"]
+    )
+
+
+def test_parameters_of_another_model_are_refused_with_every_difference(saved):
+    fresh = make_fsdp().init(Wider, OPTIMIZER)
+    with pytest.raises(jshard.UserError, match=r"lacks params.tail.bias, .*shape"):
+        restore_parameters(saved, fresh)
+    values(fresh)  # and nothing of the new state is lost
+
+
+def test_a_user_may_mean_a_run_its_checkpoints_or_a_step(folder, tmp_path):
+    for path in (tmp_path, folder, folder / "3"):
+        assert find_step(path) == folder / "3"
+    flip_bit(data_file(folder / "3"))
+    with pytest.warns(UserWarning, match="step 2 is used instead"):
+        assert find_step(tmp_path) == folder / "2"
+    with pytest.raises(jshard.UserError, match="3 is damaged"):
+        find_step(folder / "3")
+    with pytest.raises(jshard.UserError, match="does not exist"):
+        find_step(tmp_path / "nothing")
+    with pytest.raises(jshard.UserError, match="holds no checkpoint"):
+        find_step(tmp_path / "checkpoints" / "3" / "state" / "state")
