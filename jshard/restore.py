@@ -259,6 +259,6 @@ def _load(
     context = ocp.Context()
     context.pytree.loading.partial_load = set(wanted) != set(stored)
     with context:
-        tree = ocp.load(folder / ARRAYS, description.nest(wanted))
+        tree = ocp.load((folder / ARRAYS).absolute(), description.nest(wanted))
     names = jax.tree.leaves(description.nest({name: name for name in wanted}))
     return dict(zip(names, jax.tree.leaves(tree), strict=True))

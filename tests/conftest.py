@@ -4,6 +4,9 @@
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -41,3 +44,30 @@ def quick_compilation():
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory):
+    """Makes the arguments of `subprocess.run` for the command line in a folder."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "FORCE_COLOR"))
+    }
+    environment |= {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
+    }
+
+    def make(folder, *words, env=None):
+        return {
+            "args": [sys.executable, "-m", "jshard.train", *words],
+            "cwd": folder,
+            "env": environment | (env or {}),
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+
+    return make

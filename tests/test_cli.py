@@ -1,7 +1,6 @@
 """Whole runs of `python -m jshard.train`, as a user sees them."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -83,38 +82,11 @@ def sample(config):
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory):
-    """Makes the arguments of `subprocess.run` for a recipe in a folder."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "XLA_", "FORCE_COLOR"))
-    }
-    environment |= {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
-    }
-
-    def make(folder, *words, recipe=RECIPE, env=None):
-        (folder / "tiny.py").write_text(recipe)
-        return {
-            "args": [sys.executable, "-m", "jshard.train", *words],
-            "cwd": folder,
-            "env": environment | (env or {}),
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "text": True,
-        }
-
-    return make
-
-
-@pytest.fixture(scope="session")
 def train(command):
-    """Runs the command line to its end."""
+    """Runs the command line to its end, with the recipe in `tiny.py`."""
 
-    def run(folder, *words, **options):
+    def run(folder, *words, recipe=RECIPE, **options):
+        (folder / "tiny.py").write_text(recipe)
         return subprocess.run(timeout=120, **command(folder, *words, **options))
 
     return run
@@ -346,6 +318,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(train, tmp_path):
 def test_an_interrupted_run_saves_where_it_may_and_keeps_its_metrics(
     words, code, said, command, tmp_path
 ):
+    (tmp_path / "tiny.py").write_text(RECIPE)
     options = command(
         tmp_path,
         "--config=tiny.py",
