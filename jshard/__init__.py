@@ -1,5 +1,6 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX."""
 
+from jshard.checkpoint import Checkpointer
 from jshard.collectives import gather, pmean
 from jshard.dropout import Dropout
 from jshard.errors import UserError
@@ -16,6 +17,7 @@ from jshard.state import TrainState
 
 __all__ = [
     "FSDP",
+    "Checkpointer",
     "Dropout",
     "Loss",
     "Mean",

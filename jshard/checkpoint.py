@@ -5,15 +5,23 @@ process its shards; then a description; then the manifest with a checksum of eve
 and last it is renamed to ``100``. It is deleted by renaming it to ``100.deleting``
 first. So whatever the process dies in, a folder with a number for a name was once
 whole, and the manifest tells whether it still is.
+
+Several processes meet in that folder. Each leaves the checksums of its part there for
+process 0, which does the rest; and a file that any of them removes when its save fails,
+for which the others look, since Orbax would wait for that one for 20 minutes.
 """
 
 import dataclasses
+import errno
 import json
 import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,10 +42,13 @@ from jshard.restore import (
 from jshard.state import TrainState
 
 _SAVING, _DELETING = ".saving", ".deleting"
+_SOUND = ".sound"  # a file in the folder of a save, until that fails on any process
 # Bytes that a reader of one layer, or of other shards, may have to read around them.
 _CHUNK = 256 << 20
 _FILE = 256 << 20  # bytes: files are what processes and threads share out to verify
 _PATIENCE = 1200  # seconds to wait for the other processes: Orbax's own
+_POLL = 0.02  # seconds between looks at the disk for them
+_ELSEWHERE = "the save failed on another process"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +124,18 @@ class Checkpointer:
         self._report = report
         self._saving: threading.Thread | None = None
         logging.getLogger("absl").addFilter(_not_orbax)
-        if jax.process_index() == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                for leftover in self._leftovers():
-                    shutil.rmtree(leftover)
-            except OSError as error:
-                raise UserError(
-                    f"cannot write checkpoints to {self.folder}: {error.strerror}"
-                ) from error
+
+        def make() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self._leftovers():
+                shutil.rmtree(leftover)
+
+        try:
+            _on_first(make)
+        except OSError as error:
+            raise UserError(
+                f"cannot write checkpoints to {self.folder}: {error.strerror}"
+            ) from error
 
     def steps(self) -> list[int]:
         """The steps that were saved and not deleted, ascending; not verified."""
@@ -139,7 +153,8 @@ class Checkpointer:
         """Starts to save a state, and returns once it may be donated.
 
         Waits for the save before, if that is still going on. A save that fails is
-        reported, never raised, and leaves the checkpoints that were there.
+        reported, never raised, and leaves the checkpoints that were there. With
+        several processes it fails on all of them, and each reports it.
 
         Args:
           state: whose ``step`` names the checkpoint; one of the same step is replaced.
@@ -156,9 +171,11 @@ class Checkpointer:
         folder = self.folder / f"{step}{_SAVING}"
         arrays = description.nest(description.arrays_by_name(state))
         try:
+            _on_first(lambda: self._make(folder))
             with _context(content["arrays"]):
-                response = ocp.save_async(folder / ARRAYS, arrays, overwrite=True)
+                response = ocp.save_async(folder / ARRAYS, arrays)
         except OSError as error:  # the folder cannot be made
+            _give_up(folder)
             self._report(
                 Save(step, time.perf_counter() - start, 0.0, error=_why(error))
             )
@@ -168,12 +185,11 @@ class Checkpointer:
         def finish() -> None:
             size, problem = 0, ""
             try:
-                response.result()
+                _wait_for_arrays(response, folder)
                 size = self._complete(step, folder, {"step": step, **content})
             except Exception as error:  # whatever it is, training goes on
                 problem = _why(error)
-                if jax.process_index() == 0:
-                    shutil.rmtree(folder, ignore_errors=True)
+                _give_up(folder)
             took = time.perf_counter() - start
             self._report(Save(step, blocked, took, size, problem))
 
@@ -181,23 +197,40 @@ class Checkpointer:
         self._saving = threading.Thread(target=finish, name=f"save-{step}")
         self._saving.start()
 
+    def _make(self, folder: Path) -> None:
+        """Makes an empty folder, before Orbax finds that it cannot.
+
+        The others would wait for that process for minutes.
+        """
+        for leftover in self._leftovers():  # of a save that failed, too
+            shutil.rmtree(leftover, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / _SOUND).touch()
+
     def _complete(self, step: int, folder: Path, content: dict[str, Any]) -> int:
         """Makes a checkpoint of what Orbax has written; returns its bytes."""
         process, count = jax.process_index(), jax.process_count()
+        final = self.folder / str(step)
         if process == 0:
             manifest.write_durably(folder / description.FILE, content)
         files = manifest.checksum(folder, ARRAYS, process, count)
         if process > 0:
             manifest.write_durably(_part(folder, process), files)
+            _wait_until(lambda: not folder.exists(), folder)
+            # Renamed, or given up?
+            if not (final.exists() and manifest.read(final).items() >= files.items()):
+                raise OSError(_ELSEWHERE)
             return 0
-        for other in range(1, count):
-            files |= _wait_for(_part(folder, other))
+        for part in (_part(folder, other) for other in range(1, count)):
+            _wait_until(part.exists, folder)
+            files |= json.loads(part.read_text(encoding="utf-8"))
+            part.unlink()
         files |= manifest.checksum(folder, description.FILE)
         manifest.write(folder, files)
-        final = self.folder / str(step)
         if final.exists():  # of a run that went back to an earlier step
             self._delete(final)
         folder.rename(final)
+        (final / _SOUND).unlink()
         manifest.sync_folder(self.folder)
         self._retain(step)
         return sum(file["bytes"] for file in files.values())
@@ -308,39 +341,68 @@ def _context(described: Mapping[str, Any]) -> ocp.Context:
     return context
 
 
-def _make_on_first(folder: Path) -> None:
-    """Makes an empty folder on process 0; all fail alike where that cannot be.
-
-    Orbax would find out in its own threads, where the others wait for it for minutes.
-    """
-    problem = None
+def _on_first(action: Callable[[], None]) -> None:
+    """Does something on process 0; where that raises an OSError, all do."""
+    code = 0
     if jax.process_index() == 0:
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
+            action()
         except OSError as error:
-            problem = error
-    if multihost_utils.broadcast_one_to_all(np.bool_(problem is not None)):
-        raise problem or OSError(f"process 0 cannot make {folder}")
+            code = error.errno or errno.EIO
+    code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _wait_for_arrays(response: Any, folder: Path) -> None:
+    """Waits until Orbax has written all arrays, or a process has failed to."""
+    if jax.process_count() == 1:
+        return response.result()
+    written: Future[None] = Future()
+
+    def wait() -> None:
+        try:
+            written.set_result(response.result())
+        except BaseException as error:
+            written.set_exception(error)
+
+    # A daemon: it is left behind where another process has failed.
+    threading.Thread(target=wait, daemon=True).start()
+    _wait_until(written.done, folder)
+    written.result()
+
+
+def _give_up(folder: Path) -> None:
+    """Tells the others that a save has failed here, and removes it."""
+    with suppress(OSError):
+        (folder / _SOUND).unlink()
+    if jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _part(folder: Path, process: int) -> Path:
     return folder / f".part-{process}.json"
 
 
-def _wait_for(part: Path) -> dict[str, Any]:
+def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
+    """Waits for other processes, until a save is given up by one of them."""
     deadline = time.monotonic() + _PATIENCE
-    while not part.exists():
+    while True:
+        sound = (folder / _SOUND).exists()  # before: what ends well removes it too
+        if condition():
+            return
+        if not sound:
+            raise OSError(_ELSEWHERE)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{part.name} did not come in {_PATIENCE} s")
-        time.sleep(0.02)
-    files = json.loads(part.read_text(encoding="utf-8"))
-    part.unlink()
-    return files
+            raise TimeoutError(f"another process was not done in {_PATIENCE} s")
+        time.sleep(_POLL)
 
 
 def _why(error: BaseException) -> str:
     """The message at the end of the chain of causes, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if os.strerror(number) in str(error):  # in the midst of TensorStore's words
+            return os.strerror(number)
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -96,7 +96,7 @@ def show(folder: Path) -> str:
     for name, members in groups.items():
         count = sum(math.prod(array["shape"]) for array in members)
         total = format_bytes(sum(map(_bytes, members)))
-        lines.append(f"{name:<11} {count:,} values in {len(members)} arrays, {total}")
+        lines.append(f"{name:<11} {count:,} in {len(members)} arrays, {total}")
     lines.append("")
     width = max(map(len, arrays))
     for name, array in arrays.items():

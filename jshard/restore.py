@@ -78,7 +78,7 @@ def newest_whole(folder: Path) -> Path:
       UserError: there is none, or a newer jshard wrote the newest.
     """
     damaged = []
-    for step in find_steps(folder)[::-1]:
+    for step in _steps_of_first(folder)[::-1]:
         damage = find_damage(folder / str(step))
         if not damage:
             if damaged:
@@ -94,6 +94,17 @@ def newest_whole(folder: Path) -> Path:
             "from step 1, remove that folder or give another --workdir"
         )
     raise UserError(f"no checkpoint in {folder}")
+
+
+def _steps_of_first(folder: Path) -> list[int]:
+    """The newest steps that process 0 sees, on all processes.
+
+    A network disk may show a new one to the others later: they would restore another.
+    """
+    steps = np.full(64, -1, np.int32)
+    for i, step in enumerate(find_steps(folder)[-len(steps) :]):
+        steps[i] = step
+    return [int(s) for s in multihost_utils.broadcast_one_to_all(steps) if s >= 0]
 
 
 def find_damage(folder: Path) -> str:

@@ -1,6 +1,5 @@
 """A run that is killed at any moment goes on as if nothing had happened."""
 
-import json
 import random
 import re
 import subprocess
@@ -9,89 +8,7 @@ from pathlib import Path
 
 import pytest
 
-RECIPE = """\
-import grain
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-from ml_collections import ConfigDict
-
-import jshard
-
-LENGTH = 8
-
-
-def get_config():
-    return ConfigDict(
-        {
-            "steps": 100,
-            "batch_size": 8,
-            "log_every": 1,
-            "eval_every": 10,
-            "mesh": {"cpu_devices": 4},
-            "policy": {"min_shard_elements": 0, "ema_decay": 0.9},
-            "checkpoint": {"every": 4, "keep": 2},
-        }
-    )
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = jshard.Unit(nnx.Embed(64, 16, rngs=rngs))
-        self.dropout = jshard.Dropout(0.1, rngs=rngs)
-        self.noise = nnx.Dropout(0.1, rngs=rngs)
-        self.head = jshard.Unit(nnx.Linear(16, 64, rngs=rngs))
-
-    def __call__(self, x):
-        return self.head(self.noise(self.dropout(self.embed(x))))
-
-
-def make_model(config, rngs):
-    return Model(rngs)
-
-
-def learning_rate(config):
-    return optax.cosine_decay_schedule(1e-2, config.steps)
-
-
-def make_optimizer(config):
-    return optax.adamw(learning_rate(config))
-
-
-def loss_fn(model, batch):
-    tokens = batch["tokens"]
-    loss = optax.softmax_cross_entropy_with_integer_labels(
-        model(tokens[:, :-1]), tokens[:, 1:]
-    )
-    # Which tokens a step saw at each position: sums that are exact in float32.
-    sums = jnp.sum(tokens.astype(jnp.float32) ** 2, axis=0)
-    seen = {f"token_{i}": jshard.Mean(sums[i], 1.0) for i in range(LENGTH)}
-    return jshard.Mean(loss.sum(), loss.size), seen
-
-
-def make_data(config, split):
-    def example(i):
-        return {"tokens": np.random.default_rng(i).integers(0, 64, LENGTH, np.int32)}
-
-    data = grain.MapDataset.range(512).map(example)
-    if split == "validation":
-        return data[:16]
-    return data.seed(config.seed).shuffle().repeat()
-"""
-
-TIMES = ("time", "per_second", "checkpoint_")
-
-
-def read_metrics(workdir: Path) -> list[dict]:
-    """All that a run computed: its lines without times."""
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    lines = [
-        {k: v for k, v in line.items() if not any(name in k for name in TIMES)}
-        for line in lines
-    ]
-    return [line for line in lines if len(line) > 1]
+from resumable import RECIPE, read_metrics
 
 
 def reported(output: str, pattern: str) -> list[int]:

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import Event
 
 import jshard
+from checkpoints import small_disk
 from jshard.errors import RunFailed, UserError
 from jshard.training import throughput as speed
 from jshard.training.metrics import RunFolder
@@ -114,15 +115,48 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
         RunFolder(tmp_path / "file/run", CONFIG)
 
 
-def test_a_full_disk_ends_the_run_with_one_line_that_says_so(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def fill(disk):
+    """Leaves no room at all."""
+    with (disk / "other").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
-    def run():
-        with RunFolder(tmp_path, CONFIG) as folder:
-            folder.write(1, {"loss": 0.5})
 
-    with pytest.raises(RunFailed, match=r"cannot write to .*: No space left on device"):
-        run()
+def write_losses(folder, steps):
+    for step in steps:
+        folder.write(step, {"loss": 1 / step, "eval_loss": 1.0})
+    folder.report()
+    folder.flush()
+
+
+def test_metrics_wait_for_a_disk_that_is_full_for_a_while(tmp_path):
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        with RunFolder(disk, CONFIG) as folder:
+            write_losses(folder, range(1, 9))
+            fill(disk)
+            with pytest.warns(UserWarning, match=r"No space left .* in memory") as told:
+                write_losses(folder, range(9, 500))
+            assert len(told) == 1
+            (disk / "other").unlink()
+        steps = list(range(1, 500))
+        assert [line["step"] for line in read_lines(disk)] == steps
+        scalars = read_scalars(disk)
+        assert [step for tag, step, _ in scalars if tag == "train/loss"] == steps
+        assert (disk / "report.html").exists()
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_one_line_that_says_so(tmp_path):
+    def run(disk):
+        with RunFolder(disk, CONFIG) as folder:
+            fill(disk)
+            write_losses(folder, range(1, 500))
+
+    with (
+        small_disk(tmp_path / "disk", "64k") as disk,
+        pytest.warns(UserWarning, match="No space left"),
+        pytest.raises(RunFailed, match=r"cannot write to .*: No space left on device"),
+    ):
+        run(disk)
 
 
 def test_a_process_that_is_not_the_first_writes_nothing(tmp_path):

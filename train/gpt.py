@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
             "log_every": 10,
             "eval_every": 100,
             "eval_batches": 0,
+            "checkpoint": {"every": 100},
             "model": {
                 "vocab_size": BYTE_VOCAB,
                 "sequence_length": 128,

@@ -25,6 +25,7 @@ def get_config() -> ConfigDict:
     config.batch_size = 512
     config.eval_every = 500
     config.eval_batches = 4
+    config.checkpoint.every = 1000
     config.policy = {
         "remat": "dots",
         "accumulate": 8,

@@ -2,27 +2,29 @@
 
 import json
 import math
-import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from tensorboardX import SummaryWriter
-
 from jshard.errors import RunFailed, UserError
+from jshard.training.append import AppendedFile
 from jshard.training.atomic import replace_file
 from jshard.training.config import Config
 from jshard.training.lock import lock_folder
 from jshard.training.report import read_metrics, write_report
+from jshard.training.tensorboard import EventFile
 
 
 class RunFolder:
     """Writes a run's config, metrics, notes, TensorBoard events and report.
 
     Every line is on its way to the disk when `write` returns, so that a run that ends
-    badly keeps the metrics written so far. Used as a context manager, which leaves a
-    report however the run ends. While it is open, no other process can open it.
+    badly keeps the metrics written so far. A disk that is full does not stop a run:
+    the user is told, and what it did not take is written as soon as it can be. Used as
+    a context manager, which leaves a report however the run ends. While it is open, no
+    other process can open it.
 
     Attributes:
       path: The folder.
@@ -52,6 +54,7 @@ class RunFolder:
         self.path = path
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
+        self._waits = False  # whether the disk did not take all
         if not enabled:
             return
         try:
@@ -65,7 +68,6 @@ class RunFolder:
 
     def _open(self, config: Config, resume_from: int | None) -> None:
         metrics = self.path / "metrics.jsonl"
-        events = {}
         if resume_from is None:
             if metrics.exists() and metrics.stat().st_size:
                 raise UserError(
@@ -77,32 +79,19 @@ class RunFolder:
             kept = [_json(line) + "\n" for line in lines if line["step"] <= resume_from]
             self._notes = _read_object(self.path / "notes.json")
             replace_file(metrics, "".join(kept))
-            resumed = [*self._notes.get("resumed", []), resume_from]
-            self._notes["resumed"] = resumed
+            self._notes["resumed"] = [*self._notes.get("resumed", []), resume_from]
             self._write_notes()
-            # The suffix keeps a file of the same second from being overwritten.
-            events = {
-                "purge_step": resume_from + 1,
-                "filename_suffix": f".{len(resumed)}",
-            }
-        self._metrics = metrics.open("a", encoding="utf-8")
         replace_file(self.path / "config.json", _json(config.to_dict(), indent=2))
-        self._tensorboard = SummaryWriter(str(self.path), flush_secs=10, **events)
+        self._metrics = AppendedFile(metrics)
+        self._events = EventFile(self.path, resume_from)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics; a value that is not finite becomes null."""
         if not self._enabled:
             return
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        with self._failing_as_one_line():
-            self._metrics.write(_json({"step": step, **finite}) + "\n")
-            self._metrics.flush()
-            for name, value in values.items():
-                # A group of TensorBoard charts each: eval_loss is eval/loss.
-                group, _, rest = name.partition("_")
-                grouped = group in ("eval", "checkpoint") and rest
-                tag = f"{group}/{rest}" if grouped else f"train/{name}"
-                self._tensorboard.add_scalar(tag, value, step)
+        line = _json({"step": step, **finite}) + "\n"
+        self._tell(self._metrics.write(line.encode()), self._events.add(step, values))
 
     def flush(self) -> None:
         """Waits until all metrics are on the disk.
@@ -111,9 +100,18 @@ class RunFolder:
         power cut must not take their lines.
         """
         if self._enabled:
-            with self._failing_as_one_line():
-                os.fsync(self._metrics.fileno())
-                self._tensorboard.flush()  # as far as its thread has come
+            self._tell(self._metrics.sync(), self._events.sync())
+
+    def _tell(self, *problems: str) -> None:
+        """Warns of a disk that takes no more, once until it does again."""
+        problem = max(problems)
+        if problem and not self._waits:
+            warnings.warn(
+                f"cannot write to {self.path}: {problem}; training goes on, and its "
+                "metrics wait in memory",
+                stacklevel=3,
+            )
+        self._waits = bool(problem)
 
     def note(self, **notes: Any) -> None:
         """Adds to `notes.json`: what the report shows beside config and metrics."""
@@ -128,22 +126,31 @@ class RunFolder:
     def report(self) -> None:
         """Writes `report.html` from what is there by now."""
         if self._enabled:
-            with self._failing_as_one_line():
+            try:
                 write_report(self.path)
+            except OSError as error:
+                self._tell(_why(error))
 
     def __enter__(self) -> Self:
         """Returns the folder."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the files, writes the report and gives the folder back."""
+        """Closes the files, writes the report and gives the folder back.
+
+        Raises:
+          RunFailed: The disk does not take what waits.
+        """
         if not self._enabled:
             return
-        with self._lock:
-            with self._failing_as_one_line():
-                self._tensorboard.close()
-                self._metrics.close()
-            self.report()
+        with self._lock, self._failing_as_one_line():
+            problems = [self._metrics.close(), self._events.close()]
+            write_report(self.path)
+            if any(problems):
+                raise RunFailed(
+                    f"cannot write to {self.path}: {max(problems)}; the last metrics "
+                    "are lost"
+                )
 
     @contextmanager
     def _failing_as_one_line(self) -> Iterator[None]:

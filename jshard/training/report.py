@@ -104,6 +104,8 @@ def _charts(metrics: Sequence[_Line], references: Mapping[str, float]) -> Iterat
         lines = {"training": _points(metrics, name)}
         if evaluations := _points(metrics, f"eval_{name}"):
             lines["validation"] = evaluations
+        if averages := _points(metrics, f"eval_ema_{name}"):
+            lines["validation of averages"] = averages
         if name == "loss":
             yield line_chart("Loss", lines, references=references, wide=True)
         else:

@@ -1,0 +1,118 @@
+"""`python -m jshard.inspect` shows a checkpoint without reading its arrays."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jshard
+from checkpoints import at_step, data_file, flip_bit, make_fsdp, trained
+from jshard import command, inspect
+from jshard.checkpoint import Checkpointer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    state = trained(make_fsdp(2, 4), steps=0)
+    config = {"steps": 9, "optimizer": {"peak": 0.5}}
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        for step in (4, 8):
+            metrics = {"eval_loss": 1 / step}
+            checkpointer.save(at_step(state, step), metrics=metrics, config=config)
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def shown(monkeypatch, capsys, *words: object) -> tuple[int, str, str]:
+    """The exit code, output and errors of the command line."""
+    monkeypatch.setattr(sys, "argv", ["jshard.inspect", *map(str, words)])
+    # The platform is for a process of its own.
+    monkeypatch.setattr(inspect.jax.config, "update", lambda *_: None)
+    code = 0
+    try:
+        command.run_command(inspect._inspect)
+    except SystemExit as ended:
+        code = ended.code
+    return code, *capsys.readouterr()
+
+
+def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
+    saved, monkeypatch, capsys
+):
+    code, out, err = shown(monkeypatch, capsys, saved)
+    assert (code, err) == (0, "")
+    for part in (
+        "2 checkpoints, the newest is shown",
+        "checkpoints/8\n",
+        "step        8, saved 20",
+        f"jax {inspect.jax.__version__}",
+        "replica 2 x fsdp 4; processes 1",
+        "eval_loss 0.125",
+        "steps=9, optimizer.peak=0.5",
+        "params      1,227 in 5 arrays, 4.8 KiB",
+        "(4, 16, 16)  stacked",
+    ):
+        assert part in out
+
+
+def test_arrays_are_not_read(run, monkeypatch, capsys):
+    for step in (4, 8):
+        data_file(run / f"checkpoints/{step}").unlink()
+    code, out, _ = shown(monkeypatch, capsys, run)
+    assert code == 0
+    assert "params.layers.linear.kernel" in out
+
+
+def test_verifying_names_every_damaged_file_and_exits_2(run, monkeypatch, capsys):
+    code, out, _ = shown(monkeypatch, capsys, run, "--verify")
+    assert code == 0
+    assert "checkpoints/4: whole\n" in out
+    assert "checkpoints/8: whole\n" in out
+    file = data_file(run / "checkpoints/4")
+    flip_bit(file)
+    code, out, err = shown(monkeypatch, capsys, run, "--verify")
+    assert code == 2
+    assert f"{file.name} has another checksum" in out
+    assert "checkpoints/8: whole\n" in out
+    assert err == "jshard: error: 1 of 2 checkpoints damaged\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nosuch"], "nosuch does not exist"),
+        (["."], "holds no checkpoint"),
+        ([], "the following arguments are required: PATH; see --help"),
+        (["run", "--verifi"], "unrecognized arguments: --verifi; see --help"),
+        (["run"], "description.json"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    words, said, run, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path if words != ["."] else Path(__file__).parent)
+    (run / "checkpoints/8/description.json").unlink()
+    code, _, err = shown(monkeypatch, capsys, *words)
+    assert code == 2
+    assert err.startswith("jshard: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_it_is_a_command_of_its_own(saved):
+    done = subprocess.run(
+        [sys.executable, "-m", "jshard.inspect", saved, "--verify"],
+        cwd=Path(jshard.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("8: whole\n")
