@@ -141,6 +141,7 @@ def kilobytes(file: str, name: str) -> int:
 
 def fill(folder: Path, leave: int = 512 << 20) -> None:
     """Fills free memory with page cache: of a file's hole, which takes no disk."""
+    ctypes.CDLL(None).malloc_trim(0)  # what restores have freed
     free = kilobytes("/proc/meminfo", "MemFree") << 10
     if free > leave:
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
@@ -310,42 +311,38 @@ def flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte ^ 255]))
 
 
-def measure_memory(options: argparse.Namespace, what: str, work: Path) -> None:
-    """Prints the peak of this process's memory in an operation, beyond its start."""
-
-    def run(setup: Setup, work: Path, measured: bool) -> float:
-        state = setup.state() if what == "save" or not measured else None
-        step = work / "jshard" / "0"
-        kept: Any = None
-        ctypes.CDLL(None).malloc_trim(0)
-        before = kilobytes("/proc/self/status", "VmRSS")
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-        if state is not None:
-            with Checkpointer(work / "jshard") as ours:
-                ours.save(state)
-        if what == "restore":
-            kept = jax.block_until_ready(
-                Checkpointer(step.parent).restore(setup.abstract)
-            )
-        if what == "export" or (what == "import" and not measured):
+def operate(setup: Setup, what: str, work: Path, state: Any = None) -> Any:
+    """One of the operations whose memory is measured; needs those before it."""
+    step = work / "jshard" / "0"
+    match what:
+        case "save":
+            with Checkpointer(step.parent) as checkpointer:
+                checkpointer.save(state)
+        case "restore":
+            return Checkpointer(step.parent).restore(setup.abstract)
+        case "export":
             quiet_export(step, work / "export")
-        if what == "import":
-            kept = jax.block_until_ready(
-                load_safetensors(work / "export", setup.abstract)
-            )
-        peak = kilobytes("/proc/self/status", "VmHWM") - before << 10
-        shards = [s for x in jax.tree.leaves(kept) for s in x.addressable_shards]
-        return peak - sum(shard.data.nbytes for shard in shards)
+        case "import":
+            return load_safetensors(work / "export", setup.abstract)
 
-    tiny = argparse.Namespace(
-        **{**vars(options), "layers": 1, "width": 64, "vocab": 64}
-    )
+
+def measure_memory(options: argparse.Namespace, what: str, work: Path) -> None:
+    """Prints the peak of this process in an operation, beyond start and result."""
+    small = {**vars(options), "layers": 1, "width": 64, "vocab": 64}
+    tiny, setup = Setup(argparse.Namespace(**small)), Setup(options)
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        run(Setup(tiny), Path(folder), False)  # imports, threads
-    setup = Setup(options)
+        for each in OPERATIONS:  # imports, threads
+            operate(tiny, each, Path(folder), tiny.state())
+    state = setup.state() if what == "save" else None
+    ctypes.CDLL(None).malloc_trim(0)
+    before = kilobytes("/proc/self/status", "VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
+    result = jax.block_until_ready(operate(setup, what, work, state))
+    peak = (kilobytes("/proc/self/status", "VmHWM") - before) << 10
+    shards = [s for x in jax.tree.leaves(result) for s in x.addressable_shards]
+    peak -= sum(shard.data.nbytes for shard in shards)
     size = setup.size if what in ("save", "restore") else setup.model_size
-    peak = run(setup, work, True)
-    print(f"| {what} | {peak / 2**20:,.0f} MiB | {peak / size:.3f} |")
+    print(f"| {what} | {peak / 2**20:,.0f} MiB | {peak / size:.2f} |")
 
 
 def main() -> None:
@@ -356,7 +353,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument(
-        "--steps", type=int, default=3, help="to time, longer than a save"
+        "--steps", type=int, default=2, help="to time, longer than a save"
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -382,7 +379,8 @@ def main() -> None:
         measure_exports(setup, work, step)
         measure_damage(setup, work, step)
         print(
-            "\n| memory beyond state and result | peak | of the bytes |\n|---|---|---|"
+            "\n| memory beyond state and result | peak | of its bytes |\n|---|---|---|",
+            flush=True,
         )
         (work / "memory").mkdir()
         for what in OPERATIONS:

@@ -42,6 +42,7 @@ from jshard.restore import (
 from jshard.state import TrainState
 
 _SAVING, _DELETING = ".saving", ".deleting"
+_PART = ".part-{}.json"  # a file in the folder of a save: checksums of one process
 _SOUND = ".sound"  # a file in the folder of a save, until that fails on any process
 # Bytes that a reader of one layer, or of other shards, may have to read around them.
 _CHUNK = 256 << 20
@@ -88,7 +89,8 @@ class Checkpointer:
     """Saves states into a folder, and restores them.
 
     Every process calls every method, at the same steps. The folder is one that all
-    of them see.
+    of them see. When a save fails on one process, another's thread may wait for it in
+    Orbax for 20 minutes; ``jax.distributed.shutdown()`` at a program's end ends that.
 
     Args:
       folder: made when it is not there.
@@ -124,14 +126,8 @@ class Checkpointer:
         self._report = report
         self._saving: threading.Thread | None = None
         logging.getLogger("absl").addFilter(_not_orbax)
-
-        def make() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self._leftovers():
-                shutil.rmtree(leftover)
-
         try:
-            _on_first(make)
+            _on_first(self._tidy)
         except OSError as error:
             raise UserError(
                 f"cannot write checkpoints to {self.folder}: {error.strerror}"
@@ -174,11 +170,10 @@ class Checkpointer:
             _on_first(lambda: self._make(folder))
             with _context(content["arrays"]):
                 response = ocp.save_async(folder / ARRAYS, arrays)
-        except OSError as error:  # the folder cannot be made
+        except Exception as error:  # whatever it is, training goes on
             _give_up(folder)
-            self._report(
-                Save(step, time.perf_counter() - start, 0.0, error=_why(error))
-            )
+            blocked = time.perf_counter() - start
+            self._report(Save(step, blocked, blocked, error=_why(error)))
             return
         blocked = time.perf_counter() - start
 
@@ -187,7 +182,7 @@ class Checkpointer:
             try:
                 _wait_for_arrays(response, folder)
                 size = self._complete(step, folder, {"step": step, **content})
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:
                 problem = _why(error)
                 _give_up(folder)
             took = time.perf_counter() - start
@@ -202,9 +197,8 @@ class Checkpointer:
 
         The others would wait for that process for minutes.
         """
-        for leftover in self._leftovers():  # of a save that failed, too
-            shutil.rmtree(leftover, ignore_errors=True)
-        folder.mkdir(parents=True)
+        self._tidy()
+        folder.mkdir()
         (folder / _SOUND).touch()
 
     def _complete(self, step: int, folder: Path, content: dict[str, Any]) -> int:
@@ -215,13 +209,14 @@ class Checkpointer:
             manifest.write_durably(folder / description.FILE, content)
         files = manifest.checksum(folder, ARRAYS, process, count)
         if process > 0:
-            manifest.write_durably(_part(folder, process), files)
+            manifest.write_durably(folder / _PART.format(process), files)
             _wait_until(lambda: not folder.exists(), folder)
             # Renamed, or given up?
             if not (final.exists() and manifest.read(final).items() >= files.items()):
                 raise OSError(_ELSEWHERE)
             return 0
-        for part in (_part(folder, other) for other in range(1, count)):
+        for other in range(1, count):
+            part = folder / _PART.format(other)
             _wait_until(part.exists, folder)
             files |= json.loads(part.read_text(encoding="utf-8"))
             part.unlink()
@@ -258,16 +253,19 @@ class Checkpointer:
             kept |= {step for step in steps if step % self._keep_every == 0}
         if self._best:
             kept |= {best for best in [self._best_step(steps)] if best is not None}
-        for step in steps:
-            if step not in kept:
+        for step in sorted(set(steps) - kept):
+            try:
                 self._delete(self.folder / str(step))
+            except OSError as error:  # which is no reason to call the save failed
+                logging.getLogger("jshard").warning("cannot delete: %s", error)
 
     def _best_step(self, steps: list[int]) -> int | None:
         found = {}
         for step in steps:
-            metrics = description.read(self.folder / str(step))["metrics"]
-            if np.isfinite(metrics.get(self._best, np.nan)):
-                found[step] = metrics[self._best]
+            with suppress(OSError, ValueError):  # a damaged one is not the best
+                metrics = description.read(self.folder / str(step))["metrics"]
+                if np.isfinite(metrics.get(self._best, np.nan)):
+                    found[step] = metrics[self._best]
         if not found:
             return None
         return (max if self._highest else min)(found, key=lambda step: found[step])
@@ -277,14 +275,13 @@ class Checkpointer:
         folder.rename(leaving)  # at once: never a half under a whole one's name
         shutil.rmtree(leaving)
 
-    def _leftovers(self) -> list[Path]:
-        """Folders of saves and deletions that a dying process left."""
-        return [
-            path
-            for suffix in (_SAVING, _DELETING)
-            for path in self.folder.glob(f"*{suffix}")
-            if path.name.removesuffix(suffix).isdigit()
-        ]
+    def _tidy(self) -> None:
+        """Removes what saves and deletions left that failed, or in which all died."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for suffix in (_SAVING, _DELETING):
+            for path in self.folder.glob(f"*{suffix}"):
+                if path.name.removesuffix(suffix).isdigit():
+                    shutil.rmtree(path, ignore_errors=True)
 
     # Restoring.
 
@@ -378,10 +375,6 @@ def _give_up(folder: Path) -> None:
         (folder / _SOUND).unlink()
     if jax.process_index() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _part(folder: Path, process: int) -> Path:
-    return folder / f".part-{process}.json"
 
 
 def _wait_until(condition: Callable[[], bool], folder: Path) -> None:

@@ -7,13 +7,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
-
-START = 60  # seconds, at most, until a process is there
 
 
 class Processes:
@@ -31,83 +29,81 @@ class Processes:
             port = free.getsockname()[1]
         spawn = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
-        self.processes, self._logs = [], []
+        self._processes, self._logs = [], []
         for index in range(count):
             here, there = spawn.Pipe()
-            log = folder / f"process-{index}-of-{count}-{port}.log"
+            log = folder / f"{port}-{index}.log"
             process = spawn.Process(
                 target=_work, args=(there, index, count, devices, port, str(log))
             )
             process.start()
             there.close()
             self._connections.append(here)
-            self.processes.append(process)
+            self._processes.append(process)
             self._logs.append(log)
 
     def call(
-        self, function: Callable, *args: Any, timeout: float = 60, **kwargs: Any
+        self, function: Callable, *args: Any, timeout: float = 120, **kwargs: Any
     ) -> list[Any]:
-        """Runs a function of a test module on every process; returns what each did.
+        """Runs a function of a test module on all processes; returns what each did.
 
         All are killed where one raises, dies, or takes longer than ``timeout``.
         """
         self.start(function, *args, **kwargs)
-        return self.results(timeout)
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            waiting = {
+                i: c for i, c in enumerate(self._connections) if i not in results
+            }
+            # Whoever is first: the others may wait for one that has failed.
+            ready = wait(waiting.values(), max(0.0, deadline - time.monotonic()))
+            for number, connection in waiting.items():
+                if connection in ready:
+                    results[number] = self._receive(number, connection)
+            if not ready:
+                self._fail(f"{sorted(waiting)} not done in {timeout} s")
+        return [results[number] for number in sorted(results)]
+
+    def _receive(self, number: int, connection: Connection) -> Any:
+        try:
+            well, result = connection.recv()
+        except (EOFError, OSError):
+            well, result = False, "it died"
+        return result if well else self._fail(f"process {number}: {result}")
+
+    def _fail(self, why: str) -> NoReturn:
+        self.kill()
+        printed = [log.read_text(errors="replace")[-4000:] for log in self._logs]
+        raise AssertionError("\n----\n".join([why, *printed]))
 
     def start(self, function: Callable, *args: Any, **kwargs: Any) -> None:
-        """Starts a call, whose end ``results`` or ``end`` waits for."""
+        """Starts a call that some will not survive: ``wait_for`` is next."""
         for connection in self._connections:
             connection.send((function, args, kwargs))
 
-    def results(self, timeout: float = 60) -> list[Any]:
-        """Waits for what ``start`` began."""
-        deadline = time.monotonic() + timeout + START
-        results = []
-        for index, connection in enumerate(self._connections):
-            try:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"process {index} is not done")
-                ok, result = connection.recv()
-                if not ok:
-                    raise AssertionError(f"process {index}: {result}")
-            except (EOFError, OSError, AssertionError) as error:
-                self.kill()
-                raise AssertionError(f"{error!r}\n{self.printed()}") from error
-            results.append(result)
-        return results
-
-    def end(self, timeout: float) -> list[int | None]:
-        """Waits until all have died, then kills the rest; returns exit codes."""
-        deadline = time.monotonic() + timeout
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in self.processes]
-        self.kill()
-        return codes
+    def wait_for(self, index: int, timeout: float) -> int | None:
+        """Waits for a process to end; returns its exit code, None if it lives on."""
+        self._processes[index].join(timeout)
+        return self._processes[index].exitcode
 
     def kill(self) -> None:
         """Kills all that still live."""
-        for process in self.processes:
+        for process in self._processes:
             process.kill()
-        for process in self.processes:
+        for process in self._processes:
             process.join()
-
-    def printed(self) -> str:
-        """What they have printed, the end of it."""
-        return "\n".join(
-            f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}"
-            for log in self._logs
-            if log.exists()
-        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
         for connection in self._connections:
-            connection.close()  # which tells a process to end
+            connection.close()  # which tells its process to end
         if kind is None:
-            self.end(timeout=15)
+            deadline = time.monotonic() + 15
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
 
 
@@ -116,11 +112,10 @@ def _work(
 ) -> None:
     """What a process does: one call after the other."""
     with open(log, "w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", True)  # they compile faster
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
@@ -128,9 +123,12 @@ def _work(
         try:
             function, args, kwargs = connection.recv()
         except EOFError:
-            return
+            break
         try:
             answer = True, function(*args, **kwargs)
         except BaseException:
             answer = False, traceback.format_exc()
         connection.send(answer)
+    if count > 1:
+        # Before Python waits for threads, one of which may wait for another process.
+        jax.distributed.shutdown()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -10,11 +9,16 @@ import time
 import warnings
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jshard
 from jshard.errors import Preempted
 from jshard.train import main
 from jshard.training.preemption import Preemption
+from processes import Processes
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -148,72 +152,38 @@ def test_the_second_signal_ends_even_a_process_that_is_busy(first, second, code)
         assert process.stderr.read().decode() == said
 
 
-# Several processes. Both step together, by a sum over both; the second one signals
-# itself after its tenth step, and again after the agreed one.
-PROCESS = """\
-import os, signal, sys, time
-import jax
-import numpy as np
-from jax.sharding import PartitionSpec as P
-from jshard.training.preemption import Preemption
+# Several processes.
 
-number, port, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-signal.signal(signal.SIGINT, signal.default_int_handler)
-jax.config.update("jax_num_cpu_devices", 1)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
-mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-def add(x):
-    return jax.lax.psum(x, "x")
-add = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P("x"), out_specs=P()))
-ones = jax.make_array_from_process_local_data(
-    jax.NamedSharding(mesh, P("x")), np.ones(1, np.float32)
-)
-with Preemption() as preemption:
-    for step in range(1, 1000):
+
+def step_until_signalled(name: str) -> tuple[int, str | None]:
+    """Both processes step together, by a sum over both, until they agree to stop.
+
+    The second one signals itself after its tenth step, and again after the agreed one.
+    """
+    second = jax.process_index() == 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mesh = jshard.make_mesh()
+    ones = jshard.FSDP(mesh).shard_batch(np.ones(1, np.float32))
+    add = jax.jit(jnp.sum)
+    step = 0
+    with Preemption() as preemption:
+        while step == 0 or not preemption.requested(step):
+            step += 1
+            add(ones).block_until_ready()
+            time.sleep(0.01)
+            if second and step == 10:
+                send(getattr(signal, name))
+        if second:
+            send(signal.SIGTERM)
         add(ones).block_until_ready()
-        time.sleep(0.01)
-        if number == 1 and step == 10:
-            os.kill(os.getpid(), getattr(signal, name))
-        if preemption.requested(step):
-            print("stopped", step, preemption.signal_name, flush=True)
-            break
-    if number == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    add(ones).block_until_ready()
-    time.sleep(0.1)
-    print("saved", flush=True)
-"""
+        time.sleep(0.1)  # alive, and could save
+    return step, preemption.signal_name
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_to_one_process_stops_all_after_the_same_step(name):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(number), str(port), name],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in (0, 1)
-    ]
-    try:
-        ends = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    said = [
-        [line for line in out.splitlines() if not line.startswith("[Gloo]")]
-        for out, _ in ends
-    ]
-    assert [process.returncode for process in processes] == [0, 0], ends
-    step = int(said[0][0].split()[1])
+def test_a_signal_to_one_process_stops_all_after_the_same_step(name, tmp_path):
+    with Processes(2, 1, tmp_path) as processes:
+        ends = processes.call(step_until_signalled, name)
+    step = ends[0][0]
     assert step > 10
-    assert said == [
-        [f"stopped {step} SIGTERM", "saved"],
-        [f"stopped {step} {name}", "saved"],
-    ]
+    assert ends == [(step, "SIGTERM"), (step, name)]

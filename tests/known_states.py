@@ -1,0 +1,85 @@
+"""States whose values follow from the names of their arrays.
+
+So every process can make its shards, and compare them, by itself.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jshard
+from checkpoints import OPTIMIZER, Model, make_fsdp
+from jshard import description, manifest
+from jshard.checkpoint import Checkpointer, Save
+from jshard.restore import find_damage, find_steps
+
+FILES = {"description.json", "manifest.json", "state"}
+
+
+def abstract(replica: int = 1, fsdp: int = 8) -> jshard.TrainState:
+    return make_fsdp(replica, fsdp).abstract_state(Model, OPTIMIZER)
+
+
+def expected(name: str, array: Any, step: int) -> np.ndarray:
+    """The values of an array of a state, or the data of a random key."""
+    draw = np.random.default_rng([zlib.crc32(name.encode()), step])
+    if name == "step":
+        return np.asarray(step, array.dtype)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return draw.integers(2**32, size=(*array.shape, 2), dtype=np.uint32)
+    return np.asarray(100 * draw.normal(size=array.shape)).astype(array.dtype)
+
+
+def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
+    def make(name: str, array: Any) -> jax.Array:
+        full = expected(name, array, step)
+        made = jax.make_array_from_callback(
+            full.shape, array.sharding, lambda index: full[index]
+        )
+        random = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        return jax.random.wrap_key_data(made) if random else made
+
+    arrays = description.arrays_by_name(abstract)
+    return description.replace_arrays(
+        abstract, {name: make(name, array) for name, array in arrays.items()}
+    )
+
+
+def check_state(state: jshard.TrainState, step: int) -> None:
+    """Compares this process's shards bit for bit."""
+    for name, array in description.arrays_by_name(state).items():
+        full = expected(name, array, step)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        assert (array.shape, array.dtype) == (full.shape, full.dtype), name
+        for shard in array.addressable_shards:
+            got = np.asarray(shard.data)
+            np.testing.assert_array_equal(got, full[shard.index], err_msg=name)
+
+
+def save_steps(folder: Path, mesh: tuple[int, int], *steps: int) -> list[Save]:
+    reports: list[Save] = []
+    with Checkpointer(folder, keep=9, report=reports.append) as checkpointer:
+        for step in steps:
+            checkpointer.save(make_state(abstract(*mesh), step))
+    assert find_steps(folder) == sorted(steps)  # on every process at once
+    return reports
+
+
+def restore_step(folder: Path, mesh: tuple[int, int], step: int | None = None) -> int:
+    """Restores and compares a step; returns which."""
+    state = Checkpointer(folder).restore(abstract(*mesh), step)
+    check_state(state, int(state.step))
+    return int(state.step)
+
+
+def check_whole(folder: Path) -> None:
+    """A step's folder holds what its manifest lists, and that alone."""
+    assert not find_damage(folder)
+    assert {path.name for path in folder.iterdir()} == FILES
+    files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    assert files == manifest.read(folder).keys() | {manifest.FILE}
