@@ -193,10 +193,7 @@ class Checkpointer:
         self._saving.start()
 
     def _make(self, folder: Path) -> None:
-        """Makes an empty folder, before Orbax finds that it cannot.
-
-        The others would wait for that process for minutes.
-        """
+        """Makes a save's folder, for where Orbax cannot the others wait for minutes."""
         self._tidy()
         folder.mkdir()
         (folder / _SOUND).touch()

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +36,13 @@ def shown(monkeypatch, capsys, *words: object) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["jshard.inspect", *map(str, words)])
     # The platform is for a process of its own.
     monkeypatch.setattr(inspect.jax.config, "update", lambda *_: None)
-    code = 0
+    code: Any = 0
     try:
         command.run_command(inspect._inspect)
     except SystemExit as ended:
         code = ended.code
-    return code, *capsys.readouterr()
+    out, err = capsys.readouterr()
+    return code, out, err
 
 
 def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from checkpoints import data_file, flip_bit, remount, small_disk
 from jshard.errors import Preempted, RunFailed
 from jshard.export import export
 from jshard.restore import find_damage, find_steps
+from jshard.training.progress import ProgressDisplay
 from resumable import read_metrics, train
 
 
@@ -138,7 +140,7 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(run, whole):
 
 
 def test_the_same_checkpoints_are_kept_as_without_a_stop(tmp_path):
-    keys = {"checkpoint__keep": 1, "checkpoint__keep_every": 8}
+    keys: dict[str, Any] = {"checkpoint__keep": 1, "checkpoint__keep_every": 8}
     keys |= {"checkpoint__best": "eval_loss", "eval_every": 5}
     train(tmp_path, "whole", steps=20, **keys)
     run = train_to(10, tmp_path, **keys)
@@ -146,7 +148,7 @@ def test_the_same_checkpoints_are_kept_as_without_a_stop(tmp_path):
     steps = find_steps(run / "checkpoints")
     assert steps == find_steps(tmp_path / "whole/checkpoints")
     losses = {m["step"]: m["eval_loss"] for m in read_metrics(run) if "eval_loss" in m}
-    assert {8, 16, 20, min(losses, key=losses.get)} == set(steps)
+    assert {8, 16, 20, min(losses, key=lambda step: losses[step])} == set(steps)
 
 
 # Runs that must not.
@@ -263,9 +265,10 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
                 remount(disk, "size=4m")
 
         with pytest.MonkeyPatch.context() as patch:
-            say = jshard.training.progress.ProgressDisplay.say
+            say = ProgressDisplay.say
             patch.setattr(
-                "jshard.training.progress.ProgressDisplay.say",
+                ProgressDisplay,
+                "say",
                 lambda self, text: (say(self, text), when_told(text)),
             )
             run = train(disk, steps=20)
