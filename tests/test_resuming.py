@@ -126,6 +126,8 @@ def test_a_longer_run_goes_on_from_a_finished_one(whole, tmp_path, capsys):
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(run, whole, capsys):
     shutil.rmtree(run / "checkpoints")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:3]))
     train(run.parent, steps=20)
     assert "no checkpoint yet: starting again from step 1" in capsys.readouterr().out
     assert read_metrics(run) == read_metrics(whole)
@@ -181,6 +183,14 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_left_alone(run):
         (run / "checkpoints" / str(step) / "manifest.json").unlink()
     before = contents(run)
     with pytest.raises(jshard.UserError, match=r"can be used: step 10 .*; step 8 "):
+        train(run.parent, steps=20)
+    assert contents(run) == before
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_left_alone(run):
+    shutil.rmtree(run / "checkpoints")
+    before = contents(run)
+    with pytest.raises(jshard.UserError, match="had checkpoints, and they are gone"):
         train(run.parent, steps=20)
     assert contents(run) == before
 

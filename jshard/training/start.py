@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from jshard.errors import UserError
 from jshard.restore import CHECKPOINTS, find_steps, newest_whole
 from jshard.training.config import Config
 from jshard.training.report import read_metrics
@@ -41,7 +42,8 @@ def find_start(workdir: Path, config: Config) -> Start:
       config: What the run is to go on with.
 
     Raises:
-      UserError: The config changes what the run is about, or no checkpoint is whole.
+      UserError: The config changes what the run is about, or no checkpoint is whole
+        any more.
     """
     folder = workdir / CHECKPOINTS
     if not find_steps(folder):
@@ -66,8 +68,14 @@ def find_start(workdir: Path, config: Config) -> Start:
 
 def _start_again(workdir: Path, config: Config) -> Start:
     """A new run, or one that died before its first checkpoint."""
-    if not read_metrics(workdir):
+    metrics = read_metrics(workdir)
+    if not metrics:
         return Start()
+    if any("checkpoint_bytes" in line for line in metrics):
+        raise UserError(
+            f"{workdir} had checkpoints, and they are gone: put them back in "
+            f"{workdir / CHECKPOINTS}, or give another --workdir"
+        )
     old = read_config(workdir)
     if not old.get("checkpoint", {}).get("every"):
         return Start()  # it never saved: RunFolder refuses to write over it
