@@ -30,7 +30,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jshard import description, manifest
+from jshard import description, manifest, orbax_noise
 from jshard.errors import UserError
 from jshard.restore import (
     ARRAYS,
@@ -80,11 +80,6 @@ def log(save: Save) -> None:
         logger.info("checkpoint of step %d saved in %.1f s", save.step, save.took)
 
 
-def _not_orbax(record: logging.LogRecord) -> bool:
-    """Keeps out Orbax's errors: thousands of lines for each, and all are reported."""
-    return record.levelno < logging.ERROR or "/orbax/" not in record.pathname
-
-
 class Checkpointer:
     """Saves states into a folder, and restores them.
 
@@ -125,7 +120,7 @@ class Checkpointer:
         self._best, self._highest = best, highest
         self._report = report
         self._saving: threading.Thread | None = None
-        logging.getLogger("absl").addFilter(_not_orbax)
+        orbax_noise.silence()
         try:
             _on_first(self._tidy)
         except OSError as error:

@@ -5,7 +5,9 @@ import json
 import logging
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -388,6 +390,20 @@ def test_a_full_disk_fails_one_save_in_one_line_and_the_next_one_is_saved(
         check_equal(checkpointer.restore(abstract), at_step(state, 3))
     assert capfd.readouterr().err == ""
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_writes_that_end_after_a_failed_save_say_nothing_and_others_do(
+    tmp_path, monkeypatch
+):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    Checkpointer(tmp_path)
+    hook = sys.unraisablehook
+    Checkpointer(tmp_path)
+    assert sys.unraisablehook is hook  # installed once
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
+        hook(SimpleNamespace(exc_value=error))  # pyright: ignore[reportArgumentType]
+    assert [str(u.exc_value) for u in heard] == ["another"]
 
 
 def free_bytes(folder: Path) -> int:
