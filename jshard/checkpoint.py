@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jshard import description, manifest, orbax_noise
+from jshard.atomic import replace_file, sync_folder
 from jshard.errors import UserError
 from jshard.restore import (
     ARRAYS,
@@ -198,10 +199,10 @@ class Checkpointer:
         process, count = jax.process_index(), jax.process_count()
         final = self.folder / str(step)
         if process == 0:
-            manifest.write_durably(folder / description.FILE, content)
+            description.write(folder, content)
         files = manifest.checksum(folder, ARRAYS, process, count)
         if process > 0:
-            manifest.write_durably(folder / _PART.format(process), files)
+            replace_file(folder / _PART.format(process), json.dumps(files))
             _wait_until(lambda: not folder.exists(), folder)
             # Renamed, or given up?
             if not (final.exists() and manifest.read(final).items() >= files.items()):
@@ -218,7 +219,7 @@ class Checkpointer:
             self._delete(final)
         folder.rename(final)
         (final / _SOUND).unlink()
-        manifest.sync_folder(self.folder)
+        sync_folder(self.folder)
         self._retain(step)
         return sum(file["bytes"] for file in files.values())
 
@@ -244,23 +245,23 @@ class Checkpointer:
         if self._keep_every:
             kept |= {step for step in steps if step % self._keep_every == 0}
         if self._best:
-            kept |= {best for best in [self._best_step(steps)] if best is not None}
+            kept |= self._best_step(steps)
         for step in sorted(set(steps) - kept):
             try:
                 self._delete(self.folder / str(step))
             except OSError as error:  # which is no reason to call the save failed
                 logging.getLogger("jshard").warning("cannot delete: %s", error)
 
-    def _best_step(self, steps: list[int]) -> int | None:
+    def _best_step(self, steps: list[int]) -> set[int]:
+        """The step with the best metric, if any has it."""
         found = {}
         for step in steps:
             with suppress(OSError, ValueError):  # a damaged one is not the best
                 metrics = description.read(self.folder / str(step))["metrics"]
                 if np.isfinite(metrics.get(self._best, np.nan)):
                     found[step] = metrics[self._best]
-        if not found:
-            return None
-        return (max if self._highest else min)(found, key=lambda step: found[step])
+        best = max if self._highest else min
+        return {best(found, key=lambda step: found[step])} if found else set()
 
     def _delete(self, folder: Path) -> None:
         leaving = folder.with_name(folder.name + _DELETING)

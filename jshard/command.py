@@ -4,7 +4,10 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
+
+import jax
 
 from jshard.errors import Preempted, RunFailed, UserError
 
@@ -36,6 +39,24 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UserError, where argparse prints its usage."""
         raise UserError(f"{message}; see --help")
+
+
+def checkpoint_parser(name: str, description: str) -> ArgumentParser:
+    """The parser of a command that reads a checkpoint, and computes nothing.
+
+    Args:
+      name: of the command, as in ``python -m jshard.export``.
+      description: what it does.
+    """
+    jax.config.update("jax_platforms", "cpu")  # a GPU may be busy with the run itself
+    parser = ArgumentParser(prog=name, description=description, allow_abbrev=False)
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        type=Path,
+        help="a run's folder, a folder of checkpoints, or one checkpoint",
+    )
+    return parser
 
 
 def _format_warning(message, category, filename, lineno, line=None) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard.atomic import replace_file
 from jshard.dropout import is_random
 from jshard.partition import layer_dims
 from jshard.state import TrainState
@@ -132,6 +133,11 @@ def versions() -> dict[str, str]:
     """The versions of Python and of the packages that write checkpoints."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **found}
+
+
+def write(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes the description of a step, on the disk when this returns."""
+    replace_file(folder / FILE, json.dumps(content, indent=1, default=str))
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorstore
 
 from jshard import description
-from jshard.command import ArgumentParser, run_command
+from jshard.command import checkpoint_parser, run_command
 from jshard.errors import RunFailed, UserError
 from jshard.restore import ARRAYS, find_step
 from jshard.safetensors_write import DTYPES, INDEX, SafetensorsWriter, nbytes
@@ -36,16 +36,9 @@ def main() -> None:
 
 
 def _export(argv: list[str]) -> None:
-    parser = ArgumentParser(
-        prog="python -m jshard.export",
-        description="Writes the model of a checkpoint as safetensors files.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        type=Path,
-        help="a run's folder, a folder of checkpoints, or one checkpoint",
+    parser = checkpoint_parser(
+        "python -m jshard.export",
+        "Writes the model of a checkpoint as safetensors files.",
     )
     parser.add_argument(
         "--output",
@@ -69,8 +62,6 @@ def _export(argv: list[str]) -> None:
         help="the most bytes of tensors in a file, e.g. 500MB; 5GB by default",
     )
     arguments = parser.parse_args(argv)
-    # Nothing is computed, and a GPU may be busy with the run itself.
-    jax.config.update("jax_platforms", "cpu")
     export(
         arguments.path,
         arguments.output,

@@ -1,18 +1,17 @@
 """Shows what a checkpoint holds: `python -m jshard.inspect RUN [--verify]`."""
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jshard import description, manifest
-from jshard.command import ArgumentParser, run_command
+from jshard.command import checkpoint_parser, run_command
 from jshard.describe import format_bytes
 from jshard.errors import UserError
 from jshard.restore import checkpoints_folder, find_damage, find_steps, is_step
+from jshard.training.config import flatten
 
 
 def main() -> None:
@@ -21,17 +20,9 @@ def main() -> None:
 
 
 def _inspect(argv: list[str]) -> None:
-    parser = ArgumentParser(
-        prog="python -m jshard.inspect",
-        description="Shows what a checkpoint holds, without reading its arrays.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        type=Path,
-        help="a run's folder, a folder of checkpoints, or one checkpoint",
+    parser = checkpoint_parser(
+        "python -m jshard.inspect",
+        "Shows what a checkpoint holds, without reading its arrays.",
     )
     parser.add_argument(
         "--verify",
@@ -39,7 +30,6 @@ def _inspect(argv: list[str]) -> None:
         help="read all files and compare their checksums",
     )
     arguments = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # a GPU may be busy with the run itself
     path = arguments.path
     if is_step(path):
         folders = [path]
@@ -86,7 +76,7 @@ def show(folder: Path) -> str:
         "written by": ", ".join(f"{k} {v}" for k, v in about["versions"].items()),
         "mesh": f"{mesh}; processes {about['processes']}",
         "metrics": ", ".join(f"{k} {v:.6g}" for k, v in about["metrics"].items()),
-        "config": ", ".join(f"{k}={v}" for k, v in _flatten(about["config"]).items()),
+        "config": ", ".join(f"{k}={v}" for k, v in flatten(about["config"]).items()),
     }
     lines = [f"{name:<11} {text}" for name, text in rows.items() if text]
     arrays = about["arrays"]
@@ -113,16 +103,6 @@ def _bytes(array: dict[str, Any]) -> int:
     dtype = array["dtype"]
     itemsize = 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
     return math.prod(array["shape"]) * itemsize
-
-
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jshard.atomic import replace_file
 from jshard.errors import UserError
 
 FILE = "manifest.json"
@@ -51,9 +52,8 @@ def write(folder: Path, files: dict[str, Any]) -> None:
       folder: of one step.
       files: what ``checksum`` gave, all parts together.
     """
-    write_durably(
-        folder / FILE, {"format": FORMAT, "files": dict(sorted(files.items()))}
-    )
+    content = {"format": FORMAT, "files": dict(sorted(files.items()))}
+    replace_file(folder / FILE, json.dumps(content, indent=1))
 
 
 def verify(folder: Path, index: int = 0, count: int = 1) -> list[str]:
@@ -72,11 +72,11 @@ def verify(folder: Path, index: int = 0, count: int = 1) -> list[str]:
     """
     try:
         files = read(folder)
+    except UserError:
+        raise
     except OSError as error:
         return [f"{FILE} cannot be read ({error.strerror})"]
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
+    except ValueError:
         return [f"{FILE} is damaged"]
     problems, sizes = [], {}
     for name in sorted(files):
@@ -120,26 +120,6 @@ def read(folder: Path) -> dict[str, Any]:
     ):
         raise ValueError("no files")
     return files
-
-
-def write_durably(path: Path, content: Any) -> None:
-    """Writes JSON to ``path``, whole or not at all, and waits for the disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, default=str)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until what was created or renamed in ``folder`` is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _part(sizes: dict[str, int], index: int, count: int) -> list[str]:

@@ -32,17 +32,17 @@ def get_config():
             "mesh": {"cpu_devices": 4},
             "policy": {"min_shard_elements": 0, "ema_decay": 0.9},
             "checkpoint": {"every": 4, "keep": 2},
-            "model": {"width": 16},
+            "model": {"width": 16, "noise": 0.1},
             "optimizer": {"peak": 1e-2},
         }
     )
 
 
 class Model(nnx.Module):
-    def __init__(self, width, rngs):
+    def __init__(self, width, noise, rngs):
         self.embed = jshard.Unit(nnx.Embed(64, width, rngs=rngs))
         self.dropout = jshard.Dropout(0.1, rngs=rngs)
-        self.noise = nnx.Dropout(0.1, rngs=rngs)
+        self.noise = nnx.Dropout(noise, rngs=rngs)
         self.head = jshard.Unit(nnx.Linear(width, 64, rngs=rngs))
 
     def __call__(self, x):
@@ -50,7 +50,7 @@ class Model(nnx.Module):
 
 
 def make_model(config, rngs):
-    return Model(config.model.width, rngs)
+    return Model(**config.model, rngs=rngs)
 
 
 def learning_rate(config):

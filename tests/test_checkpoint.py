@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_is_never_loaded_when_it_is_asked_for(
         Checkpointer(folder).restore(abstract, step=3)
 
 
-def test_every_single_bit_of_every_file_counts(folder):
+def test_a_flipped_bit_in_any_file_is_found_or_changes_nothing(folder):
     step = folder / "3"
     assert not find_damage(step)
     for file in sorted(path for path in step.rglob("*") if path.is_file()):

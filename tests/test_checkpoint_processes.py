@@ -1,6 +1,7 @@
 """Checkpoints of several processes, which are real ones here."""
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -224,7 +225,8 @@ def save_and_die(folder: Path, victim: int, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if jax.process_index() == victim and moment != "while arrays are written":
-        setattr(manifest, moment, die)
+        module, function = moment.rsplit(".", 1)
+        setattr(importlib.import_module(module), function, die)
     checkpointer.save(make_state(abstract(1, 2), 2))
     if jax.process_index() == victim and moment == "while arrays are written":
         die()
@@ -232,10 +234,10 @@ def save_and_die(folder: Path, victim: int, moment: str) -> None:
 
 
 DEATHS = [
-    (1, "checksum"),
-    pytest.param(0, "checksum", marks=pytest.mark.slow),
-    pytest.param(0, "write", marks=pytest.mark.slow),
-    pytest.param(1, "write_durably", marks=pytest.mark.slow),
+    (1, "jshard.manifest.checksum"),
+    pytest.param(0, "jshard.manifest.checksum", marks=pytest.mark.slow),
+    pytest.param(0, "jshard.manifest.write", marks=pytest.mark.slow),
+    pytest.param(1, "jshard.checkpoint.replace_file", marks=pytest.mark.slow),
     pytest.param(0, "while arrays are written", marks=pytest.mark.slow),
     pytest.param(1, "while arrays are written", marks=pytest.mark.slow),
 ]

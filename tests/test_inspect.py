@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import jshard
@@ -35,7 +36,7 @@ def shown(monkeypatch, capsys, *words: object) -> tuple[int, str, str]:
     """The exit code, output and errors of the command line."""
     monkeypatch.setattr(sys, "argv", ["jshard.inspect", *map(str, words)])
     # The platform is for a process of its own.
-    monkeypatch.setattr(inspect.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
     code: Any = 0
     try:
         command.run_command(inspect._inspect)
@@ -54,7 +55,7 @@ def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
         "2 checkpoints, the newest is shown",
         "checkpoints/8\n",
         "step        8, saved 20",
-        f"jax {inspect.jax.__version__}",
+        f"jax {jax.__version__}",
         "replica 2 x fsdp 4; processes 1",
         "eval_loss 0.125",
         "steps=9, optimizer.peak=0.5",

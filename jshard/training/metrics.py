@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from jshard.atomic import replace_file
 from jshard.errors import RunFailed, UserError
 from jshard.training.append import AppendedFile
-from jshard.training.atomic import replace_file
 from jshard.training.config import Config
 from jshard.training.lock import lock_folder
 from jshard.training.report import read_metrics, write_report

@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jshard.atomic import replace_file
 from jshard.describe import format_bytes
 from jshard.errors import UserError
-from jshard.training.atomic import replace_file
 from jshard.training.charts import line_chart
 from jshard.training.config import flatten
 from jshard.training.progress import format_count
