@@ -17,6 +17,7 @@ from flax import nnx
 
 import jshard
 from jshard import description
+from jshard.checkpoint import Checkpointer
 
 WIDTH, LAYERS = 16, 4
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)
@@ -77,6 +78,12 @@ def trained(fsdp: jshard.FSDP, steps: int = 1) -> jshard.TrainState:
         batch = np.random.default_rng(i).normal(size=(16, WIDTH)).astype(np.float32)
         state, _ = step(state, fsdp.shard_batch(batch))
     return state
+
+
+def save_steps(folder: Path, state: jshard.TrainState, *steps: int, **options) -> None:
+    with Checkpointer(folder, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(at_step(state, step), metrics={"loss": abs(step - 3.0)})
 
 
 def on_mesh(state: jshard.TrainState, abstract: jshard.TrainState) -> Any:

@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Helpers of the tests, whose assertions explain themselves like a test's own.
-pytest.register_assert_rewrite("decoder", "hlo", "parity", "runs")
+pytest.register_assert_rewrite(
+    "checkpoints", "decoder", "hlo", "parity", "resumable", "runs"
+)
 
 # Compiling dwarfs any deadline. CI draws the same examples every time, so that a
 # failure there is a change in the code; runs by hand keep looking for new ones.
@@ -71,3 +74,38 @@ def command(tmp_path_factory):
         }
 
     return make
+
+
+# Checkpoints of a small state, imported only after JAX is set up above.
+
+
+@pytest.fixture(scope="session")
+def state():
+    """A state that has everything a checkpoint holds, after a step on eight devices."""
+    from checkpoints import make_fsdp, trained
+
+    return trained(make_fsdp())
+
+
+@pytest.fixture(scope="session")
+def abstract():
+    """The same, abstract."""
+    from checkpoints import OPTIMIZER, Model, make_fsdp
+
+    return make_fsdp().abstract_state(Model, OPTIMIZER)
+
+
+@pytest.fixture(scope="session")
+def saved(state, tmp_path_factory):
+    """A folder with the whole checkpoints 1, 2 and 3; do not change it."""
+    from checkpoints import save_steps
+
+    folder = tmp_path_factory.mktemp("saved")
+    save_steps(folder, state, 1, 2, 3)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(saved, tmp_path / "checkpoints")
