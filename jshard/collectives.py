@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -86,6 +87,25 @@ def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     if place.dim is not None and lax.axis_size(FSDP) > 1:
         full = lax.all_gather(full, FSDP, axis=full.ndim + place.dim, tiled=True)
     return _cast(full, place.compute)
+
+
+def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
+    """This device's part of a gathered parameter, split over ``group`` neighbours."""
+    if place.dim is None:
+        return full
+    dim = full.ndim + place.dim
+    size = full.shape[dim] // group
+    start = lax.axis_index(FSDP) % group * size
+    return lax.dynamic_slice_in_dim(full, start, size, dim)
+
+
+def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
+    """The full parameter from the parts of ``split``, gathered in its group alone."""
+    if place.dim is None or group == 1:
+        return part
+    groups = np.arange(lax.axis_size(FSDP)).reshape(-1, group).tolist()
+    dim = part.ndim + place.dim
+    return lax.all_gather(part, FSDP, axis=dim, axis_index_groups=groups, tiled=True)
 
 
 def reduce_scatter(

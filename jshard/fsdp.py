@@ -17,6 +17,7 @@ from jshard import describe, ema, layers, step
 from jshard.checks import check_batch, check_trained, warn_of_large_root
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
+from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.optim import sharded_update
 from jshard.partition import (
     is_annotated,
@@ -48,6 +49,7 @@ class FSDP:
     ):
         self.mesh = check_mesh(mesh)
         self.policy = policy or Policy()
+        self.policy.check_groups(mesh.shape[FSDP_AXIS])
         self.units = tuple(units)
 
     # States.

@@ -24,7 +24,9 @@ class Policy:
         ``jax.ad_checkpoint.checkpoint_name``, and any ``jax.checkpoint`` policy does
         as it says. None of them keeps gathered weights.
       reshard_after_forward: True drops gathered weights after the forward; False
-        keeps them for the backward.
+        keeps them for the backward; a number keeps them sharded over groups of so
+        many neighbouring devices, and the backward gathers within a group (on one
+        host, say).
       precision: dtypes of parameters, wire, computation and reduction.
       accumulate: micro-batches a step; gradients accumulate as shards.
       min_shard_elements: parameters (of one layer) with fewer elements stay
@@ -38,7 +40,7 @@ class Policy:
     """
 
     remat: Any = "full"
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     precision: Precision = Precision()
     accumulate: int = 1
     min_shard_elements: int = 4096
@@ -87,6 +89,19 @@ class Policy:
         """The dtypes of the module or parameter at ``path``."""
         return self._at(path)["precision"]
 
+    def check_groups(self, shards: int) -> None:
+        """Raises UserError for a group that does not divide the fsdp axis."""
+        for name, fields in {"": self._fields(), **self.overrides}.items():
+            group = fields.get("reshard_after_forward", True)
+            if not isinstance(group, bool) and shards % group:
+                where = f"overrides[{name!r}]." if name else ""
+                sizes = [n for n in range(1, shards + 1) if shards % n == 0]
+                raise UserError(
+                    f"policy.{where}reshard_after_forward={group} does not divide the "
+                    f"{shards} devices of the fsdp axis; possible: True, False, "
+                    f"{', '.join(map(str, sizes))}"
+                )
+
     def check_overrides(self, paths: Iterable[Iterable[Any]]) -> None:
         """Raises UserError for a pattern that matches no module path."""
         names = {
@@ -104,9 +119,10 @@ class Policy:
 
 def _check(remat: Any, reshard: Any, precision: Any) -> None:
     check_remat(remat)
-    if not isinstance(reshard, bool):
+    if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
         raise UserError(
-            f"policy.reshard_after_forward: {reshard!r} must be True or False"
+            f"policy.reshard_after_forward: {reshard!r} must be True, False or the "
+            "size of a group of devices"
         )
     if not isinstance(precision, Precision):
         raise UserError(

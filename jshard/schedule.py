@@ -19,8 +19,10 @@ from jshard.collectives import (
     abstract_like,
     all_gather,
     is_float,
+    join,
     placements,
     reduce_scatter,
+    split,
     vary,
     varying,
     zeros_like,
@@ -37,11 +39,12 @@ class UnitPolicy:
     Attributes:
       remat: what the backward keeps; see ``Policy.remat``.
       reshard_after_forward: True drops gathered weights after the forward and gathers
-        them again for the backward; False keeps them.
+        them again for the backward; False keeps them; a number keeps them sharded
+        over groups of so many devices, which the backward gathers from.
     """
 
     remat: Any = "full"
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
 
 
 def run_unit(
@@ -89,17 +92,16 @@ def run_unit(
         needed, inputs = _after(shards, inputs)
         weights = _gather(needed, places)
         outputs, kept = layer.forward(weights, xs, inputs, args)
-        if policy.reshard_after_forward:
-            weights = None
+        weights = _reshard(weights, places, layer, policy)
         return outputs, (shards, xs, args, kept, weights)
 
     def backward(saved, cotangents):
         shards, xs, args, kept, weights = saved
         cotangents = _floats(cotangents, layer.outputs)
-        if weights is None:
-            needed = [shards[i] for i in layer.weights_read]
+        needed = _to_gather(weights, shards, layer)
+        if policy.reshard_after_forward:
             needed, cotangents = _after(needed, cotangents)
-            weights = _gather_read(needed, places, layer)
+        weights = _gather_read(needed, places, layer, policy)
         grads, xs_grads, input_grads, arg_grads = layer.backward(
             weights, xs, args, kept, cotangents
         )
@@ -174,7 +176,7 @@ def run_stack(
                 shards, carry = _after(shards, carry)
             weights = _gather(shards, places)
             outputs, kept = layer.forward(weights, xs, carry, args)
-            keep = None if policy.reshard_after_forward else weights
+            keep = _reshard(weights, places, layer, policy)
             carry = _carry_like(outputs[:num_carry], carry)
             return carry, (outputs[num_carry:], kept, keep)
 
@@ -191,11 +193,10 @@ def run_stack(
         def body(sums, slices):
             carry_ct, args_ct = sums
             shards, xs, kept, weights, ys_ct = slices
-            if weights is None:
-                needed = [shards[i] for i in layer.weights_read]
-                if single:
-                    needed, carry_ct = _after(needed, carry_ct)
-                weights = _gather_read(needed, places, layer)
+            needed = _to_gather(weights, shards, layer)
+            if single and policy.reshard_after_forward:
+                needed, carry_ct = _after(needed, carry_ct)
+            weights = _gather_read(needed, places, layer, policy)
             grads, xs_grads, carry_grads, arg_grads = layer.backward(
                 weights, xs, args, kept, [*carry_ct, *ys_ct]
             )
@@ -224,7 +225,7 @@ def scan_layers(
     *args: Any,
     specs: Any,
     remat: Any = "full",
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     dtype: Any = None,
     reduce_dtype: Any = None,
 ) -> Any:
@@ -241,7 +242,8 @@ def scan_layers(
       specs: a PartitionSpec for each leaf of ``stacked_params``, layer dimension
         included.
       remat: what the backward keeps; see ``Policy.remat``.
-      reshard_after_forward: whether weights are gathered again for the backward.
+      reshard_after_forward: whether weights are gathered again for the backward; a
+        number keeps them sharded over groups of so many devices until then.
       dtype: dtype on the wire of the gathers and of the weights ``fn`` sees.
       reduce_dtype: dtype of the gradients' reduction.
 
@@ -325,11 +327,38 @@ def _gather(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
     return [all_gather(vary(s), p) for s, p in zip(shards, places, strict=True)]
 
 
-def _gather_read(needed, places, layer) -> list[Any]:
+def _reshard(
+    weights: list[Any],
+    places: Sequence[Placement],
+    layer: LinearizedLayer,
+    policy: UnitPolicy,
+) -> list[Any] | None:
+    """What is kept of gathered weights: of those that the backward reads."""
+    if policy.reshard_after_forward is True:
+        return None
+    group = int(policy.reshard_after_forward)  # 0 where False: all of them
+    return [
+        split(weights[i], places[i], group) if group else weights[i]
+        for i in layer.weights_read
+    ]
+
+
+def _to_gather(
+    kept: list[Any] | None, shards: Sequence[Any], layer: LinearizedLayer
+) -> list[Any]:
+    """What the backward gathers: the weights kept in groups, or else the shards."""
+    return [shards[i] for i in layer.weights_read] if kept is None else kept
+
+
+def _gather_read(needed, places, layer, policy) -> list[Any]:
     """The weights that the backward reads, None for the others."""
+    group = policy.reshard_after_forward
     weights: list[Any] = [None] * len(places)
-    for i, shard in zip(layer.weights_read, needed, strict=True):
-        weights[i] = all_gather(vary(shard), places[i])
+    for i, part in zip(layer.weights_read, needed, strict=True):
+        if group is True:
+            weights[i] = all_gather(vary(part), places[i])
+        else:
+            weights[i] = join(part, places[i], int(group)) if group else part
     return weights
 
 

@@ -43,7 +43,7 @@ class Case:
     optimizer: str = "adamw"
     accumulate: int = 1
     remat: Any = "full"
-    reshard: bool = True
+    reshard: bool | int = True
     units: bool = False  # the plain nnx.List model under FSDP(units=...)
     tied: bool = False
     dropout: bool = False
@@ -73,7 +73,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(parity.TRANSFORMATIONS),
     "accumulate": (1, 4),
     "remat": REMATS,
-    "reshard": (True, False),
+    "reshard": (True, False, 2),
     "units": (False, True),
     **dict.fromkeys(FLAGS, (False, True)),
 }
@@ -176,3 +176,9 @@ def test_optimizer_state_follows_the_plain_run():
     want = parity.reference(parity.Variant(), "adamw")
     for name in ("mu", "nu"):
         assert parity.worst(moments(got, name), moments(want, name)) <= BOUND
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("units", [False, True])
+def test_training_follows_the_plain_run_with_weights_kept_in_groups(group, units):
+    check(Case(mesh=(1, 8), reshard=group, units=units, remat="dots"))
