@@ -10,7 +10,7 @@ from jshard.precision import Precision
 from jshard.remat import check_remat
 from jshard.schedule import UnitPolicy
 
-_OVERRIDABLE = ("remat", "reshard_after_forward", "precision")
+_OVERRIDABLE = ("remat", "first_k", "reshard_after_forward", "precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Policy:
         weights, "none" keeps all activations, ``Names(...)`` keeps those named with
         ``jax.ad_checkpoint.checkpoint_name``, and any ``jax.checkpoint`` policy does
         as it says. None of them keeps gathered weights.
+      first_k: ``remat`` applies to so many layers of each Stack, the first ones; the
+        others keep all activations. None is all layers.
       reshard_after_forward: True drops gathered weights after the forward; False
         keeps them for the backward; a number keeps them sharded over groups of so
         many neighbouring devices, and the backward gathers within a group (on one
@@ -40,6 +42,7 @@ class Policy:
     """
 
     remat: Any = "full"
+    first_k: int | None = None
     reshard_after_forward: bool | int = True
     precision: Precision = Precision()
     accumulate: int = 1
@@ -48,7 +51,7 @@ class Policy:
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        _check(self.remat, self.reshard_after_forward, self.precision)
+        _check(*self._fields().values())
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise UserError(
                 f"policy.accumulate: {self.accumulate!r} must be a positive integer"
@@ -83,7 +86,9 @@ class Policy:
     def unit(self, path: Iterable[Any]) -> UnitPolicy:
         """The policy of the Unit or Stack at ``path``."""
         fields = self._at(path)
-        return UnitPolicy(fields["remat"], fields["reshard_after_forward"])
+        return UnitPolicy(
+            fields["remat"], fields["reshard_after_forward"], fields["first_k"]
+        )
 
     def precision_at(self, path: Iterable[Any]) -> Precision:
         """The dtypes of the module or parameter at ``path``."""
@@ -117,8 +122,12 @@ class Policy:
                 )
 
 
-def _check(remat: Any, reshard: Any, precision: Any) -> None:
+def _check(remat: Any, first_k: Any, reshard: Any, precision: Any) -> None:
     check_remat(remat)
+    if first_k is not None and (not isinstance(first_k, int) or first_k < 0):
+        raise UserError(
+            f"policy.first_k: {first_k!r} must be None or a number of layers"
+        )
     if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
         raise UserError(
             f"policy.reshard_after_forward: {reshard!r} must be True, False or the "

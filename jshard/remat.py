@@ -73,6 +73,7 @@ class LinearizedLayer:
     Attributes:
       consts: the hoisted values; the caller appends them to its ``args``.
       outputs: abstract outputs of ``fn``, flat.
+      kept: abstract residuals that are kept until the backward pass.
       weights_read: indices of the weights that the backward pass needs.
     """
 
@@ -156,7 +157,7 @@ class LinearizedLayer:
         for var, need in zip(residuals, needs, strict=True):
             rebuilt = need in (0, _WEIGHTS, _ARGS) or var in free
             self._source.append(None if rebuilt else kept.setdefault(var, len(kept)))
-        self.num_kept = len(kept)
+        self.kept = [abstract_like(var.aval) for var in kept]
         first = {index: i for i, index in reversed(list(enumerate(self._source)))}
         used = [True] * count + [
             index is not None and first[index] == i
@@ -190,6 +191,20 @@ class LinearizedLayer:
         leaves = [next(rebuilt) if i is None else kept[i] for i in self._source]
         grads = iter(jax.tree.unflatten(self._pullback, leaves)(list(cotangents)))
         return self._split([next(grads) if d else None for d in self.differentiable])
+
+    # In a scan over layers: here residuals do not depend on which layer it is.
+
+    def buffers(self) -> tuple:
+        """What the scan carries beside its own: nothing."""
+        return ()
+
+    def forward_at(self, index, buffers, *inputs) -> tuple[list[Any], list[Any], Any]:
+        """``forward`` of layer ``index``, and what the scan carries on."""
+        return (*self.forward(*inputs), buffers)
+
+    def backward_at(self, index, buffers, *inputs) -> list[list[Any]]:
+        """``backward`` of layer ``index``."""
+        return self.backward(*inputs)
 
 
 def without_dead_code(fn: Callable) -> Callable:

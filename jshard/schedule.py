@@ -28,6 +28,7 @@ from jshard.collectives import (
     zeros_like,
 )
 from jshard.errors import UserError
+from jshard.first_layers import linearize_stack
 from jshard.mesh import manual_axes
 from jshard.remat import LinearizedLayer, check_remat
 
@@ -41,10 +42,13 @@ class UnitPolicy:
       reshard_after_forward: True drops gathered weights after the forward and gathers
         them again for the backward; False keeps them; a number keeps them sharded
         over groups of so many devices, which the backward gathers from.
+      first_k: to how many layers of a Stack ``remat`` applies; the others keep all
+        that their backward reads. None is all layers.
     """
 
     remat: Any = "full"
     reshard_after_forward: bool | int = True
+    first_k: int | None = None
 
 
 def run_unit(
@@ -141,20 +145,27 @@ def run_stack(
     length = next(x.shape[0] for x in [*shards, *xs])
     # XLA inlines a loop of one trip: its layer is then scheduled like a Unit.
     single = length == 1
-    layer = LinearizedLayer(
-        fn,
-        _full([abstract_like(s, layer=True) for s in shards], places),
-        [abstract_like(x, layer=True) for x in xs],
-        [abstract_like(x) for x in carry],
-        [abstract_like(x) for x in args],
-        differentiable=[
-            *(p.trainable and is_float(s) for s, p in zip(shards, places, strict=True)),
-            *moving_xs,
-            *map(is_float, [*carry, *args]),
-        ],
-        remat=policy.remat,
-        prevent_cse=single,
-    )
+
+    def linearize(remat: Any) -> LinearizedLayer:
+        return LinearizedLayer(
+            fn,
+            _full([abstract_like(s, layer=True) for s in shards], places),
+            [abstract_like(x, layer=True) for x in xs],
+            [abstract_like(x) for x in carry],
+            [abstract_like(x) for x in args],
+            differentiable=[
+                *(
+                    place.trainable and is_float(shard)
+                    for shard, place in zip(shards, places, strict=True)
+                ),
+                *moving_xs,
+                *map(is_float, [*carry, *args]),
+            ],
+            remat=remat,
+            prevent_cse=single,
+        )
+
+    layer = linearize_stack(linearize, policy.remat, policy.first_k, length)
     check_carry(carry, layer.outputs)
     num_carry = len(carry)
 
@@ -170,21 +181,26 @@ def run_stack(
         return lax.scan(body, carry, (shards, xs))
 
     def forward(shards, xs, carry, args):
-        def body(carry, slices):
-            shards, xs = slices
+        def body(state, slices):
+            carry, buffers = state
+            index, shards, xs = slices
             if single:
                 shards, carry = _after(shards, carry)
             weights = _gather(shards, places)
-            outputs, kept = layer.forward(weights, xs, carry, args)
+            outputs, kept, buffers = layer.forward_at(
+                index, buffers, weights, xs, carry, args
+            )
             keep = _reshard(weights, places, layer, policy)
             carry = _carry_like(outputs[:num_carry], carry)
-            return carry, (outputs[num_carry:], kept, keep)
+            return (carry, buffers), (outputs[num_carry:], kept, keep)
 
-        carry, (ys, kept, weights) = lax.scan(body, carry, (shards, xs))
-        return (carry, ys), (shards, xs, args, kept, weights)
+        (carry, buffers), (ys, kept, weights) = lax.scan(
+            body, (carry, layer.buffers()), (jnp.arange(length), shards, xs)
+        )
+        return (carry, ys), (shards, xs, args, kept, buffers, weights)
 
     def backward(saved, cotangents):
-        shards, xs, args, kept, weights = saved
+        shards, xs, args, kept, buffers, weights = saved
         carry_ct = _floats(cotangents[0], layer.outputs[:num_carry])
         ys_ct = _floats(cotangents[1], layer.outputs[num_carry:])
         moving_args = [is_float(a) for a in args]
@@ -192,21 +208,22 @@ def run_stack(
 
         def body(sums, slices):
             carry_ct, args_ct = sums
-            shards, xs, kept, weights, ys_ct = slices
+            index, shards, xs, kept, weights, ys_ct = slices
             needed = _to_gather(weights, shards, layer)
             if single and policy.reshard_after_forward:
                 needed, carry_ct = _after(needed, carry_ct)
             weights = _gather_read(needed, places, layer, policy)
-            grads, xs_grads, carry_grads, arg_grads = layer.backward(
-                weights, xs, args, kept, [*carry_ct, *ys_ct]
+            grads, xs_grads, carry_grads, arg_grads = layer.backward_at(
+                index, buffers, weights, xs, args, kept, [*carry_ct, *ys_ct]
             )
             moved = [g for g, m in zip(arg_grads, moving_args, strict=True) if m]
             args_ct = [a + g for a, g in zip(args_ct, moved, strict=True)]
             carry_ct = [g for g in carry_grads if g is not None]
             return (carry_ct, args_ct), (_scatter(grads, places, shards), xs_grads)
 
+        slices = (jnp.arange(length), shards, xs, kept, weights, ys_ct)
         (carry_ct, args_ct), (grads, xs_grads) = lax.scan(
-            body, (carry_ct, args_ct), (shards, xs, kept, weights, ys_ct), reverse=True
+            body, (carry_ct, args_ct), slices, reverse=True
         )
         moving = iter(carry_ct)
         carry_grads = [next(moving) if is_float(c) else None for c in carry]

@@ -44,6 +44,7 @@ class Case:
     accumulate: int = 1
     remat: Any = "full"
     reshard: bool | int = True
+    first_k: int | None = None
     units: bool = False  # the plain nnx.List model under FSDP(units=...)
     tied: bool = False
     dropout: bool = False
@@ -121,6 +122,7 @@ def make_mesh(replica: int, fsdp: int) -> Mesh:
 def check(case: Case, mesh: Mesh | None = None) -> None:
     policy = jshard.Policy(
         remat=case.remat,
+        first_k=case.first_k,
         reshard_after_forward=case.reshard,
         accumulate=case.accumulate,
         min_shard_elements=0,  # shard all that can be: these models are tiny
@@ -182,3 +184,9 @@ def test_optimizer_state_follows_the_plain_run():
 @pytest.mark.parametrize("units", [False, True])
 def test_training_follows_the_plain_run_with_weights_kept_in_groups(group, units):
     check(Case(mesh=(1, 8), reshard=group, units=units, remat="dots"))
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("first_k", [0, 1, 2, 9])
+def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, remat):
+    check(Case(first_k=first_k, remat=remat, dropout=True, two_losses=True))
