@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import describe, ema, layers, step
 from jshard.checks import check_batch, check_trained, warn_of_large_root
+from jshard.collectives import Placement
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
 from jshard.mesh import FSDP as FSDP_AXIS
@@ -178,10 +179,11 @@ class FSDP:
             specs = self._specs(state)
             local = functools.partial(
                 step.train,
-                self._builder(state, training=True),
+                self._builder(state, training=True, whole=self.policy.defer_scatter),
+                self._places(state),
                 loss_fn,
                 manual_specs(specs.params),
-                accumulate,
+                self.policy,
             )
             inputs = self._inputs(specs)
             grads, metrics, model_state = self._shard_map(
@@ -245,9 +247,23 @@ class FSDP:
 
         return jax.jit(predict_step)
 
-    def _builder(self, state: TrainState, *, training: bool) -> step.Build:
-        """Makes the model on one device, units ready to gather, root gathered."""
+    def _places(self, state: TrainState) -> tuple[nnx.State, nnx.State]:
+        """A Placement for every parameter, in trees like theirs."""
         places = placements(state.params, state.frozen, self.policy, self.mesh)
+        put = lambda path, variable: variable.copy(places[path])
+        return nnx.map_state(put, state.params), nnx.map_state(put, state.frozen)
+
+    def _builder(
+        self, state: TrainState, *, training: bool, whole: bool = False
+    ) -> step.Build:
+        """Makes the model on one device, units ready to gather, root gathered.
+
+        ``whole`` ones are given full weights already.
+        """
+        places = placements(state.params, state.frozen, self.policy, self.mesh)
+        if whole:
+            here = {path: place.trainable for path, place in places.items()}
+            places = {p: Placement(None, trainable=t) for p, t in here.items()}
 
         def build(params, frozen, model_state):
             model = nnx.merge(state.graphdef, params, frozen, model_state, copy=True)

@@ -31,6 +31,9 @@ class Policy:
         host, say).
       precision: dtypes of parameters, wire, computation and reduction.
       accumulate: micro-batches a step; gradients accumulate as shards.
+      defer_scatter: with micro-batches, gather all weights once a step, add up whole
+        gradients, and scatter them once: the traffic of one micro-batch, and memory
+        for all weights and gradients (``no_sync`` elsewhere).
       min_shard_elements: parameters (of one layer) with fewer elements stay
         replicated: they cost less memory than a message costs time.
       ema_decay: keeps averages of the trained parameters, ``decay * average + (1 -
@@ -46,6 +49,7 @@ class Policy:
     reshard_after_forward: bool | int = True
     precision: Precision = Precision()
     accumulate: int = 1
+    defer_scatter: bool = False
     min_shard_elements: int = 4096
     ema_decay: float | None = None
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -56,6 +60,8 @@ class Policy:
             raise UserError(
                 f"policy.accumulate: {self.accumulate!r} must be a positive integer"
             )
+        if self.defer_scatter and self.accumulate == 1:
+            raise UserError("policy.defer_scatter needs policy.accumulate above 1")
         decay = self.ema_decay
         if decay is not None and not (isinstance(decay, float) and 0 < decay < 1):
             raise UserError(

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.collectives import vary, varying, zeros_like
+from jshard.collectives import all_gather, reduce_scatter, vary, varying, zeros_like
 from jshard.dropout import fold_streams, merge_state, microbatch
 from jshard.errors import UserError
 from jshard.loss import Loss, Mean, divide, split_result
 from jshard.mesh import AXES, FSDP, manual_axes
+from jshard.policy import Policy
 from jshard.remat import without_dead_code
 
 # (params, frozen, model_state) -> a model whose units gather
@@ -26,9 +27,10 @@ Build = Callable[..., nnx.Module]
 
 def train(
     build: Build,
+    places: tuple[nnx.State, nnx.State],
     loss_fn: Callable,
     specs: nnx.State,
-    accumulate: int,
+    policy: Policy,
     params: nnx.State,
     frozen: nnx.State,
     model_state: nnx.State,
@@ -38,14 +40,16 @@ def train(
 
     Args:
       build: makes the model from its parts.
+      places: Placements of ``params`` and ``frozen``.
       loss_fn: ``loss_fn(model, batch)``.
       specs: PartitionSpecs of ``params``.
-      accumulate: number of micro-batches.
+      policy: how many micro-batches, and when their gradients are scattered.
       params: local shards; what gradients are taken of.
       frozen: local shards of the other parameters.
       model_state: replicated.
       batch: this device's examples, (examples, ...) each.
     """
+    accumulate = policy.accumulate
     # Gradients are summed once a step where that is cheaper: those of replicated
     # parameters always, those of shards over "replica" when they accumulate first.
     local = jax.tree.map(
@@ -85,9 +89,14 @@ def train(
         grads, loss, metrics, after = backward(shards, model_state, batch, 0, None)
         after = merge_state(model_state, after)
     else:
+        if policy.defer_scatter:
+            gather = lambda shard, place: all_gather(vary(shard), place)
+            shards = jax.tree.map(gather, (params, frozen), places)
         grads, loss, metrics, after = _accumulate(
-            forward, backward, accumulate, shards, model_state, batch
+            forward, backward, accumulate, shards, params, model_state, batch
         )
+        if policy.defer_scatter:
+            grads = jax.tree.map(reduce_scatter, grads, places[0], params)
     grads = jax.tree.map(
         lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
     )
@@ -117,10 +126,11 @@ def _accumulate(
     backward: Callable,
     number: int,
     shards: tuple[nnx.State, nnx.State],
+    params: nnx.State,
     model_state: nnx.State,
     batch: Any,
 ) -> tuple:
-    """Scans ``number`` micro-batches; gradients add up as shards."""
+    """Scans ``number`` micro-batches; gradients add up in the parameters' dtypes."""
     micro = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
     indices = jnp.arange(number, dtype=jnp.uint32)
     counts = _count(forward, shards, model_state, micro, indices)
@@ -132,7 +142,9 @@ def _accumulate(
         index, batch = slices  # the index stays outside: it is the same everywhere
         held, batch = lax.optimization_barrier((shards, batch))
         grads, loss, metrics, after = backward(held, state, batch, index, counts)
-        sums = jax.tree.map(jnp.add, sums, (grads, *_parts(loss, metrics)))
+        sums = jax.tree.map(
+            lambda s, x: s + x.astype(s.dtype), sums, (grads, *_parts(loss, metrics))
+        )
         last = index == number - 1
         return (sums, merge_state(state, after, last=last)), [w for w, _ in loss.terms]
 
@@ -143,7 +155,10 @@ def _accumulate(
         jax.tree.map(lambda x: x[0], micro),
     )
     zeros = jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype)), shapes)
-    start = ((jax.tree.map(zeros_like, shards[0]), *zeros), model_state)
+    nothing = jax.tree.map(
+        lambda x, p: zeros_like(x).astype(p.dtype), shards[0], params
+    )
+    start = ((nothing, *zeros), model_state)
     ((grads, means, metrics), after), weights = lax.scan(body, start, (indices, micro))
     terms = ((weight[0], mean) for weight, mean in zip(weights, means, strict=True))
     return grads, Loss(tuple(terms)), metrics, after

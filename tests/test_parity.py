@@ -45,6 +45,7 @@ class Case:
     remat: Any = "full"
     reshard: bool | int = True
     first_k: int | None = None
+    defer: bool = False
     units: bool = False  # the plain nnx.List model under FSDP(units=...)
     tied: bool = False
     dropout: bool = False
@@ -123,6 +124,7 @@ def check(case: Case, mesh: Mesh | None = None) -> None:
     policy = jshard.Policy(
         remat=case.remat,
         first_k=case.first_k,
+        defer_scatter=case.defer,
         reshard_after_forward=case.reshard,
         accumulate=case.accumulate,
         min_shard_elements=0,  # shard all that can be: these models are tiny
@@ -190,3 +192,10 @@ def test_training_follows_the_plain_run_with_weights_kept_in_groups(group, units
 @pytest.mark.parametrize("first_k", [0, 1, 2, 9])
 def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, remat):
     check(Case(first_k=first_k, remat=remat, dropout=True, two_losses=True))
+
+
+@pytest.mark.parametrize("mesh", MESHES[2:])
+@pytest.mark.parametrize("units", [False, True])
+def test_training_follows_the_plain_run_with_one_scatter_a_step(mesh, units):
+    case = Case(mesh=mesh, accumulate=4, defer=True, units=units, tied=True)
+    check(dataclasses.replace(case, frozen=True, dropout=True, padding=True))
