@@ -29,6 +29,7 @@ class Placement:
       gather: dtype on the wire of the all-gather; None is the parameter's own.
       compute: dtype the layer sees; None is the one it arrived in.
       reduce: dtype on the wire of the reduce-scatter; None is the gradient's own.
+      sum: dtype of the sums over "fsdp"; None is that on the wire.
       trainable: whether a gradient is computed and scattered.
     """
 
@@ -36,6 +37,7 @@ class Placement:
     gather: Any = None
     compute: Any = None
     reduce: Any = None
+    sum: Any = None
     trainable: bool = True
 
 
@@ -125,11 +127,22 @@ def reduce_scatter(
     grad = _cast(grad, place.reduce)
     if place.dim is not None and lax.axis_size(FSDP) > 1:
         dim = grad.ndim + place.dim
-        grad = lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
+        if place.sum in (None, grad.dtype):
+            grad = lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
+        else:
+            grad = _sum_of_parts(grad, dim, place.sum)
     have, want = varying(grad), varying(shard)
     summed = tuple(axis for axis in manual_axes() if axis in have - want)
     grad = lax.psum(grad, summed) if summed else grad
     return vary(grad.astype(shard.dtype), tuple(want))
+
+
+def _sum_of_parts(grad: jax.Array, dim: int, dtype: Any) -> jax.Array:
+    """A reduce-scatter that adds up in ``dtype``: each device sums what all send it."""
+    shape, devices = grad.shape, lax.axis_size(FSDP)
+    shape = (*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
+    parts = lax.all_to_all(grad.reshape(shape), FSDP, split_axis=dim, concat_axis=dim)
+    return jnp.sum(parts, axis=dim, dtype=dtype)
 
 
 @jax.tree_util.register_static

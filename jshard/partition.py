@@ -92,6 +92,7 @@ def placements(
                 precision.gather,
                 precision.compute,
                 precision.reduce,
+                precision.sum,
                 trainable,
             )
     return places

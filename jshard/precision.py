@@ -10,7 +10,7 @@ from jshard.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Four dtypes; None keeps what the module declares.
+    """Dtypes; None keeps what the module declares.
 
     Attributes:
       param: dtype of the stored parameters (and of gradients and optimizer state).
@@ -18,12 +18,16 @@ class Precision:
       compute: dtype of the weights a layer sees; modules that declare a ``dtype``
         (Flax's do) get it too, so that their inputs follow.
       reduce: dtype on the wire of gradients; by default that of the computation.
+      sum: dtype in which a reduction over "fsdp" adds up; by default ``reduce``, as
+        a reduce-scatter does. Another one takes an all-to-all, of as many bytes, and
+        each device adds up: bfloat16 on the wire without its rounding in the sums.
     """
 
     param: Any = None
     gather: Any = None
     compute: Any = None
     reduce: Any = None
+    sum: Any = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
