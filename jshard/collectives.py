@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard import quantized
 from jshard.mesh import FSDP, manual_axes
 
 
@@ -85,8 +86,12 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     """The full parameter from one device's shard, in the layer's dtype."""
-    full = _cast(shard, place.gather)
-    if place.dim is not None and lax.axis_size(FSDP) > 1:
+    moves = place.dim is not None and lax.axis_size(FSDP) > 1
+    if moves and quantized.is_quantized(place.gather) and is_float(shard):
+        full = quantized.all_gather(shard, shard.ndim + place.dim, place.gather)
+        return _cast(full, place.compute)
+    full = shard if quantized.is_quantized(place.gather) else _cast(shard, place.gather)
+    if moves:
         full = lax.all_gather(full, FSDP, axis=full.ndim + place.dim, tiled=True)
     return _cast(full, place.compute)
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from jshard.errors import UserError
 
+ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -14,7 +16,8 @@ class Precision:
 
     Attributes:
       param: dtype of the stored parameters (and of gradients and optimizer state).
-      gather: dtype on the wire of all-gathers; by default ``compute``.
+      gather: dtype on the wire of all-gathers; by default ``compute``. int8,
+        float8_e4m3fn and float8_e5m2 are scaled in blocks (``jshard.quantized``).
       compute: dtype of the weights a layer sees; modules that declare a ``dtype``
         (Flax's do) get it too, so that their inputs follow.
       reduce: dtype on the wire of gradients; by default that of the computation.
@@ -44,7 +47,8 @@ def _dtype(name: str, value: Any) -> Any:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    quantized = name == "gather" and str(dtype) in ONE_BYTE
+    if dtype is None or not (quantized or jnp.issubdtype(dtype, jnp.floating)):
         raise UserError(
             f"precision.{name}: {value!r} is not a floating dtype; "
             "use float32, bfloat16, float16 or float64"
