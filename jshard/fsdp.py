@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard import describe, ema, layers, step
+from jshard import describe, ema, layers, loss_scale, step
 from jshard.checks import check_batch, check_trained, warn_of_large_root
 from jshard.collectives import Placement
 from jshard.loss import Means
@@ -136,6 +136,7 @@ class FSDP:
             opt_state=optimizer.init(params),
             graphdef=graphdef,
             ema=None if self.policy.ema_decay is None else ema.start(params),
+            loss_scale=loss_scale.start() if self.policy.loss_scale else None,
         )
 
     def _specs(self, state: TrainState) -> TrainState:
@@ -149,6 +150,7 @@ class FSDP:
             model_state=replicated_specs(state.model_state),
             opt_state=optimizer_specs(state.opt_state, state.params, params),
             ema=param_specs(state.ema, self.policy, self.mesh),
+            loss_scale=replicated_specs(state.loss_scale),
         )
 
     # Steps.
@@ -187,8 +189,16 @@ class FSDP:
             )
             inputs = self._inputs(specs)
             grads, metrics, model_state = self._shard_map(
-                local, inputs, (inputs[0], PartitionSpec(), PartitionSpec())
-            )(state.params, state.frozen, state.model_state, batch)
+                local,
+                (*inputs, PartitionSpec()),
+                (inputs[0], PartitionSpec(), PartitionSpec()),
+            )(
+                state.params,
+                state.frozen,
+                state.model_state,
+                batch,
+                state.loss_scale and state.loss_scale.scale,
+            )
             with sharded_update(self.mesh, self.policy):
                 updates, opt_state = optimizer.update(
                     grads, state.opt_state, state.params
@@ -203,6 +213,14 @@ class FSDP:
                 ema=ema.update(state.ema, params, self.policy.ema_decay, steps),
             )
             metrics["grad_norm"] = optax.tree.norm(grads)
+            if state.loss_scale is not None:
+                finite = jnp.isfinite(metrics["grad_norm"])
+                scale = loss_scale.update(state.loss_scale, finite)
+                new = dataclasses.replace(
+                    loss_scale.select(finite, new, state), step=steps, loss_scale=scale
+                )
+                metrics["loss_scale"] = state.loss_scale.scale
+                metrics["skipped_steps"] = scale.skipped
             return self._constrain(new, specs), metrics
 
         return jax.jit(train_step, donate_argnums=0)

@@ -34,6 +34,8 @@ class Policy:
       defer_scatter: with micro-batches, gather all weights once a step, add up whole
         gradients, and scatter them once: the traffic of one micro-batch, and memory
         for all weights and gradients (``no_sync`` elsewhere).
+      loss_scale: whether the loss is scaled in the backward, by a factor that follows
+        the gradients; float16 needs it. A step that overflows is skipped and counted.
       min_shard_elements: parameters (of one layer) with fewer elements stay
         replicated: they cost less memory than a message costs time.
       ema_decay: keeps averages of the trained parameters, ``decay * average + (1 -
@@ -50,6 +52,7 @@ class Policy:
     precision: Precision = Precision()
     accumulate: int = 1
     defer_scatter: bool = False
+    loss_scale: bool = False
     min_shard_elements: int = 4096
     ema_decay: float | None = None
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

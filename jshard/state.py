@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.errors import UserError
+from jshard.loss_scale import LossScale
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +25,7 @@ class TrainState:
       graphdef: the model's structure.
       ema: averages of ``params`` (``Policy.ema_decay``), sharded like them, in float32
         or more; None where there are none.
+      loss_scale: the dynamic scale of the loss (``Policy.loss_scale``), or None.
     """
 
     step: jax.Array
@@ -33,6 +35,7 @@ class TrainState:
     opt_state: Any
     graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
     ema: nnx.State | None = None
+    loss_scale: LossScale | None = None
 
     def with_ema_params(self) -> "TrainState":
         """This state with the averages as its parameters, in the parameters' dtypes.

@@ -35,6 +35,7 @@ def train(
     frozen: nnx.State,
     model_state: nnx.State,
     batch: Any,
+    scale: jax.Array | None,
 ) -> tuple[nnx.State, dict[str, jax.Array], nnx.State]:
     """Gradients, metrics and the next model state.
 
@@ -48,6 +49,7 @@ def train(
       frozen: local shards of the other parameters.
       model_state: replicated.
       batch: this device's examples, (examples, ...) each.
+      scale: of the loss in the backward; None is 1.
     """
     accumulate = policy.accumulate
     # Gradients are summed once a step where that is cheaper: those of replicated
@@ -78,7 +80,7 @@ def train(
         )
         counts = counts or [lax.psum(mean.count, AXES) for _, mean in loss.terms]
         seeds = [
-            vary(_seed(weight, count, mean.total.dtype))
+            vary(_seed(weight, count, mean.total.dtype, scale))
             for (weight, mean), count in zip(loss.terms, counts, strict=True)
         ]
         (grads,) = pullback(seeds)
@@ -100,6 +102,8 @@ def train(
     grads = jax.tree.map(
         lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
     )
+    if scale is not None:
+        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
     loss, metrics = _global(loss), _global(metrics)
     values: dict[str, Any] = {
         "loss": sum(weight * mean.compute() for weight, mean in loss.terms)
@@ -186,8 +190,11 @@ def _parts(loss: Loss, metrics: dict[str, Mean]) -> tuple:
     return [mean for _, mean in loss.terms], metrics
 
 
-def _seed(weight: Any, count: jax.Array, dtype: Any) -> jax.Array:
-    return divide(weight, count).astype(dtype)
+def _seed(
+    weight: Any, count: jax.Array, dtype: Any, scale: jax.Array | None
+) -> jax.Array:
+    seed = divide(weight, count)
+    return (seed if scale is None else seed * scale).astype(dtype)
 
 
 def _typed(tree: Any) -> Any:

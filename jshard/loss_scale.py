@@ -1,0 +1,59 @@
+"""Dynamic loss scaling, for computation in float16.
+
+The backward starts from ``scale`` times its seed, and gradients are divided by it once
+they are in the parameters' dtype. A step whose gradients are not finite changes nothing
+but the scale (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+START, LARGEST = 2.0**15, 2.0**24
+PATIENCE = 2000  # good steps until the scale is doubled
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """The state of a dynamic loss scale.
+
+    Attributes:
+      scale: float32 scalar, a power of two.
+      good_steps: int32 scalar, since the scale last changed.
+      skipped: int32 scalar, steps that were skipped in all.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    skipped: jax.Array
+
+
+def start() -> LossScale:
+    """The scale of the first step."""
+    zero = jnp.zeros((), jnp.int32)
+    return LossScale(jnp.float32(START), zero, zero)
+
+
+def update(loss_scale: LossScale, finite: jax.Array) -> LossScale:
+    """Halves the scale after a step that is not finite, doubles it after many that are.
+
+    Args:
+      loss_scale: of the step.
+      finite: whether its gradients were.
+    """
+    grows = loss_scale.good_steps + 1 >= PATIENCE
+    grown = jnp.where(grows, loss_scale.scale * 2, loss_scale.scale)
+    scale = jnp.where(finite, grown, loss_scale.scale / 2)
+    return LossScale(
+        jnp.clip(scale, 1, LARGEST),
+        jnp.where(finite & ~grows, loss_scale.good_steps + 1, 0),
+        loss_scale.skipped + ~finite,
+    )
+
+
+def select(finite: jax.Array, new: Any, old: Any) -> Any:
+    """``new`` after a finite step, else ``old``."""
+    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)

@@ -1,0 +1,103 @@
+"""Dynamic loss scaling: float16 trains, and overflows are skipped and counted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard import loss_scale
+
+POLICY = jshard.Policy(loss_scale=True, min_shard_elements=0)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = jshard.Unit(nnx.Linear(8, 16, rngs=rngs))
+        self.down = jshard.Unit(nnx.Linear(16, 8, rngs=rngs))
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def loss_fn(model, batch):
+    error = model(batch["x"]).astype(jnp.float32) - batch["y"]
+    return jshard.Mean(jnp.sum(error**2), error.size)
+
+
+def run(policy, batches, *, replica=2, state=None):
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), policy)
+    optimizer = optax.adam(1e-2)
+    state = state or fsdp.init(Model, optimizer)
+    step = fsdp.train_step(loss_fn, optimizer)
+    history = []
+    for batch in batches:
+        state, metrics = step(state, fsdp.shard_batch(batch))
+        history.append(jax.device_get(metrics))
+    return state, history
+
+
+def make_batches(count):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(count, 32, 8)).astype(np.float32)
+    return [{"x": x, "y": np.roll(x, 1, axis=1)} for x in rows]
+
+
+def params(state):
+    return [np.asarray(x) for x in jax.tree.leaves(state.params)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scale_changes_no_float32_gradient(accumulate):
+    policy = dataclasses.replace(POLICY, accumulate=accumulate)
+    scaled, _ = run(policy, make_batches(3))
+    plain, _ = run(dataclasses.replace(policy, loss_scale=False), make_batches(3))
+    for got, want in zip(params(scaled), params(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_float16_follows_float32():
+    half = jshard.Precision(compute="float16", reduce="float16")
+    got, history = run(dataclasses.replace(POLICY, precision=half), make_batches(20))
+    want, reference = run(
+        dataclasses.replace(POLICY, loss_scale=False), make_batches(20)
+    )
+    assert history[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=0.01)
+    assert history[-1]["skipped_steps"] == 0
+    for a, b in zip(params(got), params(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.03)
+
+
+def test_a_step_that_overflows_changes_only_the_scale_and_the_step():
+    batches = make_batches(3)
+    batches[1]["y"] = batches[1]["y"] + np.float32(np.inf)
+    before, _ = run(POLICY, batches[:1])
+    kept = params(before)
+    after, history = run(POLICY, batches[:2])
+    for got, want in zip(params(after), kept, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert int(after.step) == 2
+    assert int(after.opt_state[0].count) == 1
+    assert float(after.loss_scale.scale) == loss_scale.START / 2
+    assert history[1]["skipped_steps"] == 1
+    _, history = run(POLICY, batches)
+    assert [h["skipped_steps"] for h in history] == [0, 1, 1]
+    assert [h["loss_scale"] for h in history][1:] == [2.0**15, 2.0**14]
+
+
+def test_the_scale_grows_after_many_good_steps_and_stays_in_bounds():
+    state = loss_scale.start()
+    state = dataclasses.replace(state, good_steps=jnp.int32(loss_scale.PATIENCE - 1))
+    grown = loss_scale.update(state, jnp.bool_(True))
+    assert float(grown.scale) == 2 * loss_scale.START
+    assert int(grown.good_steps) == 0
+    for finite, bound in ((True, loss_scale.LARGEST), (False, 1.0)):
+        for _ in range(40):
+            good = jnp.int32(loss_scale.PATIENCE)
+            state = dataclasses.replace(state, good_steps=good)
+            state = loss_scale.update(state, jnp.bool_(finite))
+        assert float(state.scale) == bound
