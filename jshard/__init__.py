@@ -11,7 +11,7 @@ from jshard.mesh import make_mesh
 from jshard.optim import per_layer
 from jshard.policy import Policy
 from jshard.precision import Precision
-from jshard.remat import Names
+from jshard.remat import Names, Offload
 from jshard.schedule import scan_layers
 from jshard.state import TrainState
 
@@ -23,6 +23,7 @@ __all__ = [
     "Mean",
     "Means",
     "Names",
+    "Offload",
     "Policy",
     "Precision",
     "Stack",

@@ -7,7 +7,7 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.precision import Precision
-from jshard.remat import check_remat
+from jshard.remat import Offload, check_remat
 from jshard.schedule import UnitPolicy
 
 _OVERRIDABLE = ("remat", "first_k", "reshard_after_forward", "precision")
@@ -137,6 +137,8 @@ def _check(remat: Any, first_k: Any, reshard: Any, precision: Any) -> None:
         raise UserError(
             f"policy.first_k: {first_k!r} must be None or a number of layers"
         )
+    if first_k is not None and isinstance(remat, Offload):
+        raise UserError("policy.first_k does not go with jshard.Offload yet")
     if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
         raise UserError(
             f"policy.reshard_after_forward: {reshard!r} must be True, False or the "

@@ -32,13 +32,21 @@ class Names:
         object.__setattr__(self, "names", names)
 
 
+class Offload(Names):
+    """Remat policy: activations named with ``checkpoint_name`` wait in host memory.
+
+    They leave for pinned host memory in the forward and come back for the backward; a
+    layer's input stays on the device, and all else is recomputed.
+    """
+
+
 def check_remat(remat: Any) -> None:
     """Raises UserError unless ``remat`` is a policy this version knows."""
     if remat in POLICIES or isinstance(remat, Names) or callable(remat):
         return
     raise UserError(
         f"policy.remat: {remat!r} is not one of {', '.join(POLICIES)}, "
-        "jshard.Names(...) or a jax.checkpoint policy"
+        "jshard.Names(...), jshard.Offload(...) or a jax.checkpoint policy"
     )
 
 
@@ -103,6 +111,7 @@ class LinearizedLayer:
 
         self._primal = primal
         self._sizes[3] += len(self.consts)
+        self._offloads = isinstance(remat, Offload)
         self._float_out = [is_float(aval) for aval in self.outputs]
         self.differentiable = [*differentiable, *map(is_float, self.consts)]
         flat += [abstract_like(const) for const in self.consts]
@@ -158,6 +167,8 @@ class LinearizedLayer:
             rebuilt = need in (0, _WEIGHTS, _ARGS) or var in free
             self._source.append(None if rebuilt else kept.setdefault(var, len(kept)))
         self.kept = [abstract_like(var.aval) for var in kept]
+        inputs_kept = set(jaxpr.invars)
+        self._leaves = [self._offloads and var not in inputs_kept for var in kept]
         first = {index: i for i, index in reversed(list(enumerate(self._source)))}
         used = [True] * count + [
             index is not None and first[index] == i
@@ -176,7 +187,15 @@ class LinearizedLayer:
     def forward(self, weights, xs, carry, args) -> tuple[list[Any], list[Any]]:
         """Outputs, and the residuals to keep until the backward pass."""
         leaves = _run(self._forward, self._forward_used, [*weights, *xs, *carry, *args])
-        return leaves[: len(self.outputs)], leaves[len(self.outputs) :]
+        outputs, kept = leaves[: len(self.outputs)], leaves[len(self.outputs) :]
+        return outputs, self._moved(kept, jax.memory.Space.Host)
+
+    def _moved(self, kept: Sequence[Any], space: Any) -> list[Any]:
+        """Residuals with those that are offloaded in another memory."""
+        return [
+            jax.device_put(x, space) if leaves else x
+            for x, leaves in zip(kept, self._leaves, strict=True)
+        ]
 
     def backward(self, weights, xs, args, kept, cotangents) -> list[list[Any]]:
         """Gradients as (weights, xs, carry, args), None where there is none.
@@ -185,6 +204,7 @@ class LinearizedLayer:
         ``cotangents`` are those of the floating outputs.
         """
         carry = [None] * self._sizes[2]
+        kept = self._moved(kept, jax.memory.Space.Device)
         rebuilt = iter(
             _run(self._rebuild, self._rebuild_used, [*weights, *xs, *carry, *args])
         )

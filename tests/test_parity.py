@@ -199,3 +199,8 @@ def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, 
 def test_training_follows_the_plain_run_with_one_scatter_a_step(mesh, units):
     case = Case(mesh=mesh, accumulate=4, defer=True, units=units, tied=True)
     check(dataclasses.replace(case, frozen=True, dropout=True, padding=True))
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_training_follows_the_plain_run_with_activations_on_the_host(units):
+    check(Case(remat=jshard.Offload("hidden"), units=units, dropout=True))
