@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 
@@ -98,10 +99,12 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The attended values, (B, T, D)."""
         B, T, D = x_BTD.shape
-        qkv_BTCNH = self.qkv(x_BTD).reshape(B, T, 3, self.num_heads, -1)
+        qkv_BTE = checkpoint_name(self.qkv(x_BTD), "qkv")
+        qkv_BTCNH = qkv_BTE.reshape(B, T, 3, self.num_heads, -1)
         q_BTNH, k_BTNH, v_BTNH = (qkv_BTCNH[:, :, i] for i in range(3))
         y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
-        return self.out(y_BTNH.reshape(B, T, D))
+        y_BTD = checkpoint_name(y_BTNH.reshape(B, T, D), "attended")
+        return self.out(y_BTD)
 
 
 class Block(nnx.Module):
@@ -120,7 +123,8 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The residual stream after this block, (B, T, D)."""
         x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
-        hidden = jax.nn.gelu(self.up(self.norm2(x_BTD)))
+        hidden = checkpoint_name(self.up(self.norm2(x_BTD)), "hidden")
+        hidden = jax.nn.gelu(hidden)
         return x_BTD + self.dropout(self.down(hidden))
 
 
