@@ -13,7 +13,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from models.gpt import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +215,7 @@ class Llama(nnx.Module):
     ) -> jshard.Mean:
         """Cross-entropy in nats, a Mean over the tokens that ``weights`` count."""
         x_BTD, head_DV = self._features_and_head(tokens_BT)
-        return cross_entropy(
+        return jshard.cross_entropy(
             x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
         )
 
