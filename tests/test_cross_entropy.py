@@ -257,6 +257,26 @@ def test_a_step_on_a_mesh_follows_a_plain_run(x64, tied, frozen, min_shard):
     assert len(want) == (1 if tied or frozen else 2)
 
 
+def test_a_step_has_three_products_a_micro_batch_and_an_evaluation_one(x64):
+    (B, T), policy = (32, 8), jshard.Policy(accumulate=2)
+    fsdp, optimizer = jshard.FSDP(jshard.make_mesh(replica=2), policy), optax.sgd(1.0)
+    state = fsdp.abstract_state(lambda rngs: Model(False, rngs), optimizer)
+    tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    weights = jax.ShapeDtypeStruct((B, T), jnp.float32)
+    batch = {"inputs": tokens, "targets": tokens, "weights": weights}
+
+    def loss(model: Model, batch: dict[str, jax.Array]) -> jshard.Mean:
+        return model.loss(functools.partial(cross_entropy, chunk=4), batch)
+
+    product = 2 * (B * T // 8) * 16 * 48  # all tokens of a device
+    for step, products in (
+        (fsdp.train_step(loss, optimizer), 3),
+        (fsdp.eval_step(loss), 1),
+    ):
+        text = hlo.compile(step.lower(state, batch)).as_text()
+        assert hlo.matrix_flops(text) == products * product
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
