@@ -10,12 +10,11 @@ layer dimension.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jshard.collectives import Placement, gather_leaf, is_float
@@ -24,6 +23,7 @@ from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
 from jshard.schedule import check_carry, run_stack, run_unit, split_aux
+from jshard.taking_apart import take_apart
 from jshard.unit_weights import Reshard, UnitPolicy
 
 M = TypeVar("M", bound=nnx.Module)
@@ -291,26 +291,6 @@ class _Pieces:
         return module
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray))
-
-
-def _take_apart(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]:
-    """The arrays of ``tree``, and what puts others in their place.
-
-    Other leaves (flags, names, functions) are static, as in a plain call.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    static = [None if _is_array(x) else (x,) for x in leaves]
-
-    def with_arrays(arrays: Iterable[Any]) -> Any:
-        values = iter(arrays)
-        merged = [next(values) if leaf is None else leaf[0] for leaf in static]
-        return jax.tree.unflatten(structure, merged)
-
-    return [jnp.asarray(x) for x in leaves if _is_array(x)], with_arrays
-
-
 def _variables_in(tree: Any) -> list[nnx.Variable]:
     return list(filter(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
 
@@ -338,14 +318,14 @@ def _run_unit(
     unit: Any, method: Callable, args: tuple, kwargs: dict, policy: UnitPolicy
 ) -> Any:
     pieces = _Pieces(unit)
-    inputs, arguments = _take_apart((args, kwargs))
+    inputs, arguments = take_apart((args, kwargs))
     passed = _variables_in((args, kwargs))
     returned: list[Any] = []
 
     def call(weights, rest, inputs):
         module = pieces.module(weights, rest)
         args, kwargs = arguments(inputs)
-        outputs, rebuild = _take_apart(_call(method, module, args, kwargs))
+        outputs, rebuild = take_apart(_call(method, module, args, kwargs))
         returned[:] = [rebuild]
         return outputs
 
@@ -369,7 +349,7 @@ def _run_unit(
 def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
     """Every layer in turn: ``run_stack`` in a step, a plain scan outside one."""
     pieces = _Pieces(stack)
-    inputs, arguments = _take_apart(args)
+    inputs, arguments = take_apart(args)
     carry, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     returned: list[Any] = []
 

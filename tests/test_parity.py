@@ -7,7 +7,6 @@ Float64 and a relative error of at most 1e-9, on every mesh, with every optimize
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -83,47 +82,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Rows that together hold every pair of values of any two factors.
-
-    Greedy: each row starts from a pair that is still missing, and takes for every
-    other factor the value that adds most missing pairs.
-    """
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(factors, 2)
-        for x, y in itertools.product(range(len(factors[a])), range(len(factors[b])))
-    }
-    order = {name: i for i, name in enumerate(factors)}
-
-    def pair(one: tuple[str, int], two: tuple[str, int]) -> tuple:
-        return (one, two) if order[one[0]] < order[two[0]] else (two, one)
-
-    while missing:
-        row = dict(min(missing, key=lambda p: [(order[n], i) for n, i in p]))
-        for name in factors:
-            if name not in row:
-                row[name] = max(
-                    range(len(factors[name])),
-                    key=lambda i, row=row, name=name: sum(
-                        pair((name, i), other) in missing for other in row.items()
-                    ),
-                )
-        missing -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
-        yield {name: factors[name][row[name]] for name in factors}
-
-
 def cases(*iterables: Any) -> Any:
     return pytest.mark.parametrize("case", list(itertools.chain(*iterables)), ids=str)
 
 
-def make_mesh(replica: int, fsdp: int) -> Mesh:
-    devices = jax.devices()[: replica * fsdp]
-    return jshard.make_mesh(replica=replica, fsdp=fsdp, devices=devices)
-
-
 def check(case: Case, mesh: Mesh | None = None) -> None:
-    mesh = mesh or make_mesh(*case.mesh)
+    mesh = mesh or parity.make_mesh(*case.mesh)
     # A group is no larger than the axis.
     reshard = (
         case.reshard
@@ -147,7 +111,7 @@ def check(case: Case, mesh: Mesh | None = None) -> None:
     assert parity.worst(got.params, want.params) <= BOUND
 
 
-@cases(Case(**row) for row in pairwise(FACTORS))
+@cases(Case(**row) for row in parity.pairwise(FACTORS))
 def test_training_follows_the_plain_run_for_every_pair_of_choices(case):
     check(case)
 
@@ -186,7 +150,7 @@ def test_optimizer_state_follows_the_plain_run():
 
     policy = jshard.Policy(min_shard_elements=0)
     tx = parity.optimizer("adamw", jshard.per_layer)
-    got = parity.train(parity.Variant(), tx, make_mesh(2, 4), policy)
+    got = parity.train(parity.Variant(), tx, parity.make_mesh(2, 4), policy)
     want = parity.reference(parity.Variant(), "adamw")
     for name in ("mu", "nu"):
         assert parity.worst(moments(got, name), moments(want, name)) <= BOUND
