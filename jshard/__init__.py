@@ -2,6 +2,7 @@
 
 from jshard.checkpoint import Checkpointer
 from jshard.collectives import gather, pmean
+from jshard.cross_entropy import cross_entropy
 from jshard.dropout import Dropout
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
@@ -30,6 +31,7 @@ __all__ = [
     "TrainState",
     "Unit",
     "UserError",
+    "cross_entropy",
     "gather",
     "gathered",
     "make_mesh",
