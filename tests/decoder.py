@@ -153,6 +153,7 @@ def lower_update(
     return jitted.lower(state.params, state.opt_state, state.params), state
 
 
+ROOT = {"norm.scale", "norm.bias"}
 # What a backward pass reads, besides what was kept. No bias that is added last, and of
 # an embedding only the gradient.
 HEAD = {"head.kernel"}
@@ -177,7 +178,8 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
     Args:
       fsdp: mesh and policy.
       state: the abstract state.
-      reads: parameters that the backward gathers again, if it reshards.
+      reads: parameters that the backward (of layers with remat) gathers again, if it
+        reshards.
     """
     mesh, policy = fsdp.mesh, fsdp.policy
     shards, replicas = mesh.shape[FSDP], mesh.shape[REPLICA]
@@ -186,19 +188,22 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
         for path, variable in nnx.to_flat_state(params):
             name = ".".join(str(part) for part in path if not isinstance(part, int))
             shape = np.shape(variable.get_value())
-            stack = int(shape[0]) if "layer_dims" in variable.get_metadata() else 1
+            layered = "layer_dims" in variable.get_metadata()
+            stack = int(shape[0]) if layered else 1
             layer = int(np.prod(shape)) // stack
             if FSDP not in param_spec(variable, policy, mesh):
                 counts["all-reduce", mesh.size, stack * layer] += trained
                 continue
-            kept = policy.reshard_after_forward
-            again = shards if kept is True else int(kept)  # devices that gather again
             whole = policy.defer_scatter  # all layers of a stack at once, and no more
             size, runs = stack * layer, 1
             if not whole:
                 size, runs = layer, stack * policy.accumulate
+                again = _gather_again(policy, name, reads, stack if layered else None)
+                kept = policy.reshard_after_forward
+                kept = policy.reshard_root if name in ROOT else kept
+                devices = shards if kept is True else int(kept)
+                counts["all-gather", devices, size] += again * policy.accumulate
             counts["all-gather", shards, size] += runs
-            counts["all-gather", again, size] += runs * (name in reads and not whole)
             counts["reduce-scatter", shards, size] += trained * runs
             # Over replicas travel shards; with accumulation once, when they are summed.
             if whole or policy.accumulate > 1:
@@ -206,6 +211,18 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
             counts["all-reduce", replicas, size // shards] += trained * runs
     # A group of one moves nothing.
     return Counter({key: n for key, n in counts.items() if n and key[1] > 1})
+
+
+def _gather_again(
+    policy: jshard.Policy, name: str, reads: set[str], layers: int | None
+) -> int:
+    """How many layers of a Stack, or a Unit (None), gather a parameter again."""
+    if layers is None:
+        return name in reads
+    first = layers if policy.first_k is None else policy.first_k
+    later = REMATS["none"][1]
+    last = max(layers - policy.keep_last, 0)
+    return sum(name in (reads if i < first else later) for i in range(last))
 
 
 def counted(found: list[hlo.Collective]) -> Counter:

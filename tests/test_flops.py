@@ -97,16 +97,11 @@ def check_head(flops: int) -> None:
     assert flops == 4 * 2 * EXAMPLES * T * D * V
 
 
-BRANCHES = pytest.mark.xfail(
-    reason="one loop with a branch for each kind of layer: both branches count"
-)
-
-
 @pytest.mark.parametrize(
     ("first_k", "remat"),
     [
-        pytest.param(2, "full", marks=BRANCHES),
-        pytest.param(4, jshard.Names("attended"), marks=[BRANCHES, pytest.mark.slow]),
+        (2, "full"),
+        pytest.param(4, jshard.Names("attended"), marks=pytest.mark.slow),
         pytest.param(0, "full", marks=pytest.mark.slow),
         pytest.param(5, "full", marks=pytest.mark.slow),
     ],

@@ -104,18 +104,76 @@ def test_groups_send_their_part_of_what_the_backward_reads():
     assert wire(found, "reduce-scatter") == {(8, "f32"): 4 * total * 7 // 8}
 
 
+# Some layers, and the root.
+
+
+@pytest.mark.parametrize(
+    ("knobs", "remat"),
+    [
+        ({"keep_last": 1}, "full"),
+        ({"keep_last": 3, "reshard_after_forward": 2, "first_k": 2}, "full"),
+        ({"first_k": 1}, "dots"),
+    ],
+    ids=str,
+)
+def test_some_layers_keep_more_and_gather_less(knobs, remat):
+    remat, reads = REMATS[remat]
+    check_counts(policies(remat=remat, **knobs), reads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("first_k", [None, 0, 2, 4, 5])
+@pytest.mark.parametrize("keep_last", [0, 2, 4, 5])
+@pytest.mark.parametrize("reshard", [True, False, 4])
+@pytest.mark.parametrize("remat", ["full", "names"])
+def test_some_layers_hold_for_the_whole_product(
+    remat, reshard, keep_last, first_k, accumulate
+):
+    remat, reads = REMATS[remat]
+    policy = policies(
+        remat=remat,
+        first_k=first_k,
+        keep_last=keep_last,
+        reshard_after_forward=reshard,
+        accumulate=accumulate,
+    )
+    check_counts(policy, reads)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "replica", "plain"),
+    [
+        (True, 1, False),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(1, 2, False, marks=pytest.mark.slow),
+        pytest.param(True, 2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_backward_gathers_the_root_again_when_it_is_resharded(
+    reshard, replica, plain
+):
+    remat, reads = REMATS["full"]
+    policy = policies(remat=remat, reshard_root=reshard, accumulate=2)
+    check_counts(policy, reads | {"norm.scale"}, replica=replica, plain=plain)
+
+
 # Deferred scatters.
 
 
-@pytest.mark.parametrize(("replica", "plain"), [(1, False), (2, True)])
-def test_deferred_gradients_are_gathered_and_scattered_once_a_step(replica, plain):
-    policy = policies(accumulate=4 // replica, defer_scatter=True)
+@pytest.mark.parametrize(
+    ("accumulate", "replica", "plain"), [(4, 1, False), (2, 2, True), (1, 2, False)]
+)
+def test_deferred_gradients_are_gathered_and_scattered_once_a_step(
+    accumulate, replica, plain
+):
+    policy = policies(accumulate=accumulate, defer_scatter=True)
     check_counts(policy, set(), replica=replica, plain=plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("replica", [1, 2, 8])
 @pytest.mark.parametrize("reshard", [True, False, 1])
 @pytest.mark.parametrize("remat", REMATS)
