@@ -78,6 +78,7 @@ class PlainDecoder(nnx.Module):
 
 
 UNITS = (Block, nnx.Embed, Head)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jshard.Mean:
@@ -110,9 +111,9 @@ def lower_step(
     plain: bool = False,
     wrt: Any = nnx.Param,
     examples: int = 32,
+    optimizer: optax.GradientTransformation = MOMENTUM,
 ) -> tuple[jax.stages.Lowered, jshard.TrainState]:
-    """A step of the decoder with SGD, and its abstract state. Nothing is allocated."""
-    optimizer = optax.sgd(0.1, momentum=0.9)
+    """A step of the decoder, and its abstract state. Nothing is allocated."""
     state = fsdp.abstract_state(make_decoder(sizes, plain=plain), optimizer, wrt)
     tokens = jax.ShapeDtypeStruct((examples, sizes.length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}

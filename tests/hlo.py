@@ -1,6 +1,6 @@
-"""Reads optimized HLO text: which collectives and products run, and how often.
+"""Reads optimized HLO text: which collectives, products and copies run.
 
-``collectives(compiled.as_text())`` and ``dots(...)`` walk the program from its entry.
+``collectives(compiled.as_text())`` and its like walk the program from its entry.
 The body of a while loop counts times the trip count that XLA found, nested loops
 multiply, and calls are followed; of a conditional, which runs one branch, every branch
 counts.
@@ -150,6 +150,24 @@ def dots(text: str) -> list[Dot]:
       ValueError: a loop that holds one has no known trip count.
     """
     return [_dot(x) for x in _instructions(text) if x.opcode == "dot"]
+
+
+def copies(text: str) -> list[tuple[Array, int]]:
+    """What a program copies, and how often.
+
+    Raises:
+      ValueError: a loop that holds a copy has no known trip count.
+    """
+    found = [x for x in _instructions(text) if x.opcode in ("copy", "copy-start")]
+    return [(x.results[0], x.times) for x in found]
+
+
+def aliased(text: str) -> set[int]:
+    """The numbers of the parameters whose memory an output takes over."""
+    header = text[: text.index("\n")]
+    found = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
+    entries = re.findall(r"\{[\d, ]*\}: \((\d+), \{\}", found[1] if found else "")
+    return set(map(int, entries))
 
 
 @dataclasses.dataclass(frozen=True)
