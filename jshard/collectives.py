@@ -86,33 +86,46 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     """The full parameter from one device's shard, in the layer's dtype."""
-    moves = place.dim is not None and lax.axis_size(FSDP) > 1
-    if moves and quantized.is_quantized(place.gather) and is_float(shard):
-        full = quantized.all_gather(shard, shard.ndim + place.dim, place.gather)
-        return _cast(full, place.compute)
-    full = shard if quantized.is_quantized(place.gather) else _cast(shard, place.gather)
-    if moves:
-        full = lax.all_gather(full, FSDP, axis=full.ndim + place.dim, tiled=True)
+    in_one_byte = quantized.is_quantized(place.gather)
+    full = shard if in_one_byte else _cast(shard, place.gather)
+    if place.dim is not None and lax.axis_size(FSDP) > 1:
+        dim = full.ndim + place.dim
+        if in_one_byte and is_float(shard):
+            full = quantized.all_gather(shard, dim, place.gather)
+        else:
+            full = lax.all_gather(full, FSDP, axis=dim, tiled=True)
     return _cast(full, place.compute)
 
 
 def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
-    """This device's part of a gathered parameter, split over ``group`` neighbours."""
+    """This device's part of a gathered parameter, split over ``group`` neighbours.
+
+    It is in the dtype of the wire again, where that is the smaller one: it came from
+    there, so nothing is lost. (Blocks that are scaled would be others in a part.)
+    """
     if place.dim is None:
         return full
     dim = full.ndim + place.dim
     size = full.shape[dim] // group
     start = lax.axis_index(FSDP) % group * size
-    return lax.dynamic_slice_in_dim(full, start, size, dim)
+    part = lax.dynamic_slice_in_dim(full, start, size, dim)
+    if place.gather is None or quantized.is_quantized(place.gather):
+        return part
+    smaller = jnp.dtype(place.gather).itemsize < part.dtype.itemsize
+    return _cast(part, place.gather) if smaller else part
 
 
 def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     """The full parameter from the parts of ``split``, gathered in its group alone."""
-    if place.dim is None or group == 1:
+    if place.dim is None:
         return part
     groups = np.arange(lax.axis_size(FSDP)).reshape(-1, group).tolist()
     dim = part.ndim + place.dim
-    return lax.all_gather(part, FSDP, axis=dim, axis_index_groups=groups, tiled=True)
+    if group > 1:
+        part = lax.all_gather(
+            part, FSDP, axis=dim, axis_index_groups=groups, tiled=True
+        )
+    return _cast(part, place.compute)
 
 
 def reduce_scatter(

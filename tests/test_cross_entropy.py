@@ -180,7 +180,8 @@ def test_products_with_the_head(wrt, products, dtype):
     fn = functools.partial(total, chunk=64)
     fn = jax.value_and_grad(fn, argnums=wrt) if wrt else fn
     compiled = hlo.compile(jax.jit(fn).lower(*args))
-    assert hlo.matrix_flops(compiled.as_text()) == products * 2 * B * T * D * V
+    flops = sum(dot.flops for dot in hlo.dots(compiled.as_text()))
+    assert flops == products * 2 * B * T * D * V
 
 
 # On a mesh.
