@@ -14,7 +14,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import describe, ema, layers, loss_scale, step
-from jshard.checks import check_batch, check_trained, warn_of_large_root
+from jshard.checks import (
+    check_batch,
+    check_layer_counts,
+    check_trained,
+    warn_of_large_root,
+)
 from jshard.collectives import Placement
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
@@ -173,12 +178,13 @@ class FSDP:
 
         Raises:
           UserError: (when called) the batch does not divide, the loss is no Mean, or
-            the state and the policy do not agree on averages.
+            the state and the policy do not agree on averages or on a loss scale.
         """
         accumulate = self.policy.accumulate
 
         def train_step(state: TrainState, batch: Any):
             check_batch(batch, self.mesh, accumulate=accumulate)
+            loss_scale.check(state.loss_scale, self.policy.loss_scale)
             specs = self._specs(state)
             local = functools.partial(
                 step.train,
@@ -310,6 +316,7 @@ class FSDP:
         modules = {path: module for path, module in nnx.iter_modules(model) if path}
         units = [path for path, module in modules.items() if layers.is_unit(module)]
         self.policy.check_overrides(modules, units)
+        check_layer_counts(self.policy, model)
         return model
 
     def _inputs(self, specs: TrainState) -> tuple:
