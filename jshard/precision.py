@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jshard.errors import UserError
 
+WIDE = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -43,15 +44,15 @@ class Precision:
 def _dtype(name: str, value: Any) -> Any:
     if value is None:
         return None
+    possible = WIDE + ONE_BYTE if name == "gather" else WIDE
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    quantized = name == "gather" and str(dtype) in ONE_BYTE
-    if dtype is None or not (quantized or jnp.issubdtype(dtype, jnp.floating)):
+    if str(dtype) not in possible:
         raise UserError(
-            f"precision.{name}: {value!r} is not a floating dtype; "
-            "use float32, bfloat16, float16 or float64"
+            f"precision.{name}: {value!r} is not a dtype for it; "
+            f"use {', '.join(possible)}"
         )
     return dtype
 

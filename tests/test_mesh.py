@@ -65,7 +65,7 @@ def test_policies_refuse_what_they_do_not_know(policy, message):
 
 @pytest.mark.parametrize("dtype", ["float33", "int8", 3])
 def test_precision_refuses_what_is_no_floating_dtype(dtype):
-    with pytest.raises(jshard.UserError, match="is not a floating dtype"):
+    with pytest.raises(jshard.UserError, match="is not a dtype for it"):
         jshard.Precision(compute=dtype)
 
 
