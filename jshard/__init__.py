@@ -14,6 +14,7 @@ from jshard.precision import Precision
 from jshard.remat import Names, Offload
 from jshard.schedule import scan_layers
 from jshard.state import TrainState
+from jshard.stochastic_rounding import bf16_moments
 
 __all__ = [
     "FSDP",
@@ -30,6 +31,7 @@ __all__ = [
     "TrainState",
     "Unit",
     "UserError",
+    "bf16_moments",
     "gather",
     "gathered",
     "make_mesh",

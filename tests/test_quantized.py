@@ -117,6 +117,7 @@ def gradient(gather: Any, weights: jax.Array, upstream: jax.Array) -> Any:
     place = Placement(-2, gather=gather)
 
     def local(shard: jax.Array, upstream: jax.Array) -> jax.Array:
+        full: Any
         full, pullback = jax.vjp(lambda w: gather_leaf(w, place), shard)
         # The forward's result, too, so that its gather is not dead.
         return pullback(upstream[0] * jnp.sum(full))[0]
