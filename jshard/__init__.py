@@ -15,6 +15,7 @@ from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.remat import Names, Offload
 from jshard.state import TrainState
+from jshard.stochastic_rounding import bf16_moments
 
 __all__ = [
     "FSDP",
@@ -31,6 +32,7 @@ __all__ = [
     "TrainState",
     "Unit",
     "UserError",
+    "bf16_moments",
     "cross_entropy",
     "gather",
     "gathered",
