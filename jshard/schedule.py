@@ -86,6 +86,8 @@ def run_unit(
         weights = gather_all(needed, places)
         outputs, kept = layer.forward(weights, xs, inputs, args)
         weights = keep(weights, places, read, reshard)
+        if not isinstance(reshard, bool):  # else whole weights could wait to be split
+            weights, outputs = hold(weights, outputs)
         return outputs, (shards, xs, args, kept, weights)
 
     def backward(saved, cotangents):
