@@ -86,7 +86,8 @@ def run_unit(
         weights = gather_all(needed, places)
         outputs, kept = layer.forward(weights, xs, inputs, args)
         weights = keep(weights, places, read, reshard)
-        if not isinstance(reshard, bool):  # else whole weights could wait to be split
+        # Else whole weights could wait to be split into what groups keep.
+        if weights is not None and reshard is not False:
             weights, outputs = hold(weights, outputs)
         return outputs, (shards, xs, args, kept, weights)
 

@@ -147,7 +147,9 @@ def test_an_override_that_matches_nothing_is_an_error():
 @pytest.mark.parametrize("field", ["param", "compute", "reduce", "sum"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float99", 7])
 def test_only_gathers_take_types_of_one_byte(field, dtype):
-    message = rf"precision.{field}: .*is not one of float32, bfloat16, float16, float64$"
+    message = (
+        rf"precision.{field}: .*is not one of float32, bfloat16, float16, float64$"
+    )
     with pytest.raises(jshard.UserError, match=message):
         jshard.Precision(**{field: dtype})
 
