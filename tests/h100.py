@@ -1,0 +1,22 @@
+"""H100s to compile for, where JAX's CUDA plugin is installed; no GPU is needed."""
+
+import importlib.util
+
+import pytest
+from jax.sharding import Mesh
+
+import jshard
+from jshard.plan import devices
+
+
+def plugin() -> bool:
+    """Whether JAX's CUDA plugin is installed."""
+    names = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return any(importlib.util.find_spec(name) for name in names)
+
+
+def h100s(number: int, *, replica: int = 1) -> Mesh:
+    """A mesh of ``number`` H100s that are not there, or a skipped test."""
+    if not plugin():
+        pytest.skip("no CUDA plugin: pip install 'jshard[plan]'")
+    return jshard.make_mesh(devices=devices(f"h100:{number}"), replica=replica)
