@@ -160,7 +160,7 @@ def lower(row: Row, mesh: Mesh) -> tuple[jax.stages.Lowered, Any, Any]:
 
 
 def make_policy(row: Row) -> jshard.Policy:
-    """jshard's policy of a strategy."""
+    """The policy of a strategy."""
     strategy = {
         "zero2": {"reshard_after_forward": False},
         "zero1": {"defer_scatter": True},
@@ -186,8 +186,8 @@ def attention(implementation: str) -> Iterator[None]:
     )
     with (
         mock.patch.object(jax.nn, "dot_product_attention", chosen),
-        mock.patch.object(cudnn, "check_cudnn_version", lambda: 90800),
-        mock.patch.object(cudnn, "check_compute_capability", lambda _: True),
+        mock.patch.object(cudnn, "check_cudnn_version", return_value=90800),
+        mock.patch.object(cudnn, "check_compute_capability", return_value=True),
     ):
         yield
 

@@ -1,27 +1,24 @@
 """The same Llama trained as MaxText trains it: annotations, and GSPMD decides.
 
 Nothing of jshard's step is used. The model's own modules run as plain Flax code under
-``jit``; parameters are sharded as MaxText's rules say for its "fsdp" axis (the embedding
-dimension of each weight), activations over the batch; layers are scanned with
-``jax.checkpoint`` around each. Two things are as in jshard, so that the difference is
-that of the sharding: the attention, and a cross-entropy in chunks of tokens (MaxText
-makes the logits of the whole batch).
-
-Shape suffixes: B global batch, T time, D model width, V vocabulary, C tokens in a
-chunk of the loss.
+``jit``; parameters are sharded as MaxText's rules say for its "fsdp" axis (the
+embedding dimension of each weight), activations over the batch; layers are scanned with
+``jax.checkpoint`` around each. Attention and cross-entropy are those that jshard's step
+is given (MaxText makes the logits of the whole batch), so that the difference is that
+of the sharding.
 """
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.mesh import AXES, BATCH, FSDP
+import jshard
+from jshard.mesh import BATCH, FSDP
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
 # github.com/AI-Hypercomputer/maxtext, MaxText/configs/a3/llama_2_7b/8vm.sh at
@@ -106,10 +103,9 @@ def checkpointed(fn: Any, remat: str) -> Any:
 
 
 def loss(model: Any, batch: Any, mesh: Mesh, remat: str) -> jax.Array:
-    """The mean cross-entropy, a chunk of every example's tokens at a time."""
-    batch_sharding = NamedSharding(mesh, BATCH)
+    """The mean cross-entropy, over the tokens that count."""
     constrain = functools.partial(
-        lax.with_sharding_constraint, shardings=batch_sharding
+        lax.with_sharding_constraint, shardings=NamedSharding(mesh, BATCH)
     )
     layers, stacked = nnx.split(model.blocks)
 
@@ -121,32 +117,16 @@ def loss(model: Any, batch: Any, mesh: Mesh, remat: str) -> jax.Array:
     x_BTD = constrain(model.embed(batch["inputs"]))
     x_BTD, _ = lax.scan(checkpointed(layer, remat), x_BTD, stacked)
     x_BTD = model.norm(x_BTD)
-    head_DV = model.head.kernel.get_value()
-
-    tokens = x_BTD.shape[0] * x_BTD.shape[1] // mesh.size  # of one device
-    chunks = max(1, tokens // model.config.loss_chunk)
-
-    def in_chunks(x_BT):
-        B, T = x_BT.shape[:2]
-        x = x_BT.reshape(B, chunks, T // chunks, *x_BT.shape[2:])
-        spec = PartitionSpec(None, AXES)
-        return lax.with_sharding_constraint(
-            jnp.moveaxis(x, 1, 0), NamedSharding(mesh, spec)
-        )
-
-    @jax.checkpoint
-    def chunk_total(x_BCD, targets_BC, weights_BC):
-        logits_BCV = jnp.dot(
-            x_BCD, head_DV.astype(x_BCD.dtype), preferred_element_type=jnp.float32
-        )
-        logits_BCV = constrain(logits_BCV)
-        target_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], -1)[..., 0]
-        loss_BC = jax.nn.logsumexp(logits_BCV, axis=-1) - target_BC
-        return jnp.sum(loss_BC * weights_BC)
-
-    xs = tuple(map(in_chunks, (x_BTD, batch["targets"], batch["weights"])))
-    totals = lax.map(lambda xs: chunk_total(*xs), xs)
-    return jnp.sum(totals) / jnp.sum(batch["weights"])
+    # All tokens are one chunk: the first dimension stays split over the devices, and a
+    # device has the logits of its own tokens, as many as in jshard's chunk.
+    mean = jshard.cross_entropy(
+        x_BTD,
+        model.head.kernel.get_value(),
+        batch["targets"],
+        batch["weights"],
+        chunk=batch["targets"].size,
+    )
+    return mean.compute()
 
 
 def train_step(

@@ -4,6 +4,6 @@ Needs the CUDA plugin of the installed JAX, no GPU: ``pip install 'jshard[plan]'
 core never imports this package.
 """
 
-from jshard.plan.topology import GPUS, GPU, devices
+from jshard.plan.topology import GPU, GPUS, devices
 
 __all__ = ["GPU", "GPUS", "devices"]
