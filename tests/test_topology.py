@@ -8,6 +8,7 @@ import pytest
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from h100 import h100s, plugin
+from jshard.mesh import BATCH
 from jshard.plan import GPUS, devices
 from jshard.plan.topology import parse
 
@@ -59,11 +60,12 @@ def test_a_step_compiles_for_h100s_that_are_not_there():
     fsdp = jshard.FSDP(h100s(8), jshard.Policy(min_shard_elements=0))
     optimizer = optax.adamw(1e-3)
     sizes = Sizes(layers=2)
-    make = lambda rngs: make_decoder(sizes)(rngs)
-    state = fsdp.abstract_state(make, optimizer)
-    sharding = jax.NamedSharding(fsdp.mesh, jshard.mesh.BATCH)
+    state = fsdp.abstract_state(make_decoder(sizes), optimizer)
+    sharding = jax.NamedSharding(fsdp.mesh, BATCH)
     tokens = jax.ShapeDtypeStruct((8, sizes.length), jnp.int32, sharding=sharding)
     step = fsdp.train_step(loss_fn, optimizer)
     compiled = step.lower(state, {"tokens": tokens, "targets": tokens}).compile()
-    assert "all-gather" in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes > 0
+    assert "all-gather" in (compiled.as_text() or "")
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes > 0
