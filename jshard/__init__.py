@@ -7,7 +7,7 @@ from jshard.dropout import Dropout
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.functional import scan_layers
-from jshard.layers import Stack, Unit, gathered
+from jshard.layers import Stack, Unit, gathered, gathered_before
 from jshard.loss import Loss, Mean, Means
 from jshard.mesh import make_mesh
 from jshard.optim import per_layer
@@ -36,6 +36,7 @@ __all__ = [
     "cross_entropy",
     "gather",
     "gathered",
+    "gathered_before",
     "make_mesh",
     "per_layer",
     "pmean",

@@ -142,13 +142,22 @@ def reduce_scatter(
       place: the parameter's placement.
       shard: the shard (only its dtype and mesh type are read).
     """
+    return sum_copies(scatter(grad, place), shard)
+
+
+def scatter(grad: jax.Array, place: Placement) -> jax.Array:
+    """The first half of ``reduce_scatter``: the sum over "fsdp", of sharded ones."""
     grad = _cast(grad, place.reduce)
-    if place.dim is not None and lax.axis_size(FSDP) > 1:
-        dim = grad.ndim + place.dim
-        if place.sum in (None, grad.dtype):
-            grad = lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
-        else:
-            grad = _sum_of_parts(grad, dim, place.sum)
+    if place.dim is None or lax.axis_size(FSDP) == 1:
+        return grad
+    dim = grad.ndim + place.dim
+    if place.sum in (None, grad.dtype):
+        return lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
+    return _sum_of_parts(grad, dim, place.sum)
+
+
+def sum_copies(grad: jax.Array, shard: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """The second half: sums over what ``shard`` does not vary over, in its dtype."""
     have, want = varying(grad), varying(shard)
     summed = tuple(axis for axis in manual_axes() if axis in have - want)
     grad = lax.psum(grad, summed) if summed else grad
