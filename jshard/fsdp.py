@@ -19,7 +19,7 @@ from jshard.collectives import Placement
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
 from jshard.mesh import FSDP as FSDP_AXIS
-from jshard.optim import sharded_update
+from jshard.offload import check_memory, shardings, typed_as_device
 from jshard.partition import (
     is_annotated,
     manual_specs,
@@ -30,6 +30,7 @@ from jshard.partition import (
 )
 from jshard.policy import Policy
 from jshard.state import TrainState
+from jshard.update import update
 
 
 class FSDP:
@@ -51,6 +52,7 @@ class FSDP:
         self.mesh = check_mesh(mesh)
         self.policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
+        check_memory(self.policy.offload, mesh)
         self.units = tuple(units)
 
     # States.
@@ -106,11 +108,9 @@ class FSDP:
         model = self._abstract_model(shapes)
         warn_of_large_root(model, shapes, self.policy, self.mesh)
         return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
-            ),
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             shapes,
-            self._specs(shapes),
+            shardings(self.policy.offload, self._specs(shapes), self.mesh),
         )
 
     def _create(self, make_model, optimizer, wrt, seed: jax.Array) -> TrainState:
@@ -199,28 +199,30 @@ class FSDP:
                 batch,
                 state.loss_scale and state.loss_scale.scale,
             )
-            with sharded_update(self.mesh, self.policy):
-                updates, opt_state = optimizer.update(
-                    grads, state.opt_state, state.params
-                )
-            params, steps = optax.apply_updates(state.params, updates), state.step + 1
+            metrics["grad_norm"] = optax.tree.norm(grads)
+            steps, finite, scale = state.step + 1, None, state.loss_scale
+            if scale is not None:
+                metrics["loss_scale"] = scale.scale
+                finite = jnp.isfinite(metrics["grad_norm"])
+                model_state = loss_scale.select(finite, model_state, state.model_state)
+                scale = loss_scale.update(scale, finite)
+                metrics["skipped_steps"] = scale.skipped
+            params, opt_state, averages = update(
+                self.mesh,
+                self.policy,
+                optimizer,
+                (state.params, state.opt_state, state.ema),
+                (grads, steps, finite),
+            )
             new = dataclasses.replace(
                 state,
                 step=steps,
                 params=params,
                 model_state=model_state,
                 opt_state=opt_state,
-                ema=ema.update(state.ema, params, self.policy.ema_decay, steps),
+                ema=averages,
+                loss_scale=scale,
             )
-            metrics["grad_norm"] = optax.tree.norm(grads)
-            if state.loss_scale is not None:
-                finite = jnp.isfinite(metrics["grad_norm"])
-                scale = loss_scale.update(state.loss_scale, finite)
-                new = dataclasses.replace(
-                    loss_scale.select(finite, new, state), step=steps, loss_scale=scale
-                )
-                metrics["loss_scale"] = state.loss_scale.scale
-                metrics["skipped_steps"] = scale.skipped
             return self._constrain(new, specs), metrics
 
         return jax.jit(train_step, donate_argnums=0)
@@ -312,13 +314,14 @@ class FSDP:
         return params, frozen, PartitionSpec(), BATCH
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        return jax.shard_map(
+        run = jax.shard_map(
             fn,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names=set(AXES),
         )
+        return lambda *args: run(*jax.tree.map(typed_as_device, args))
 
     def _constrain(self, tree: Any, specs: Any) -> Any:
         return jax.tree.map(

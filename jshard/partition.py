@@ -13,6 +13,7 @@ from jshard.mesh import AXES, FSDP
 from jshard.policy import Policy
 
 LAYER_DIMS = "layer_dims"  # metadata of a Stack's variables: leading layer dimensions
+NUM_LAYERS = "num_layers"  # how many layers there are, where a variable holds one
 
 
 def shard_dim(
@@ -87,13 +88,15 @@ def placements(
     for state, trainable in ((params, True), (frozen, False)):
         for path, variable in nnx.to_flat_state(state):
             precision = policy.precision_at(path)
+            dim = _dim(variable, policy, mesh)
             places[path] = Placement(
-                _dim(variable, policy, mesh),
+                dim,
                 precision.gather,
                 precision.compute,
                 precision.reduce,
                 precision.sum,
                 trainable,
+                hosted=policy.offload == "all" and dim is not None,
             )
     return places
 
@@ -145,23 +148,33 @@ def optimizer_specs(opt_state: Any, params: Any, specs: Any) -> Any:
     replicated. Names decide, not tree positions, so wrapped and masked optimizers
     work as they are.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return by_parameter(opt_state, params, leaves, PartitionSpec())
+
+
+def by_parameter(tree: Any, params: Any, values: Sequence[Any], otherwise: Any) -> Any:
+    """``tree`` with, for each leaf, the value of the parameter that it follows.
+
+    Args:
+      tree: an optimizer's state, or the like.
+      params: the parameters.
+      values: one for each array of ``params``.
+      otherwise: what leaves get that follow none.
+    """
     by_path = {
-        tuple(map(str, path)): (np.shape(leaf), spec)
-        for (path, leaf), spec in zip(leaves, _spec_leaves(specs), strict=True)
+        tuple(map(str, path)): (np.shape(leaf), value)
+        for (path, leaf), value in zip(
+            jax.tree_util.tree_leaves_with_path(params), values, strict=True
+        )
     }
     lengths = sorted({len(path) for path in by_path}, reverse=True)
 
-    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    def of(path: tuple[Any, ...], leaf: Any) -> Any:
         names = tuple(map(str, path))
         for length in lengths:
-            shape, found = by_path.get(names[-length:], (None, PartitionSpec()))
+            shape, found = by_path.get(names[-length:], (None, otherwise))
             if shape == np.shape(leaf):
                 return found
-        return PartitionSpec()
+        return otherwise
 
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
-
-
-def _spec_leaves(specs: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return jax.tree_util.tree_map_with_path(of, tree)

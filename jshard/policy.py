@@ -10,6 +10,7 @@ from jshard.precision import Precision
 from jshard.remat import Offload, check_remat
 from jshard.schedule import UnitPolicy
 
+_OFFLOADS = (None, "optimizer", "all")
 _OVERRIDABLE = ("remat", "first_k", "reshard_after_forward", "precision")
 
 
@@ -41,6 +42,10 @@ class Policy:
       ema_decay: keeps averages of the trained parameters, ``decay * average + (1 -
         decay) * parameter`` after every step, with a smaller decay in the first ones;
         ``state.with_ema_params()`` has them. None keeps none.
+      offload: what waits in pinned host memory when it is not used: "optimizer" is its
+        state (and the averages), streamed through the update a layer at a time; "all"
+        is the parameters, too, whose shards come to the device a layer at a time.
+        None keeps all on the device.
       overrides: for module paths (``"blocks.norm*"``, of a Stack without the layer
         index) a mapping with any of remat, reshard_after_forward and precision, which
         replace the above; the first pattern that matches wins.
@@ -55,6 +60,7 @@ class Policy:
     loss_scale: bool = False
     min_shard_elements: int = 4096
     ema_decay: float | None = None
+    offload: str | None = None
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -70,6 +76,11 @@ class Policy:
             raise UserError(
                 f"policy.ema_decay: {decay!r} must be a number above 0 and below 1, "
                 "like 0.999"
+            )
+        if self.offload not in _OFFLOADS:
+            raise UserError(
+                f"policy.offload: {self.offload!r} is not one of "
+                f"{', '.join(map(repr, _OFFLOADS))}"
             )
         for pattern, fields in self.overrides.items():
             unknown = sorted(set(fields) - set(_OVERRIDABLE))
