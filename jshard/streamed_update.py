@@ -21,11 +21,16 @@ from jax import lax
 from jax.extend import core
 
 from jshard.errors import UserError
+from jshard.host_stream import (
+    layer_at,
+    stream_layers,
+    to_device,
+    to_host,
+    with_layer,
+)
 from jshard.independent_layers import is_independent
 from jshard.jaxprs import evaluate, flat_jaxpr, made_by, read_by, variables
 from jshard.offload import on_host
-
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,25 +145,30 @@ class _Program:
             members.setdefault(name, []).append(index)
         self.later = set(found) - self.hosted
         groups = [
-            _Group(name, self._with_sources(eqns, name))
-            if isinstance(name, int)
-            else _Group(0, eqns)
+            _Group(length, self._with_sources(eqns, length))
             for name, eqns in members.items()
+            for length in [name if isinstance(name, int) else 0]
         ]
         return sorted(groups, key=lambda group: not group.length)
 
     def _with_sources(self, own: list[int], length: int) -> list[int]:
-        """``own``, and equations before them that can run a layer at a time, too."""
+        """``own``, and equations before them that can run with them, too."""
         needed, chosen = read_by(self.eqns[i] for i in own), set(own)
         for index in reversed(range(own[-1])):
             eqn = self.eqns[index]
-            if index in chosen or needed.isdisjoint(eqn.outvars):
+            outputs = set(eqn.outvars)
+            if needed.isdisjoint(outputs) or not self.later.isdisjoint(outputs):
                 continue
-            layered = all(self.length(v) == length for v in eqn.outvars)
-            if layered and not self.later & set(eqn.outvars):
-                if self._is_independent(index):
-                    chosen.add(index)
-                    needed.update(variables(eqn.invars))
+            if length:
+                layered = all(self.length(v) == length for v in eqn.outvars)
+                joins = layered and self._is_independent(index)
+            else:  # what is read here alone; scalars are made in time
+                outside = (e for i, e in enumerate(self.eqns) if i not in chosen)
+                alone = outputs.isdisjoint({*read_by(outside), *self.results})
+                joins = alone and all(v.aval.shape for v in eqn.outvars)
+            if joins:
+                chosen.add(index)
+                needed.update(variables(eqn.invars))
         return sorted(chosen)
 
     def run(self, values: Sequence[Any]) -> list[Any]:
@@ -173,7 +183,7 @@ class _Program:
             env |= made
             done.append(hosted)
         return [
-            _to_host(env[v]) if source in self.hosted else env[v]
+            to_host(env[v]) if source in self.hosted else env[v]
             for source, v in zip(self.state, self.results, strict=True)
         ]
 
@@ -215,11 +225,11 @@ class _Program:
             ([env[v] for v in hosted], [env[v] for v in others], before)
         )
         inner = dict(zip(others, rest, strict=True))
-        inner |= zip(hosted, map(_to_device, arrays), strict=True)
+        inner |= zip(hosted, map(to_device, arrays), strict=True)
         outputs = list(makes.values())
         eqns = [self.eqns[i] for i in group.equations]
         results = [
-            _to_host(x) if source in self.hosted else x
+            to_host(x) if source in self.hosted else x
             for source, x in zip(makes, evaluate(eqns, inner, outputs), strict=True)
         ]
         left = [x for v, x in zip(makes, results, strict=True) if v in self.hosted]
@@ -232,92 +242,35 @@ class _Program:
         reads, makes = self._interface(group)
         eqns = [self.cut_eqns[i] for i in group.equations]
         outputs = [self.cut[v] for v in makes.values()]
-        read_host = [v for v in reads if v in self.hosted]
-        # Arrays that the loop slices, and those that it writes: in place.
+        hosts = [v for v in self.state if v in self.hosted and v in {*reads, *makes}]
+        written = [v for v in makes if v not in self.hosted]
         sliced = [v for v in reads if self.length(v) and v not in self.hosted]
-        arrays, hosts, _ = lax.optimization_barrier(
-            ([env[v] for v in sliced], [env[v] for v in read_host], before)
+        # Nothing is fetched before the gradients are there.
+        arrays, arriving, _ = lax.optimization_barrier(
+            ([env[v] for v in sliced], [env[v] for v in hosts], before)
         )
-        stacks = dict(zip([*sliced, *read_host], [*arrays, *hosts], strict=True))
-        written = {v: stacks.pop(v, env[v]) for v in makes}
+        env = env | dict(zip(sliced, arrays, strict=True))
         constants = {self.cut[v]: env[v] for v in reads if not self.length(v)}
 
-        def one_layer(index: Any, written: dict, fetched: dict) -> tuple[dict, dict]:
-            """Updates a layer: device arrays, and what host arrays must be given."""
-            inner = dict(constants)
-            for v in sliced:
-                inner[self.cut[v]] = _layer(written.get(v, stacks.get(v)), index)
-            inner |= {self.cut[v]: x for v, x in fetched.items()}
+        def one_layer(index: Any, fetched: list, stacks: list) -> tuple[list, list]:
+            now = env | dict(zip(written, stacks, strict=True))
+            inner = constants | {self.cut[v]: layer_at(now[v], index) for v in sliced}
+            inner |= {self.cut[v]: x for v, x in zip(hosts, fetched, strict=True)}
             results = dict(zip(makes, evaluate(eqns, inner, outputs), strict=True))
-            leaving = {v: x for v, x in results.items() if v in self.hosted}
-            here = {
-                v: x if v in self.hosted else _with_layer(x, results[v], index)
-                for v, x in written.items()
-            }
-            return here, leaving
+            leaving = [results.get(v) for v in hosts]
+            return leaving, [with_layer(now[v], results[v], index) for v in written]
 
-        def fetch(index: Any, v: Any, written: dict) -> Any:
-            return _to_device(_layer(written.get(v, stacks.get(v)), index))
-
-        # Large ones first; every other array leaves before it arrives, so that both
-        # directions are busy.
-        order = sorted(
-            {*read_host, *(v for v in makes if v in self.hosted)},
-            key=lambda v: (-v.aval.size * v.aval.dtype.itemsize, self.state.index(v)),
-        )
-
-        def exchange(index: Any, written: dict, leaving: dict) -> tuple[dict, dict]:
-            """The layer before ``index`` leaves, ``index`` arrives."""
-            written, fetched = dict(written), {}
-            for turn, v in enumerate(order):
-                first = turn % 2 == 0 or v not in leaving
-                if v in read_host and first:
-                    fetched[v] = fetch(index, v, written)
-                if v in leaving:
-                    if v in fetched:  # else XLA copies the array that is written
-                        fetched[v], written[v] = lax.optimization_barrier(
-                            (fetched[v], written[v])
-                        )
-                    written[v] = _with_layer(
-                        written[v], _to_host(leaving[v]), index - 1
-                    )
-                if v in read_host and not first:
-                    fetched[v] = fetch(index, v, written)
-                if v in fetched and v in leaving:
-                    # Results take the place of what has left: after it has.
-                    fetched[v], written[v] = lax.optimization_barrier(
-                        (fetched[v], written[v])
-                    )
-            return written, fetched
-
-        def body(index: Any, carry: tuple) -> tuple:
-            return one_layer(index, *exchange(index, *carry))
-
-        first = {v: fetch(0, v, written) for v in read_host}
-        keys, host = list(makes), [v for v in makes if v in self.hosted]
-
-        # Loops take lists: variables do not sort.
-        def flat(written: dict, leaving: dict) -> tuple[list, list]:
-            return [written[v] for v in keys], [leaving[v] for v in host]
-
-        def named(written: list, leaving: list) -> tuple[dict, dict]:
-            return (
-                dict(zip(keys, written, strict=True)),
-                dict(zip(host, leaving, strict=True)),
-            )
-
-        carry = lax.fori_loop(
-            1,
+        arrays, stacks = stream_layers(
+            one_layer,
             group.length,
-            lambda index, carry: flat(*body(index, named(*carry))),
-            flat(*one_layer(0, written, first)),
+            arriving,
+            [v in reads for v in hosts],
+            [v in makes for v in hosts],
+            [env[v] for v in written],
         )
-        written, leaving = named(*carry)
-        last = group.length - 1
-        for v, x in leaving.items():
-            written[v] = _with_layer(written[v], _to_host(x), last)
-        done = [written[v] for v in leaving]
-        return {makes[v]: x for v, x in written.items()}, done
+        results = dict(zip([*hosts, *written], [*arrays, *stacks], strict=True))
+        done = [results[v] for v in hosts if v in makes]
+        return {v: results[source] for source, v in makes.items()}, done
 
 
 def _pairs(full: core.Jaxpr, cut: core.Jaxpr) -> dict[Any, Any]:
@@ -339,19 +292,3 @@ def _pairs(full: core.Jaxpr, cut: core.Jaxpr) -> dict[Any, Any]:
 
 def _described(name: Any) -> str:
     return f"a Stack of {name} layers" if isinstance(name, int) else name
-
-
-def _layer(x: jax.Array, index: Any) -> jax.Array:
-    return lax.dynamic_index_in_dim(x, index, keepdims=True)
-
-
-def _with_layer(x: jax.Array, layer: jax.Array, index: Any) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x, layer, index, 0)
-
-
-def _to_device(x: jax.Array) -> jax.Array:
-    return jax.device_put(x, _DEVICE)
-
-
-def _to_host(x: jax.Array) -> jax.Array:
-    return x if on_host(x) else jax.device_put(x, _HOST)
