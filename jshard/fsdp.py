@@ -19,7 +19,7 @@ from jshard.collectives import Placement
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
 from jshard.mesh import FSDP as FSDP_AXIS
-from jshard.offload import check_memory, shardings, typed_as_device
+from jshard.offload import check_memory, check_state, shardings, typed_as_device
 from jshard.partition import (
     is_annotated,
     manual_specs,
@@ -52,7 +52,7 @@ class FSDP:
         self.mesh = check_mesh(mesh)
         self.policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
-        check_memory(self.policy.offload, mesh)
+        check_memory(self.policy, mesh)
         self.units = tuple(units)
 
     # States.
@@ -110,7 +110,7 @@ class FSDP:
         return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             shapes,
-            shardings(self.policy.offload, self._specs(shapes), self.mesh),
+            shardings(self.policy, self._specs(shapes), self.mesh),
         )
 
     def _create(self, make_model, optimizer, wrt, seed: jax.Array) -> TrainState:
@@ -178,7 +178,7 @@ class FSDP:
 
         def train_step(state: TrainState, batch: Any):
             check_batch(batch, self.mesh, accumulate=accumulate)
-            specs = self._specs(state)
+            specs = self._checked_specs(state)
             local = functools.partial(
                 step.train,
                 self._builder(state, training=True, whole=self.policy.defer_scatter),
@@ -235,7 +235,7 @@ class FSDP:
 
         def eval_step(state: TrainState, batch: Any) -> Means:
             check_batch(batch, self.mesh)
-            specs = self._specs(state)
+            specs = self._checked_specs(state)
             local = functools.partial(
                 step.evaluate, self._builder(state, training=False), loss_fn
             )
@@ -255,7 +255,7 @@ class FSDP:
 
         def predict_step(state: TrainState, batch: Any) -> Any:
             check_batch(batch, self.mesh)
-            specs = self._specs(state)
+            specs = self._checked_specs(state)
 
             build = self._builder(state, training=False)
 
@@ -266,6 +266,11 @@ class FSDP:
             return run(state.params, state.frozen, state.model_state, batch)
 
         return jax.jit(predict_step)
+
+    def _checked_specs(self, state: TrainState) -> TrainState:
+        specs = self._specs(state)
+        check_state(self.policy, state, specs, self.mesh)
+        return specs
 
     def _places(self, state: TrainState) -> tuple[nnx.State, nnx.State]:
         """A Placement for every parameter, in trees like theirs."""
@@ -314,13 +319,8 @@ class FSDP:
         return params, frozen, PartitionSpec(), BATCH
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        run = jax.shard_map(
-            fn,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(AXES),
-        )
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        run = jax.shard_map(fn, mesh=self.mesh, axis_names=set(AXES), **specs)
         return lambda *args: run(*jax.tree.map(typed_as_device, args))
 
     def _constrain(self, tree: Any, specs: Any) -> Any:

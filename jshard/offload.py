@@ -11,9 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jshard.errors import UserError
 from jshard.mesh import FSDP
 from jshard.partition import NUM_LAYERS, layer_dims
+from jshard.policy import Policy
 from jshard.state import TrainState
 
-_HOST = "pinned_host"
+HOST = "pinned_host"  # the memory kind
 
 
 def on_host(x: Any) -> bool:
@@ -21,20 +22,20 @@ def on_host(x: Any) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def check_memory(offload: str | None, mesh: Mesh | AbstractMesh) -> None:
+def check_memory(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError where the devices cannot reach pinned host memory."""
-    if offload is None or isinstance(mesh, AbstractMesh):
+    if policy.offload is None or isinstance(mesh, AbstractMesh):
         return
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
-    if _HOST not in kinds:
+    if HOST not in kinds:
         raise UserError(
-            f"policy.offload={offload!r} needs memory of kind {_HOST!r}, which "
+            f"policy.offload={policy.offload!r} needs memory of kind {HOST!r}, which "
             f"{device} lacks (it has {', '.join(kinds) or 'none'}); use offload=None"
         )
 
 
-def shardings(offload: str | None, specs: TrainState, mesh: Any) -> TrainState:
+def shardings(policy: Policy, specs: TrainState, mesh: Any) -> TrainState:
     """The sharding, memory kind included, of each array of a state from its spec.
 
     Arrays that are sharded go to the host. Replicated ones are small, and stay.
@@ -42,19 +43,31 @@ def shardings(offload: str | None, specs: TrainState, mesh: Any) -> TrainState:
 
     def put(tree: Any, hosted: bool) -> Any:
         def sharding(spec: PartitionSpec) -> NamedSharding:
-            kind = _HOST if hosted and FSDP in spec else None
+            kind = HOST if hosted and FSDP in spec else None
             return NamedSharding(mesh, spec, memory_kind=kind)
 
         return jax.tree.map(sharding, tree)
 
-    hosted = dict.fromkeys(("opt_state", "ema"), offload is not None)
-    hosted |= dict.fromkeys(("params", "frozen"), offload == "all")
+    hosted = dict.fromkeys(("opt_state", "ema"), policy.offload is not None)
+    hosted |= dict.fromkeys(("params", "frozen"), policy.offload == "all")
     fields = ("step", "params", "frozen", "model_state", "opt_state", "ema")
     changed = {
         name: put(getattr(specs, name), hosted.get(name, False))
         for name in (*fields, "loss_scale")
     }
     return TrainState(**changed, graphdef=specs.graphdef)
+
+
+def check_state(policy: Policy, state: TrainState, specs: TrainState, mesh: Any):
+    """Raises UserError unless a step's state is in the memories that it expects."""
+    places = shardings(policy, specs, mesh)
+    for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(places), strict=True):
+        if on_host(x) != (place.memory_kind == HOST):
+            raise UserError(
+                f"policy.offload is {policy.offload!r}, but the state has arrays in "
+                f"{'host' if on_host(x) else 'device'} memory that should not be "
+                "there; make (or restore) the state with the same policy"
+            )
 
 
 def one_layer(params: nnx.State) -> nnx.State:

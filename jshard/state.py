@@ -51,10 +51,14 @@ class TrainState:
                 "the state has no averages of its parameters; "
                 "train with jshard.Policy(ema_decay=...)"
             )
+
         # Copies: a step that donates one buffer twice crashes.
-        params = jax.tree.map(
-            lambda average, param: jnp.array(average, param.dtype, copy=True),
-            self.ema,
-            self.params,
-        )
+        def copy(average: jax.Array, param: jax.Array) -> jax.Array:
+            device = average.sharding.with_memory_kind("device")  # it may be elsewhere
+            here = jax.device_put(average, device)
+            return jax.device_put(
+                jnp.array(here, param.dtype, copy=True), param.sharding
+            )
+
+        params = jax.tree.map(copy, self.ema, self.params)
         return dataclasses.replace(self, params=params)
