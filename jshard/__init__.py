@@ -2,9 +2,11 @@
 
 from jshard.checkpoint import Checkpointer
 from jshard.collectives import gather, pmean
+from jshard.cross_entropy import cross_entropy
 from jshard.dropout import Dropout
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
+from jshard.functional import scan_layers
 from jshard.layers import Stack, Unit, gathered
 from jshard.loss import Loss, Mean, Means
 from jshard.mesh import make_mesh
@@ -12,7 +14,6 @@ from jshard.optim import per_layer
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.remat import Names, Offload
-from jshard.schedule import scan_layers
 from jshard.state import TrainState
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "TrainState",
     "Unit",
     "UserError",
+    "cross_entropy",
     "gather",
     "gathered",
     "make_mesh",

@@ -93,13 +93,14 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     """The full parameter from one device's shard, in the layer's dtype."""
     shard = place.fetched(shard)
-    moves = place.dim is not None and lax.axis_size(FSDP) > 1
-    if moves and quantized.is_quantized(place.gather) and is_float(shard):
-        full = quantized.all_gather(shard, shard.ndim + place.dim, place.gather)
-        return _cast(full, place.compute)
-    full = shard if quantized.is_quantized(place.gather) else _cast(shard, place.gather)
-    if moves:
-        full = lax.all_gather(full, FSDP, axis=full.ndim + place.dim, tiled=True)
+    in_one_byte = quantized.is_quantized(place.gather)
+    full = shard if in_one_byte else _cast(shard, place.gather)
+    if place.dim is not None and lax.axis_size(FSDP) > 1:
+        dim = full.ndim + place.dim
+        if in_one_byte and is_float(shard):
+            full = quantized.all_gather(shard, dim, place.gather)
+        else:
+            full = lax.all_gather(full, FSDP, axis=dim, tiled=True)
     return _cast(full, place.compute)
 
 

@@ -71,7 +71,8 @@ def traffic(jaxpr: Any, sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]
 def _add(found: dict, kind: str, eqn: Any, sizes: dict[str, int], times: int) -> None:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     axes = axes if isinstance(axes, tuple) else (axes,)
-    n = int(np.prod([sizes[axis] for axis in axes]))
+    groups = eqn.params.get("axis_index_groups")
+    n = len(groups[0]) if groups else int(np.prod([sizes[axis] for axis in axes]))
     if n == 1:
         return
     for x in eqn.outvars if kind == "all-gather" else eqn.invars:
@@ -113,7 +114,7 @@ def describe(
                 f"{t.count} a step, {format_bytes(t.wire_bytes)} a device, {dtype}",
             )
         )
-    lines += _replicated(state, policy, mesh) + _root(model, mesh)
+    lines += _replicated(state, policy, mesh) + _root(model, policy, mesh)
     streams = plain_streams(model)
     if streams:
         lines.append(
@@ -171,13 +172,14 @@ def _replicated(state: TrainState, policy: Policy, mesh: Mesh) -> list[tuple[str
     return lines
 
 
-def _root(model: nnx.Module, mesh: Mesh) -> list[tuple[str, str]]:
+def _root(model: nnx.Module, policy: Policy, mesh: Mesh) -> list[tuple[str, str]]:
     root = root_variables(model)
     if not root or mesh.shape[FSDP] == 1:
         return []
     names = [".".join(map(str, path)) for path, _ in root]
     nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
-    text = f"{format_bytes(nbytes)} in no Stack or Unit, kept whole during a step"
+    kept = "kept whole during a step" if not policy.reshard_root else "a unit itself"
+    text = f"{format_bytes(nbytes)} in no Stack or Unit, {kept}"
     return [("root", f"{text}: {_some(names)}")]
 
 

@@ -29,6 +29,7 @@ from jshard.partition import (
     replicated_specs,
 )
 from jshard.policy import Policy
+from jshard.remat import checked_names
 from jshard.state import TrainState
 from jshard.update import update
 
@@ -183,22 +184,21 @@ class FSDP:
                 step.train,
                 self._builder(state, training=True, whole=self.policy.defer_scatter),
                 self._places(state),
-                loss_fn,
+                layers.with_root(loss_fn, self.policy.reshard_root),
                 manual_specs(specs.params),
                 self.policy,
             )
             inputs = self._inputs(specs)
-            grads, metrics, model_state = self._shard_map(
-                local,
-                (*inputs, PartitionSpec()),
-                (inputs[0], PartitionSpec(), PartitionSpec()),
-            )(
-                state.params,
-                state.frozen,
-                state.model_state,
-                batch,
-                state.loss_scale and state.loss_scale.scale,
-            )
+            same = PartitionSpec()
+            run = self._shard_map(local, (*inputs, same), (inputs[0], same, same))
+            with checked_names():
+                grads, metrics, model_state = run(
+                    state.params,
+                    state.frozen,
+                    state.model_state,
+                    batch,
+                    state.loss_scale and state.loss_scale.scale,
+                )
             metrics["grad_norm"] = optax.tree.norm(grads)
             steps, finite, scale = state.step + 1, None, state.loss_scale
             if scale is not None:
@@ -237,7 +237,9 @@ class FSDP:
             check_batch(batch, self.mesh)
             specs = self._checked_specs(state)
             local = functools.partial(
-                step.evaluate, self._builder(state, training=False), loss_fn
+                step.evaluate,
+                self._builder(state, training=False),
+                layers.with_root(loss_fn, False),
             )
             loss, metrics = self._shard_map(
                 local, self._inputs(specs), PartitionSpec()
@@ -256,11 +258,11 @@ class FSDP:
         def predict_step(state: TrainState, batch: Any) -> Any:
             check_batch(batch, self.mesh)
             specs = self._checked_specs(state)
-
             build = self._builder(state, training=False)
+            predict = layers.with_root(fn, False)
 
             def local(params, frozen, model_state, batch):
-                return fn(build(params, frozen, model_state), batch)
+                return predict(build(params, frozen, model_state), batch)
 
             run = self._shard_map(local, self._inputs(specs), BATCH)
             return run(state.params, state.frozen, state.model_state, batch)
@@ -281,7 +283,7 @@ class FSDP:
     def _builder(
         self, state: TrainState, *, training: bool, whole: bool = False
     ) -> step.Build:
-        """Makes the model on one device, units ready to gather, root gathered.
+        """Makes the model on one device, over shards that its units and root gather.
 
         ``whole`` ones are given full weights already.
         """
@@ -298,7 +300,6 @@ class FSDP:
                 model.eval()
             layers.make_units(model, self.units)
             layers.place(model, self.policy, places)
-            layers.gather_root(model)
             return model
 
         return build
@@ -309,8 +310,9 @@ class FSDP:
             state.graphdef, state.params, state.frozen, state.model_state, copy=True
         )
         layers.make_units(model, self.units)
-        modules = [path for path, _ in nnx.iter_modules(model) if path]
-        self.policy.check_overrides(modules)
+        modules = {path: module for path, module in nnx.iter_modules(model) if path}
+        units = [path for path, module in modules.items() if layers.is_unit(module)]
+        self.policy.check_overrides(modules, units)
         return model
 
     def _inputs(self, specs: TrainState) -> tuple:

@@ -10,12 +10,11 @@ layer dimension.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jshard.collectives import Placement, gather_leaf, is_float
@@ -23,7 +22,9 @@ from jshard.errors import UserError
 from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
-from jshard.schedule import UnitPolicy, check_carry, run_stack, run_unit, split_aux
+from jshard.schedule import check_carry, run_stack, run_unit, split_aux
+from jshard.taking_apart import take_apart
+from jshard.unit_weights import Reshard, UnitPolicy
 
 M = TypeVar("M", bound=nnx.Module)
 _PLACEMENT = "placement"  # metadata of a parameter that is, here, a shard
@@ -137,12 +138,13 @@ def _gathering(method: Callable) -> Callable:
     def call(self, *args, **kwargs):
         if self.unit_policy is None:
             return method(self, *args, **kwargs)
-        return _run_unit(self, method, args, kwargs)
+        return _run_unit(self, method, args, kwargs, self.unit_policy)
 
     return call
 
 
-def _is_unit(value: Any) -> bool:
+def is_unit(value: Any) -> bool:
+    """Whether ``value`` is a Unit or a Stack."""
     return isinstance(value, (Unit, Stack))
 
 
@@ -160,7 +162,7 @@ def _own_paths(module: nnx.Module) -> set[tuple]:
     A parameter that a unit shares with its surroundings is theirs, though its path
     may lead through the unit.
     """
-    stop = lambda x: x is not module and (_is_unit(x) or _is_variable(x))
+    stop = lambda x: x is not module and (is_unit(x) or _is_variable(x))
     reached = {id(x) for x in jax.tree.leaves(module, is_leaf=stop)}
     return {path for path, v in _variables(module) if id(v) in reached}
 
@@ -174,7 +176,7 @@ def _own(module: nnx.Module) -> Callable[[tuple, Any], bool]:
 def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
     """Turns every submodule of the types ``units`` into a Unit, in place."""
     for path, module in list(nnx.iter_modules(model)):
-        if path and isinstance(module, units) and not _is_unit(module):
+        if path and isinstance(module, units) and not is_unit(module):
             object.__setattr__(module, "__class__", _unit_class(type(module)))
 
 
@@ -191,11 +193,21 @@ def place(
             variable.set_metadata(_PLACEMENT, placements[path])
 
 
-def gather_root(model: nnx.Module) -> None:
-    """Gathers, in place, the parameters that no Unit or Stack owns."""
-    own = _own(model)
-    for variable in [v for path, v in _variables(model) if own(path, v)]:
-        _gather_variable(variable)
+def with_root(fn: Callable, reshard: Reshard) -> Callable:
+    """``fn(model, *args)`` for a model whose root, that no unit owns, is shards.
+
+    Where the backward gathers the root again, all of ``fn`` is one Unit.
+    """
+
+    def call(model: nnx.Module, *args: Any) -> Any:
+        if reshard is not False:
+            return _run_unit(model, fn, args, {}, UnitPolicy("none", reshard))
+        own = _own(model)
+        for variable in [v for path, v in _variables(model) if own(path, v)]:
+            _gather_variable(variable)
+        return fn(model, *args)
+
+    return call
 
 
 def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
@@ -274,28 +286,9 @@ class _Pieces:
         own = _own(module)
         for variable in [v for path, v in _variables(module) if own(path, v)]:
             variable.del_metadata(_PLACEMENT)
-        _make_plain(module)
+        if is_unit(module):  # the root is not
+            _make_plain(module)
         return module
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray))
-
-
-def _take_apart(tree: Any) -> tuple[list[jax.Array], Callable[[Iterable[Any]], Any]]:
-    """The arrays of ``tree``, and what puts others in their place.
-
-    Other leaves (flags, names, functions) are static, as in a plain call.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    static = [None if _is_array(x) else (x,) for x in leaves]
-
-    def with_arrays(arrays: Iterable[Any]) -> Any:
-        values = iter(arrays)
-        merged = [next(values) if leaf is None else leaf[0] for leaf in static]
-        return jax.tree.unflatten(structure, merged)
-
-    return [jnp.asarray(x) for x in leaves if _is_array(x)], with_arrays
 
 
 def _variables_in(tree: Any) -> list[nnx.Variable]:
@@ -321,16 +314,18 @@ def _call(method: Callable, module: nnx.Module, args: tuple, kwargs: dict) -> An
     return result, nnx.from_flat_state(state), changed
 
 
-def _run_unit(unit: Any, method: Callable, args: tuple, kwargs: dict) -> Any:
+def _run_unit(
+    unit: Any, method: Callable, args: tuple, kwargs: dict, policy: UnitPolicy
+) -> Any:
     pieces = _Pieces(unit)
-    inputs, arguments = _take_apart((args, kwargs))
+    inputs, arguments = take_apart((args, kwargs))
     passed = _variables_in((args, kwargs))
     returned: list[Any] = []
 
     def call(weights, rest, inputs):
         module = pieces.module(weights, rest)
         args, kwargs = arguments(inputs)
-        outputs, rebuild = _take_apart(_call(method, module, args, kwargs))
+        outputs, rebuild = take_apart(_call(method, module, args, kwargs))
         returned[:] = [rebuild]
         return outputs
 
@@ -340,7 +335,7 @@ def _run_unit(unit: Any, method: Callable, args: tuple, kwargs: dict) -> Any:
         pieces.places,
         pieces.rest,
         inputs,
-        unit.unit_policy,
+        policy,
         pieces.moving,
     )
     result, state, changed = returned[0](out)
@@ -354,7 +349,7 @@ def _run_unit(unit: Any, method: Callable, args: tuple, kwargs: dict) -> Any:
 def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
     """Every layer in turn: ``run_stack`` in a step, a plain scan outside one."""
     pieces = _Pieces(stack)
-    inputs, arguments = _take_apart(args)
+    inputs, arguments = take_apart(args)
     carry, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     returned: list[Any] = []
 

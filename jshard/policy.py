@@ -7,11 +7,12 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.precision import Precision
-from jshard.remat import Offload, check_remat
-from jshard.schedule import UnitPolicy
+from jshard.remat import check_remat
+from jshard.unit_weights import Reshard, UnitPolicy
 
 _OFFLOADS = (None, "optimizer", "all")
-_OVERRIDABLE = ("remat", "first_k", "reshard_after_forward", "precision")
+_OF_UNITS = ("remat", "first_k", "reshard_after_forward", "keep_last")
+_OVERRIDABLE = (*_OF_UNITS, "precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,16 @@ class Policy:
         keeps them for the backward; a number keeps them sharded over groups of so
         many neighbouring devices, and the backward gathers within a group (on one
         host, say).
+      keep_last: so many layers of each Stack, the last ones, keep their gathered
+        weights all the same: the backward reads them first.
+      reshard_root: the same choice for the root, what is in no Stack or Unit, which
+        is otherwise gathered once a step and kept.
       precision: dtypes of parameters, wire, computation and reduction.
       accumulate: micro-batches a step; gradients accumulate as shards.
-      defer_scatter: with micro-batches, gather all weights once a step, add up whole
-        gradients, and scatter them once: the traffic of one micro-batch, and memory
-        for all weights and gradients (``no_sync`` elsewhere).
+      defer_scatter: gather all weights once a step, add up whole gradients, and
+        scatter them once: with micro-batches the traffic of one of them, and memory
+        for all weights and gradients (``no_sync`` elsewhere; ZeRO-1 but for the
+        parameters between steps, which stay shards).
       loss_scale: whether the loss is scaled in the backward, by a factor that follows
         the gradients; float16 needs it. A step that overflows is skipped and counted.
       min_shard_elements: parameters (of one layer) with fewer elements stay
@@ -47,13 +53,16 @@ class Policy:
         is the parameters, too, whose shards come to the device a layer at a time.
         None keeps all on the device.
       overrides: for module paths (``"blocks.norm*"``, of a Stack without the layer
-        index) a mapping with any of remat, reshard_after_forward and precision, which
-        replace the above; the first pattern that matches wins.
+        index) a mapping with any of remat, first_k, reshard_after_forward, keep_last
+        (which are those of Stacks and Units) and precision, which replace the above;
+        the first pattern that matches wins.
     """
 
     remat: Any = "full"
     first_k: int | None = None
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: Reshard = True
+    keep_last: int = 0
+    reshard_root: Reshard = False
     precision: Precision = Precision()
     accumulate: int = 1
     defer_scatter: bool = False
@@ -64,13 +73,12 @@ class Policy:
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        _check(*self._fields().values())
+        _check(**self._fields())
+        _check_reshard("reshard_root", self.reshard_root)
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise UserError(
                 f"policy.accumulate: {self.accumulate!r} must be a positive integer"
             )
-        if self.defer_scatter and self.accumulate == 1:
-            raise UserError("policy.defer_scatter needs policy.accumulate above 1")
         decay = self.ema_decay
         if decay is not None and not (isinstance(decay, float) and 0 < decay < 1):
             raise UserError(
@@ -89,8 +97,7 @@ class Policy:
                     f"policy.overrides[{pattern!r}]: unknown {', '.join(unknown)}; "
                     f"possible: {', '.join(_OVERRIDABLE)}"
                 )
-            merged = self._fields() | dict(fields)
-            _check(*(merged[name] for name in _OVERRIDABLE))
+            _check(**self._fields() | dict(fields))
 
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OVERRIDABLE}
@@ -106,9 +113,7 @@ class Policy:
     def unit(self, path: Iterable[Any]) -> UnitPolicy:
         """The policy of the Unit or Stack at ``path``."""
         fields = self._at(path)
-        return UnitPolicy(
-            fields["remat"], fields["reshard_after_forward"], fields["first_k"]
-        )
+        return UnitPolicy(**{name: fields[name] for name in _OF_UNITS})
 
     def precision_at(self, path: Iterable[Any]) -> Precision:
         """The dtypes of the module or parameter at ``path``."""
@@ -116,46 +121,80 @@ class Policy:
 
     def check_groups(self, shards: int) -> None:
         """Raises UserError for a group that does not divide the fsdp axis."""
-        for name, fields in {"": self._fields(), **self.overrides}.items():
-            group = fields.get("reshard_after_forward", True)
+        chosen = {
+            "reshard_root": self.reshard_root,
+            "reshard_after_forward": self.reshard_after_forward,
+        } | {
+            f"overrides[{name!r}].reshard_after_forward": fields[
+                "reshard_after_forward"
+            ]
+            for name, fields in self.overrides.items()
+            if "reshard_after_forward" in fields
+        }
+        for name, group in chosen.items():
             if not isinstance(group, bool) and shards % group:
-                where = f"overrides[{name!r}]." if name else ""
                 sizes = [n for n in range(1, shards + 1) if shards % n == 0]
                 raise UserError(
-                    f"policy.{where}reshard_after_forward={group} does not divide the "
-                    f"{shards} devices of the fsdp axis; possible: True, False, "
+                    f"policy.{name}={group} does not divide the {shards} devices of "
+                    "the fsdp axis; possible: True, False, "
                     f"{', '.join(map(str, sizes))}"
                 )
 
-    def check_overrides(self, paths: Iterable[Iterable[Any]]) -> None:
-        """Raises UserError for a pattern that matches no module path."""
-        names = {
-            ".".join(str(part) for part in list(path)[: i + 1])
-            for path in map(list, paths)
-            for i in range(len(path))
-        }
-        for pattern in self.overrides:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+    def check_overrides(
+        self, modules: Iterable[Iterable[Any]], units: Iterable[Iterable[Any]]
+    ) -> None:
+        """Raises UserError for a pattern that matches no module, or changes nothing.
+
+        Args:
+          modules: paths of all modules.
+          units: those of Stacks and Units, which alone are rematerialised, resharded.
+        """
+        names, of_units = _prefixes(modules), _prefixes(units)
+        for pattern, fields in self.overrides.items():
+            if not fnmatch.filter(names, pattern):
                 raise UserError(
                     f"policy.overrides: {pattern!r} matches no module; modules are "
-                    f"{', '.join(sorted(names)[:12])}"
+                    f"{', '.join(names[:12])}"
+                )
+            useless = sorted(set(fields) & set(_OF_UNITS))
+            if useless and not fnmatch.filter(of_units, pattern):
+                raise UserError(
+                    f"policy.overrides[{pattern!r}]: {', '.join(useless)} is of whole "
+                    "Stacks and Units, and the pattern matches none; those are "
+                    f"{', '.join(of_units)}"
                 )
 
 
-def _check(remat: Any, first_k: Any, reshard: Any, precision: Any) -> None:
+def _prefixes(paths: Iterable[Iterable[Any]]) -> list[str]:
+    """The names of paths and of what they lead through, sorted."""
+    parts = [[str(part) for part in path] for path in paths]
+    return sorted({".".join(p[: i + 1]) for p in parts for i in range(len(p))})
+
+
+def _check(
+    remat: Any, first_k: Any, reshard_after_forward: Any, keep_last: Any, precision: Any
+) -> None:
     check_remat(remat)
-    if first_k is not None and (not isinstance(first_k, int) or first_k < 0):
+    if first_k is not None and not _is_count(first_k):
         raise UserError(
             f"policy.first_k: {first_k!r} must be None or a number of layers"
         )
-    if first_k is not None and isinstance(remat, Offload):
-        raise UserError("policy.first_k does not go with jshard.Offload yet")
-    if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
-        raise UserError(
-            f"policy.reshard_after_forward: {reshard!r} must be True, False or the "
-            "size of a group of devices"
-        )
+    if not _is_count(keep_last):
+        raise UserError(f"policy.keep_last: {keep_last!r} must be a number of layers")
+    _check_reshard("reshard_after_forward", reshard_after_forward)
     if not isinstance(precision, Precision):
         raise UserError(
             f"policy.precision: {precision!r} must be a jshard.Precision(...)"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_reshard(name: str, value: Any) -> None:
+    if not isinstance(value, int) or (value is not False and value < 1):
+        raise UserError(
+            f"policy.{name}: {value!r} must be True, False or the size of a group of "
+            "devices"
         )

@@ -8,8 +8,10 @@ so it holds for every policy, ``everything_saveable`` included, where a policy t
 looks at one primitive at a time would keep full weights of every layer.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +50,43 @@ def check_remat(remat: Any) -> None:
         f"policy.remat: {remat!r} is not one of {', '.join(POLICIES)}, "
         "jshard.Names(...), jshard.Offload(...) or a jax.checkpoint policy"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shown:
+    """What a step's layers asked for, and the names that their activations have."""
+
+    policies: set[Names] = dataclasses.field(default_factory=set)
+    found: set[str] = dataclasses.field(default_factory=set)
+
+
+_shown = contextvars.ContextVar[_Shown | None]("shown", default=None)
+
+
+@contextlib.contextmanager
+def checked_names() -> Iterator[None]:
+    """Raises UserError, at its end, for a name that no layer traced meanwhile has."""
+    shown = _Shown()
+    token = _shown.set(shown)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+    wanted = {name for remat in shown.policies for name in remat.names}
+    if unknown := sorted(wanted - shown.found):
+        raise UserError(
+            f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
+            "(with jax.ad_checkpoint.checkpoint_name); named are: "
+            f"{', '.join(sorted(shown.found)) or 'none'}"
+        )
+
+
+def _names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _names_in(inner)
 
 
 def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
@@ -104,6 +143,9 @@ class LinearizedLayer:
         self.consts = list(traced.consts)
         self.outputs = list(traced.out_avals)
         num_leaves = len(flat)
+        if (shown := _shown.get()) is not None:
+            shown.found.update(_names_in(traced.jaxpr))
+            shown.policies.update([remat] if isinstance(remat, Names) else [])
 
         def primal(*leaves):
             closed = core.ClosedJaxpr(traced.jaxpr, leaves[num_leaves:])
@@ -211,20 +253,6 @@ class LinearizedLayer:
         leaves = [next(rebuilt) if i is None else kept[i] for i in self._source]
         grads = iter(jax.tree.unflatten(self._pullback, leaves)(list(cotangents)))
         return self._split([next(grads) if d else None for d in self.differentiable])
-
-    # In a scan over layers: here residuals do not depend on which layer it is.
-
-    def buffers(self) -> tuple:
-        """What the scan carries beside its own: nothing."""
-        return ()
-
-    def forward_at(self, index, buffers, *inputs) -> tuple[list[Any], list[Any], Any]:
-        """``forward`` of layer ``index``, and what the scan carries on."""
-        return (*self.forward(*inputs), buffers)
-
-    def backward_at(self, index, buffers, *inputs) -> list[list[Any]]:
-        """``backward`` of layer ``index``."""
-        return self.backward(*inputs)
 
 
 def without_dead_code(fn: Callable) -> Callable:

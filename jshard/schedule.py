@@ -7,6 +7,7 @@ gradients. Gradients, like parameters, exist as shards only.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,38 +18,24 @@ from jax import lax
 from jshard.collectives import (
     Placement,
     abstract_like,
-    all_gather,
     is_float,
-    join,
-    placements,
-    reduce_scatter,
-    split,
     vary,
     varying,
     zeros_like,
 )
 from jshard.errors import UserError
-from jshard.first_layers import linearize_stack
-from jshard.mesh import manual_axes
-from jshard.remat import LinearizedLayer, check_remat
-
-
-@dataclasses.dataclass(frozen=True)
-class UnitPolicy:
-    """How one unit (a Unit, or each layer of a Stack) treats its weights.
-
-    Attributes:
-      remat: what the backward keeps; see ``Policy.remat``.
-      reshard_after_forward: True drops gathered weights after the forward and gathers
-        them again for the backward; False keeps them; a number keeps them sharded
-        over groups of so many devices, which the backward gathers from.
-      first_k: to how many layers of a Stack ``remat`` applies; the others keep all
-        that their backward reads. None is all layers.
-    """
-
-    remat: Any = "full"
-    reshard_after_forward: bool | int = True
-    first_k: int | None = None
+from jshard.remat import LinearizedLayer
+from jshard.unit_weights import (
+    Reshard,
+    UnitPolicy,
+    full,
+    gather_all,
+    gather_read,
+    hold,
+    keep,
+    scatter,
+    to_gather,
+)
 
 
 def run_unit(
@@ -74,7 +61,7 @@ def run_unit(
     xs, inputs = list(xs), [vary(x) if is_float(x) else x for x in inputs]
     layer = LinearizedLayer(
         lambda weights, xs, carry, args: fn(weights, xs, carry),
-        _full([abstract_like(s) for s in shards], places),
+        full([abstract_like(s) for s in shards], places),
         [abstract_like(x) for x in xs],
         [abstract_like(x) for x in inputs],
         [],
@@ -87,32 +74,77 @@ def run_unit(
         prevent_cse=True,
     )
 
+    read, reshard = layer.weights_read, policy.reshard_after_forward
+
     @jax.custom_vjp
     def run(shards, xs, inputs, args):
-        shards, inputs = _after(shards, inputs)
-        return layer.call(_gather(shards, places), xs, inputs, args)
+        shards, inputs = hold(shards, inputs)
+        return layer.call(gather_all(shards, places), xs, inputs, args)
 
     def forward(shards, xs, inputs, args):
-        needed, inputs = _after(shards, inputs)
-        weights = _gather(needed, places)
+        needed, inputs = hold(shards, inputs)
+        weights = gather_all(needed, places)
         outputs, kept = layer.forward(weights, xs, inputs, args)
-        weights = _reshard(weights, places, layer, policy)
+        weights = keep(weights, places, read, reshard)
         return outputs, (shards, xs, args, kept, weights)
 
     def backward(saved, cotangents):
         shards, xs, args, kept, weights = saved
         cotangents = _floats(cotangents, layer.outputs)
-        needed = _to_gather(weights, shards, layer)
-        if policy.reshard_after_forward:
-            needed, cotangents = _after(needed, cotangents)
-        weights = _gather_read(needed, places, layer, policy)
+        needed = to_gather(weights, shards, read)
+        if reshard:
+            needed, cotangents = hold(needed, cotangents)
+        weights = gather_read(needed, places, read, reshard)
         grads, xs_grads, input_grads, arg_grads = layer.backward(
             weights, xs, args, kept, cotangents
         )
-        return _scatter(grads, places, shards), xs_grads, input_grads, arg_grads
+        return scatter(grads, places, shards), xs_grads, input_grads, arg_grads
 
     run.defvjp(forward, backward)
     return run(list(shards), xs, inputs, layer.consts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Segment:
+    """Neighbouring layers of a Stack that are treated alike, in a loop of their own."""
+
+    start: int
+    stop: int
+    layer: LinearizedLayer
+    reshard: Reshard
+
+    @property
+    def single(self) -> bool:
+        """XLA inlines a loop of one trip: its layer is then scheduled like a Unit."""
+        return self.stop - self.start == 1
+
+    def scan(self, body: Callable, carry: Any, xs: Any, *, reverse: bool = False):
+        """``lax.scan`` of ``body(index, carry, slices)`` over the segment's layers."""
+
+        def step(state, slices):
+            index, carry = state
+            carry, ys = body(index, carry, slices)
+            return (index + (-1 if reverse else 1), carry), ys
+
+        first = self.stop - 1 if reverse else self.start
+        state = (jnp.int32(first), carry)
+        length = self.stop - self.start
+        (_, carry), ys = lax.scan(step, state, xs, length=length, reverse=reverse)
+        return carry, ys
+
+
+def _segments(
+    policy: UnitPolicy, length: int, linearize: Callable[[Any, bool], LinearizedLayer]
+) -> list[_Segment]:
+    first = length if policy.first_k is None else min(policy.first_k, length)
+    last = length - min(policy.keep_last, length)
+    segments = []
+    for start, stop in itertools.pairwise(sorted({0, first, last, length})):
+        remat = policy.remat if start < first else "none"
+        reshard = policy.reshard_after_forward if start < last else False
+        layer = linearize(remat, stop - start == 1)
+        segments.append(_Segment(start, stop, layer, reshard))
+    return segments
 
 
 def run_stack(
@@ -140,91 +172,97 @@ def run_stack(
     Returns:
       The last carry, and the layers' ys stacked.
     """
-    xs = list(xs)
+    shards, xs = list(shards), list(xs)
     carry, args = [vary(x) for x in carry], [vary(x) for x in args]
     length = next(x.shape[0] for x in [*shards, *xs])
-    # XLA inlines a loop of one trip: its layer is then scheduled like a Unit.
-    single = length == 1
+    trained = [p.trainable and is_float(s) for s, p in zip(shards, places, strict=True)]
 
-    def linearize(remat: Any) -> LinearizedLayer:
+    def linearize(remat: Any, single: bool) -> LinearizedLayer:
         return LinearizedLayer(
             fn,
-            _full([abstract_like(s, layer=True) for s in shards], places),
+            full([abstract_like(s, layer=True) for s in shards], places),
             [abstract_like(x, layer=True) for x in xs],
             [abstract_like(x) for x in carry],
             [abstract_like(x) for x in args],
-            differentiable=[
-                *(
-                    place.trainable and is_float(shard)
-                    for shard, place in zip(shards, places, strict=True)
-                ),
-                *moving_xs,
-                *map(is_float, [*carry, *args]),
-            ],
+            differentiable=[*trained, *moving_xs, *map(is_float, [*carry, *args])],
             remat=remat,
             prevent_cse=single,
         )
 
-    layer = linearize_stack(linearize, policy.remat, policy.first_k, length)
-    check_carry(carry, layer.outputs)
+    segments = _segments(policy, length, linearize)
+    first = segments[0].layer
+    check_carry(carry, first.outputs)
     num_carry = len(carry)
 
     @jax.custom_vjp
     def run(shards, xs, carry, args):
-        def body(carry, slices):
-            shards, xs = slices
-            if single:
-                shards, carry = _after(shards, carry)
-            outputs = layer.call(_gather(shards, places), xs, carry, args)
+        def body(index, carry, _):
+            here, xs_here = _layer(shards, index), _layer(xs, index)
+            if length == 1:
+                here, carry = hold(here, carry)
+            outputs = first.call(gather_all(here, places), xs_here, carry, args)
             return _carry_like(outputs[:num_carry], carry), outputs[num_carry:]
 
-        return lax.scan(body, carry, (shards, xs))
+        return _Segment(0, length, first, True).scan(body, carry, None)
 
     def forward(shards, xs, carry, args):
-        def body(state, slices):
-            carry, buffers = state
-            index, shards, xs = slices
-            if single:
-                shards, carry = _after(shards, carry)
-            weights = _gather(shards, places)
-            outputs, kept, buffers = layer.forward_at(
-                index, buffers, weights, xs, carry, args
-            )
-            keep = _reshard(weights, places, layer, policy)
-            carry = _carry_like(outputs[:num_carry], carry)
-            return (carry, buffers), (outputs[num_carry:], kept, keep)
+        ys, saved = [], []
+        for segment in segments:
 
-        (carry, buffers), (ys, kept, weights) = lax.scan(
-            body, (carry, layer.buffers()), (jnp.arange(length), shards, xs)
-        )
-        return (carry, ys), (shards, xs, args, kept, buffers, weights)
+            def body(index, carry, _, segment=segment):
+                layer = segment.layer
+                here = _layer(shards, index)
+                if segment.single:
+                    here, carry = hold(here, carry)
+                weights = gather_all(here, places)
+                outputs, kept = layer.forward(weights, _layer(xs, index), carry, args)
+                weights = keep(weights, places, layer.weights_read, segment.reshard)
+                carry = _carry_like(outputs[:num_carry], carry)
+                return carry, (outputs[num_carry:], (kept, weights))
 
-    def backward(saved, cotangents):
-        shards, xs, args, kept, buffers, weights = saved
-        carry_ct = _floats(cotangents[0], layer.outputs[:num_carry])
-        ys_ct = _floats(cotangents[1], layer.outputs[num_carry:])
+            carry, (segment_ys, segment_saved) = segment.scan(body, carry, None)
+            ys.append(segment_ys)
+            saved.append(segment_saved)
+        ys = [_concatenate(parts) for parts in zip(*ys, strict=True)]
+        return (carry, ys), (shards, xs, args, saved)
+
+    def backward(residuals, cotangents):
+        shards, xs, args, saved = residuals
+        carry_ct = _floats(cotangents[0], first.outputs[:num_carry])
+        ys_ct = _floats(cotangents[1], first.outputs[num_carry:])
         moving_args = [is_float(a) for a in args]
         args_ct = [zeros_like(a) for a in args if is_float(a)]
+        grads = [
+            zeros_like(x) if m else None for x, m in zip(shards, trained, strict=True)
+        ]
+        xs_grads = [
+            zeros_like(x) if m else None for x, m in zip(xs, moving_xs, strict=True)
+        ]
+        sums = (carry_ct, args_ct, grads, xs_grads)
+        for segment, kept in reversed(list(zip(segments, saved, strict=True))):
 
-        def body(sums, slices):
-            carry_ct, args_ct = sums
-            index, shards, xs, kept, weights, ys_ct = slices
-            needed = _to_gather(weights, shards, layer)
-            if single and policy.reshard_after_forward:
-                needed, carry_ct = _after(needed, carry_ct)
-            weights = _gather_read(needed, places, layer, policy)
-            grads, xs_grads, carry_grads, arg_grads = layer.backward_at(
-                index, buffers, weights, xs, args, kept, [*carry_ct, *ys_ct]
-            )
-            moved = [g for g, m in zip(arg_grads, moving_args, strict=True) if m]
-            args_ct = [a + g for a, g in zip(args_ct, moved, strict=True)]
-            carry_ct = [g for g in carry_grads if g is not None]
-            return (carry_ct, args_ct), (_scatter(grads, places, shards), xs_grads)
+            def body(index, sums, slices, segment=segment):
+                carry_ct, args_ct, grads, xs_grads = sums
+                (kept, weights), ys_ct = slices
+                layer, reshard = segment.layer, segment.reshard
+                here = _layer(shards, index)
+                needed = to_gather(weights, here, layer.weights_read)
+                if segment.single and reshard:
+                    needed, carry_ct = hold(needed, carry_ct)
+                weights = gather_read(needed, places, layer.weights_read, reshard)
+                layer_grads, layer_xs_grads, carry_grads, arg_grads = layer.backward(
+                    weights, _layer(xs, index), args, kept, [*carry_ct, *ys_ct]
+                )
+                moved = [g for g, m in zip(arg_grads, moving_args, strict=True) if m]
+                args_ct = [a + g for a, g in zip(args_ct, moved, strict=True)]
+                carry_ct = [g for g in carry_grads if g is not None]
+                grads = _put(grads, scatter(layer_grads, places, here), index)
+                xs_grads = _put(xs_grads, layer_xs_grads, index)
+                return (carry_ct, args_ct, grads, xs_grads), None
 
-        slices = (jnp.arange(length), shards, xs, kept, weights, ys_ct)
-        (carry_ct, args_ct), (grads, xs_grads) = lax.scan(
-            body, (carry_ct, args_ct), slices, reverse=True
-        )
+            part = [ct[segment.start : segment.stop] for ct in ys_ct]
+            sums, _ = segment.scan(body, sums, (kept, part), reverse=True)
+        carry_ct, args_ct, grads, xs_grads = sums
         moving = iter(carry_ct)
         carry_grads = [next(moving) if is_float(c) else None for c in carry]
         moving = iter(args_ct)
@@ -232,77 +270,7 @@ def run_stack(
         return grads, xs_grads, carry_grads, arg_grads
 
     run.defvjp(forward, backward)
-    return run(list(shards), xs, carry, [*args, *layer.consts])
-
-
-def scan_layers(
-    fn: Callable[..., Any],
-    stacked_params: Any,
-    carry: Any,
-    *args: Any,
-    specs: Any,
-    remat: Any = "full",
-    reshard_after_forward: bool | int = True,
-    dtype: Any = None,
-    reduce_dtype: Any = None,
-) -> Any:
-    """Applies stacked layers to ``carry``, gathering one layer's weights at a time.
-
-    For use inside ``shard_map`` over a mesh with an "fsdp" axis, on plain pytrees.
-
-    Args:
-      fn: ``fn(params, carry, *args)`` of one layer with full weights, returning the
-        new carry, or ``(carry, aux)``.
-      stacked_params: pytree of local shards, (L, ...) each.
-      carry: pytree of arrays that goes from layer to layer.
-      *args: pytrees of arrays, the same for every layer.
-      specs: a PartitionSpec for each leaf of ``stacked_params``, layer dimension
-        included.
-      remat: what the backward keeps; see ``Policy.remat``.
-      reshard_after_forward: whether weights are gathered again for the backward; a
-        number keeps them sharded over groups of so many devices until then.
-      dtype: dtype on the wire of the gathers and of the weights ``fn`` sees.
-      reduce_dtype: dtype of the gradients' reduction.
-
-    Returns:
-      The last carry, or ``(carry, aux)`` with aux stacked.
-
-    Raises:
-      UserError: the carry changes its shape or dtype, or ``remat`` is not known.
-    """
-    check_remat(remat)
-    shards, params_tree = jax.tree.flatten(stacked_params)
-    places = placements(specs, stacked_params, dtype=dtype, reduce_dtype=reduce_dtype)
-    inputs, inputs_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (carry, args)))
-    num_carry = jax.tree.structure(carry).num_leaves
-    returned: list[Any] = []
-
-    def layer(weights, xs, carry_leaves, arg_leaves):
-        del xs
-        params = jax.tree.unflatten(params_tree, weights)
-        arguments = [*carry_leaves, *arg_leaves[: len(inputs) - num_carry]]
-        state, extra = jax.tree.unflatten(inputs_tree, arguments)
-        state, aux, has_aux = split_aux(fn(params, state, *extra), carry)
-        leaves, tree = jax.tree.flatten(aux)
-        returned[:] = [has_aux, tree]
-        return [*jax.tree.leaves(state), *leaves]
-
-    out, ys = run_stack(
-        layer,
-        [
-            vary(s) if p.dim is None else s
-            for s, p in zip(shards, jax.tree.leaves(places), strict=True)
-        ],
-        jax.tree.leaves(places),
-        [],
-        inputs[:num_carry],
-        inputs[num_carry:],
-        UnitPolicy(remat, reshard_after_forward),
-        [],
-    )
-    last = jax.tree.unflatten(jax.tree.structure(carry), out)
-    has_aux, tree = returned
-    return (last, jax.tree.unflatten(tree, ys)) if has_aux else last
+    return run(shards, xs, carry, [*args, *first.consts])
 
 
 def split_aux(result: Any, carry: Any) -> tuple[Any, Any, bool]:
@@ -330,79 +298,36 @@ def check_carry(carry: Sequence[Any], outputs: Sequence[Any]) -> None:
             )
 
 
+def _layer(stacked: Sequence[jax.Array], index: jax.Array) -> list[jax.Array]:
+    """One layer's part of (L, ...) arrays."""
+    return [
+        lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
+        for x in stacked
+    ]
+
+
+def _zeros(stacked: Sequence[jax.Array], wanted: Sequence[bool]) -> list[Any]:
+    return [zeros_like(x) if w else None for x, w in zip(stacked, wanted, strict=True)]
+
+
+def _put(stacked: Sequence[Any], layer: Sequence[Any], index: jax.Array) -> list[Any]:
+    """(L, ...) arrays with one layer replaced; None where there is none."""
+    return [
+        None
+        if x is None
+        else lax.dynamic_update_index_in_dim(
+            x, y, index, 0, allow_negative_indices=False
+        )
+        for x, y in zip(stacked, layer, strict=True)
+    ]
+
+
+def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
 def _carry_like(outputs: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
     return [vary(o, tuple(varying(c))) for o, c in zip(outputs, carry, strict=True)]
-
-
-def _full(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
-    """Abstract gathered weights of one layer."""
-    traced = jax.make_jaxpr(lambda shards: _gather(shards, places))(list(shards))
-    return list(map(abstract_like, traced.out_avals))
-
-
-def _gather(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
-    return [all_gather(vary(s), p) for s, p in zip(shards, places, strict=True)]
-
-
-def _reshard(
-    weights: list[Any],
-    places: Sequence[Placement],
-    layer: LinearizedLayer,
-    policy: UnitPolicy,
-) -> list[Any] | None:
-    """What is kept of gathered weights: of those that the backward reads."""
-    if policy.reshard_after_forward is True:
-        return None
-    group = int(policy.reshard_after_forward)  # 0 where False: all of them
-    return [
-        split(weights[i], places[i], group) if group else weights[i]
-        for i in layer.weights_read
-    ]
-
-
-def _to_gather(
-    kept: list[Any] | None, shards: Sequence[Any], layer: LinearizedLayer
-) -> list[Any]:
-    """What the backward gathers: the weights kept in groups, or else the shards."""
-    return [shards[i] for i in layer.weights_read] if kept is None else kept
-
-
-def _gather_read(needed, places, layer, policy) -> list[Any]:
-    """The weights that the backward reads, None for the others."""
-    group = policy.reshard_after_forward
-    weights: list[Any] = [None] * len(places)
-    for i, part in zip(layer.weights_read, needed, strict=True):
-        if group is True:
-            weights[i] = all_gather(vary(part), places[i])
-        else:
-            weights[i] = join(part, places[i], int(group)) if group else part
-    return weights
-
-
-def _after(
-    shards: Sequence[Any], arrived: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Both as they are, but to XLA the shards are not there before ``arrived`` is.
-
-    Else XLA could gather the weights of many units before the first runs, or merge
-    the backward's gathers with the forward's and keep the weights in between.
-
-    A barrier types all that passes it as varying, so what does not vary stays out.
-    """
-    late = [set(varying(x)) == set(manual_axes()) for x in arrived]
-    passing = [x for x, is_late in zip(arrived, late, strict=True) if is_late]
-    needed, passing = lax.optimization_barrier((list(shards), passing))
-    passed = iter(passing)
-    return needed, [
-        next(passed) if is_late else x for x, is_late in zip(arrived, late, strict=True)
-    ]
-
-
-def _scatter(grads, places, shards) -> list[Any]:
-    return [
-        None if grad is None else reduce_scatter(grad, place, shard)
-        for grad, place, shard in zip(grads, places, shards, strict=True)
-    ]
 
 
 def _floats(cotangents: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

@@ -87,18 +87,18 @@ def train(
         return grads, loss, metrics, after
 
     shards = (local, frozen)
+    if policy.defer_scatter:
+        gather = lambda shard, place: all_gather(vary(shard), place)
+        shards = jax.tree.map(gather, (params, frozen), places)
     if accumulate == 1:
         grads, loss, metrics, after = backward(shards, model_state, batch, 0, None)
         after = merge_state(model_state, after)
     else:
-        if policy.defer_scatter:
-            gather = lambda shard, place: all_gather(vary(shard), place)
-            shards = jax.tree.map(gather, (params, frozen), places)
         grads, loss, metrics, after = _accumulate(
             forward, backward, accumulate, shards, params, model_state, batch
         )
-        if policy.defer_scatter:
-            grads = jax.tree.map(reduce_scatter, grads, places[0], params)
+    if policy.defer_scatter:
+        grads = jax.tree.map(reduce_scatter, grads, places[0], params)
     grads = jax.tree.map(
         lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
     )

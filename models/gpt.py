@@ -6,7 +6,6 @@ Shape suffixes: B batch, T time, D model width, N heads, H head width, V vocabul
 import dataclasses
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
+from jshard import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +156,7 @@ class GPT(nnx.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Logits (B, T, V) in fp32."""
         x_BTD, head_DV = self._features_and_head(tokens_BT)
+        head_DV = head_DV.astype(x_BTD.dtype)
         return jnp.dot(x_BTD, head_DV, preferred_element_type=jnp.float32)
 
     def loss(
@@ -175,71 +176,11 @@ class GPT(nnx.Module):
         else:
             x_BTD = self._features(self.embed(tokens_BT))
             head_DV = jshard.gathered(self.head).kernel.get_value()
-        return x_BTD, head_DV.astype(x_BTD.dtype)
+        return x_BTD, head_DV
 
     def _features(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = x_BTD + self.positions(jnp.arange(x_BTD.shape[1]))
         return self.norm(self.blocks(self.dropout(x_BTD)))
-
-
-def cross_entropy(
-    x_BTD: jax.Array,
-    head_DV: jax.Array,
-    targets_BT: jax.Array,
-    weights_BT: jax.Array,
-    *,
-    chunk: int,
-) -> jshard.Mean:
-    """Cross-entropy of ``softmax(x @ head)``, ``chunk`` tokens' logits at a time.
-
-    Logits are fp32 whatever the dtype of ``x``; each chunk's are recomputed in the
-    backward. The gradient of the head accumulates over chunks in its master dtype.
-
-    Args:
-      x_BTD: features.
-      head_DV: the head with full weights.
-      targets_BT: integer tokens.
-      weights_BT: 1 where a token counts, 0 where it is padding.
-      chunk: tokens in a chunk.
-
-    Returns:
-      Total in nats and the sum of weights.
-    """
-    chex.assert_equal_shape([targets_BT, weights_BT])
-    chex.assert_shape(x_BTD, (*targets_BT.shape, head_DV.shape[0]))
-    D, tokens = x_BTD.shape[-1], targets_BT.size
-    chunk = min(chunk, tokens)
-    padding = -tokens % chunk
-
-    def in_chunks(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]).reshape(
-            -1, chunk, *x.shape[1:]
-        )
-
-    # In fp32 (or wider) outside the loop: what accumulates has the dtype of this.
-    wide_DV = head_DV.astype(jnp.promote_types(head_DV.dtype, jnp.float32))
-
-    @jax.checkpoint
-    def chunk_total(x_CD: jax.Array, targets_C: jax.Array, weights_C: jax.Array):
-        logits_CV = jnp.dot(
-            x_CD, wide_DV.astype(x_CD.dtype), preferred_element_type=wide_DV.dtype
-        )
-        target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1)[:, 0]
-        loss_C = jax.nn.logsumexp(logits_CV, axis=1) - target_C
-        return jnp.sum(loss_C * weights_C)
-
-    xs = tuple(
-        map(
-            in_chunks,
-            (
-                x_BTD.reshape(-1, D),
-                targets_BT.reshape(-1),
-                weights_BT.reshape(-1).astype(wide_DV.dtype),
-            ),
-        )
-    )
-    totals = lax.map(lambda xs: chunk_total(*xs), xs)
-    return jshard.Mean(jnp.sum(totals), jnp.sum(weights_BT, dtype=wide_DV.dtype))
 
 
 def generate(

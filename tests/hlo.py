@@ -113,6 +113,42 @@ def collectives(text: str) -> list[Collective]:
     return [c for c in _walk(computations, entry, 1, devices) if c.group > 1]
 
 
+def matrix_flops(text: str) -> int:
+    """FLOPs of the matrix products that a program runs.
+
+    Raises:
+      ValueError: a loop that holds one has no known trip count.
+    """
+    computations, entry = _computations(text)
+
+    def of(name: str) -> int:
+        types: dict[str, tuple[Array, ...]] = {}
+        total = 0
+        for line in computations[name]:
+            instruction = _INSTRUCTION.match(line)
+            assert instruction
+            results = types[instruction["name"]] = _arrays(instruction["shape"])
+            rest = line[instruction.end() :]
+            if instruction["opcode"] == "dot":
+                (left,) = types[re.findall(r"%([^\s,()]+)", _operand_list(rest))[0]]
+                summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+                dims = map(int, summed[1].split(",")) if summed else ()
+                total += 2 * results[0].size * math.prod(left.shape[d] for d in dims)
+            for role, called in _CALLED.findall(rest):
+                inner = sum(map(of, re.findall(r"[\w.\-]+", called)))
+                if inner and role == "body":
+                    known = _TRIPS.search(rest)
+                    if not known:
+                        raise ValueError(
+                            f"product in a loop with no trip count: {line}"
+                        )
+                    inner *= int(known[1])
+                total += inner
+        return total
+
+    return of(entry)
+
+
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     """The instructions of every computation, and the entry's name."""
     computations: dict[str, list[str]] = {}

@@ -6,6 +6,7 @@ Units. Both see the same parameters and batches, and must go the same way.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
 import jshard
 
@@ -282,3 +284,38 @@ def worst(got: dict[Any, Any], want: dict[Any, Any]) -> float:
     """The worst error of all arrays, which must be the same ones."""
     assert got.keys() == want.keys()
     return max(error(got[key], want[key]) for key in want)
+
+
+def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Rows that together hold every pair of values of any two factors.
+
+    Greedy: each row starts from a pair that is still missing, and takes for every
+    other factor the value that adds most missing pairs.
+    """
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(factors, 2)
+        for x, y in itertools.product(range(len(factors[a])), range(len(factors[b])))
+    }
+    order = {name: i for i, name in enumerate(factors)}
+
+    def pair(one: tuple[str, int], two: tuple[str, int]) -> tuple:
+        return (one, two) if order[one[0]] < order[two[0]] else (two, one)
+
+    while missing:
+        row = dict(min(missing, key=lambda p: [(order[n], i) for n, i in p]))
+        for name in factors:
+            if name not in row:
+                row[name] = max(
+                    range(len(factors[name])),
+                    key=lambda i, row=row, name=name: sum(
+                        pair((name, i), other) in missing for other in row.items()
+                    ),
+                )
+        missing -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
+        yield {name: factors[name][row[name]] for name in factors}
+
+
+def make_mesh(replica: int, fsdp: int) -> Mesh:
+    devices = jax.devices()[: replica * fsdp]
+    return jshard.make_mesh(replica=replica, fsdp=fsdp, devices=devices)

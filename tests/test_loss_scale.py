@@ -101,3 +101,21 @@ def test_the_scale_grows_after_many_good_steps_and_stays_in_bounds():
             state = dataclasses.replace(state, good_steps=good)
             state = loss_scale.update(state, jnp.bool_(finite))
         assert float(state.scale) == bound
+
+
+def test_a_checkpoint_holds_the_scale_and_the_count_of_skipped_steps(tmp_path):
+    batches = make_batches(3)
+    batches[1]["y"] = batches[1]["y"] + np.float32(np.inf)
+    whole, _ = run(POLICY, batches)
+    half, _ = run(POLICY, batches[:2])
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
+    with jshard.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(half)
+        checkpointer.wait()
+        abstract = fsdp.abstract_state(Model, optax.adam(1e-2))
+        restored = checkpointer.restore(abstract)
+    assert float(restored.loss_scale.scale) == loss_scale.START / 2
+    assert int(restored.loss_scale.skipped) == 1
+    resumed, _ = run(POLICY, batches[2:], state=restored)
+    for got, want in zip(params(resumed), params(whole), strict=True):
+        np.testing.assert_array_equal(got, want)

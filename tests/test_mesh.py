@@ -51,7 +51,7 @@ def test_a_mesh_without_the_axes_is_refused():
     ("policy", "message"),
     [
         ({"remat": "some"}, "'some' is not one of full, dots, none"),
-        ({"reshard_after_forward": 2}, "must be True or False"),
+        ({"reshard_after_forward": 0}, "must be True, False or the size"),
         ({"accumulate": 0}, "must be a positive integer"),
         ({"precision": "bfloat16"}, r"must be a jshard.Precision"),
         ({"overrides": {"blocks*": {"rematt": "full"}}}, "unknown rematt; possible"),

@@ -7,7 +7,6 @@ Float64 and a relative error of at most 1e-9, on every mesh, with every optimize
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,6 +44,8 @@ class Case:
     remat: Any = "full"
     reshard: bool | int = True
     first_k: int | None = None
+    keep_last: int = 0
+    reshard_root: bool | int = False
     defer: bool = False
     units: bool = False  # the plain nnx.List model under FSDP(units=...)
     tied: bool = False
@@ -61,7 +62,7 @@ class Case:
         parts = [
             name if value is True else f"{name}={value}"
             for name, value in zip(names, values, strict=True)
-            if value is not False
+            if value not in (False, None)
         ]
         return " ".join(parts).replace("mesh=", "").replace(", ", "x")
 
@@ -81,63 +82,36 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Rows that together hold every pair of values of any two factors.
-
-    Greedy: each row starts from a pair that is still missing, and takes for every
-    other factor the value that adds most missing pairs.
-    """
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(factors, 2)
-        for x, y in itertools.product(range(len(factors[a])), range(len(factors[b])))
-    }
-    order = {name: i for i, name in enumerate(factors)}
-
-    def pair(one: tuple[str, int], two: tuple[str, int]) -> tuple:
-        return (one, two) if order[one[0]] < order[two[0]] else (two, one)
-
-    while missing:
-        row = dict(min(missing, key=lambda p: [(order[n], i) for n, i in p]))
-        for name in factors:
-            if name not in row:
-                row[name] = max(
-                    range(len(factors[name])),
-                    key=lambda i, row=row, name=name: sum(
-                        pair((name, i), other) in missing for other in row.items()
-                    ),
-                )
-        missing -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
-        yield {name: factors[name][row[name]] for name in factors}
-
-
 def cases(*iterables: Any) -> Any:
     return pytest.mark.parametrize("case", list(itertools.chain(*iterables)), ids=str)
 
 
-def make_mesh(replica: int, fsdp: int) -> Mesh:
-    devices = jax.devices()[: replica * fsdp]
-    return jshard.make_mesh(replica=replica, fsdp=fsdp, devices=devices)
-
-
 def check(case: Case, mesh: Mesh | None = None) -> None:
+    mesh = mesh or parity.make_mesh(*case.mesh)
+    # A group is no larger than the axis.
+    reshard = (
+        case.reshard
+        if isinstance(case.reshard, bool)
+        else min(case.reshard, mesh.shape["fsdp"])
+    )
     policy = jshard.Policy(
         remat=case.remat,
         first_k=case.first_k,
         defer_scatter=case.defer,
-        reshard_after_forward=case.reshard,
+        reshard_after_forward=reshard,
+        keep_last=case.keep_last,
+        reshard_root=case.reshard_root,
         accumulate=case.accumulate,
         min_shard_elements=0,  # shard all that can be: these models are tiny
     )
     tx = parity.optimizer(case.optimizer, jshard.per_layer)
-    mesh = mesh or make_mesh(*case.mesh)
     got = parity.train(case.variant(), tx, mesh, policy, case.units)
     want = parity.reference(case.variant(), case.optimizer, case.units)
     assert parity.worst(got.metrics, want.metrics) <= BOUND
     assert parity.worst(got.params, want.params) <= BOUND
 
 
-@cases(Case(**row) for row in pairwise(FACTORS))
+@cases(Case(**row) for row in parity.pairwise(FACTORS))
 def test_training_follows_the_plain_run_for_every_pair_of_choices(case):
     check(case)
 
@@ -176,7 +150,7 @@ def test_optimizer_state_follows_the_plain_run():
 
     policy = jshard.Policy(min_shard_elements=0)
     tx = parity.optimizer("adamw", jshard.per_layer)
-    got = parity.train(parity.Variant(), tx, make_mesh(2, 4), policy)
+    got = parity.train(parity.Variant(), tx, parity.make_mesh(2, 4), policy)
     want = parity.reference(parity.Variant(), "adamw")
     for name in ("mu", "nu"):
         assert parity.worst(moments(got, name), moments(want, name)) <= BOUND
@@ -194,11 +168,33 @@ def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, 
     check(Case(first_k=first_k, remat=remat, dropout=True, two_losses=True))
 
 
+@pytest.mark.parametrize(("first_k", "keep_last"), [(None, 1), (1, 1), (2, 2), (0, 9)])
+def test_training_follows_the_plain_run_with_weights_of_the_last_layers_kept(
+    first_k, keep_last
+):
+    case = Case(first_k=first_k, keep_last=keep_last, remat="dots", reshard=2)
+    check(dataclasses.replace(case, frozen=True, accumulate=4, two_losses=True))
+
+
+@pytest.mark.parametrize("reshard_root", [True, 2])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("units", [False, True])
+def test_training_follows_the_plain_run_with_a_root_that_is_gathered_again(
+    reshard_root, accumulate, units
+):
+    case = Case(reshard_root=reshard_root, accumulate=accumulate, units=units)
+    check(dataclasses.replace(case, tied=True, dropout=True, two_losses=True))
+
+
 @pytest.mark.parametrize("mesh", MESHES[2:])
 @pytest.mark.parametrize("units", [False, True])
 def test_training_follows_the_plain_run_with_one_scatter_a_step(mesh, units):
     case = Case(mesh=mesh, accumulate=4, defer=True, units=units, tied=True)
     check(dataclasses.replace(case, frozen=True, dropout=True, padding=True))
+
+
+def test_training_follows_the_plain_run_with_sharded_optimizer_state_alone():
+    check(Case(defer=True, tied=True))
 
 
 @pytest.mark.parametrize("units", [False, True])

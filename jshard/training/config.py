@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from jshard.errors import UserError
 
@@ -19,12 +19,24 @@ SHARED_DEFAULTS = {
     "eval_batches": 0,  # at most so many; 0 is all of the validation data
     "mesh": {"fsdp": -1, "replica": 1, "cpu_devices": 8},
     "policy": {
-        "remat": "full",
-        "reshard_after_forward": True,
+        "remat": "full",  # or dots, none, names:A+B, offload:A+B
+        "first_k": None,  # layers of a Stack that remat applies to; None is all
+        "reshard_after_forward": True,  # or False, or a group of so many devices
+        "keep_last": 0,  # last layers of a Stack that keep their gathered weights
+        "reshard_root": False,
         "accumulate": 1,
+        "defer_scatter": False,
+        "loss_scale": False,
         "min_shard_elements": 4096,
         "ema_decay": None,  # None is no averages
-        "precision": {"param": None, "gather": None, "compute": None, "reduce": None},
+        "precision": {
+            "param": None,
+            "gather": None,
+            "compute": None,
+            "reduce": None,
+            "sum": None,
+        },
+        "overrides": (),  # PATTERN:KEY=VALUE, e.g. blocks.norm*:compute=float32
     },
     "checkpoint": {
         "every": 500,  # steps; 0 never saves
@@ -40,6 +52,9 @@ SHARED_DEFAULTS = {
 }
 REQUIRED_KEYS = ("steps", "batch_size")
 
+# Keys that take a boolean or a number.
+BOOL_OR_NUMBER = ("reshard_after_forward", "reshard_root")
+
 # Keys and groups that say what is trained, and on which data in which order: a run
 # that goes on with others is another run.
 MEANING = ("model", "data", "batch_size", "seed")
@@ -53,6 +68,7 @@ MINIMA = {
     "eval_batches": 0,
     "mesh.cpu_devices": 1,
     "policy.accumulate": 1,
+    "policy.keep_last": 0,
     "policy.min_shard_elements": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
@@ -82,6 +98,10 @@ def complete(config: Config, recipe: str) -> Config:
         if key not in config:
             raise UserError(f"get_config() of recipe {recipe} lacks the key {key!r}")
     completed: Config = ConfigDict(SHARED_DEFAULTS)
+    for key in BOOL_OR_NUMBER:
+        default = FieldReference(completed.policy[key], field_type=object)
+        with completed.ignore_type():
+            completed.policy[key] = default
     try:
         completed.update(config)
     except TypeError as error:

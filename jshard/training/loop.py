@@ -17,6 +17,7 @@ from jshard.restore import restore_parameters, restore_state
 from jshard.training.config import Config
 from jshard.training.data import batches, eval_batches
 from jshard.training.metrics import RunFolder
+from jshard.training.policy import make_policy
 from jshard.training.preemption import Preemption
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
@@ -131,8 +132,8 @@ def run(
                 or step % config.log_every == 0
             ):
                 continue
-            check_finite(losses, step)
             fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
+            check_finite(losses, step, fetched.get("loss_scale"))
             values = {"loss": fetched.pop("loss"), **fetched}
             if schedule is not None:
                 values["learning_rate"] = float(schedule(step - 1))
@@ -175,23 +176,27 @@ def _start_from(config: Config, state: Any, display: ProgressDisplay) -> Any:
     return state
 
 
-def make_policy(config: Config) -> jshard.Policy:
-    """Returns the `jshard.Policy` that `config.policy` describes."""
-    fields = config.policy.to_dict()
-    precision = jshard.Precision(**fields.pop("precision"))
-    return jshard.Policy(**fields, precision=precision)
-
-
-def check_finite(losses: Sequence[jax.Array], step: int) -> None:
+def check_finite(
+    losses: Sequence[jax.Array], step: int, loss_scale: float | None = None
+) -> None:
     """Stops the run at its first loss that is not finite.
 
     Args:
       losses: The losses of the last steps.
       step: The step of the last one.
+      loss_scale: Of the last step. With one, steps that are not finite are skipped,
+        and only a scale that cannot fall further stops the run.
 
     Raises:
       RunFailed: Names the step.
     """
+    if loss_scale is not None:
+        if loss_scale <= 1:
+            raise RunFailed(
+                f"the loss scale fell to 1 at step {step}, and gradients are still not "
+                "finite: lower the learning rate, clip gradients, or use bfloat16"
+            )
+        return
     for index, loss in enumerate(jax.device_get(losses)):
         if not np.isfinite(loss):
             raise RunFailed(

@@ -1,0 +1,111 @@
+"""The weights of one unit: gathered, kept for the backward or not, scattered."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jshard.collectives import (
+    Placement,
+    abstract_like,
+    all_gather,
+    join,
+    reduce_scatter,
+    split,
+    vary,
+    varying,
+)
+from jshard.mesh import manual_axes
+
+# False keeps whole weights for the backward, True none, a number a part of them each.
+Reshard = bool | int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """How one unit (a Unit, or the layers of a Stack) treats its weights.
+
+    Attributes:
+      remat: what the backward keeps; see ``Policy.remat``.
+      reshard_after_forward: True drops gathered weights after the forward and gathers
+        them again for the backward; False keeps them; a number keeps them sharded
+        over groups of so many devices, which the backward gathers from.
+      first_k: to how many layers of a Stack ``remat`` applies; the others keep all
+        that their backward reads. None is all layers.
+      keep_last: how many of a Stack's last layers keep their gathered weights.
+    """
+
+    remat: Any = "full"
+    reshard_after_forward: Reshard = True
+    first_k: int | None = None
+    keep_last: int = 0
+
+
+def full(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
+    """Abstract gathered weights of abstract shards."""
+    traced = jax.make_jaxpr(lambda shards: gather_all(shards, places))(list(shards))
+    return list(map(abstract_like, traced.out_avals))
+
+
+def gather_all(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
+    """All weights, for the forward."""
+    return [all_gather(vary(s), p) for s, p in zip(shards, places, strict=True)]
+
+
+def keep(
+    weights: list[Any], places: Sequence[Placement], read: list[int], reshard: Reshard
+) -> list[Any] | None:
+    """What is kept of gathered weights: of those in ``read``, by the backward."""
+    if reshard is True:
+        return None
+    group = int(reshard)  # 0 where False: all of them
+    return [split(weights[i], places[i], group) if group else weights[i] for i in read]
+
+
+def to_gather(
+    kept: list[Any] | None, shards: Sequence[Any], read: list[int]
+) -> list[Any]:
+    """What the backward starts from: the weights that ``keep`` kept, or the shards."""
+    return [shards[i] for i in read] if kept is None else kept
+
+
+def gather_read(
+    parts: list[Any], places: Sequence[Placement], read: list[int], reshard: Reshard
+) -> list[Any]:
+    """The weights that the backward reads, None for the others."""
+    weights: list[Any] = [None] * len(places)
+    for i, part in zip(read, parts, strict=True):
+        if reshard is True:
+            weights[i] = all_gather(vary(part), places[i])
+        else:
+            weights[i] = join(part, places[i], int(reshard)) if reshard else part
+    return weights
+
+
+def scatter(
+    grads: Sequence[Any], places: Sequence[Placement], shards: Sequence[Any]
+) -> list[Any]:
+    """Gradients of shards from those of whole weights, None where there is none."""
+    return [
+        None if grad is None else reduce_scatter(grad, place, shard)
+        for grad, place, shard in zip(grads, places, shards, strict=True)
+    ]
+
+
+def hold(shards: Sequence[Any], arrived: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Both as they are, but to XLA the shards are not there before ``arrived`` is.
+
+    Else XLA could gather the weights of many units before the first runs, or merge
+    the backward's gathers with the forward's and keep the weights in between.
+
+    A barrier types all that passes it as varying, so what does not vary stays out.
+    """
+    late = [set(varying(x)) == set(manual_axes()) for x in arrived]
+    passing = [x for x, is_late in zip(arrived, late, strict=True) if is_late]
+    needed, passing = lax.optimization_barrier((list(shards), passing))
+    passed = iter(passing)
+    return needed, [
+        next(passed) if is_late else x for x, is_late in zip(arrived, late, strict=True)
+    ]

@@ -1,0 +1,228 @@
+"""models/llama.py against a plain float64 implementation, and its recipes' sizes."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+import parity
+from jshard.training.recipe import find_recipe, open_recipe
+from models.llama import Llama, LlamaConfig, rotate
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SMALL = {
+    "vocab_size": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "width": 16,
+    "hidden": 24,
+    "rope_theta": 100.0,
+    "loss_chunk": 8,
+}
+
+
+def attention(q_BTNH, k_BTKH, v_BTKH, *, is_causal: bool = True) -> jax.Array:
+    """Head by head, in the dtype of its inputs (JAX's has its softmax in float32)."""
+    assert is_causal
+    T, N, H = q_BTNH.shape[1:]
+    group = N // k_BTKH.shape[2]
+    heads = []
+    for n in range(N):
+        q_BTH, k_BTH = q_BTNH[:, :, n], k_BTKH[:, :, n // group]
+        scores_BTS = q_BTH @ k_BTH.swapaxes(1, 2) / H**0.5
+        scores_BTS = jnp.where(jnp.tri(T, dtype=bool), scores_BTS, -jnp.inf)
+        heads.append(jax.nn.softmax(scores_BTS) @ v_BTKH[:, :, n // group])
+    return jnp.stack(heads, axis=2)
+
+
+def plain_rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
+    """Pairs of dimensions as complex numbers, turned."""
+    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
+    z_BTNI = x_BTNH[..., : H // 2] + 1j * x_BTNH[..., H // 2 :]
+    angles_TI = np.outer(np.arange(T), theta ** (-2 * np.arange(H // 2) / H))
+    z_BTNI = z_BTNI * np.exp(1j * angles_TI)[:, None]
+    return jnp.concatenate([z_BTNI.real, z_BTNI.imag], axis=-1)
+
+
+def plain_logits(params: Any, config: LlamaConfig, tokens_BT: jax.Array) -> jax.Array:
+    """The model over a nested dict of its parameters, without Flax."""
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_eps) * scale
+
+    def heads(x: jax.Array, number: int) -> jax.Array:
+        return x.reshape(*tokens_BT.shape, number, config.width // config.num_heads)
+
+    x = params["embed"]["embedding"][tokens_BT]
+    for i in range(config.num_layers):
+        block = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
+        h, weights = norm(x, block["norm1"]["scale"]), block["attention"]
+        q = heads(h @ weights["q"]["kernel"], config.num_heads)
+        k = heads(h @ weights["k"]["kernel"], config.num_kv_heads)
+        v = heads(h @ weights["v"]["kernel"], config.num_kv_heads)
+        theta = config.rope_theta
+        y = attention(plain_rotate(q, theta), plain_rotate(k, theta), v)
+        x = x + y.reshape(x.shape) @ weights["out"]["kernel"]
+        h = norm(x, block["norm2"]["scale"])
+        gate, up = h @ block["gate"]["kernel"], h @ block["up"]["kernel"]
+        x = x + (gate / (1 + jnp.exp(-gate)) * up) @ block["down"]["kernel"]
+    head = params["embed"]["embedding"].T if config.tied else params["head"]["kernel"]
+    return norm(x, params["norm"]["scale"]) @ head
+
+
+def relative(got: Any, want: Any) -> float:
+    errors = jax.tree.map(parity.error, got, want)
+    return max(jax.tree.leaves(errors))
+
+
+@pytest.mark.parametrize(
+    ("tied", "softmax_in_float32"), [(False, False), (True, False), (False, True)]
+)
+def test_logits_and_gradients_are_those_of_a_plain_implementation(
+    x64, monkeypatch, tied, softmax_in_float32
+):
+    if not softmax_in_float32:
+        monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    config = LlamaConfig(**SMALL, tied=tied, dtype=jnp.float64, param_dtype=jnp.float64)
+    rng = np.random.default_rng(0)
+    tokens, targets = jnp.asarray(rng.integers(0, 40, (2, 3, 7)))
+    weights = jnp.asarray(rng.random((3, 7)))
+    graphdef, params = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
+    # Larger than at the start, so that scores and gates differ.
+    params = jax.tree.map(
+        lambda x: x + 0.3 * jnp.asarray(rng.standard_normal(x.shape)), params
+    )
+
+    def model_loss(params):
+        return nnx.merge(graphdef, params).loss(tokens, targets, weights).total
+
+    def plain_loss(params):
+        logits = plain_logits(params, config, tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.sum(weights * losses)
+
+    pure = nnx.to_pure_dict(params)
+    bound = 1e-6 if softmax_in_float32 else 1e-9
+    got = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens))(params)
+    want = jax.jit(lambda pure: plain_logits(pure, config, tokens))(pure)
+    assert relative(got, want) <= bound
+    got = nnx.to_pure_dict(jax.jit(jax.grad(model_loss))(params))
+    assert relative(got, jax.jit(jax.grad(plain_loss))(pure)) <= bound
+
+
+def test_rotated_scores_depend_on_the_distance_alone(x64):
+    rng = np.random.default_rng(0)
+    q_H, k_H = rng.standard_normal((2, 8))
+
+    def turned(x_H: np.ndarray) -> jax.Array:  # at positions 0 to 9
+        return rotate(jnp.tile(x_H, (1, 10, 1, 1)), 100.0)[0, :, 0]
+
+    scores_TS = turned(q_H) @ turned(k_H).T
+    for distance in range(-9, 10):
+        same = np.diagonal(scores_TS, distance)
+        np.testing.assert_allclose(same, same[0], rtol=1e-12)
+    assert len(np.unique(np.round(scores_TS[0], 6))) == 10
+    np.testing.assert_allclose(scores_TS[0, 0], q_H @ k_H, rtol=1e-12)
+
+
+def test_angles_are_float32_in_a_bfloat16_model():
+    x_BTNH = jnp.ones((1, 1000, 1, 8), jnp.bfloat16)
+    want = plain_rotate(jnp.ones((1, 1000, 1, 8)), 1e4)
+    got = rotate(x_BTNH, 1e4)
+    assert got.dtype == jnp.bfloat16
+    # One rounding to bfloat16; positions above 256 are not whole numbers there.
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
+
+
+def test_no_position_sees_a_later_token():
+    model = Llama(LlamaConfig(**SMALL), rngs=nnx.Rngs(0))
+    before = jnp.arange(16).reshape(1, 16)
+    after = before.at[:, 9].set(30)
+    logits = nnx.jit(lambda model, tokens: model(tokens))
+    first, second = logits(model, before), logits(model, after)
+    np.testing.assert_array_equal(first[:, :9], second[:, :9])
+    assert not np.allclose(first[:, 9], second[:, 9])
+
+
+def test_bf16_logits_and_loss_are_fp32():
+    model = Llama(LlamaConfig(**SMALL, dtype=jnp.bfloat16), rngs=nnx.Rngs(0))
+    tokens = jnp.arange(16).reshape(2, 8)
+    logits, mean = nnx.eval_shape(
+        lambda: (model(tokens), model.loss(tokens, tokens, jnp.ones(tokens.shape)))
+    )
+    assert logits.dtype == jnp.float32
+    assert mean.total.dtype == jnp.float32
+
+
+def test_a_sharded_run_follows_one_device(x64, monkeypatch):
+    # In float32 the softmax's roundings, which differ by layout, would show.
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    config = LlamaConfig(**SMALL, dtype=jnp.float64, param_dtype=jnp.float64)
+    rng = np.random.default_rng(0)
+    shape = (16, 6)
+    batch = {
+        "inputs": rng.integers(0, 40, shape),
+        "targets": rng.integers(0, 40, shape),
+        "weights": (rng.random(shape) < 0.7) * 1.0,
+    }
+
+    def run(devices: int, replica: int, policy: jshard.Policy) -> Any:
+        mesh = jshard.make_mesh(replica=replica, devices=jax.devices()[:devices])
+        fsdp, optimizer = jshard.FSDP(mesh, policy), optax.adamw(1e-2)
+        state = fsdp.init(lambda rngs: Llama(config, rngs=rngs), optimizer)
+        step = fsdp.train_step(loss, optimizer)
+        state, _ = step(state, fsdp.shard_batch(batch))
+        state, metrics = step(state, fsdp.shard_batch(batch))
+        return fsdp.unshard(state.params), metrics
+
+    def loss(model: Llama, batch: dict[str, jax.Array]) -> jshard.Mean:
+        return model.loss(batch["inputs"], batch["targets"], batch["weights"])
+
+    names = jshard.Names("qkv", "attended", "hidden")
+    policy = functools.partial(jshard.Policy, min_shard_elements=0)
+    got = run(8, 2, policy(remat=names, accumulate=2))
+    want = run(1, 1, policy(remat="none"))
+    assert relative(got, want) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 3}, "width=16 over num_heads=3 must be"),
+        ({"num_heads": 16}, "width=16 over num_heads=16 must be an even"),
+        ({"num_kv_heads": 3}, "num_heads=4 does not divide by num_kv_heads=3"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_a_users_error(sizes, message):
+    with pytest.raises(jshard.UserError, match=message):
+        LlamaConfig(**SMALL | sizes)
+
+
+# 2 V D + L (4 D^2 + 3 D F + 2 D) + D; 6 (N - V D - norms + L D T).
+@pytest.mark.parametrize(
+    ("name", "parameters", "flops"),
+    [
+        ("llama2_7b.py", 6_738_415_616, 6 * (6_607_077_376 + 32 * 4096 * 4096)),
+        ("llama2_13b.py", 13_015_864_320, 6 * (12_851_609_600 + 40 * 5120 * 4096)),
+    ],
+)
+def test_a_recipe_has_the_size_of_its_model(name, parameters, flops):
+    with open_recipe(find_recipe(name)) as recipe:
+        config = recipe.get_config()
+        assert recipe.flops_per_token is not None
+        assert recipe.flops_per_token(config) == flops
+        fsdp = jshard.FSDP(jshard.make_mesh())
+        state = fsdp.abstract_state(
+            lambda rngs: recipe.make_model(config, rngs), recipe.make_optimizer(config)
+        )
+    assert sum(x.size for x in jax.tree.leaves(state.params)) == parameters
+    chex.assert_type(jax.tree.leaves(state.params), jnp.float32)
