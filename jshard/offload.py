@@ -1,5 +1,6 @@
 """What of a state waits in pinned host memory, and the update that reads it there."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -48,14 +49,14 @@ def shardings(policy: Policy, specs: TrainState, mesh: Any) -> TrainState:
 
         return jax.tree.map(sharding, tree)
 
-    hosted = dict.fromkeys(("opt_state", "ema"), policy.offload is not None)
-    hosted |= dict.fromkeys(("params", "frozen"), policy.offload == "all")
-    fields = ("step", "params", "frozen", "model_state", "opt_state", "ema")
-    changed = {
-        name: put(getattr(specs, name), hosted.get(name, False))
-        for name in (*fields, "loss_scale")
-    }
-    return TrainState(**changed, graphdef=specs.graphdef)
+    streamed, fetched = policy.offload is not None, policy.offload == "all"
+    return dataclasses.replace(
+        put(specs, False),
+        params=put(specs.params, fetched),
+        frozen=put(specs.frozen, fetched),
+        opt_state=put(specs.opt_state, streamed),
+        ema=put(specs.ema, streamed),
+    )
 
 
 def check_state(policy: Policy, state: TrainState, specs: TrainState, mesh: Any):

@@ -1,4 +1,4 @@
-"""Compiles for H100s that are not there; skips where JAX's CUDA plugin is missing.
+"""Compiles for H100s that are not there, with JAX's CUDA plugin.
 
 Devices of a topology have no memory kinds, so that a sharding over them forgets that an
 array is in host memory. An abstract mesh keeps it; the devices come in at the end.
@@ -9,11 +9,10 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh
 
 import jshard
+from jshard.errors import UserError
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _H100 = """
@@ -34,21 +33,25 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def devices(number: int) -> list[Any]:
-    """So many H100s of one host (``jshard.plan.topology.devices("h100:8")``)."""
+    """So many H100s of one host (``jshard.plan.topology.devices("h100:8")``).
+
+    Raises:
+      UserError: no CUDA plugin, or JAX not told to use the CPU.
+    """
     found = {d.metadata["Name"] for d in metadata.distributions() if d.metadata}
     if not found.intersection(_PLUGINS):
-        pytest.skip("no CUDA plugin: pip install 'jshard[plan]'")
+        raise UserError("no CUDA plugin: pip install 'jshard[plan]'")
     if os.environ.get("JAX_PLATFORMS") != "cpu":
-        pytest.skip("compiling for GPUs that are not there needs JAX_PLATFORMS=cpu")
+        raise UserError("compiling for GPUs that are not there needs JAX_PLATFORMS=cpu")
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_H100, topology=f"1x1x{number}"
     )
     return list(topology.devices)
 
 
-def mesh(number: int, replica: int = 1) -> AbstractMesh:
-    """A mesh of them, for ``jshard.FSDP`` and abstract arrays."""
-    return jshard.make_mesh(devices=devices(number), replica=replica).abstract_mesh
+def mesh(number: int) -> Any:
+    """An abstract mesh of them, for ``jshard.FSDP`` and abstract arrays."""
+    return jshard.make_mesh(devices=devices(number)).abstract_mesh
 
 
 def compile(traced: jax.stages.Traced, number: int) -> jax.stages.Compiled:
