@@ -362,11 +362,11 @@ class FSDP:
         """
 
         def full(x: Any) -> np.ndarray:
-            if isinstance(x, jax.Array) and jnp.issubdtype(
-                x.dtype, jax.dtypes.prng_key
-            ):
+            is_array = isinstance(x, jax.Array)
+            if is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x = jax.random.key_data(x)
-            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            if is_array and not x.is_fully_addressable:
+                x = jax.device_put(x, jax.memory.Space.Device)
                 return np.asarray(multihost_utils.process_allgather(x, tiled=True))
             return np.asarray(x)
 

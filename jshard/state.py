@@ -54,11 +54,10 @@ class TrainState:
 
         # Copies: a step that donates one buffer twice crashes.
         def copy(average: jax.Array, param: jax.Array) -> jax.Array:
-            device = average.sharding.with_memory_kind("device")  # it may be elsewhere
-            here = jax.device_put(average, device)
-            return jax.device_put(
-                jnp.array(here, param.dtype, copy=True), param.sharding
-            )
+            # Either may be in host memory.
+            here = jax.device_put(average, jax.memory.Space.Device)
+            new = jnp.array(here, param.dtype, copy=True)
+            return jax.device_put(new, jax.typeof(param).memory_space)
 
         params = jax.tree.map(copy, self.ema, self.params)
         return dataclasses.replace(self, params=params)
