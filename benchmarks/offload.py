@@ -24,9 +24,10 @@ from jax.experimental.compute_on import compute_on
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "tests")]
 
-import h100  # noqa: E402
+import h100  # noqa: E402 # pyright: ignore[reportMissingImports]
 import jshard  # noqa: E402
 from jshard.errors import UserError  # noqa: E402
+from jshard.mesh import BATCH  # noqa: E402
 from jshard.offload import typed_as_device  # noqa: E402
 from jshard.update import update  # noqa: E402
 from models.gpt import GPT, GPTConfig  # noqa: E402
@@ -141,7 +142,7 @@ def trace_step(config: GPTConfig, mesh: Any, offload: Any, batch: int) -> Any:
     def loss_fn(model: Any, batch: Any) -> jshard.Mean:
         return model.loss(batch["tokens"], batch["tokens"], batch["weights"])
 
-    place = jax.sharding.NamedSharding(mesh, jshard.mesh.BATCH)
+    place = jax.sharding.NamedSharding(mesh, BATCH)
     shape = (batch, config.sequence_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
@@ -155,7 +156,7 @@ def _on_device(x: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=2048)

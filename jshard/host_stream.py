@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from jshard.offload import on_host
+
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 Arrays = list[Any]  # None where there is none
@@ -33,12 +35,12 @@ def with_layer(x: jax.Array, layer: jax.Array, index: Any) -> jax.Array:
 
 def to_device(x: jax.Array) -> jax.Array:
     """``x`` in device memory."""
-    return jax.device_put(x, _DEVICE)
+    return jax.device_put(x, _DEVICE) if on_host(x) else x
 
 
 def to_host(x: jax.Array) -> jax.Array:
     """``x`` in host memory."""
-    return jax.device_put(x, _HOST)
+    return x if on_host(x) else jax.device_put(x, _HOST)
 
 
 def stream_layers(

@@ -110,13 +110,13 @@ class _Program:
         self.groups = self._grouped(dict(zip(self.state, owners, strict=True)))
 
     def length(self, atom: Any) -> int:
-        """The layers of a variable, 0 if it is the same for all."""
-        if isinstance(atom, core.Literal) or atom.aval.shape == self._cut_shape(atom):
+        """The layers of a variable, 0 if it is the same for all, -1 if neither."""
+        if isinstance(atom, core.Literal):
             return 0
-        return atom.aval.shape[0]
-
-    def _cut_shape(self, variable: Any) -> tuple[int, ...]:
-        return self.cut[variable].aval.shape
+        shape, cut = atom.aval.shape, self.cut[atom].aval.shape
+        if shape == cut:
+            return 0
+        return shape[0] if cut == (1, *shape[1:]) else -1
 
     def _is_independent(self, index: int) -> bool:
         return is_independent(self.eqns[index], self.cut_eqns[index], self.length)
@@ -164,7 +164,8 @@ class _Program:
                 joins = layered and self._is_independent(index)
             else:  # what is read here alone; scalars are made in time
                 outside = (e for i, e in enumerate(self.eqns) if i not in chosen)
-                alone = outputs.isdisjoint({*read_by(outside), *self.results})
+                elsewhere = {*read_by(outside), *variables(self.results)}
+                alone = outputs.isdisjoint(elsewhere)
                 joins = alone and all(v.aval.shape for v in eqn.outvars)
             if joins:
                 chosen.add(index)
@@ -176,20 +177,22 @@ class _Program:
         env = dict(zip(self.jaxpr.invars, values, strict=True))
         env |= zip(self.jaxpr.constvars, self.consts, strict=True)
         evaluate(self._first(), env, ())
-        done: list[list[Any]] = [[], []]
+        results: dict[Any, Any] = {}  # by the state's variable
+        for source, atom in zip(self.state, self.results, strict=True):
+            if isinstance(atom, core.Literal) or atom not in self.later:
+                (x,) = evaluate((), env, [atom])
+                results[source] = to_host(x) if source in self.hosted else to_device(x)
+        left: list[list[Any]] = [[], []]  # what each group sent to the host
         for group in self.groups:
             run = self._run_stacks if group.length else self._run_leaf
-            made, hosted = run(group, env, done[-2])
-            env |= made
-            done.append(hosted)
-        return [
-            to_host(env[v]) if source in self.hosted else env[v]
-            for source, v in zip(self.state, self.results, strict=True)
-        ]
+            made = run(group, env, left[-2])
+            left.append([x for source, x in made.items() if source in self.hosted])
+            results |= made
+        return [results[source] for source in self.state]
 
     def _first(self) -> list[Any]:
         """The equations that run before all groups, of those that are needed."""
-        needed = set(variables(self.results))
+        needed = set(variables(self.results)) - self.later
         for group in self.groups:
             eqns = [self.eqns[i] for i in group.equations]
             needed |= read_by(eqns) - made_by(eqns)
@@ -210,13 +213,13 @@ class _Program:
         makes = {
             source: v
             for source, v in zip(self.state, self.results, strict=True)
-            if v in made and v in self.later
+            if not isinstance(v, core.Literal) and v in made & self.later
         }
         return reads, makes
 
     def _run_leaf(
         self, group: _Group, env: dict[Any, Any], before: list[Any]
-    ) -> tuple[dict[Any, Any], list[Any]]:
+    ) -> dict[Any, Any]:
         """Updates one parameter after ``before``, the one before the last, left."""
         reads, makes = self._interface(group)
         hosted = [v for v in reads if v in self.hosted]
@@ -228,16 +231,14 @@ class _Program:
         inner |= zip(hosted, map(to_device, arrays), strict=True)
         outputs = list(makes.values())
         eqns = [self.eqns[i] for i in group.equations]
-        results = [
-            to_host(x) if source in self.hosted else x
+        return {
+            source: to_host(x) if source in self.hosted else x
             for source, x in zip(makes, evaluate(eqns, inner, outputs), strict=True)
-        ]
-        left = [x for v, x in zip(makes, results, strict=True) if v in self.hosted]
-        return dict(zip(outputs, results, strict=True)), left
+        }
 
     def _run_stacks(
         self, group: _Group, env: dict[Any, Any], before: list[Any]
-    ) -> tuple[dict[Any, Any], list[Any]]:
+    ) -> dict[Any, Any]:
         """Updates Stacks, layer by layer."""
         reads, makes = self._interface(group)
         eqns = [self.cut_eqns[i] for i in group.equations]
@@ -268,9 +269,8 @@ class _Program:
             [v in makes for v in hosts],
             [env[v] for v in written],
         )
-        results = dict(zip([*hosts, *written], [*arrays, *stacks], strict=True))
-        done = [results[v] for v in hosts if v in makes]
-        return {v: results[source] for source, v in makes.items()}, done
+        after = dict(zip([*hosts, *written], [*arrays, *stacks], strict=True))
+        return {source: after[source] for source in makes}
 
 
 def _pairs(full: core.Jaxpr, cut: core.Jaxpr) -> dict[Any, Any]:
