@@ -135,6 +135,22 @@ def matrices(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
+def odd() -> optax.GradientTransformation:
+    """Swaps two states, forgets one, keeps one, and returns one as the update."""
+
+    def init(params: Any) -> dict[str, Any]:
+        return {name: optax.tree.zeros_like(params) for name in "abcd"}
+
+    def update(grads: Any, state: dict[str, Any], params: Any = None) -> Any:
+        del params
+        a, b, c = state["a"], state["b"], state["c"]
+        new = jax.tree.map(lambda b, c, g: b + c * (g / g.size), b, c, grads)
+        kept = state["d"]
+        return new, {"a": new, "b": a, "c": optax.tree.zeros_like(c), "d": kept}
+
+    return optax.GradientTransformation(init, update)
+
+
 CLIP = optax.clip_by_global_norm(0.1)
 TRANSFORMATIONS: dict[str, Any] = {
     "adamw": optax.chain(
@@ -150,6 +166,7 @@ TRANSFORMATIONS: dict[str, Any] = {
     ),
     "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     "no state": optax.sgd(1e-2),
+    "odd": odd(),
 }
 QUICK = ("adamw", "no state")  # to compile
 
