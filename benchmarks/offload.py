@@ -22,15 +22,15 @@ import jax.numpy as jnp
 import optax
 from jax.experimental.compute_on import compute_on
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import h100  # noqa: E402 # pyright: ignore[reportMissingImports]
-import jshard  # noqa: E402
-from jshard.errors import UserError  # noqa: E402
-from jshard.mesh import BATCH  # noqa: E402
-from jshard.offload import typed_as_device  # noqa: E402
-from jshard.update import update  # noqa: E402
-from models.gpt import GPT, GPTConfig  # noqa: E402
+import jshard
+from jshard.errors import UserError
+from jshard.mesh import BATCH
+from jshard.offload import typed_as_device
+from jshard.plan import devices
+from jshard.update import update
+from models.gpt import GPT, GPTConfig
 
 GIB, BUS = 2**30, 55e9  # bytes/s, one way, of 16 lanes of PCIe 5 in practice
 ADAMW = optax.adamw(1e-4)
@@ -155,6 +155,14 @@ def _on_device(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
+def compile_for(gpus: list[Any], traced: Any) -> Any:
+    """Compiles what was traced on an abstract mesh, which keeps memory kinds."""
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    # JAX would ask its default backend, the CPU's, for this.
+    lowered._lowering.compile_args["backend"] = gpus[0].client
+    return lowered.compile(device_assignment=tuple(gpus))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=8)
@@ -167,10 +175,11 @@ def main() -> None:
         width=options.width, num_heads=options.width // 128, loss_chunk=2048,
     )  # fmt: skip
     try:
-        mesh = h100.mesh(options.gpus)
+        gpus = devices(f"h100:{options.gpus}")
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    mesh = jshard.make_mesh(devices=gpus)
     print(f"jax {jax.__version__}, GPT of {options.layers} x {options.width}", end=", ")
     print(f"{options.gpus} x H100, GiB a GPU", flush=True)
     print(
@@ -179,9 +188,9 @@ def main() -> None:
     print("  beside work")
     for offload in (None, "optimizer", "all", "host"):
         sequences = options.sequences * options.gpus
-        traced = trace_step(config, mesh, offload, sequences)
+        traced = trace_step(config, mesh.abstract_mesh, offload, sequences)
         try:
-            compiled = h100.compile(traced, options.gpus)
+            compiled = compile_for(gpus, traced)
         except jax.errors.JaxRuntimeError as error:
             print(f"{offload!s:10} does not compile: {str(error).splitlines()[0]}")
             continue

@@ -7,7 +7,7 @@ from jshard.dropout import Dropout
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.functional import scan_layers
-from jshard.layers import Stack, Unit, gathered
+from jshard.layers import Stack, Unit, gathered, gathered_before
 from jshard.loss import Loss, Mean, Means
 from jshard.mesh import make_mesh
 from jshard.optim import per_layer
@@ -15,6 +15,7 @@ from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.remat import Names, Offload
 from jshard.state import TrainState
+from jshard.stochastic_rounding import bf16_moments
 
 __all__ = [
     "FSDP",
@@ -31,9 +32,11 @@ __all__ = [
     "TrainState",
     "Unit",
     "UserError",
+    "bf16_moments",
     "cross_entropy",
     "gather",
     "gathered",
+    "gathered_before",
     "make_mesh",
     "per_layer",
     "pmean",

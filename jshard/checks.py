@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import UserError
-from jshard.layers import root_variables
+from jshard.layers import Stack, root_variables
 from jshard.mesh import FSDP, REPLICA
 from jshard.partition import param_spec
 from jshard.policy import Policy
@@ -28,6 +28,19 @@ def check_trained(params: nnx.State) -> None:
                 f"wrt selects {'.'.join(map(str, path))!r}, a "
                 f"{type(variable).__name__}; it must select nnx.Param variables"
             )
+
+
+def check_layer_counts(policy: Policy, model: nnx.Module) -> None:
+    """Raises UserError where ``policy`` counts a Stack's layers and there is none."""
+    counts = {"first_k": policy.first_k is not None, "keep_last": policy.keep_last > 0}
+    stacks = [m for _, m in nnx.iter_modules(model) if isinstance(m, Stack)]
+    given = [name for name, is_given in counts.items() if is_given]
+    if given and not stacks:
+        raise UserError(
+            f"policy.{given[0]} counts the layers of a jshard.Stack, and the model has "
+            "none; name its Units in policy.overrides, with remat or "
+            "reshard_after_forward"
+        )
 
 
 def warn_of_large_root(

@@ -105,22 +105,34 @@ def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
 
 
 def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
-    """This device's part of a gathered parameter, split over ``group`` neighbours."""
+    """This device's part of a gathered parameter, split over ``group`` neighbours.
+
+    It is in the dtype of the wire again, where that is the smaller one: it came from
+    there, so nothing is lost. (Blocks that are scaled would be others in a part.)
+    """
     if place.dim is None:
         return full
     dim = full.ndim + place.dim
     size = full.shape[dim] // group
     start = lax.axis_index(FSDP) % group * size
-    return lax.dynamic_slice_in_dim(full, start, size, dim)
+    part = lax.dynamic_slice_in_dim(full, start, size, dim)
+    if place.gather is None or quantized.is_quantized(place.gather):
+        return part
+    smaller = jnp.dtype(place.gather).itemsize < part.dtype.itemsize
+    return _cast(part, place.gather) if smaller else part
 
 
 def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     """The full parameter from the parts of ``split``, gathered in its group alone."""
-    if place.dim is None or group == 1:
+    if place.dim is None:
         return part
     groups = np.arange(lax.axis_size(FSDP)).reshape(-1, group).tolist()
     dim = part.ndim + place.dim
-    return lax.all_gather(part, FSDP, axis=dim, axis_index_groups=groups, tiled=True)
+    if group > 1:
+        part = lax.all_gather(
+            part, FSDP, axis=dim, axis_index_groups=groups, tiled=True
+        )
+    return _cast(part, place.compute)
 
 
 def reduce_scatter(
@@ -137,13 +149,22 @@ def reduce_scatter(
       place: the parameter's placement.
       shard: the shard (only its dtype and mesh type are read).
     """
+    return sum_copies(scatter(grad, place), shard)
+
+
+def scatter(grad: jax.Array, place: Placement) -> jax.Array:
+    """The first half of ``reduce_scatter``: the sum over "fsdp", of sharded ones."""
     grad = _cast(grad, place.reduce)
-    if place.dim is not None and lax.axis_size(FSDP) > 1:
-        dim = grad.ndim + place.dim
-        if place.sum in (None, grad.dtype):
-            grad = lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
-        else:
-            grad = _sum_of_parts(grad, dim, place.sum)
+    if place.dim is None or lax.axis_size(FSDP) == 1:
+        return grad
+    dim = grad.ndim + place.dim
+    if place.sum in (None, grad.dtype):
+        return lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
+    return _sum_of_parts(grad, dim, place.sum)
+
+
+def sum_copies(grad: jax.Array, shard: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """The second half: sums over what ``shard`` does not vary over, in its dtype."""
     have, want = varying(grad), varying(shard)
     summed = tuple(axis for axis in manual_axes() if axis in have - want)
     grad = lax.psum(grad, summed) if summed else grad

@@ -59,7 +59,7 @@ def cross_entropy(
     flat = (
         x_BTD.reshape(-1, x_BTD.shape[-1]),
         head_DV,
-        targets_BT.reshape(-1),
+        targets_BT.reshape(-1).astype(jnp.int32),
         weights_BT.reshape(-1),
     )
     # Inside ``shard_map`` gradients must vary over the mesh like what they belong to;

@@ -14,7 +14,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import describe, ema, layers, loss_scale, step
-from jshard.checks import check_batch, check_trained, warn_of_large_root
+from jshard.checks import (
+    check_batch,
+    check_layer_counts,
+    check_trained,
+    warn_of_large_root,
+)
 from jshard.collectives import Placement
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
@@ -31,7 +36,7 @@ from jshard.partition import (
 from jshard.policy import Policy
 from jshard.remat import checked_names
 from jshard.state import TrainState
-from jshard.update import update
+from jshard.update import next_state
 
 
 class FSDP:
@@ -173,12 +178,13 @@ class FSDP:
 
         Raises:
           UserError: (when called) the batch does not divide, the loss is no Mean, or
-            the state and the policy do not agree on averages.
+            the state and the policy do not agree on averages or on a loss scale.
         """
         accumulate = self.policy.accumulate
 
         def train_step(state: TrainState, batch: Any):
             check_batch(batch, self.mesh, accumulate=accumulate)
+            loss_scale.check(state.loss_scale, self.policy.loss_scale)
             specs = self._checked_specs(state)
             local = functools.partial(
                 step.train,
@@ -199,31 +205,10 @@ class FSDP:
                     batch,
                     state.loss_scale and state.loss_scale.scale,
                 )
-            metrics["grad_norm"] = optax.tree.norm(grads)
-            steps, finite, scale = state.step + 1, None, state.loss_scale
-            if scale is not None:
-                metrics["loss_scale"] = scale.scale
-                finite = jnp.isfinite(metrics["grad_norm"])
-                model_state = loss_scale.select(finite, model_state, state.model_state)
-                scale = loss_scale.update(scale, finite)
-                metrics["skipped_steps"] = scale.skipped
-            params, opt_state, averages = update(
-                self.mesh,
-                self.policy,
-                optimizer,
-                (state.params, state.opt_state, state.ema),
-                (grads, steps, finite),
+            new, more = next_state(
+                self.mesh, self.policy, optimizer, state, grads, model_state
             )
-            new = dataclasses.replace(
-                state,
-                step=steps,
-                params=params,
-                model_state=model_state,
-                opt_state=opt_state,
-                ema=averages,
-                loss_scale=scale,
-            )
-            return self._constrain(new, specs), metrics
+            return self._constrain(new, specs), metrics | more
 
         return jax.jit(train_step, donate_argnums=0)
 
@@ -313,6 +298,7 @@ class FSDP:
         modules = {path: module for path, module in nnx.iter_modules(model) if path}
         units = [path for path, module in modules.items() if layers.is_unit(module)]
         self.policy.check_overrides(modules, units)
+        check_layer_counts(self.policy, model)
         return model
 
     def _inputs(self, specs: TrainState) -> tuple:

@@ -10,21 +10,22 @@ layer dimension.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.collectives import Placement, gather_leaf, is_float
+from jshard.calling import call_method, is_variable, variables, variables_in
+from jshard.collectives import Placement, gather_leaf, is_float, vary
 from jshard.errors import UserError
 from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
 from jshard.schedule import check_carry, run_stack, run_unit, split_aux
 from jshard.taking_apart import take_apart
-from jshard.unit_weights import Reshard, UnitPolicy
+from jshard.unit_weights import Reshard, UnitPolicy, gather_before
 
 M = TypeVar("M", bound=nnx.Module)
 _PLACEMENT = "placement"  # metadata of a parameter that is, here, a shard
@@ -92,7 +93,7 @@ class Stack(nnx.Module):
             return make_layer(rngs)
 
         layers = make(rngs)
-        for _, variable in _variables(layers):
+        for _, variable in variables(layers):
             variable.set_metadata(LAYER_DIMS, variable.get_metadata(LAYER_DIMS, 0) + 1)
         if isinstance(layers, (Unit, Stack)):
             raise UserError(
@@ -148,23 +149,15 @@ def is_unit(value: Any) -> bool:
     return isinstance(value, (Unit, Stack))
 
 
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, nnx.Variable)
-
-
-def _variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
-    return ((path, v) for path, v in nnx.iter_graph(module) if _is_variable(v))
-
-
 def _own_paths(module: nnx.Module) -> set[tuple]:
     """Paths of the variables that can be reached without entering an inner unit.
 
     A parameter that a unit shares with its surroundings is theirs, though its path
     may lead through the unit.
     """
-    stop = lambda x: x is not module and (is_unit(x) or _is_variable(x))
+    stop = lambda x: x is not module and (is_unit(x) or is_variable(x))
     reached = {id(x) for x in jax.tree.leaves(module, is_leaf=stop)}
-    return {path for path, v in _variables(module) if id(v) in reached}
+    return {path for path, v in variables(module) if id(v) in reached}
 
 
 def _own(module: nnx.Module) -> Callable[[tuple, Any], bool]:
@@ -188,7 +181,7 @@ def place(
         set_compute_dtype(module, policy.precision_at(path).compute)
         if isinstance(module, (Unit, Stack)):
             module.unit_policy = policy.unit(path)
-    for path, variable in _variables(model):
+    for path, variable in variables(model):
         if path in placements:
             variable.set_metadata(_PLACEMENT, placements[path])
 
@@ -203,7 +196,7 @@ def with_root(fn: Callable, reshard: Reshard) -> Callable:
         if reshard is not False:
             return _run_unit(model, fn, args, {}, UnitPolicy("none", reshard))
         own = _own(model)
-        for variable in [v for path, v in _variables(model) if own(path, v)]:
+        for variable in [v for path, v in variables(model) if own(path, v)]:
             _gather_variable(variable)
         return fn(model, *args)
 
@@ -215,7 +208,7 @@ def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
     own = _own_paths(model)
     return [
         (path, v)
-        for path, v in _variables(model)
+        for path, v in variables(model)
         if isinstance(v, nnx.Param) and path in own
     ]
 
@@ -237,19 +230,44 @@ def gathered(unit: M) -> M:
     Raises:
       UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
     """
+    return _gathered(unit, lambda own: [gather_leaf(v, p) for v, p in own])
+
+
+def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
+    """``gathered(unit)`` and ``x``, for a head that is used on features ``x``.
+
+    The gradient of ``x`` waits until the unit's own is scattered: without that, the
+    backward of the layers below may run first, with the head's full gradient in memory.
+
+    Raises:
+      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
+    """
+    passed = [x]
+
+    def gather(own):
+        shards, places = [v for v, _ in own], tuple(p for _, p in own)
+        out: Any = gather_before(places, shards, vary(x))
+        weights, passed[0] = out
+        return weights
+
+    return _gathered(unit, gather), passed[0]
+
+
+def _gathered(unit: M, gather: Callable[[list], list]) -> M:
+    """The plain module over what ``gather`` makes of its (shard, Placement) pairs."""
     if isinstance(unit, Stack):
         raise UserError("jshard.gathered: a Stack gathers one layer at a time")
     if not isinstance(unit, Unit) or unit.unit_policy is None:
         return unit
     own = _own(unit)
+    shards = [v for path, v in variables(unit) if own(path, v)]
+    weights = gather([(v.get_value(), v.get_metadata(_PLACEMENT)) for v in shards])
     replaced: dict[int, nnx.Variable] = {}
-    for path, variable in _variables(unit):
-        if own(path, variable):
-            full = variable.copy()
-            _gather_variable(full)
-            replaced[id(variable)] = full
+    for variable, weight in zip(shards, weights, strict=True):
+        replaced[id(variable)] = variable.copy(weight)
+        replaced[id(variable)].del_metadata(_PLACEMENT)
     # Variables that are not gathered stay the same objects: their updates count.
-    module = jax.tree.map(lambda v: replaced.get(id(v), v), unit, is_leaf=_is_variable)
+    module = jax.tree.map(lambda v: replaced.get(id(v), v), unit, is_leaf=is_variable)
     _make_plain(module)
     return module
 
@@ -265,7 +283,7 @@ class _Pieces:
     def __init__(self, unit: nnx.Module):
         self.unit = unit
         self.graphdef, own, rest = nnx.split(unit, _own(unit), ...)
-        own, self._own_tree = jax.tree.flatten(own, is_leaf=_is_variable)
+        own, self._own_tree = jax.tree.flatten(own, is_leaf=is_variable)
         self.places: list[Placement] = [v.get_metadata(_PLACEMENT) for v in own]
         self.shards = [v.get_value() for v in own]
         self._own = own
@@ -284,34 +302,11 @@ class _Pieces:
             copy=True,
         )
         own = _own(module)
-        for variable in [v for path, v in _variables(module) if own(path, v)]:
+        for variable in [v for path, v in variables(module) if own(path, v)]:
             variable.del_metadata(_PLACEMENT)
         if is_unit(module):  # the root is not
             _make_plain(module)
         return module
-
-
-def _variables_in(tree: Any) -> list[nnx.Variable]:
-    return list(filter(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
-
-
-def _call(method: Callable, module: nnx.Module, args: tuple, kwargs: dict) -> Any:
-    """(result, what the call changed of the module's state, and of its arguments')."""
-    passed = _variables_in((args, kwargs))
-    before = {path: variable.get_value() for path, variable in _variables(module)}
-    passed_before = [variable.get_value() for variable in passed]
-    result = method(module, *args, **kwargs)
-    state = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
-        if path in before and variable.get_value() is not before[path]
-    ]
-    changed = {
-        i: variable.get_value()
-        for i, variable in enumerate(passed)
-        if variable.get_value() is not passed_before[i]
-    }
-    return result, nnx.from_flat_state(state), changed
 
 
 def _run_unit(
@@ -319,13 +314,13 @@ def _run_unit(
 ) -> Any:
     pieces = _Pieces(unit)
     inputs, arguments = take_apart((args, kwargs))
-    passed = _variables_in((args, kwargs))
+    passed = variables_in((args, kwargs))
     returned: list[Any] = []
 
     def call(weights, rest, inputs):
         module = pieces.module(weights, rest)
         args, kwargs = arguments(inputs)
-        outputs, rebuild = take_apart(_call(method, module, args, kwargs))
+        outputs, rebuild = take_apart(call_method(method, module, args, kwargs))
         returned[:] = [rebuild]
         return outputs
 
@@ -357,7 +352,9 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
         module = pieces.module(weights, rest)
         before = jax.tree.unflatten(carry_tree, carry)
         method = type(module).__call__
-        result, state, changed = _call(method, module, (before, *arguments(extra)), {})
+        result, state, changed = call_method(
+            method, module, (before, *arguments(extra)), {}
+        )
         if changed:
             raise UserError(
                 "a stacked layer changes a Variable that is passed to it (nnx.Rngs, "

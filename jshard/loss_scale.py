@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jshard.errors import UserError
+
 START, LARGEST = 2.0**15, 2.0**24
 PATIENCE = 2000  # good steps until the scale is doubled
 
@@ -35,6 +37,17 @@ def start() -> LossScale:
     """The scale of the first step."""
     zero = jnp.zeros((), jnp.int32)
     return LossScale(jnp.float32(START), zero, zero)
+
+
+def check(loss_scale: LossScale | None, wanted: bool) -> None:
+    """Raises UserError where a state has a scale and its step's policy does not."""
+    if (loss_scale is not None) != wanted:
+        has = "no scale" if loss_scale is None else "a scale"
+        raise UserError(
+            f"the state has {has} of the loss (state.loss_scale), but "
+            f"policy.loss_scale is {wanted}; make the state and the step with the same "
+            "policy"
+        )
 
 
 def update(loss_scale: LossScale, finite: jax.Array) -> LossScale:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -30,6 +31,24 @@ def sharded_update(mesh: Mesh | None, policy: Policy) -> Iterator[None]:
         yield
     finally:
         _sharding.reset(token)
+
+
+_layers = contextvars.ContextVar[tuple[Any, ...]]("layers", default=())
+
+
+@contextlib.contextmanager
+def at_layer(index: Any) -> Iterator[None]:
+    """Tells what is traced inside that it updates one layer of a Stack, and which."""
+    token = _layers.set((*_layers.get(), index))
+    try:
+        yield
+    finally:
+        _layers.reset(token)
+
+
+def layers_here() -> tuple[Any, ...]:
+    """The index of the layer that is being updated, in each Stack around it."""
+    return _layers.get()
 
 
 class PerLayerState(NamedTuple):
@@ -164,10 +183,16 @@ def _merge(into: Any, new: Any, key: str, like: Any) -> Any:
 
 def _update_layers(update: Callable, updates: Any, state: Any, params: Any) -> Any:
     """``update`` for every layer: (new updates, new state), (L, ...) leaves."""
+
+    def one_layer(index: jax.Array, *args: Any) -> Any:
+        with at_layer(index):
+            return update(*args)
+
+    length = jax.tree.leaves(updates)[0].shape[0]
+    args = (jnp.arange(length), updates, state, params)
     sharding = _sharding.get()
     if sharding is None:
-        return jax.vmap(update)(updates, state, params)
+        return jax.vmap(one_layer)(*args)
     mesh, policy = sharding
     with sharded_update(None, policy):  # a Stack inside a layer is whole with it
-        args = (updates, state, params)
-        return map_layers(update, args, mesh, policy.min_shard_elements)
+        return map_layers(one_layer, args, mesh, policy.min_shard_elements)

@@ -1,6 +1,6 @@
 """Which dimension of each parameter is sharded, and the specs of a whole state."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -140,41 +140,51 @@ def replicated_specs(tree: Any) -> Any:
     return jax.tree.map(lambda _: PartitionSpec(), tree)
 
 
-def optimizer_specs(opt_state: Any, params: Any, specs: Any) -> Any:
-    """PartitionSpecs for an optimizer's state.
+def follow(params: Any, values: Sequence[Any]) -> Callable[[tuple, Any], Any]:
+    """Tells which parameter a leaf of an optimizer's state follows.
 
-    A leaf whose path ends with a parameter's path, and has its shape, is sharded like
-    it (momenta, averages); everything else (counts, factored statistics) is
-    replicated. Names decide, not tree positions, so wrapped and masked optimizers
-    work as they are.
-    """
-    leaves = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return by_parameter(opt_state, params, leaves, PartitionSpec())
-
-
-def by_parameter(tree: Any, params: Any, values: Sequence[Any], otherwise: Any) -> Any:
-    """``tree`` with, for each leaf, the value of the parameter that it follows.
+    A leaf whose path ends with a parameter's path, and has its shape, follows it
+    (momenta, averages); others (counts, factored statistics) follow none. Names
+    decide, not tree positions, so wrapped and masked optimizers work as they are.
 
     Args:
-      tree: an optimizer's state, or the like.
       params: the parameters.
-      values: one for each array of ``params``.
-      otherwise: what leaves get that follow none.
+      values: for each leaf of ``params``, what to find.
+
+    Returns:
+      ``find(path, leaf)``: the value of the parameter that the leaf follows, or None.
     """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     by_path = {
         tuple(map(str, path)): (np.shape(leaf), value)
-        for (path, leaf), value in zip(
-            jax.tree_util.tree_leaves_with_path(params), values, strict=True
-        )
+        for (path, leaf), value in zip(leaves, values, strict=True)
     }
     lengths = sorted({len(path) for path in by_path}, reverse=True)
 
-    def of(path: tuple[Any, ...], leaf: Any) -> Any:
+    def find(path: tuple[Any, ...], leaf: Any) -> Any:
         names = tuple(map(str, path))
         for length in lengths:
-            shape, found = by_path.get(names[-length:], (None, otherwise))
+            shape, value = by_path.get(names[len(names) - length :], (None, None))
             if shape == np.shape(leaf):
-                return found
-        return otherwise
+                return value
+        return None
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return find
+
+
+def optimizer_specs(opt_state: Any, params: Any, specs: Any) -> Any:
+    """PartitionSpecs for an optimizer's state.
+
+    What follows a parameter is sharded like it; everything else is replicated.
+    """
+    find = follow(params, _spec_leaves(specs))
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        found = find(path, leaf)
+        return PartitionSpec() if found is None else found
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def _spec_leaves(specs: Any) -> list[PartitionSpec]:
+    return jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

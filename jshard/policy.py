@@ -75,9 +75,17 @@ class Policy:
     def __post_init__(self):
         _check(**self._fields())
         _check_reshard("reshard_root", self.reshard_root)
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if not _is_count(self.accumulate) or not self.accumulate:
             raise UserError(
                 f"policy.accumulate: {self.accumulate!r} must be a positive integer"
+            )
+        for name in ("defer_scatter", "loss_scale"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UserError(f"policy.{name}: {value!r} must be True or False")
+        if not _is_count(self.min_shard_elements):
+            raise UserError(
+                f"policy.min_shard_elements: {self.min_shard_elements!r} must be a "
+                "number of elements"
             )
         decay = self.ema_decay
         if decay is not None and not (isinstance(decay, float) and 0 < decay < 1):
@@ -90,7 +98,17 @@ class Policy:
                 f"policy.offload: {self.offload!r} is not one of "
                 f"{', '.join(map(repr, _OFFLOADS))}"
             )
+        if not isinstance(self.overrides, Mapping):
+            raise UserError(
+                f"policy.overrides: {self.overrides!r} must be a mapping, like "
+                "{'blocks.norm*': {'precision': jshard.Precision()}}"
+            )
         for pattern, fields in self.overrides.items():
+            if not isinstance(fields, Mapping):
+                raise UserError(
+                    f"policy.overrides[{pattern!r}]: {fields!r} must be a mapping of "
+                    f"{', '.join(_OVERRIDABLE)}"
+                )
             unknown = sorted(set(fields) - set(_OVERRIDABLE))
             if unknown:
                 raise UserError(

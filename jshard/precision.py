@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jshard.errors import UserError
 
+FLOATING = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -47,11 +48,10 @@ def _dtype(name: str, value: Any) -> Any:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    quantized = name == "gather" and str(dtype) in ONE_BYTE
-    if dtype is None or not (quantized or jnp.issubdtype(dtype, jnp.floating)):
+    possible = FLOATING + (ONE_BYTE if name == "gather" else ())
+    if dtype is None or dtype.name not in possible:
         raise UserError(
-            f"precision.{name}: {value!r} is not a floating dtype; "
-            "use float32, bfloat16, float16 or float64"
+            f"precision.{name}: {value!r} is not one of {', '.join(possible)}"
         )
     return dtype
 

@@ -31,6 +31,11 @@ class Names:
     names: tuple[str, ...]
 
     def __init__(self, *names: str):
+        if not names or not all(isinstance(name, str) for name in names):
+            raise UserError(
+                f"jshard.{type(self).__name__}{names!r}: give names of activations, "
+                f"like jshard.{type(self).__name__}('attended', 'hidden')"
+            )
         object.__setattr__(self, "names", names)
 
 
@@ -44,7 +49,8 @@ class Offload(Names):
 
 def check_remat(remat: Any) -> None:
     """Raises UserError unless ``remat`` is a policy this version knows."""
-    if remat in POLICIES or isinstance(remat, Names) or callable(remat):
+    policy = callable(remat) and not isinstance(remat, type)
+    if remat in POLICIES or isinstance(remat, Names) or policy:
         return
     raise UserError(
         f"policy.remat: {remat!r} is not one of {', '.join(POLICIES)}, "

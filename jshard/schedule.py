@@ -86,6 +86,9 @@ def run_unit(
         weights = gather_all(needed, places)
         outputs, kept = layer.forward(weights, xs, inputs, args)
         weights = keep(weights, places, read, reshard)
+        # Else whole weights could wait to be split into what groups keep.
+        if weights is not None and reshard is not False:
+            weights, outputs = hold(weights, outputs)
         return outputs, (shards, xs, args, kept, weights)
 
     def backward(saved, cotangents):

@@ -51,7 +51,7 @@ def streamed_update(
     state: Any,
     given: Any,
     cut: tuple[Any, Any],
-    owners: Sequence[str],
+    owners: Sequence[Any],
 ) -> Any:
     """``update(state, given)``, with the state's host arrays streamed through it.
 
@@ -62,7 +62,7 @@ def streamed_update(
       state: a pytree of arrays, some in host memory; where these are, results stay.
       given: what else the update reads, on the device.
       cut: abstract (state, given) with each Stack's arrays cut to one layer.
-      owners: for each array of ``state`` the parameter it belongs to.
+      owners: for each array of ``state`` the name of its parameter, if it has one.
 
     Raises:
       UserError: the update does not treat the layers of host arrays independently.
@@ -99,7 +99,7 @@ class _Program:
         full: core.ClosedJaxpr,
         cut: core.ClosedJaxpr,
         hosted: Sequence[bool],
-        owners: Sequence[str],
+        owners: Sequence[Any],
     ):
         self.jaxpr, self.consts = full.jaxpr, full.consts
         self.eqns, self.cut_eqns = full.jaxpr.eqns, cut.jaxpr.eqns
@@ -121,7 +121,7 @@ class _Program:
     def _is_independent(self, index: int) -> bool:
         return is_independent(self.eqns[index], self.cut_eqns[index], self.length)
 
-    def _grouped(self, owners: dict[Any, str]) -> list[_Group]:
+    def _grouped(self, owners: dict[Any, Any]) -> list[_Group]:
         """Groups of the equations that depend on host arrays, Stacks first."""
         found: dict[Any, Any] = {  # what a variable is updated with
             v: self.length(v) or owners[v] for v in self.hosted

@@ -1,6 +1,7 @@
 """The weights of one unit: gathered, kept for the backward or not, scattered."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,15 @@ from jshard.collectives import (
     Placement,
     abstract_like,
     all_gather,
+    is_float,
     join,
     reduce_scatter,
     split,
+    sum_copies,
     vary,
     varying,
 )
+from jshard.collectives import scatter as scatter_one
 from jshard.mesh import manual_axes
 
 # False keeps whole weights for the backward, True none, a number a part of them each.
@@ -52,6 +56,36 @@ def full(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
 def gather_all(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
     """All weights, for the forward."""
     return [all_gather(vary(s), p) for s, p in zip(shards, places, strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_before(
+    places: tuple[Placement, ...], shards: list[jax.Array], x: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """All weights, and ``x``, whose gradient waits until theirs are scattered."""
+    return gather_all(shards, places), x
+
+
+def _gather_before_forward(places, shards, x):
+    return gather_before(places, shards, x), shards
+
+
+def _gather_before_backward(places, shards, cotangents):
+    grads, x_ct = cotangents
+    trained = [p.trainable and is_float(s) for s, p in zip(shards, places, strict=True)]
+    parts = [
+        scatter_one(grad, place) if t else None
+        for grad, place, t in zip(grads, places, trained, strict=True)
+    ]
+    parts, x_ct = lax.optimization_barrier((parts, x_ct))
+    shard_grads = [
+        None if part is None else sum_copies(part, shard)
+        for part, shard in zip(parts, shards, strict=True)
+    ]
+    return shard_grads, x_ct
+
+
+gather_before.defvjp(_gather_before_forward, _gather_before_backward)
 
 
 def keep(

@@ -1,9 +1,12 @@
 """The update that ends a step: optimizer, parameters, averages."""
 
+import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -11,14 +14,55 @@ from jax.sharding import Mesh
 from jshard import ema, loss_scale
 from jshard.offload import one_layer
 from jshard.optim import sharded_update
-from jshard.partition import by_parameter
+from jshard.partition import follow
 from jshard.policy import Policy
+from jshard.state import TrainState
 from jshard.streamed_update import streamed_update
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]
 # (gradients, updates made after this one, whether to make it; None is yes)
 Given = tuple[nnx.State, jax.Array, jax.Array | None]
+
+
+def next_state(
+    mesh: Mesh,
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    grads: nnx.State,
+    model_state: nnx.State,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after a step, and the metrics of its gradients.
+
+    Args:
+      mesh: where arrays are sharded.
+      policy: of the step.
+      optimizer: the transformation the state was made with.
+      state: before the step.
+      grads: global arrays sharded like their parameters.
+      model_state: after the forward.
+    """
+    steps, finite, scale = state.step + 1, None, state.loss_scale
+    metrics = {"grad_norm": optax.tree.norm(grads)}
+    if scale is not None:
+        finite = jnp.isfinite(metrics["grad_norm"])
+        model_state = loss_scale.select(finite, model_state, state.model_state)
+        metrics["loss_scale"] = scale.scale
+        scale = loss_scale.update(scale, finite)
+        metrics["skipped_steps"] = scale.skipped
+    moving, given = (state.params, state.opt_state, state.ema), (grads, steps, finite)
+    params, opt_state, averages = update(mesh, policy, optimizer, moving, given)
+    new = dataclasses.replace(
+        state,
+        step=steps,
+        params=params,
+        model_state=model_state,
+        opt_state=opt_state,
+        ema=averages,
+        loss_scale=scale,
+    )
+    return new, metrics
 
 
 def update(
@@ -50,7 +94,8 @@ def update(
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     cut_given = (one_layer(grads), *jax.tree.map(abstract, others))
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
-    owners = jax.tree.leaves(by_parameter(moving, params, names, "its own state"))
+    leaves = jax.tree_util.tree_leaves_with_path(moving)
+    owners = list(itertools.starmap(follow(params, names), leaves))
     return streamed_update(plain, moving, given, (cut, cut_given), owners)
 
 

@@ -175,7 +175,8 @@ class GPT(nnx.Module):
             head_DV = embed.embedding.get_value().T
         else:
             x_BTD = self._features(self.embed(tokens_BT))
-            head_DV = jshard.gathered(self.head).kernel.get_value()
+            head, x_BTD = jshard.gathered_before(self.head, x_BTD)
+            head_DV = head.kernel.get_value()
         return x_BTD, head_DV
 
     def _features(self, x_BTD: jax.Array) -> jax.Array:

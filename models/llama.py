@@ -225,4 +225,5 @@ class Llama(nnx.Module):
             x_BTD = self.norm(self.blocks(embed(tokens_BT)))
             return x_BTD, embed.embedding.get_value().T
         x_BTD = self.norm(self.blocks(self.embed(tokens_BT)))
-        return x_BTD, jshard.gathered(self.head).kernel.get_value()
+        head, x_BTD = jshard.gathered_before(self.head, x_BTD)
+        return x_BTD, head.kernel.get_value()

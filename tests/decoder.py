@@ -1,20 +1,25 @@
-"""A small decoder, stacked or a plain list of layers, and its lowered step.
+"""A small decoder, stacked or a plain list of layers: its step, and what that moves.
 
 Its widths differ, so that an array's size tells which parameter it is.
 """
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import hlo
 import jshard
+from jshard.mesh import FSDP, REPLICA
 from jshard.optim import sharded_update
+from jshard.partition import param_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +78,7 @@ class PlainDecoder(nnx.Module):
 
 
 UNITS = (Block, nnx.Embed, Head)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jshard.Mean:
@@ -94,6 +100,10 @@ def make_fsdp(
     return jshard.FSDP(mesh, policy, units=UNITS if plain else ())
 
 
+def policies(**knobs: Any) -> jshard.Policy:
+    return jshard.Policy(min_shard_elements=0, **knobs)
+
+
 def lower_step(
     fsdp: jshard.FSDP,
     sizes: Sizes,
@@ -101,9 +111,9 @@ def lower_step(
     plain: bool = False,
     wrt: Any = nnx.Param,
     examples: int = 32,
+    optimizer: optax.GradientTransformation = MOMENTUM,
 ) -> tuple[jax.stages.Lowered, jshard.TrainState]:
-    """A step of the decoder with SGD, and its abstract state. Nothing is allocated."""
-    optimizer = optax.sgd(0.1, momentum=0.9)
+    """A step of the decoder, and its abstract state. Nothing is allocated."""
     state = fsdp.abstract_state(make_decoder(sizes, plain=plain), optimizer, wrt)
     tokens = jax.ShapeDtypeStruct((examples, sizes.length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
@@ -142,3 +152,106 @@ def lower_update(
     after = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
     jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=after)
     return jitted.lower(state.params, state.opt_state, state.params), state
+
+
+ROOT = {"norm.scale", "norm.bias"}
+# What a backward pass reads, besides what was kept. No bias that is added last, and of
+# an embedding only the gradient.
+HEAD = {"head.kernel"}
+KERNELS = HEAD | {"blocks.up.kernel", "blocks.down.kernel"}
+RECOMPUTED = KERNELS | {"blocks.norm.scale", "blocks.norm.bias", "blocks.up.bias"}
+REMATS: dict[str, tuple[Any, set[str]]] = {
+    "full": ("full", RECOMPUTED),
+    "dots": ("dots", RECOMPUTED),
+    "names": (jshard.Names("hidden"), RECOMPUTED),
+    # The norm multiplies by scale / deviation, and keeps neither.
+    "none": ("none", KERNELS | {"blocks.norm.scale"}),
+    "everything": (
+        jax.checkpoint_policies.everything_saveable,
+        KERNELS | {"blocks.norm.scale"},
+    ),
+}
+
+
+def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Counter:
+    """Runs of each (kind, devices, elements) that the invariants ask for.
+
+    Args:
+      fsdp: mesh and policy.
+      state: the abstract state.
+      reads: parameters that the backward (of layers with remat) gathers again, if it
+        reshards.
+    """
+    mesh, policy = fsdp.mesh, fsdp.policy
+    shards, replicas = mesh.shape[FSDP], mesh.shape[REPLICA]
+    counts: Counter = Counter()
+    for params, trained in ((state.params, True), (state.frozen, False)):
+        for path, variable in nnx.to_flat_state(params):
+            name = ".".join(str(part) for part in path if not isinstance(part, int))
+            shape = np.shape(variable.get_value())
+            layered = "layer_dims" in variable.get_metadata()
+            stack = int(shape[0]) if layered else 1
+            layer = int(np.prod(shape)) // stack
+            if FSDP not in param_spec(variable, policy, mesh):
+                counts["all-reduce", mesh.size, stack * layer] += trained
+                continue
+            whole = policy.defer_scatter  # all layers of a stack at once, and no more
+            size, runs = stack * layer, 1
+            if not whole:
+                size, runs = layer, stack * policy.accumulate
+                again = _gather_again(policy, name, reads, stack if layered else None)
+                kept = policy.reshard_after_forward
+                kept = policy.reshard_root if name in ROOT else kept
+                devices = shards if kept is True else int(kept)
+                counts["all-gather", devices, size] += again * policy.accumulate
+            counts["all-gather", shards, size] += runs
+            counts["reduce-scatter", shards, size] += trained * runs
+            # Over replicas travel shards; with accumulation once, when they are summed.
+            if whole or policy.accumulate > 1:
+                size, runs = stack * layer, 1
+            counts["all-reduce", replicas, size // shards] += trained * runs
+    # A group of one moves nothing.
+    return Counter({key: n for key, n in counts.items() if n and key[1] > 1})
+
+
+def _gather_again(
+    policy: jshard.Policy, name: str, reads: set[str], layers: int | None
+) -> int:
+    """How many layers of a Stack, or a Unit (None), gather a parameter again."""
+    if layers is None:
+        return name in reads
+    first = layers if policy.first_k is None else policy.first_k
+    later = REMATS["none"][1]
+    last = max(layers - policy.keep_last, 0)
+    return sum(name in (reads if i < first else later) for i in range(last))
+
+
+def counted(found: list[hlo.Collective]) -> Counter:
+    """Runs of each (kind, devices, elements of the full array), less scalars."""
+    counts: Counter = Counter()
+    for c in found:
+        whole = c.results if c.kind == "all-gather" else c.operands
+        for array in whole:
+            if not (c.kind == "all-reduce" and array.shape == ()):
+                counts[c.kind, c.group, array.size] += c.times
+    return counts
+
+
+def check_counts(
+    policy: jshard.Policy,
+    reads: set[str],
+    *,
+    replica: int = 1,
+    plain: bool = False,
+    sizes: Sizes = Sizes(),
+    wrt: Any = nnx.Param,
+) -> None:
+    """Asserts that a step runs the collectives expected, and no others."""
+    fsdp = make_fsdp(policy, replica=replica, plain=plain)
+    lowered, state = lower_step(fsdp, sizes, plain=plain, wrt=wrt)
+    found = hlo.collectives(hlo.compile(lowered).as_text())
+    assert counted(found) == expected(fsdp, state, reads)
+    # Scalars (counts, losses, norms) are reduced once a step, not once a micro-batch:
+    # neither do the passes that only count.
+    scalars = [c for c in found if c.kind == "all-reduce" and c.operands[0].size == 1]
+    assert {c.times for c in scalars} == {1}

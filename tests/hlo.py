@@ -1,12 +1,12 @@
-"""Reads optimized HLO text: which collectives run, how often, and what they carry.
+"""Reads optimized HLO text: which collectives, products and copies run.
 
-``collectives(compiled.as_text())`` walks the program from its entry. The body of a
-while loop counts times the trip count that XLA found, nested loops multiply, and calls
-are followed; of a conditional, which runs one branch, every branch counts.
+``collectives(compiled.as_text())`` and its like walk the program from its entry.
+The body of a while loop counts times the trip count that XLA found, nested loops
+multiply, and calls are followed; of a conditional, which runs one branch, every branch
+counts.
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -89,16 +89,43 @@ class Collective:
         return self.times * moved * (self.group - 1) // self.group
 
 
-def compile(lowered: jax.stages.Lowered, **options: Any) -> Any:
-    """Compiles, and keeps optimization barriers until instructions are scheduled.
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """One product of arrays.
 
-    XLA:GPU does, and XLA:CPU since JAX 0.12. Before, XLA:CPU drops them early, merges
-    what they kept apart, and runs what they held back. (Its emitter of small loops
-    cannot pass a barrier, so that these stay loops.)
+    Attributes:
+      operands: the two factors.
+      result: the product.
+      contracted: how many terms each of its elements adds up.
+      times: how often it runs in one call of the program.
     """
+
+    operands: tuple[Array, ...]
+    result: Array
+    contracted: int
+    times: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of all runs."""
+        return self.times * 2 * self.result.size * self.contracted
+
+
+def compile(lowered: jax.stages.Lowered, **options: Any) -> Any:
+    """Compiles to be read, not to run: LLVM does as little as it can.
+
+    Optimization barriers stay until instructions are scheduled. XLA:GPU keeps them so
+    long, and XLA:CPU since JAX 0.12. Before, XLA:CPU drops them early, merges what they
+    kept apart, and runs what they held back. (Its emitter of small loops cannot pass a
+    barrier, so that these stay loops.)
+    """
+    quick = {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    }
     passes = "cse_barrier_expander,small-while-loop-hoisting"
     keep = {"xla_disable_hlo_passes": passes} if jax.__version_info__ < (0, 12) else {}
-    return lowered.compile(compiler_options=keep | options)
+    return lowered.compile(compiler_options=quick | keep | options)
 
 
 def collectives(text: str) -> list[Collective]:
@@ -107,46 +134,87 @@ def collectives(text: str) -> list[Collective]:
     Raises:
       ValueError: a loop that holds one has no known trip count.
     """
-    computations, entry = _computations(text)
     found = re.search(r"num_partitions=(\d+)", text)
     devices = int(found[1]) if found else 1
-    return [c for c in _walk(computations, entry, 1, devices) if c.group > 1]
+    return [
+        _collective(x, devices)
+        for x in _instructions(text)
+        if x.opcode.removesuffix("-start") in KINDS and _group_size(x, devices) > 1
+    ]
 
 
-def matrix_flops(text: str) -> int:
-    """FLOPs of the matrix products that a program runs.
+def dots(text: str) -> list[Dot]:
+    """The products of arrays that a program computes.
 
     Raises:
       ValueError: a loop that holds one has no known trip count.
     """
+    return [_dot(x) for x in _instructions(text) if x.opcode == "dot"]
+
+
+def copies(text: str) -> list[tuple[Array, int]]:
+    """What a program copies, and how often.
+
+    Raises:
+      ValueError: a loop that holds a copy has no known trip count.
+    """
+    found = [x for x in _instructions(text) if x.opcode in ("copy", "copy-start")]
+    return [(x.results[0], x.times) for x in found]
+
+
+def aliased(text: str) -> set[int]:
+    """The numbers of the parameters whose memory an output takes over."""
+    header = text[: text.index("\n")]
+    found = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
+    entries = re.findall(r"\{[\d, ]*\}: \((\d+), \{\}", found[1] if found else "")
+    return set(map(int, entries))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    """A line of a computation, and what stands above it."""
+
+    opcode: str
+    results: tuple[Array, ...]
+    rest: str  # operands and attributes
+    types: dict[str, tuple[Array, ...]]
+    trips: int | None
+
+    @property
+    def operands(self) -> tuple[Array, ...]:
+        names = re.findall(r"%([^\s,()]+)", _operand_list(self.rest))
+        return tuple(array for name in names for array in self.types[name])
+
+    @property
+    def times(self) -> int:
+        if self.trips is None:
+            raise ValueError(
+                f"{self.opcode} in a loop with no known trip count: {self.rest}"
+            )
+        return self.trips
+
+
+def _collective(x: _Instruction, devices: int) -> Collective:
+    kind, results = x.opcode.removesuffix("-start"), x.results
+    if x.opcode != kind and len(results) > len(x.operands):
+        # An asynchronous start returns (operands, results, context).
+        results = results[len(x.operands) : 2 * len(x.operands)]
+    source = re.search(r'op_name="([^"]*)"', x.rest)
+    group = _group_size(x, devices)
+    name = source[1] if source else ""
+    return Collective(kind, x.operands, results, group, x.times, name)
+
+
+def _dot(x: _Instruction) -> Dot:
+    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
+    assert dims
+    contracted = [x.operands[0].shape[int(d)] for d in dims[1].split(",") if d]
+    return Dot(x.operands, x.results[0], math.prod(contracted), x.times)
+
+
+def _instructions(text: str) -> Iterator[_Instruction]:
     computations, entry = _computations(text)
-
-    def of(name: str) -> int:
-        types: dict[str, tuple[Array, ...]] = {}
-        total = 0
-        for line in computations[name]:
-            instruction = _INSTRUCTION.match(line)
-            assert instruction
-            results = types[instruction["name"]] = _arrays(instruction["shape"])
-            rest = line[instruction.end() :]
-            if instruction["opcode"] == "dot":
-                (left,) = types[re.findall(r"%([^\s,()]+)", _operand_list(rest))[0]]
-                summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
-                dims = map(int, summed[1].split(",")) if summed else ()
-                total += 2 * results[0].size * math.prod(left.shape[d] for d in dims)
-            for role, called in _CALLED.findall(rest):
-                inner = sum(map(of, re.findall(r"[\w.\-]+", called)))
-                if inner and role == "body":
-                    known = _TRIPS.search(rest)
-                    if not known:
-                        raise ValueError(
-                            f"product in a loop with no trip count: {line}"
-                        )
-                    inner *= int(known[1])
-                total += inner
-        return total
-
-    return of(entry)
+    return _walk(computations, entry, 1)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -168,41 +236,24 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _walk(
-    computations: dict[str, list[str]], name: str, times: int, devices: int
-) -> Iterator[Collective]:
+    computations: dict[str, list[str]], name: str, times: int | None
+) -> Iterator[_Instruction]:
     types: dict[str, tuple[Array, ...]] = {}
     for line in computations[name]:
-        instruction = _INSTRUCTION.match(line)
-        assert instruction
-        results = types[instruction["name"]] = _arrays(instruction["shape"])
-        rest = line[instruction.end() :]
-        kind = instruction["opcode"].removesuffix("-start")
-        if kind in KINDS:
-            names = re.findall(r"%([^\s,()]+)", _operand_list(rest))
-            operands = tuple(array for name in names for array in types[name])
-            if instruction["opcode"] != kind and len(results) > len(operands):
-                # An asynchronous start returns (operands, results, context).
-                results = results[len(operands) : 2 * len(operands)]
-            source = re.search(r'op_name="([^"]*)"', rest)
-            group = _group_size(rest, devices)
-            yield Collective(
-                kind, operands, results, group, times, source[1] if source else ""
-            )
+        found = _INSTRUCTION.match(line)
+        assert found
+        results = types[found["name"]] = _arrays(found["shape"])
+        rest = line[found.end() :]
+        yield _Instruction(found["opcode"], results, rest, types, times)
         for role, called in _CALLED.findall(rest):
-            trips = 1
+            inner_times = times
             if role in ("body", "condition"):
                 known = _TRIPS.search(rest)
                 # A condition runs once more than its body.
                 trips = int(known[1]) + (role == "condition") if known else None
+                inner_times = times and trips and times * trips
             for inner in re.findall(r"[\w.\-]+", called):
-                found = _walk(computations, inner, times * (trips or 1), devices)
-                for first in itertools.islice(found, 1):
-                    if trips is None:
-                        raise ValueError(
-                            f"{first.kind} in a loop with no known trip count: {line}"
-                        )
-                    yield first
-                yield from found
+                yield from _walk(computations, inner, inner_times)
 
 
 def _operand_list(rest: str) -> str:
@@ -222,7 +273,8 @@ def _arrays(text: str) -> tuple[Array, ...]:
     )
 
 
-def _group_size(attributes: str, devices: int) -> int:
+def _group_size(x: _Instruction, devices: int) -> int:
+    attributes = x.rest
     if "source_target_pairs=" in attributes:
         pairs = re.findall(r"\{(\d+),(\d+)\}", attributes)
         return 2 if any(a != b for a, b in pairs) else 1

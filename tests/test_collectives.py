@@ -3,11 +3,9 @@
 import dataclasses
 import re
 from collections import Counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -16,103 +14,22 @@ import hlo
 import jshard
 from decoder import (
     OPTIMIZERS,
+    RECOMPUTED,
+    REMATS,
     Sizes,
+    check_counts,
+    counted,
+    expected,
     loss_fn,
     lower_step,
     lower_update,
     make_decoder,
     make_fsdp,
+    policies,
 )
-from jshard.mesh import FSDP, REPLICA
-from jshard.partition import param_spec
 from models.gpt import GPT, GPTConfig
 
 SIZES = Sizes()
-
-# What a backward pass reads, besides what was kept. No bias that is added last, and of
-# an embedding only the gradient.
-HEAD = {"head.kernel"}
-KERNELS = HEAD | {"blocks.up.kernel", "blocks.down.kernel"}
-RECOMPUTED = KERNELS | {"blocks.norm.scale", "blocks.norm.bias", "blocks.up.bias"}
-REMATS: dict[str, tuple[Any, set[str]]] = {
-    "full": ("full", RECOMPUTED),
-    "dots": ("dots", RECOMPUTED),
-    "names": (jshard.Names("hidden"), RECOMPUTED),
-    # The norm multiplies by scale / deviation, and keeps neither.
-    "none": ("none", KERNELS | {"blocks.norm.scale"}),
-    "everything": (
-        jax.checkpoint_policies.everything_saveable,
-        KERNELS | {"blocks.norm.scale"},
-    ),
-}
-
-
-def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Counter:
-    """Runs of each (kind, devices, elements) that the invariants ask for.
-
-    Args:
-      fsdp: mesh and policy.
-      state: the abstract state.
-      reads: parameters that the backward gathers again, if it reshards.
-    """
-    mesh, policy = fsdp.mesh, fsdp.policy
-    shards, replicas = mesh.shape[FSDP], mesh.shape[REPLICA]
-    counts: Counter = Counter()
-    for params, trained in ((state.params, True), (state.frozen, False)):
-        for path, variable in nnx.to_flat_state(params):
-            name = ".".join(str(part) for part in path if not isinstance(part, int))
-            shape = np.shape(variable.get_value())
-            stack = int(shape[0]) if "layer_dims" in variable.get_metadata() else 1
-            layer = int(np.prod(shape)) // stack
-            if FSDP not in param_spec(variable, policy, mesh):
-                counts["all-reduce", mesh.size, stack * layer] += trained
-                continue
-            gathers = 1 + (policy.reshard_after_forward and name in reads)
-            runs = stack * policy.accumulate
-            if shards > 1:  # a group of one moves nothing
-                counts["all-gather", shards, layer] += gathers * runs
-                counts["reduce-scatter", shards, layer] += trained * runs
-            # Over replicas travel shards; with accumulation once, when they are summed.
-            if replicas > 1 and policy.accumulate > 1:
-                counts["all-reduce", replicas, stack * layer // shards] += trained
-            elif replicas > 1:
-                counts["all-reduce", replicas, layer // shards] += trained * stack
-    return +counts
-
-
-def counted(found: list[hlo.Collective]) -> Counter:
-    """Runs of each (kind, devices, elements of the full array), less scalars."""
-    counts: Counter = Counter()
-    for c in found:
-        whole = c.results if c.kind == "all-gather" else c.operands
-        for array in whole:
-            if not (c.kind == "all-reduce" and array.shape == ()):
-                counts[c.kind, c.group, array.size] += c.times
-    return counts
-
-
-def check(
-    policy: jshard.Policy,
-    reads: set[str],
-    *,
-    replica: int = 1,
-    plain: bool = False,
-    sizes: Sizes = SIZES,
-    wrt: Any = nnx.Param,
-) -> None:
-    fsdp = make_fsdp(policy, replica=replica, plain=plain)
-    lowered, state = lower_step(fsdp, sizes, plain=plain, wrt=wrt)
-    found = hlo.collectives(hlo.compile(lowered).as_text())
-    assert counted(found) == expected(fsdp, state, reads)
-    # Scalars (counts, losses, norms) are reduced once a step, not once a micro-batch:
-    # neither do the passes that only count.
-    scalars = [c for c in found if c.kind == "all-reduce" and c.operands[0].size == 1]
-    assert {c.times for c in scalars} == {1}
-
-
-def policies(**knobs: Any) -> jshard.Policy:
-    return jshard.Policy(min_shard_elements=0, **knobs)
-
 
 # (remat, reshard, accumulate, replicas, a plain list of layers): every pair of values.
 PAIRWISE = [
@@ -137,7 +54,7 @@ def test_each_unit_gathers_once_a_pass_and_scatters_once(
 ):
     remat, reads = REMATS[remat]
     policy = policies(remat=remat, reshard_after_forward=reshard, accumulate=accumulate)
-    check(policy, reads, replica=replica, plain=plain)
+    check_counts(policy, reads, replica=replica, plain=plain)
 
 
 @pytest.mark.slow
@@ -156,24 +73,24 @@ def test_counts_hold_for_the_whole_product(remat, reshard, accumulate, replica, 
 def test_replicated_parameters_are_only_all_reduced(replica):
     # Norms and the bias of "up" are; the accumulated gradient travels once.
     policy = jshard.Policy(min_shard_elements=41, accumulate=4 // replica)
-    check(policy, RECOMPUTED, replica=replica)
+    check_counts(policy, RECOMPUTED, replica=replica)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_stack_of_one_layer_is_gathered_twice_like_any(accumulate):
     sizes = dataclasses.replace(SIZES, layers=1)
-    check(policies(accumulate=accumulate), RECOMPUTED, sizes=sizes)
+    check_counts(policies(accumulate=accumulate), RECOMPUTED, sizes=sizes)
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_frozen_parameters_are_gathered_and_never_scattered(plain):
     trained = nnx.All(nnx.Param, lambda path, _: "up" in path or "head" in path)
-    check(policies(accumulate=2), RECOMPUTED, plain=plain, wrt=trained)
+    check_counts(policies(accumulate=2), RECOMPUTED, plain=plain, wrt=trained)
 
 
 def test_frozen_layers_below_all_training_have_no_backward():
     trained = nnx.All(nnx.Param, lambda path, _: "head" in path)
-    check(policies(remat="none"), set(), wrt=trained)
+    check_counts(policies(remat="none"), set(), wrt=trained)
 
 
 def test_evaluation_gathers_once_and_scatters_nothing():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hlo import Array, collectives
+from hlo import Array, collectives, dots
 
 HEADER = "HloModule test, is_scheduled=true, num_partitions=8\n"
 
@@ -150,6 +150,40 @@ def test_combined_and_asynchronous_collectives_are_taken_apart():
     assert reduce.wire_bytes == 2 * (16 + 12) * 7 // 8
     assert (gather.kind, gather.results) == ("all-gather", (Array("f32", (32,)),))
     assert (permute.kind, permute.wire_bytes) == ("collective-permute", 16)
+
+
+def test_products_count_in_loops_and_fusions_with_all_that_they_add_up():
+    text = NESTED.replace(
+        "ROOT %out = (s32[]",
+        "%y = f32[16,16]{1,0} fusion(%x), kind=kOutput, calls=%fused\n"
+        "  ROOT %out = (s32[]",
+    ).replace(
+        "%inner (",
+        """%fused (a: f32[2,16]) -> f32[16,16] {
+  %a = f32[2,16]{1,0} parameter(0)
+  ROOT %y = f32[16,16]{1,0} dot(%a, %a), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+}
+%inner (""",  # noqa: E501
+    )
+    (dot,) = dots(text)
+    assert (dot.result, dot.contracted, dot.times) == (Array("f32", (16, 16)), 2, 15)
+    assert dot.flops == 15 * 2 * 16 * 16 * 2
+    batched = """
+  %a = f32[3,4,5,6]{3,2,1,0} parameter(0)
+  %b = f32[3,5,7,6]{3,2,1,0} parameter(1)
+  ROOT %y = f32[3,4,7]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2,3}, rhs_batch_dims={0}, rhs_contracting_dims={1,3}"""  # noqa: E501
+    (dot,) = dots(entry(batched))
+    assert dot.flops == 2 * 3 * 4 * 7 * (5 * 6)
+
+
+def test_a_product_in_a_loop_without_a_known_trip_count_is_an_error():
+    loop = NESTED.replace(
+        "%part =",
+        "%y = f32[2,2]{1,0} dot(%x, %x), lhs_contracting_dims={1}\n  %part =",
+    )
+    assert [dot.times for dot in dots(loop)] == [15]
+    with pytest.raises(ValueError, match="dot in a loop with no known trip"):
+        dots(loop.replace(', backend_config={"known_trip_count":{"n":"3"}}', ""))
 
 
 def test_text_that_is_no_program_is_an_error():

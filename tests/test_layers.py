@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -151,6 +152,10 @@ def test_gathered_outside_a_mesh_is_the_unit_itself():
     assert jshard.gathered(unit) is unit
     dense = Dense(nnx.Rngs(0))
     assert jshard.gathered(dense) is dense
+    x = example()
+    module, same = jshard.gathered_before(unit, x)
+    assert module is unit
+    assert same is x
 
 
 # Errors.
@@ -197,3 +202,38 @@ def test_what_is_a_unit_already_is_refused():
         jshard.Stack(Dense, 0, rngs=rngs)
     with pytest.raises(jshard.UserError, match="gathers one layer at a time"):
         jshard.gathered(make_stack(Dense, rngs))
+
+
+# A gradient that waits.
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_features_wait_for_the_gradient_of_the_head_gathered_before_them(before):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks, self.head = make_stack(Dense, rngs), jshard.Unit(Dense(rngs))
+
+        def __call__(self, x):
+            x = self.blocks(x)
+            if not before:
+                return jshard.gathered(self.head)(x)
+            head, x = jshard.gathered_before(self.head, x)
+            return head(x)
+
+    def loss_fn(model, x):
+        return jshard.Mean(jnp.sum(model(x)), x.size)
+
+    optimizer = optax.sgd(0.1)
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
+    state = fsdp.abstract_state(Model, optimizer)
+    step = fsdp.train_step(loss_fn, optimizer).trace(state, example(jnp.float32))
+    (inside,) = [e for e in step.jaxpr.eqns if e.primitive.name == "shard_map"]
+    scattered = set()
+    waits = False
+    for eqn in inside.params["jaxpr"].eqns:
+        if eqn.primitive.name == "reduce_scatter":
+            scattered.update(eqn.outvars)
+        if eqn.primitive.name == "optimization_barrier":
+            waits |= any(v in scattered for v in eqn.invars)
+    assert scattered
+    assert waits == before

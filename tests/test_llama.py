@@ -84,9 +84,7 @@ def relative(got: Any, want: Any) -> float:
     return max(jax.tree.leaves(errors))
 
 
-@pytest.mark.parametrize(
-    ("tied", "softmax_in_float32"), [(False, False), (True, False), (False, True)]
-)
+@pytest.mark.parametrize(("tied", "softmax_in_float32"), [(False, False), (True, True)])
 def test_logits_and_gradients_are_those_of_a_plain_implementation(
     x64, monkeypatch, tied, softmax_in_float32
 ):
@@ -103,20 +101,18 @@ def test_logits_and_gradients_are_those_of_a_plain_implementation(
     )
 
     def model_loss(params):
-        return nnx.merge(graphdef, params).loss(tokens, targets, weights).total
+        model = nnx.merge(graphdef, params)
+        return model.loss(tokens, targets, weights).total, model(tokens)
 
     def plain_loss(params):
         logits = plain_logits(params, config, tokens)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return jnp.sum(weights * losses)
+        return jnp.sum(weights * losses), logits
 
-    pure = nnx.to_pure_dict(params)
+    grads, logits = jax.jit(jax.grad(model_loss, has_aux=True))(params)
+    want = jax.jit(jax.grad(plain_loss, has_aux=True))(nnx.to_pure_dict(params))
     bound = 1e-6 if softmax_in_float32 else 1e-9
-    got = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens))(params)
-    want = jax.jit(lambda pure: plain_logits(pure, config, tokens))(pure)
-    assert relative(got, want) <= bound
-    got = nnx.to_pure_dict(jax.jit(jax.grad(model_loss))(params))
-    assert relative(got, jax.jit(jax.grad(plain_loss))(pure)) <= bound
+    assert relative((nnx.to_pure_dict(grads), logits), want) <= bound
 
 
 def test_rotated_scores_depend_on_the_distance_alone(x64):
@@ -154,13 +150,14 @@ def test_no_position_sees_a_later_token():
 
 
 def test_bf16_logits_and_loss_are_fp32():
-    model = Llama(LlamaConfig(**SMALL, dtype=jnp.bfloat16), rngs=nnx.Rngs(0))
     tokens = jnp.arange(16).reshape(2, 8)
-    logits, mean = nnx.eval_shape(
-        lambda: (model(tokens), model.loss(tokens, tokens, jnp.ones(tokens.shape)))
-    )
-    assert logits.dtype == jnp.float32
-    assert mean.total.dtype == jnp.float32
+
+    def outputs() -> tuple[jax.Array, jshard.Mean]:
+        model = Llama(LlamaConfig(**SMALL, dtype=jnp.bfloat16), rngs=nnx.Rngs(0))
+        return model(tokens), model.loss(tokens, tokens, jnp.ones(tokens.shape))
+
+    logits, mean = jax.eval_shape(outputs)
+    assert logits.dtype == mean.total.dtype == jnp.float32
 
 
 def test_a_sharded_run_follows_one_device(x64, monkeypatch):
@@ -177,7 +174,7 @@ def test_a_sharded_run_follows_one_device(x64, monkeypatch):
 
     def run(devices: int, replica: int, policy: jshard.Policy) -> Any:
         mesh = jshard.make_mesh(replica=replica, devices=jax.devices()[:devices])
-        fsdp, optimizer = jshard.FSDP(mesh, policy), optax.adamw(1e-2)
+        fsdp, optimizer = jshard.FSDP(mesh, policy), optax.sgd(1.0)
         state = fsdp.init(lambda rngs: Llama(config, rngs=rngs), optimizer)
         step = fsdp.train_step(loss, optimizer)
         state, _ = step(state, fsdp.shard_batch(batch))

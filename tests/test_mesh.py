@@ -1,4 +1,4 @@
-"""Meshes, batches and policies: what is refused, and how clearly."""
+"""Meshes and batches: what is refused, and how clearly."""
 
 import jax
 import numpy as np
@@ -45,28 +45,6 @@ def test_a_mesh_without_the_axes_is_refused():
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     with pytest.raises(jshard.UserError, match=r"make one with jshard\.make_mesh"):
         jshard.FSDP(mesh)
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ({"remat": "some"}, "'some' is not one of full, dots, none"),
-        ({"reshard_after_forward": 0}, "must be True, False or the size"),
-        ({"accumulate": 0}, "must be a positive integer"),
-        ({"precision": "bfloat16"}, r"must be a jshard.Precision"),
-        ({"overrides": {"blocks*": {"rematt": "full"}}}, "unknown rematt; possible"),
-        ({"overrides": {"blocks*": {"remat": "some"}}}, "'some' is not one of"),
-    ],
-)
-def test_policies_refuse_what_they_do_not_know(policy, message):
-    with pytest.raises(jshard.UserError, match=message):
-        jshard.Policy(**policy)
-
-
-@pytest.mark.parametrize("dtype", ["float33", "int8", 3])
-def test_precision_refuses_what_is_no_floating_dtype(dtype):
-    with pytest.raises(jshard.UserError, match="is not a floating dtype"):
-        jshard.Precision(compute=dtype)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_multiple_to_use():

@@ -142,3 +142,20 @@ def test_an_override_that_matches_nothing_is_an_error():
     policy = jshard.Policy(overrides={"blocks.nrom": FULL})
     with pytest.raises(jshard.UserError, match=r"'blocks.nrom' matches no module"):
         jshard.FSDP(jshard.make_mesh(), policy).init(Recording, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("field", ["param", "compute", "reduce", "sum"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float99", 7])
+def test_only_gathers_take_types_of_one_byte(field, dtype):
+    message = (
+        rf"precision.{field}: .*is not one of float32, bfloat16, float16, float64$"
+    )
+    with pytest.raises(jshard.UserError, match=message):
+        jshard.Precision(**{field: dtype})
+
+
+@pytest.mark.parametrize("dtype", ["int16", "float8_e4m3b11fnuz", "float99"])
+def test_gathers_take_no_other_type(dtype):
+    with pytest.raises(jshard.UserError, match=rf"{dtype}.*int8, float8_e4m3fn"):
+        jshard.Precision(gather=dtype)
+    assert jshard.Precision(gather=jnp.int8).gather == jnp.int8

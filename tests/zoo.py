@@ -248,6 +248,15 @@ class Gathered(nnx.Module):
         return jax.lax.map(jax.checkpoint(chunk), self.blocks(x)[:, None])[:, 0]
 
 
+class GatheredBefore(Gathered):
+    """The same, the head's gradient scattered before the blocks' backward."""
+
+    def __call__(self, x):
+        head, x = jshard.gathered_before(self.head, self.blocks(x))
+        chunk = lambda c: head(c) + c @ head.kernel[...].T
+        return jax.lax.map(jax.checkpoint(chunk), x[:, None])[:, 0]
+
+
 class Transforms(nnx.Module):
     """Units and Stacks under JAX's own transformations."""
 
@@ -394,6 +403,7 @@ MODELS = [
     Methods,
     Attend,
     Gathered,
+    GatheredBefore,
     Transforms,
     ModuleArguments,
     SharedParameters,

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
+import jshard
 from jshard.training.text import BYTE_VOCAB, bigram_entropy, decode, encode, text_data
 from models.gpt import GPT, GPTConfig, generate
 
@@ -41,6 +42,7 @@ def get_config() -> ConfigDict:
                 "weight_decay": 0.1,
                 "clip_norm": 1.0,
                 "b2": 0.95,
+                "moment_dtype": "float32",  # or bfloat16
             },
             "data": {
                 "path": "",
@@ -66,15 +68,20 @@ def learning_rate(config):
 
 def make_optimizer(config):
     options = config.optimizer
-    return optax.chain(
-        optax.clip_by_global_norm(options.clip_norm),
-        optax.adamw(
-            learning_rate(config),
-            b2=options.b2,
-            weight_decay=options.weight_decay,
-            mask=decayed,
-        ),
+    adamw = optax.adamw(
+        learning_rate(config),
+        b2=options.b2,
+        weight_decay=options.weight_decay,
+        mask=decayed,
     )
+    if options.moment_dtype == "bfloat16":
+        adamw = jshard.bf16_moments(adamw, seed=config.seed)
+    elif options.moment_dtype != "float32":
+        raise jshard.UserError(
+            f"--config.optimizer.moment_dtype={options.moment_dtype}: "
+            "possible: float32, bfloat16"
+        )
+    return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
 
 
 def decayed(params):

@@ -1,0 +1,254 @@
+"""Llama steps compiled for GPUs that are not there, by jshard and by GSPMD.
+
+``compile_row(Row(...))`` gives the bytes of one device's memory. Both systems get the
+same recipe: model, attention, optimizer, dtypes (bf16 compute and wire, fp32 parameters
+and moments), one sequence a GPU.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gspmd
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.sharding import Mesh, NamedSharding
+
+import jshard
+from jshard.mesh import BATCH
+from jshard.plan import devices
+
+# What a step overlaps with, for both: gathers and scatters of a layer each combined
+# into one, issued a layer ahead, loops unrolled by two instead of copied.
+OVERLAP_OPTIONS: dict[str, Any] = {
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 30,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 30,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
+OPTIONS = {
+    "default": {},
+    "maxtext": gspmd.MAXTEXT_OPTIONS,
+    "overlap": OVERLAP_OPTIONS,
+}
+STRATEGIES = ("zero3", "zero2", "zero1", "hybrid", "ddp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One compiled program.
+
+    Attributes:
+      system: "jshard" or "gspmd".
+      topology: as for ``jshard.plan.devices``.
+      strategy: of ``STRATEGIES``.
+      remat: "full", "dots" or "none".
+      attention: "cudnn" (flash attention) or "xla" (scores in memory).
+      options: of ``OPTIONS``.
+      recipe: a file in ``train/``.
+      layers: instead of the recipe's.
+      batch: sequences a GPU.
+      rules: GSPMD's, "maxtext" (the default) or "first".
+      model: further settings of the recipe's model, as (name, value) pairs.
+      policy: further settings of jshard's Policy, as (name, value) pairs.
+    """
+
+    system: str = "jshard"
+    topology: str = "h100:8"
+    strategy: str = "zero3"
+    remat: str = "full"
+    attention: str = "cudnn"
+    options: str = "default"
+    recipe: str = "llama2_7b"
+    layers: int | None = None
+    batch: int = 1
+    rules: str | None = None
+    model: tuple[tuple[str, Any], ...] = ()
+    policy: tuple[tuple[str, Any], ...] = ()
+
+    def name(self) -> str:
+        """Of the file that caches it."""
+        fields = dataclasses.astuple(self)
+        text = "_".join(str(f) for f in fields if f not in (None, ()))
+        return "".join(c if c.isalnum() or c in "-." else "_" for c in text)
+
+
+def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
+    """Bytes of one device: parameters, optimizer, batch, temporary, total; seconds."""
+    path = cache and cache / f"jax{jax.__version__}_{row.name()}.json"
+    if path and path.exists():
+        return json.loads(path.read_text())
+    mesh = make_mesh(row)
+    there = mesh.devices.flatten().tolist()
+    options, left_out = supported(row.options, there[0])
+    offloads = "offload" in dict(row.policy)
+    # Devices of a topology have no memory kinds, so that a sharding over them forgets
+    # that an array is in host memory. An abstract mesh keeps it.
+    traced, state, parameters = trace(row, mesh.abstract_mesh if offloads else mesh)
+    start = time.perf_counter()
+    if offloads:
+        # cuDNN's call, which needs no partitioning in a step, is said to need devices.
+        with mock.patch.object(dispatch, "prim_requires_devices_during_lowering", ()):
+            lowered: Any = traced.lower(lowering_platforms=("cuda",))
+        # JAX would ask its default backend, the CPU's, for this.
+        lowered._lowering.compile_args["backend"] = there[0].client
+        compiled = lowered.compile(options, device_assignment=tuple(there))
+    else:
+        compiled = traced.lower().compile(options)
+    memory = compiled.memory_analysis()
+    result = {
+        "elements": sum(x.size for x in jax.tree.leaves(parameters)),
+        "parameters": local_bytes(parameters),
+        "optimizer": local_bytes(state) - local_bytes(parameters),
+        "temporary": memory.temp_size_in_bytes,
+        "total": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
+        "host": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        "left_out": left_out,
+        "seconds": time.perf_counter() - start,
+        "row": dataclasses.asdict(row),
+    }
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1))
+    return result
+
+
+def make_mesh(row: Row) -> Mesh:
+    """The mesh of a strategy; "hybrid" shards within hosts of eight."""
+    there = devices(row.topology)
+    if row.strategy == "hybrid":
+        return jshard.make_mesh(fsdp=8, replica=len(there) // 8, devices=there)
+    if row.strategy == "ddp":
+        return jshard.make_mesh(fsdp=1, replica=len(there), devices=there)
+    return jshard.make_mesh(devices=there)
+
+
+def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
+    """The traced step, its abstract state, and the parameters of that."""
+    recipe = importlib.import_module(f"train.{row.recipe}")
+    config = recipe.get_config()
+    config.model.update(dict(row.model))
+    if row.layers:
+        config.model.num_layers = row.layers
+    optimizer = recipe.make_optimizer(config)
+    sharding = NamedSharding(mesh, BATCH)
+    shape = (mesh.size * row.batch, config.model.sequence_length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    batch = {"inputs": tokens, "targets": tokens, "weights": weights}
+
+    def make_model(rngs):
+        return recipe.make_model(config, rngs)
+
+    with attention(row.attention), local_attention(row.system):
+        if row.system == "gspmd":
+            if row.strategy not in ("zero3", "hybrid", "ddp"):
+                raise jshard.UserError(f"gspmd has no {row.strategy}")
+            config.model.dtype = "bfloat16"
+            state, graphdef = gspmd.abstract_state(
+                make_model, optimizer, mesh, row.rules or "maxtext"
+            )
+            step = gspmd.train_step(graphdef, optimizer, mesh, row.remat, state)
+            return step.trace(state, batch), state, state[0]
+        fsdp = jshard.FSDP(mesh, make_policy(row))
+        state = fsdp.abstract_state(make_model, optimizer)
+        step = fsdp.train_step(recipe.loss_fn, optimizer)
+        return step.trace(state, batch), state, state.params
+
+
+def make_policy(row: Row) -> jshard.Policy:
+    """The policy of a strategy."""
+    strategy = {
+        "zero2": {"reshard_after_forward": False},
+        "zero1": {"defer_scatter": True},
+    }.get(row.strategy, {})
+    settings: dict[str, Any] = {
+        "remat": row.remat,
+        "precision": jshard.Precision(compute="bfloat16"),
+        **strategy,
+        **dict(row.policy),
+    }
+    return jshard.Policy(**settings)
+
+
+@contextlib.contextmanager
+def attention(implementation: str) -> Iterator[None]:
+    """Models' attention by cuDNN, which is not installed, or by XLA.
+
+    JAX asks for cuDNN's version when a model is traced; XLA compiles the call for the
+    GPU described.
+    """
+    chosen = functools.partial(
+        jax.nn.dot_product_attention, implementation=implementation
+    )
+    with (
+        mock.patch.object(jax.nn, "dot_product_attention", chosen),
+        mock.patch.object(cudnn, "check_cudnn_version", return_value=90800),
+        mock.patch.object(cudnn, "check_compute_capability", return_value=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def local_attention(system: str) -> Iterator[None]:
+    """Inside jshard's step, cuDNN's call has nothing to be partitioned.
+
+    The rules of its partitioning would ask an abstract mesh for devices.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("fwd", "bwd") if system == "jshard" else ():
+            name = f"_dot_product_attention_{name}_p"
+            plain = getattr(cudnn, name)
+            stack.enter_context(mock.patch.object(cudnn, f"{name}_wrapper", plain))
+        yield
+
+
+@functools.cache
+def supported(name: str, device: Any) -> tuple[dict[str, Any], list[str]]:
+    """The options of a set that this JAX knows, and the names of the others."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    one = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=sharding)
+    lowered = jax.jit(lambda x: x + 1).lower(one)
+    known, left_out = {}, []
+    for option, value in OPTIONS[name].items():
+        newer = option.replace("enable_pipelined", "pipeline")
+        for spelled, given in (
+            (option, value),
+            (newer, "COLLECTIVE_PIPELINING_MODE_ON"),
+        ):
+            try:
+                lowered.compile({spelled: given})
+            except jax.errors.JaxRuntimeError as error:
+                if "No such compile option" not in str(error):
+                    raise
+            else:
+                known[spelled] = given
+                break
+        else:
+            left_out.append(option)
+    return known, left_out
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of one device's part of abstract arrays with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,148 @@
+"""The same Llama trained as MaxText trains it: annotations, and GSPMD decides.
+
+Nothing of jshard's step is used. The model's own modules run as plain Flax code under
+``jit``; parameters are sharded as MaxText's rules say for its "fsdp" axis (the
+embedding dimension of each weight), activations over the batch; layers are scanned with
+``jax.checkpoint`` around each. Attention and cross-entropy are those that jshard's step
+is given (MaxText makes the logits of the whole batch), so that the difference is that
+of the sharding.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jshard
+from jshard.mesh import BATCH, FSDP
+
+# XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
+# github.com/AI-Hypercomputer/maxtext, MaxText/configs/a3/llama_2_7b/8vm.sh at
+# 00f69819e90416e480f2eaefb9f0f90df10862f7 (1vm.sh has 134217728 for all-reduces).
+MAXTEXT_OPTIONS: dict[str, Any] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_graph_level": 0,
+    "xla_gpu_enable_highest_priority_async_stream": True,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1073741824,
+    "xla_gpu_all_gather_combine_threshold_bytes": 134217728,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 67108864,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_enable_all_gather_combine_by_dim": False,
+    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+    "xla_disable_hlo_passes": "rematerialization",
+}
+
+# Weights that end in the embedding dimension; the others (but norms) begin with it.
+_EMBED_LAST = ("embed", "out", "down")
+
+
+def param_sharding(
+    mesh: Mesh, rules: str, path: tuple[Any, ...], param: Any
+) -> NamedSharding:
+    """Of a weight; norms are replicated.
+
+    "maxtext" is MaxText's rule, ("embed", "fsdp"); "first" shards the first dimension.
+    """
+    names = [str(part) for part in path]
+    stacked = names[0] == "blocks"
+    if param.ndim - stacked < 2:
+        return NamedSharding(mesh, PartitionSpec())
+    last = rules == "maxtext" and any(name in _EMBED_LAST for name in names)
+    dim = param.ndim - 1 if last else int(stacked)
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, FSDP))
+
+
+def abstract_state(
+    make_model: Any, optimizer: Any, mesh: Mesh, rules: str = "maxtext"
+) -> tuple[Any, Any]:
+    """((params, optimizer state) as abstract arrays, graph definition)."""
+    model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+    graphdef, params = nnx.split(model, nnx.Param)
+    shardings = {
+        path: param_sharding(mesh, rules, path, variable.get_value())
+        for path, variable in nnx.to_flat_state(params)
+    }
+
+    def shard(path, variable):
+        x = variable.get_value()
+        sharding = shardings[path]
+        return variable.copy(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
+
+    params = nnx.map_state(shard, params)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
+        opt_state,
+        params,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+        ),
+    )
+    return (params, opt_state), graphdef
+
+
+def checkpointed(fn: Any, remat: str) -> Any:
+    """MaxText's remat policies around one layer."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return fn
+    policy = {
+        "full": policies.nothing_saveable,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+    }[remat]
+    return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+
+
+def loss(model: Any, batch: Any, mesh: Mesh, remat: str) -> jax.Array:
+    """The mean cross-entropy, over the tokens that count."""
+    constrain = functools.partial(
+        lax.with_sharding_constraint, shardings=NamedSharding(mesh, BATCH)
+    )
+    layers, stacked = nnx.split(model.blocks)
+
+    def layer(x_BTD, params):
+        block = nnx.merge(layers, params, copy=True)
+        object.__setattr__(block, "__class__", type(model.blocks).plain_class)
+        return constrain(block(x_BTD)), None
+
+    x_BTD = constrain(model.embed(batch["inputs"]))
+    x_BTD, _ = lax.scan(checkpointed(layer, remat), x_BTD, stacked)
+    x_BTD = model.norm(x_BTD)
+    # All tokens are one chunk: the first dimension stays split over the devices, and a
+    # device has the logits of its own tokens, as many as in jshard's chunk.
+    mean = jshard.cross_entropy(
+        x_BTD,
+        model.head.kernel.get_value(),
+        batch["targets"],
+        batch["weights"],
+        chunk=batch["targets"].size,
+    )
+    return mean.compute()
+
+
+def train_step(
+    graphdef: Any, optimizer: Any, mesh: Mesh, remat: str, state: Any
+) -> Any:
+    """The jitted ``state, loss = step(state, batch)``; the state is donated."""
+
+    def step(state, batch):
+        params, opt_state = state
+
+        def of_params(params):
+            return loss(nnx.merge(graphdef, params, copy=True), batch, mesh, remat)
+
+        value, grads = jax.value_and_grad(of_params)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))

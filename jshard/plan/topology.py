@@ -1,0 +1,169 @@
+"""GPUs to compile for: ``devices("h100:64")`` without having one."""
+
+import dataclasses
+import os
+import re
+from importlib import metadata
+from typing import Any
+
+from jax.experimental import topologies
+
+from jshard.errors import UserError
+
+GPUS_A_HOST = 8
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """What XLA's compiler, and a cost model, need to know of a GPU.
+
+    Attributes:
+      name: as the driver reports it.
+      capability: CUDA compute capability, (major, minor).
+      cores: streaming multiprocessors.
+      fpus: fp32 lanes a core.
+      memory: device memory in bytes.
+      bandwidth: of that memory, bytes/s.
+      l2: its cache in bytes.
+      clock: GHz.
+      shared: shared memory in bytes, a block, a core, and a block that opts in.
+      flops: dense bf16 matrix products, FLOP/s.
+      nvlink: bytes/s in one direction.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    memory: int
+    bandwidth: float
+    l2: int
+    clock: float
+    shared: tuple[int, int, int]
+    flops: float
+    nvlink: float
+
+
+_A100_SHARED = (49152, 167936, 166912)
+_H100_SHARED = (49152, 233472, 232448)
+
+# Sources: device descriptions that XLA reads from the drivers (its
+# tools/hlo_opt/gpu_specs, *.txtpb), NVIDIA's data sheets for FLOP/s and NVLink.
+GPUS = {
+    "a100": GPU(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 85_100_068_864, 2.03904e12,
+        41_943_040, 1.41, _A100_SHARED, 312e12, 300e9,
+    ),
+    "h100": GPU(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
+        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
+    ),
+    "h200": GPU(
+        "NVIDIA H200", (9, 0), 132, 128, 151_397_597_184, 4.8e12,
+        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
+    ),
+    "b200": GPU(
+        "NVIDIA B200", (10, 0), 148, 128, 191_514_411_008, 7.67232e12,
+        132_644_864, 1.965, _H100_SHARED, 2250e12, 900e9,
+    ),
+}  # fmt: skip
+
+
+def parse(spec: str) -> tuple[GPU, int]:
+    """``"h100:64"`` as (the GPU, 64).
+
+    Raises:
+      UserError: the spec is not of this form, the GPU is not known, or the number does
+        not fill hosts of eight.
+    """
+    match = re.fullmatch(r"(\w+):(\d+)", spec)
+    if match is None:
+        raise UserError(f"topology: {spec!r} is not GPU:NUMBER, like h100:64")
+    name, number = match[1].lower(), int(match[2])
+    if name not in GPUS:
+        raise UserError(
+            f"topology: unknown GPU {match[1]!r}; possible: {', '.join(GPUS)}"
+        )
+    if number < 1 or (number > GPUS_A_HOST and number % GPUS_A_HOST):
+        raise UserError(
+            f"topology: {spec!r}: the number of GPUs must be 1 to {GPUS_A_HOST}, or a "
+            f"multiple of {GPUS_A_HOST} (whole hosts)"
+        )
+    return GPUS[name], number
+
+
+def devices(spec: str) -> list[Any]:
+    """Devices to compile for, as in ``jshard.make_mesh(devices=devices("h100:64"))``.
+
+    They hold no arrays: a step over them can be lowered and compiled, and the compiled
+    program's memory and text read, but not run. Eight GPUs make a host.
+
+    Args:
+      spec: a GPU of ``GPUS`` and how many: "h100:8", "a100:16", "h200:8", "b200:256".
+
+    Raises:
+      UserError: a spec as ``parse`` refuses it, no CUDA plugin, or JAX not told to use
+        the CPU.
+    """
+    gpu, number = parse(spec)
+    if not any(map(_is_installed, _PLUGINS)):
+        raise UserError(
+            "topology: compiling for GPUs that are not there needs JAX's CUDA plugin "
+            "(no GPU): pip install 'jshard[plan]'"
+        )
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise UserError(
+            "topology: compiling for GPUs that are not there runs on the CPU: set "
+            "JAX_PLATFORMS=cpu in the environment"
+        )
+    hosts = -(-number // GPUS_A_HOST)
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=_target_config(gpu),
+        topology=f"1x{hosts}x{number // hosts}",
+    )
+    return list(topology.devices)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _target_config(gpu: GPU) -> str:
+    """XLA's ``GpuTargetConfigProto`` as text.
+
+    The versions of cuDNN and CUDA are those that JAX's wheels bring.
+    """
+    block, core, opt_in = gpu.shared
+    major, minor = gpu.capability
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          threads_per_core_limit: 2048
+          shared_memory_per_block: {block}
+          shared_memory_per_core: {core}
+          shared_memory_per_block_optin: {opt_in}
+          core_count: {gpu.cores}
+          fpus_per_core: {gpu.fpus}
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          memory_bandwidth: {gpu.bandwidth:.0f}
+          l2_cache_size: {gpu.l2}
+          clock_rate_ghz: {gpu.clock}
+          device_memory_size: {gpu.memory}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+        runtime_version {{ major: 12 minor: 9 patch: 0 }}
+        device_description_str: "{gpu.name}"
+    """

@@ -1,0 +1,71 @@
+"""GPUs that are not there can be named, and compiled for."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jshard
+from decoder import Sizes, loss_fn, make_decoder
+from h100 import h100s, plugin
+from jshard.mesh import BATCH
+from jshard.plan import GPUS, devices
+from jshard.plan.topology import parse
+
+
+@pytest.mark.parametrize("spec", ["h100:1", "h100:8", "H100:64", "a100:16", "b200:256"])
+def test_a_spec_is_a_gpu_and_a_number_that_fills_hosts(spec):
+    gpu, number = parse(spec)
+    name, digits = spec.lower().split(":")
+    assert (gpu, number) == (GPUS[name], int(digits))
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("v100:8", "unknown GPU 'v100'; possible: a100, h100, h200, b200"),
+        ("h100", "'h100' is not GPU:NUMBER, like h100:64"),
+        ("h100:eight", "is not GPU:NUMBER"),
+        ("h100:-8", "is not GPU:NUMBER"),
+        ("h100:0", "must be 1 to 8, or a multiple of 8"),
+        ("h100:12", "must be 1 to 8, or a multiple of 8"),
+    ],
+)
+def test_other_specs_are_refused_with_what_is_possible(spec, says):
+    with pytest.raises(jshard.UserError, match=says):
+        devices(spec)
+
+
+def test_without_the_cuda_plugin_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("jshard.plan.topology._PLUGINS", ("no-such-distribution",))
+    with pytest.raises(jshard.UserError, match=r"pip install 'jshard\[plan\]'"):
+        devices("h100:8")
+
+
+def test_jax_must_be_told_to_use_the_cpu(monkeypatch):
+    monkeypatch.setattr("jshard.plan.topology._PLUGINS", ("jax",))
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(jshard.UserError, match="set JAX_PLATFORMS=cpu"):
+        devices("h100:8")
+
+
+@pytest.mark.skipif(not plugin(), reason="no CUDA plugin: pip install 'jshard[plan]'")
+def test_eight_gpus_make_a_host():
+    hosts = [device.process_index for device in devices("h100:24")]
+    assert hosts == [host for host in range(3) for _ in range(8)]
+    assert len(devices("b200:3")) == 3
+
+
+def test_a_step_compiles_for_h100s_that_are_not_there():
+    fsdp = jshard.FSDP(h100s(8), jshard.Policy(min_shard_elements=0))
+    optimizer = optax.adamw(1e-3)
+    sizes = Sizes(layers=2)
+    state = fsdp.abstract_state(make_decoder(sizes), optimizer)
+    sharding = jax.NamedSharding(fsdp.mesh, BATCH)
+    tokens = jax.ShapeDtypeStruct((8, sizes.length), jnp.int32, sharding=sharding)
+    step = fsdp.train_step(loss_fn, optimizer)
+    compiled = step.lower(state, {"tokens": tokens, "targets": tokens}).compile()
+    assert "all-gather" in (compiled.as_text() or "")
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes > 0
