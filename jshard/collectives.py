@@ -32,6 +32,7 @@ class Placement:
       reduce: dtype on the wire of the reduce-scatter; None is the gradient's own.
       sum: dtype of the sums over "fsdp"; None is that on the wire.
       trainable: whether a gradient is computed and scattered.
+      hosted: whether shards are in host memory (``offload.typed_as_device``).
     """
 
     dim: int | None
@@ -40,6 +41,11 @@ class Placement:
     reduce: Any = None
     sum: Any = None
     trainable: bool = True
+    hosted: bool = False
+
+    def fetched(self, shard: jax.Array) -> jax.Array:
+        """The shard in device memory."""
+        return jax.device_put(shard, jax.memory.Space.Device) if self.hosted else shard
 
 
 def is_float(x: Any) -> bool:
@@ -86,6 +92,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     """The full parameter from one device's shard, in the layer's dtype."""
+    shard = place.fetched(shard)
     in_one_byte = quantized.is_quantized(place.gather)
     full = shard if in_one_byte else _cast(shard, place.gather)
     if place.dim is not None and lax.axis_size(FSDP) > 1:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jshard.dropout import plain_streams
 from jshard.layers import root_variables
 from jshard.mesh import FSDP, REPLICA
+from jshard.offload import HOST
 from jshard.partition import placements
 from jshard.policy import Policy
 from jshard.state import TrainState
@@ -130,9 +131,14 @@ def _parameters(state: TrainState, mesh: Mesh) -> str:
     params = jax.tree.leaves((state.params, state.frozen))
     trained = sum(x.size for x in jax.tree.leaves(state.params))
     total, local = sum(x.size for x in params), sum(map(_local_size, params))
-    everything = jax.tree.leaves(state)
-    held = sum(_local_size(x) * x.dtype.itemsize for x in everything if _is_plain(x))
-    text = f"{total:,} ({local:,} a device); state {format_bytes(held)} a device"
+    held = {"host": 0, "device": 0}
+    for x in filter(_is_plain, jax.tree.leaves(state)):
+        where = "host" if x.sharding.memory_kind == HOST else "device"
+        held[where] += _local_size(x) * x.dtype.itemsize
+    text = f"{total:,} ({local:,} a device); state {format_bytes(held['device'])}"
+    text += " a device"
+    if held["host"]:
+        text += f", {format_bytes(held['host'])} for each in host memory"
     return text if trained == total else f"{text}; {trained:,} are trained"
 
 

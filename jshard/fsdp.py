@@ -24,7 +24,7 @@ from jshard.collectives import Placement
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
 from jshard.mesh import FSDP as FSDP_AXIS
-from jshard.optim import sharded_update
+from jshard.offload import check_memory, check_state, shardings, typed_as_device
 from jshard.partition import (
     is_annotated,
     manual_specs,
@@ -36,6 +36,7 @@ from jshard.partition import (
 from jshard.policy import Policy
 from jshard.remat import checked_names
 from jshard.state import TrainState
+from jshard.update import next_state
 
 
 class FSDP:
@@ -57,6 +58,7 @@ class FSDP:
         self.mesh = check_mesh(mesh)
         self.policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
+        check_memory(self.policy, mesh)
         self.units = tuple(units)
 
     # States.
@@ -112,11 +114,9 @@ class FSDP:
         model = self._abstract_model(shapes)
         warn_of_large_root(model, shapes, self.policy, self.mesh)
         return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
-            ),
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             shapes,
-            self._specs(shapes),
+            shardings(self.policy, self._specs(shapes), self.mesh),
         )
 
     def _create(self, make_model, optimizer, wrt, seed: jax.Array) -> TrainState:
@@ -185,7 +185,7 @@ class FSDP:
         def train_step(state: TrainState, batch: Any):
             check_batch(batch, self.mesh, accumulate=accumulate)
             loss_scale.check(state.loss_scale, self.policy.loss_scale)
-            specs = self._specs(state)
+            specs = self._checked_specs(state)
             local = functools.partial(
                 step.train,
                 self._builder(state, training=True, whole=self.policy.defer_scatter),
@@ -195,11 +195,8 @@ class FSDP:
                 self.policy,
             )
             inputs = self._inputs(specs)
-            run = self._shard_map(
-                local,
-                (*inputs, PartitionSpec()),
-                (inputs[0], PartitionSpec(), PartitionSpec()),
-            )
+            same = PartitionSpec()
+            run = self._shard_map(local, (*inputs, same), (inputs[0], same, same))
             with checked_names():
                 grads, metrics, model_state = run(
                     state.params,
@@ -208,29 +205,10 @@ class FSDP:
                     batch,
                     state.loss_scale and state.loss_scale.scale,
                 )
-            with sharded_update(self.mesh, self.policy):
-                updates, opt_state = optimizer.update(
-                    grads, state.opt_state, state.params
-                )
-            params, steps = optax.apply_updates(state.params, updates), state.step + 1
-            new = dataclasses.replace(
-                state,
-                step=steps,
-                params=params,
-                model_state=model_state,
-                opt_state=opt_state,
-                ema=ema.update(state.ema, params, self.policy.ema_decay, steps),
+            new, more = next_state(
+                self.mesh, self.policy, optimizer, state, grads, model_state
             )
-            metrics["grad_norm"] = optax.tree.norm(grads)
-            if state.loss_scale is not None:
-                finite = jnp.isfinite(metrics["grad_norm"])
-                scale = loss_scale.update(state.loss_scale, finite)
-                new = dataclasses.replace(
-                    loss_scale.select(finite, new, state), step=steps, loss_scale=scale
-                )
-                metrics["loss_scale"] = state.loss_scale.scale
-                metrics["skipped_steps"] = scale.skipped
-            return self._constrain(new, specs), metrics
+            return self._constrain(new, specs), metrics | more
 
         return jax.jit(train_step, donate_argnums=0)
 
@@ -242,7 +220,7 @@ class FSDP:
 
         def eval_step(state: TrainState, batch: Any) -> Means:
             check_batch(batch, self.mesh)
-            specs = self._specs(state)
+            specs = self._checked_specs(state)
             local = functools.partial(
                 step.evaluate,
                 self._builder(state, training=False),
@@ -264,8 +242,7 @@ class FSDP:
 
         def predict_step(state: TrainState, batch: Any) -> Any:
             check_batch(batch, self.mesh)
-            specs = self._specs(state)
-
+            specs = self._checked_specs(state)
             build = self._builder(state, training=False)
             predict = layers.with_root(fn, False)
 
@@ -276,6 +253,11 @@ class FSDP:
             return run(state.params, state.frozen, state.model_state, batch)
 
         return jax.jit(predict_step)
+
+    def _checked_specs(self, state: TrainState) -> TrainState:
+        specs = self._specs(state)
+        check_state(self.policy, state, specs, self.mesh)
+        return specs
 
     def _places(self, state: TrainState) -> tuple[nnx.State, nnx.State]:
         """A Placement for every parameter, in trees like theirs."""
@@ -325,13 +307,9 @@ class FSDP:
         return params, frozen, PartitionSpec(), BATCH
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        return jax.shard_map(
-            fn,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(AXES),
-        )
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        run = jax.shard_map(fn, mesh=self.mesh, axis_names=set(AXES), **specs)
+        return lambda *args: run(*jax.tree.map(typed_as_device, args))
 
     def _constrain(self, tree: Any, specs: Any) -> Any:
         return jax.tree.map(
@@ -370,11 +348,11 @@ class FSDP:
         """
 
         def full(x: Any) -> np.ndarray:
-            if isinstance(x, jax.Array) and jnp.issubdtype(
-                x.dtype, jax.dtypes.prng_key
-            ):
+            is_array = isinstance(x, jax.Array)
+            if is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x = jax.random.key_data(x)
-            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            if is_array and not x.is_fully_addressable:
+                x = jax.device_put(x, jax.memory.Space.Device)
                 return np.asarray(multihost_utils.process_allgather(x, tiled=True))
             return np.asarray(x)
 

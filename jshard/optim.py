@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.partition import LAYER_DIMS, layer_dims
+from jshard.partition import LAYER_DIMS, NUM_LAYERS, layer_dims
 from jshard.policy import Policy
 from jshard.whole_layers import map_layers
 
@@ -126,7 +126,9 @@ def _depth(variable: Any) -> str:
     if not _is_variable(variable) or not layer_dims(variable):
         return ""
     leaves = jax.tree.leaves(variable)
-    return str(leaves[0].shape[0]) if leaves else ""
+    if not leaves:
+        return ""
+    return str(variable.get_metadata(NUM_LAYERS, leaves[0].shape[0]))
 
 
 def _select(tree: Any, wanted: Callable[[Any], bool]) -> Any:
@@ -158,7 +160,10 @@ def _lower(tree: Any) -> Any:
     def lower(variable: Any) -> Any:
         if not _is_variable(variable) or not layer_dims(variable):
             return variable
-        return variable.copy(**{LAYER_DIMS: layer_dims(variable) - 1})
+        lower = variable.copy(**{LAYER_DIMS: layer_dims(variable) - 1})
+        if NUM_LAYERS in lower.get_metadata():
+            lower.del_metadata(NUM_LAYERS)
+        return lower
 
     return jax.tree.map(lower, tree, is_leaf=_is_variable)
 

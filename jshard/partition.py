@@ -13,6 +13,7 @@ from jshard.mesh import AXES, FSDP
 from jshard.policy import Policy
 
 LAYER_DIMS = "layer_dims"  # metadata of a Stack's variables: leading layer dimensions
+NUM_LAYERS = "num_layers"  # how many layers there are, where a variable holds one
 
 
 def shard_dim(
@@ -87,13 +88,15 @@ def placements(
     for state, trainable in ((params, True), (frozen, False)):
         for path, variable in nnx.to_flat_state(state):
             precision = policy.precision_at(path)
+            dim = _dim(variable, policy, mesh)
             places[path] = Placement(
-                _dim(variable, policy, mesh),
+                dim,
                 precision.gather,
                 precision.compute,
                 precision.reduce,
                 precision.sum,
                 trainable,
+                hosted=policy.offload == "all" and dim is not None,
             )
     return places
 

@@ -10,6 +10,7 @@ from jshard.precision import Precision
 from jshard.remat import check_remat
 from jshard.unit_weights import Reshard, UnitPolicy
 
+_OFFLOADS = (None, "optimizer", "all")
 _OF_UNITS = ("remat", "first_k", "reshard_after_forward", "keep_last")
 _OVERRIDABLE = (*_OF_UNITS, "precision")
 
@@ -47,6 +48,10 @@ class Policy:
       ema_decay: keeps averages of the trained parameters, ``decay * average + (1 -
         decay) * parameter`` after every step, with a smaller decay in the first ones;
         ``state.with_ema_params()`` has them. None keeps none.
+      offload: what waits in pinned host memory when it is not used: "optimizer" is its
+        state (and the averages), streamed through the update a layer at a time; "all"
+        is the parameters, too, whose shards come to the device a layer at a time.
+        None keeps all on the device.
       overrides: for module paths (``"blocks.norm*"``, of a Stack without the layer
         index) a mapping with any of remat, first_k, reshard_after_forward, keep_last
         (which are those of Stacks and Units) and precision, which replace the above;
@@ -64,6 +69,7 @@ class Policy:
     loss_scale: bool = False
     min_shard_elements: int = 4096
     ema_decay: float | None = None
+    offload: str | None = None
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -86,6 +92,11 @@ class Policy:
             raise UserError(
                 f"policy.ema_decay: {decay!r} must be a number above 0 and below 1, "
                 "like 0.999"
+            )
+        if self.offload not in _OFFLOADS:
+            raise UserError(
+                f"policy.offload: {self.offload!r} is not one of "
+                f"{', '.join(map(repr, _OFFLOADS))}"
             )
         if not isinstance(self.overrides, Mapping):
             raise UserError(

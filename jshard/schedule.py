@@ -121,18 +121,44 @@ class _Segment:
         """XLA inlines a loop of one trip: its layer is then scheduled like a Unit."""
         return self.stop - self.start == 1
 
-    def scan(self, body: Callable, carry: Any, xs: Any, *, reverse: bool = False):
-        """``lax.scan`` of ``body(index, carry, slices)`` over the segment's layers."""
+    def scan(
+        self,
+        body: Callable,
+        shards: Sequence[jax.Array],
+        places: Sequence[Placement],
+        carry: Any,
+        xs: Any,
+        *,
+        reverse: bool = False,
+    ) -> tuple[Any, Any]:
+        """``lax.scan`` of ``body(index, here, carry, slices)`` over these layers.
+
+        ``here`` are a layer's shards, on the device: those that wait in host memory are
+        fetched while the layer before runs.
+        """
+        hosted = [place.hosted for place in places]
+
+        def fetch(index: jax.Array) -> list[Any]:
+            layer = _layer([x for x, h in zip(shards, hosted, strict=True) if h], index)
+            return [jax.device_put(x, jax.memory.Space.Device) for x in layer]
 
         def step(state, slices):
-            index, carry = state
-            carry, ys = body(index, carry, slices)
-            return (index + (-1 if reverse else 1), carry), ys
+            index, fetched, carry = state
+            following = index + (-1 if reverse else 1)
+            near = jnp.clip(following, self.start, self.stop - 1)
+            arriving = fetched if self.single else fetch(near)
+            arrived = iter(fetched)
+            here = [
+                next(arrived) if h else _layer([x], index)[0]
+                for x, h in zip(shards, hosted, strict=True)
+            ]
+            carry, ys = body(index, here, carry, slices)
+            return (following, arriving, carry), ys
 
-        first = self.stop - 1 if reverse else self.start
-        state = (jnp.int32(first), carry)
+        first = jnp.int32(self.stop - 1 if reverse else self.start)
+        state = (first, fetch(first), carry)
         length = self.stop - self.start
-        (_, carry), ys = lax.scan(step, state, xs, length=length, reverse=reverse)
+        (_, _, carry), ys = lax.scan(step, state, xs, length=length, reverse=reverse)
         return carry, ys
 
 
@@ -199,22 +225,21 @@ def run_stack(
 
     @jax.custom_vjp
     def run(shards, xs, carry, args):
-        def body(index, carry, _):
-            here, xs_here = _layer(shards, index), _layer(xs, index)
+        def body(index, here, carry, _):
+            xs_here = _layer(xs, index)
             if length == 1:
                 here, carry = hold(here, carry)
             outputs = first.call(gather_all(here, places), xs_here, carry, args)
             return _carry_like(outputs[:num_carry], carry), outputs[num_carry:]
 
-        return _Segment(0, length, first, True).scan(body, carry, None)
+        return _Segment(0, length, first, True).scan(body, shards, places, carry, None)
 
     def forward(shards, xs, carry, args):
         ys, saved = [], []
         for segment in segments:
 
-            def body(index, carry, _, segment=segment):
+            def body(index, here, carry, _, segment=segment):
                 layer = segment.layer
-                here = _layer(shards, index)
                 if segment.single:
                     here, carry = hold(here, carry)
                 weights = gather_all(here, places)
@@ -223,7 +248,9 @@ def run_stack(
                 carry = _carry_like(outputs[:num_carry], carry)
                 return carry, (outputs[num_carry:], (kept, weights))
 
-            carry, (segment_ys, segment_saved) = segment.scan(body, carry, None)
+            carry, (segment_ys, segment_saved) = segment.scan(
+                body, shards, places, carry, None
+            )
             ys.append(segment_ys)
             saved.append(segment_saved)
         ys = [_concatenate(parts) for parts in zip(*ys, strict=True)]
@@ -244,11 +271,10 @@ def run_stack(
         sums = (carry_ct, args_ct, grads, xs_grads)
         for segment, kept in reversed(list(zip(segments, saved, strict=True))):
 
-            def body(index, sums, slices, segment=segment):
+            def body(index, here, sums, slices, segment=segment):
                 carry_ct, args_ct, grads, xs_grads = sums
                 (kept, weights), ys_ct = slices
                 layer, reshard = segment.layer, segment.reshard
-                here = _layer(shards, index)
                 needed = to_gather(weights, here, layer.weights_read)
                 if segment.single and reshard:
                     needed, carry_ct = hold(needed, carry_ct)
@@ -264,7 +290,9 @@ def run_stack(
                 return (carry_ct, args_ct, grads, xs_grads), None
 
             part = [ct[segment.start : segment.stop] for ct in ys_ct]
-            sums, _ = segment.scan(body, sums, (kept, part), reverse=True)
+            sums, _ = segment.scan(
+                body, shards, places, sums, (kept, part), reverse=True
+            )
         carry_ct, args_ct, grads, xs_grads = sums
         moving = iter(carry_ct)
         carry_grads = [next(moving) if is_float(c) else None for c in carry]

@@ -51,10 +51,13 @@ class TrainState:
                 "the state has no averages of its parameters; "
                 "train with jshard.Policy(ema_decay=...)"
             )
+
         # Copies: a step that donates one buffer twice crashes.
-        params = jax.tree.map(
-            lambda average, param: jnp.array(average, param.dtype, copy=True),
-            self.ema,
-            self.params,
-        )
+        def copy(average: jax.Array, param: jax.Array) -> jax.Array:
+            # Either may be in host memory.
+            here = jax.device_put(average, jax.memory.Space.Device)
+            new = jnp.array(here, param.dtype, copy=True)
+            return jax.device_put(new, jax.typeof(param).memory_space)
+
+        params = jax.tree.map(copy, self.ema, self.params)
         return dataclasses.replace(self, params=params)

@@ -7,7 +7,7 @@ shards back. No matrix is gathered, no work is done twice, and of what is whole 
 device holds one matrix at a time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
+from jshard.jaxprs import contains, evaluate, has, made_by, read_by, variables
 from jshard.mesh import AXES, FSDP
 from jshard.partition import shard_dim
 
@@ -41,7 +42,7 @@ def map_layers(
         lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), return_shape=True
     )(*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves))
     jaxpr = closed.jaxpr
-    if mesh.shape[FSDP] == 1 or not _contains(jaxpr, _PRODUCTS):
+    if mesh.shape[FSDP] == 1 or not contains(jaxpr, _PRODUCTS):
         return jax.vmap(fn)(*args)
 
     before, whole, after = _split(jaxpr)
@@ -50,12 +51,12 @@ def map_layers(
 
     def stage(eqns: list[Any], outputs: Sequence[Any], run: Callable) -> list[Any]:
         """The ``outputs`` of ``eqns``, (L, ...) each."""
-        reads = {*_read(eqns), *_variables(outputs)}
+        reads = {*read_by(eqns), *variables(outputs)}
         names = [v for v in layers if v in reads]
 
         def one_layer(values: list[Any], consts: list[Any]) -> list[Any]:
             env = dict(zip([*names, *fixed], [*values, *consts], strict=True))
-            return _evaluate(eqns, env, outputs)
+            return evaluate(eqns, env, outputs)
 
         return run(one_layer, [layers[v] for v in names], list(fixed.values()))
 
@@ -66,21 +67,12 @@ def map_layers(
     def on_whole_layers(one_layer: Callable, values: list, consts: list) -> list[Any]:
         return _in_rounds(one_layer, values, consts, mesh, min_elements)
 
-    later = set(_variables(jaxpr.outvars)).union(_read(after), *map(_read, whole))
+    later = set(variables(jaxpr.outvars)).union(read_by(after), *map(read_by, whole))
     for eqns, run in ((before, mapped), *((eqns, on_whole_layers) for eqns in whole)):
         made = [v for eqn in eqns for v in eqn.outvars if v in later]
         layers |= zip(made, stage(eqns, made, run), strict=True)
     outputs = stage(after, jaxpr.outvars, mapped)
     return jax.tree.unflatten(jax.tree.structure(result), outputs)
-
-
-def _contains(jaxpr: core.Jaxpr, names: set[str]) -> bool:
-    return any(_has(eqn, names) for eqn in jaxpr.eqns)
-
-
-def _has(eqn: Any, names: set[str]) -> bool:
-    inner = core.jaxprs_in_params(eqn.params)
-    return eqn.primitive.name in names or any(_contains(j, names) for j in inner)
 
 
 def _split(jaxpr: core.Jaxpr) -> tuple[list[Any], list[list[Any]], list[Any]]:
@@ -91,14 +83,14 @@ def _split(jaxpr: core.Jaxpr) -> tuple[list[Any], list[list[Any]], list[Any]]:
     """
     fed: set[Any] = set()  # variables that depend on a whole-layer operation
     for eqn in jaxpr.eqns:
-        if _has(eqn, _WHOLE) or fed.intersection(_variables(eqn.invars)):
+        if has(eqn, _WHOLE) or fed.intersection(variables(eqn.invars)):
             fed.update(eqn.outvars)
     feeds: set[Any] = set()  # variables that such an operation depends on
     before, whole, after = [], [], []
     for eqn in reversed(jaxpr.eqns):
-        needed = _has(eqn, _WHOLE) or not feeds.isdisjoint(eqn.outvars)
+        needed = has(eqn, _WHOLE) or not feeds.isdisjoint(eqn.outvars)
         if needed:
-            feeds.update(_variables(eqn.invars))
+            feeds.update(variables(eqn.invars))
         depends = not fed.isdisjoint(eqn.outvars)
         (whole if needed and depends else after if depends else before).append(eqn)
     before = before[::-1]
@@ -109,9 +101,9 @@ def _parts(eqns: list[Any]) -> list[list[Any]]:
     """Equations that share no result, apart."""
     parts: list[dict[int, Any]] = []
     for index, eqn in enumerate(eqns):
-        reads = set(_variables(eqn.invars))
+        reads = set(variables(eqn.invars))
         joined = {index: eqn}
-        for part in [p for p in parts if reads & _made(p.values())]:
+        for part in [p for p in parts if reads & made_by(p.values())]:
             parts.remove(part)
             joined |= part
         parts.append(joined)
@@ -120,37 +112,13 @@ def _parts(eqns: list[Any]) -> list[list[Any]]:
 
 def _with(part: list[Any], before: list[Any]) -> list[Any]:
     """``part``, and what follows from values it moves anyhow (1.5 x beside x)."""
-    moved = _read(part)
+    moved = read_by(part)
     again = [
         eqn
         for eqn in before
-        if moved.issuperset(_variables(eqn.invars)) and moved.intersection(eqn.outvars)
+        if moved.issuperset(variables(eqn.invars)) and moved.intersection(eqn.outvars)
     ]
     return again + part
-
-
-def _made(eqns: Iterable[Any]) -> set[Any]:
-    return {v for eqn in eqns for v in eqn.outvars}
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
-
-
-def _read(eqns: list[Any]) -> set[Any]:
-    return {v for eqn in eqns for v in _variables(eqn.invars)}
-
-
-def _evaluate(eqns: list[Any], env: dict[Any, Any], outputs: Sequence[Any]) -> list:
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in eqns:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        results = eqn.primitive.bind(*map(read, eqn.invars), **params)
-        results = results if eqn.primitive.multiple_results else [results]
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [jnp.asarray(read(atom)) for atom in outputs]
 
 
 def _in_rounds(

@@ -29,6 +29,7 @@ SHARED_DEFAULTS = {
         "loss_scale": False,
         "min_shard_elements": 4096,
         "ema_decay": None,  # None is no averages
+        "offload": None,  # to host memory: optimizer, or all (parameters, too)
         "precision": {
             "param": None,
             "gather": None,

@@ -1,0 +1,87 @@
+"""Jaxprs taken apart: which equations read and make what, and how to run a few."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+# Calls that only group equations; where nothing is differentiated, custom rules do too.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+def read_by(eqns: Iterable[Any]) -> set[Any]:
+    """The variables that equations read."""
+    return {v for eqn in eqns for v in variables(eqn.invars)}
+
+
+def made_by(eqns: Iterable[Any]) -> set[Any]:
+    """The variables that equations make."""
+    return {v for eqn in eqns for v in eqn.outvars}
+
+
+def contains(jaxpr: core.Jaxpr, names: set[str]) -> bool:
+    """Whether one of these primitives is in a jaxpr, however deep."""
+    return any(has(eqn, names) for eqn in jaxpr.eqns)
+
+
+def has(eqn: Any, names: set[str]) -> bool:
+    """Whether an equation is, or holds, one of these primitives."""
+    inner = core.jaxprs_in_params(eqn.params)
+    return eqn.primitive.name in names or any(contains(j, names) for j in inner)
+
+
+def evaluate(eqns: Iterable[Any], env: dict[Any, Any], outputs: Sequence[Any]) -> list:
+    """Runs equations on the values in ``env``, which theirs join; reads ``outputs``."""
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in eqns:
+        params = eqn.primitive.get_bind_params(eqn.params)
+        results = eqn.primitive.bind(*map(read, eqn.invars), **params)
+        results = results if eqn.primitive.multiple_results else [results]
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [jnp.asarray(read(atom)) for atom in outputs]
+
+
+def flat_jaxpr(fn: Callable, leaves: Sequence[Any]) -> core.ClosedJaxpr:
+    """The jaxpr of ``fn(*leaves)``, a list of arrays, with calls inlined."""
+    closed = jax.make_jaxpr(fn)(*leaves)
+
+    def inlined(*leaves: Any) -> list[Any]:
+        return _inline(closed.jaxpr, closed.consts, leaves)
+
+    return jax.make_jaxpr(inlined)(*leaves)
+
+
+def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list:
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= zip(jaxpr.invars, inputs, strict=True)
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+        if inner is None:
+            evaluate([eqn], env, ())
+            continue
+        consts = getattr(inner, "consts", ())
+        inner = getattr(inner, "jaxpr", inner)
+        results = _inline(inner, consts, list(map(read, eqn.invars)))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
