@@ -8,6 +8,7 @@ from jax.extend import core
 
 _ELEMENTWISE = set(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
+    "bitcast_convert_type "
     "cbrt ceil clamp convert_element_type copy copy_p cos cosh digamma div eq erf "
     "erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log "
     "log1p logistic lt max min mul ne neg nextafter not or population_count pow real "

@@ -25,14 +25,23 @@ def on_host(x: Any) -> bool:
 
 def check_memory(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError where the devices cannot reach pinned host memory."""
-    if policy.offload is None or isinstance(mesh, AbstractMesh):
+    if isinstance(mesh, AbstractMesh):
         return
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
-    if HOST not in kinds:
+    if HOST in kinds:
+        return
+    has = f"which {device} lacks (it has {', '.join(kinds) or 'none'})"
+    if policy.offload is not None:
         raise UserError(
-            f"policy.offload={policy.offload!r} needs memory of kind {HOST!r}, which "
-            f"{device} lacks (it has {', '.join(kinds) or 'none'}); use offload=None"
+            f"policy.offload={policy.offload!r} needs memory of kind {HOST!r}, {has}; "
+            "use offload=None"
+        )
+    # Devices that are only compiled for say nothing of their memories.
+    if kinds and policy.offloads_activations():
+        raise UserError(
+            f"policy.remat: jshard.Offload needs memory of kind {HOST!r}, {has}; "
+            "use jshard.Names"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.precision import Precision
-from jshard.remat import check_remat
+from jshard.remat import Offload, check_remat
 from jshard.unit_weights import Reshard, UnitPolicy
 
 _OFFLOADS = (None, "optimizer", "all")
@@ -136,6 +136,11 @@ class Policy:
     def precision_at(self, path: Iterable[Any]) -> Precision:
         """The dtypes of the module or parameter at ``path``."""
         return self._at(path)["precision"]
+
+    def offloads_activations(self) -> bool:
+        """Whether any layer's activations wait in host memory."""
+        chosen = [fields.get("remat") for fields in self.overrides.values()]
+        return any(isinstance(remat, Offload) for remat in (self.remat, *chosen))
 
     def check_groups(self, shards: int) -> None:
         """Raises UserError for a group that does not divide the fsdp axis."""

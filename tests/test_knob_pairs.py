@@ -47,6 +47,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "reduce": (None, "bfloat16"),
     "sum": (None, "float32"),
     "tied": (False, True),
+    "offload": (None, "optimizer", "all"),
+    "moments": (None, "bfloat16"),
 }
 NAMES = ("qkv", "hidden")
 REMATS = {"names": jshard.Names(*NAMES), "offload": jshard.Offload(*NAMES)}
@@ -80,8 +82,10 @@ def make_model(tied: bool, rngs: nnx.Rngs) -> GPT:
     return GPT(dataclasses.replace(CONFIG, tied=tied), rngs=rngs)
 
 
-def optimizer() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+def optimizer(moments: str | None = None) -> optax.GradientTransformation:
+    tx = optax.adamw(1e-2)
+    tx = tx if moments is None else jshard.bf16_moments(tx)
+    return optax.chain(optax.clip_by_global_norm(0.5), tx)
 
 
 @functools.cache
@@ -113,7 +117,7 @@ def one_device(tied: bool) -> list[dict[str, float]]:
 def check(knobs: dict[str, Any]) -> None:
     knobs = dict(knobs)
     replica, shards = knobs.pop("mesh")
-    remat = knobs.pop("remat")
+    remat, moments = knobs.pop("remat"), knobs.pop("moments")
     tied, reshard = knobs.pop("tied"), knobs.pop("reshard")
     wire = {name: knobs.pop(name) for name in ("gather", "reduce", "sum")}
     if reshard == 2 > shards:
@@ -130,10 +134,10 @@ def check(knobs: dict[str, Any]) -> None:
         **knobs,
     )
     fsdp = jshard.FSDP(make_mesh(replica, shards), policy)
-    tx = optimizer()
+    tx = optimizer(moments)
     state = fsdp.init(functools.partial(make_model, tied), tx)
     step = fsdp.train_step(loss_fn, tx)
-    bound = max(BOUNDS[wire["gather"]], BOUNDS[wire["reduce"]])
+    bound = max(BOUNDS[x] for x in (wire["gather"], wire["reduce"], moments))
     for batch, want in zip(batches(), one_device(tied), strict=True):
         state, metrics = step(state, fsdp.shard_batch(batch))
         got = {name: float(metrics[name]) for name in want}

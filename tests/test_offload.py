@@ -357,8 +357,16 @@ def test_an_unknown_offload_is_an_error_with_the_possible_ones():
         jshard.Policy(offload="disk")
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jshard.Policy(offload="all"),
+        jshard.Policy(remat=jshard.Offload("hidden")),
+        jshard.Policy(overrides={"blocks": {"remat": jshard.Offload("hidden")}}),
+    ],
+)
 def test_devices_without_host_memory_are_an_error_that_names_what_they_have(
-    monkeypatch,
+    monkeypatch, policy
 ):
     class Memory:
         kind = "device"
@@ -368,7 +376,7 @@ def test_devices_without_host_memory_are_an_error_that_names_what_they_have(
     with pytest.raises(
         UserError, match=r"'pinned_host', which .* lacks \(it has device"
     ):
-        make_fsdp(make_policy("all"))
+        make_fsdp(policy)
 
 
 @pytest.mark.parametrize(("made", "used"), [("all", None), (None, "optimizer")])
