@@ -165,6 +165,8 @@ TRANSFORMATIONS: dict[str, Any] = {
         jshard.per_layer(optax.adaptive_grad_clip(0.01)), optax.adam(1e-2)
     ),
     "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "bf16 moments": optax.chain(CLIP, jshard.bf16_moments(optax.adamw(1e-2))),
+    "bf16 moments per layer": jshard.per_layer(jshard.bf16_moments(optax.adam(1e-2))),
     "no state": optax.sgd(1e-2),
     "odd": odd(),
 }
