@@ -157,7 +157,7 @@ def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
     def make_model(rngs):
         return recipe.make_model(config, rngs)
 
-    with attention(row.attention), local_attention(row.system):
+    with attention(row.attention), local_attention("offload" in dict(row.policy)):
         if row.system == "gspmd":
             if row.strategy not in ("zero3", "hybrid", "ddp"):
                 raise jshard.UserError(f"gspmd has no {row.strategy}")
@@ -207,13 +207,14 @@ def attention(implementation: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def local_attention(system: str) -> Iterator[None]:
+def local_attention(wanted: bool) -> Iterator[None]:
     """Inside jshard's step, cuDNN's call has nothing to be partitioned.
 
-    The rules of its partitioning would ask an abstract mesh for devices.
+    The rules of its partitioning would ask an abstract mesh for devices. (JAX 0.10; in
+    0.12 the two calls take other parameters.)
     """
     with contextlib.ExitStack() as stack:
-        for name in ("fwd", "bwd") if system == "jshard" else ():
+        for name in ("fwd", "bwd") if wanted else ():
             name = f"_dot_product_attention_{name}_p"
             plain = getattr(cudnn, name)
             stack.enter_context(mock.patch.object(cudnn, f"{name}_wrapper", plain))

@@ -10,8 +10,8 @@ logits, workspace.
 
 "jshard" is compiled with XLA's defaults, "jshard, overlap" with the options of
 ``compiling.OVERLAP_OPTIONS``. GSPMD stands there twice: as MaxText has it, sharding and
-options, and with the sharding and options that cost it least: the first dimension, as
-in jshard, and XLA's defaults.
+options, and where it needs least: with XLA's defaults, and of two shardings, MaxText's
+and that of the first dimension, the better.
 """
 
 import argparse
@@ -38,7 +38,6 @@ HEADS = [
     "GSPMD, MaxText",
     "GSPMD, least",
 ]
-Bytes = dict[str, Any]
 
 
 def kept(row: Row, cache: Path | None) -> float:
@@ -58,18 +57,16 @@ def sizes(row: Row, cache: Path | None) -> list[float | None]:
     whole = compile_row(row, cache)
     parts = [whole["parameters"], whole["optimizer"], whole["parameters"]]
     parts.append(kept(row, cache))
-    totals = [whole["total"]]
-    for other in (
-        {"options": "overlap"},
-        {"system": "gspmd", "rules": "maxtext", "options": "maxtext"},
-        {"system": "gspmd", "rules": "first", "options": "default"},
-    ):
-        if other.get("system") == "gspmd" and row.strategy in ("zero1", "zero2"):
-            totals.append(None)
-        else:
-            totals.append(
-                compile_row(dataclasses.replace(row, **other), cache)["total"]
-            )
+
+    def total(**changes: Any) -> int:
+        return compile_row(dataclasses.replace(row, **changes), cache)["total"]
+
+    totals: list[float | None] = [whole["total"], total(options="overlap"), None, None]
+    if row.strategy in ("zero3", "hybrid", "ddp"):
+        totals[2] = total(system="gspmd", rules="maxtext", options="maxtext")
+        totals[3] = min(
+            total(system="gspmd", rules=rules) for rules in ("maxtext", "first")
+        )
     return [*parts, whole["total"] - sum(parts), *totals]
 
 
