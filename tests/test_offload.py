@@ -417,6 +417,7 @@ def compiled_update(offload: str) -> tuple[Any, jshard.TrainState]:
     return h100.compile(trace_update(fsdp, state, ADAMW), mesh), state
 
 
+@pytest.mark.h100
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_a_gpu_holds_two_layers_of_what_is_streamed(offload):
     compiled, state = compiled_update(offload)
@@ -435,6 +436,7 @@ def test_a_gpu_holds_two_layers_of_what_is_streamed(offload):
     assert memory.temp_size_in_bytes <= 2 * layer + ROUNDING
 
 
+@pytest.mark.h100
 def test_a_gpu_sends_and_fetches_at_once_and_gathers_nothing():
     text = compiled_update("optimizer")[0].as_text()
     bodies = [c for c in re.split(r"\n(?=%|ENTRY)", text) if c.startswith("%region")]

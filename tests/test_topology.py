@@ -49,6 +49,7 @@ def test_jax_must_be_told_to_use_the_cpu(monkeypatch):
         devices("h100:8")
 
 
+@pytest.mark.h100
 @pytest.mark.skipif(not plugin(), reason="no CUDA plugin: pip install 'jshard[plan]'")
 def test_eight_gpus_make_a_host():
     hosts = [device.process_index for device in devices("h100:24")]
@@ -56,6 +57,7 @@ def test_eight_gpus_make_a_host():
     assert len(devices("b200:3")) == 3
 
 
+@pytest.mark.h100
 def test_a_step_compiles_for_h100s_that_are_not_there():
     fsdp = jshard.FSDP(h100s(8), jshard.Policy(min_shard_elements=0))
     optimizer = optax.adamw(1e-3)

@@ -1,0 +1,68 @@
+"""What only a GPU's program shows, compiled for H100s that are not there."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+import hlo
+import jshard
+from decoder import Sizes, loss_fn, make_decoder
+from h100 import h100s
+from jshard.mesh import BATCH
+
+pytestmark = pytest.mark.h100
+
+GPUS, EXAMPLES = 8, 4  # examples a GPU
+SIZES = Sizes(layers=16, width=256, hidden=1024, vocab=64, length=128)
+
+
+def compiled(policy: jshard.Policy, layers: int = SIZES.layers) -> Any:
+    """A step of the decoder, for eight H100s."""
+    mesh = h100s(GPUS)
+    fsdp, optimizer = jshard.FSDP(mesh, policy), optax.adamw(1e-3)
+    sizes = dataclasses.replace(SIZES, layers=layers)
+    state = fsdp.abstract_state(make_decoder(sizes), optimizer)
+    sharding = NamedSharding(mesh, BATCH)
+    shape = (GPUS * EXAMPLES, SIZES.length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    step = fsdp.train_step(loss_fn, optimizer)
+    return step.lower(state, {"tokens": tokens, "targets": tokens}).compile()
+
+
+def test_offloaded_activations_wait_in_host_memory_and_nothing_else_does():
+    kept, offloaded = (
+        compiled(jshard.Policy(remat=remat("hidden"))).memory_analysis()
+        for remat in (jshard.Names, jshard.Offload)
+    )
+    activations = SIZES.layers * EXAMPLES * SIZES.length * SIZES.hidden * 4
+    assert kept.host_temp_size_in_bytes == 0
+    assert offloaded.host_temp_size_in_bytes == activations
+    saved = kept.temp_size_in_bytes - offloaded.temp_size_in_bytes
+    # All of them but those of a layer that comes and one that goes.
+    assert activations * (1 - 4 / SIZES.layers) < saved < activations * 1.1
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"remat": "dots", "first_k": 4, "keep_last": 2, "reshard_root": True},
+        {"accumulate": 2, "reshard_after_forward": 2},
+    ],
+)
+def test_a_gpu_updates_its_state_in_place_and_copies_no_whole_shard(knobs):
+    step = compiled(jshard.Policy(min_shard_elements=0, **knobs))
+    memory = step.memory_analysis()
+    # All but the batch; the metrics are new.
+    batch = 2 * EXAMPLES * SIZES.length * 4
+    assert memory.alias_size_in_bytes == memory.argument_size_in_bytes - batch
+    shards = SIZES.width * SIZES.hidden // GPUS
+    large = [
+        x for x, _ in hlo.copies(step.as_text()) if x.size >= SIZES.layers * shards
+    ]
+    assert not large, large
