@@ -21,6 +21,7 @@ from jshard.checks import (
     warn_of_large_root,
 )
 from jshard.collectives import Placement
+from jshard.initial_values import make
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh
 from jshard.mesh import FSDP as FSDP_AXIS
@@ -73,7 +74,8 @@ class FSDP:
         """Makes a state whose arrays are born as shards.
 
         The whole tree never exists on any device or on the host, and the values do
-        not depend on the mesh.
+        not depend on the mesh. Arrays in host memory (``Policy.offload``) are made on
+        the device a few at a time.
 
         Args:
           make_model: makes the model from random streams.
@@ -90,13 +92,11 @@ class FSDP:
 
         # Arrays alone: a model made again has another structure where it holds a
         # function that is made with it (an initializer, a lambda).
-        create = jax.jit(
-            lambda seed: jax.tree.leaves(
-                self._create(make_model, optimizer, wrt, seed)
-            ),
-            out_shardings=[x.sharding for x in leaves],
-        )
-        return jax.tree.unflatten(structure, create(jnp.asarray(seed, jnp.uint32)))
+        def create(seed: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(self._create(make_model, optimizer, wrt, seed))
+
+        seed_array = jnp.asarray(seed, jnp.uint32)
+        return jax.tree.unflatten(structure, make(create, seed_array, leaves))
 
     def abstract_state(
         self,

@@ -352,6 +352,36 @@ def test_an_update_that_depends_on_the_number_of_layers_is_an_error():
         trace(tx, make_policy("optimizer"))
 
 
+@pytest.mark.slow
+def test_initial_values_in_host_memory_are_those_on_the_device():
+    def leaves(offload: str | None) -> list[np.ndarray]:
+        policy = make_policy(offload, ema_decay=0.9)
+        state = make_fsdp(policy).init(make_decoder(Sizes()), optax.adam(1e-3))
+        return list(map(np.asarray, jax.tree.leaves(state)))
+
+    for got, want in zip(leaves("all"), leaves(None), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_initial_values_in_host_memory_are_made_a_few_at_a_time(monkeypatch):
+    made = []
+    jit = jax.jit
+
+    def watched(fn: Any, **options: Any) -> Any:
+        made.append(options["out_shardings"])
+        return jit(fn, **options)
+
+    monkeypatch.setattr("jshard.initial_values.jax.jit", watched)
+    abstract = make_fsdp(make_policy("all")).abstract_state(
+        make_decoder(Sizes()), optax.adam(1e-3)
+    )
+    make_fsdp(make_policy("all")).init(make_decoder(Sizes()), optax.adam(1e-3))
+    hosted = bytes_in("pinned_host", abstract)
+    largest = max(bytes_in("pinned_host", x) for x in jax.tree.leaves(abstract))
+    # One more for what stays on the device.
+    assert hosted / largest <= len(made) - 1 < 2 * hosted / largest + 1
+
+
 def test_an_unknown_offload_is_an_error_with_the_possible_ones():
     with pytest.raises(
         UserError, match=r"'disk' is not one of None, 'optimizer', 'all'"

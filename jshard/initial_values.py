@@ -1,0 +1,62 @@
+"""Arrays of a new state: made at once, or in parts where the whole would not fit.
+
+What is born on the device may be made by one program. What goes to host memory is made
+on the device first, so that a state that is larger than the device is made in parts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jshard.offload import HOST
+from jshard.remat import without_dead_code
+
+
+def make(
+    create: Callable[[jax.Array], list[Any]], seed: jax.Array, abstract: Sequence[Any]
+) -> list[jax.Array]:
+    """The arrays that ``create`` returns, with the shardings of ``abstract``.
+
+    A part is as large as the largest array in host memory; what stays on the device is
+    one part.
+    """
+    parts = list(_parts(abstract))
+    if len(parts) == 1:
+        return jax.jit(create, out_shardings=[x.sharding for x in abstract])(seed)
+    traced = jax.make_jaxpr(create)(seed)
+    arrays: dict[int, jax.Array] = {}
+    for part in parts:
+
+        def some(seed: jax.Array, part: list[int] = part) -> list[Any]:
+            closed = core.ClosedJaxpr(traced.jaxpr, traced.consts)
+            outputs = core.jaxpr_as_fun(closed)(seed)
+            return [outputs[i] for i in part]
+
+        places = [abstract[i].sharding for i in part]
+        made = jax.jit(without_dead_code(some), out_shardings=places)(seed)
+        # The next part needs the room.
+        arrays |= zip(part, jax.block_until_ready(made), strict=True)
+    return [arrays[i] for i in range(len(abstract))]
+
+
+def _parts(abstract: Sequence[Any]) -> Iterator[list[int]]:
+    """Indices of arrays that are made together."""
+
+    def size(x: Any) -> int:
+        return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+
+    hosted = [i for i, x in enumerate(abstract) if x.sharding.memory_kind == HOST]
+    if rest := [i for i in range(len(abstract)) if i not in set(hosted)]:
+        yield rest
+    room = max((size(abstract[i]) for i in hosted), default=0)
+    part: list[int] = []
+    for i in sorted(hosted, key=lambda i: -size(abstract[i])):
+        if part and size(abstract[i]) + sum(size(abstract[j]) for j in part) > room:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part
