@@ -111,6 +111,17 @@ def check(case: Case, mesh: Mesh | None = None) -> None:
     assert parity.worst(got.params, want.params) <= BOUND
 
 
+def product(names: str, *factors: Any, quick: Any) -> Any:
+    """Every combination; those that are not ``quick`` are slow."""
+    return pytest.mark.parametrize(
+        names,
+        [
+            row if row in quick else pytest.param(*row, marks=pytest.mark.slow)
+            for row in itertools.product(*factors)
+        ],
+    )
+
+
 @cases(Case(**row) for row in parity.pairwise(FACTORS))
 def test_training_follows_the_plain_run_for_every_pair_of_choices(case):
     check(case)
@@ -156,14 +167,14 @@ def test_optimizer_state_follows_the_plain_run():
         assert parity.worst(moments(got, name), moments(want, name)) <= BOUND
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-@pytest.mark.parametrize("units", [False, True])
+@product("group, units", (1, 2, 4, 8), (False, True), quick=[(1, True), (4, False)])
 def test_training_follows_the_plain_run_with_weights_kept_in_groups(group, units):
     check(Case(mesh=(1, 8), reshard=group, units=units, remat="dots"))
 
 
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("first_k", [0, 1, 2, 9])
+@product(
+    *("first_k, remat", (0, 1, 2, 9), REMATS), quick=[(0, "full"), (2, REMATS[-1])]
+)
 def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, remat):
     check(Case(first_k=first_k, remat=remat, dropout=True, two_losses=True))
 
@@ -176,9 +187,10 @@ def test_training_follows_the_plain_run_with_weights_of_the_last_layers_kept(
     check(dataclasses.replace(case, frozen=True, accumulate=4, two_losses=True))
 
 
-@pytest.mark.parametrize("reshard_root", [True, 2])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("units", [False, True])
+@product(
+    *("reshard_root, accumulate, units", (True, 2), (1, 4), (False, True)),
+    quick=[(True, 1, True), (2, 4, False)],
+)
 def test_training_follows_the_plain_run_with_a_root_that_is_gathered_again(
     reshard_root, accumulate, units
 ):
@@ -186,8 +198,7 @@ def test_training_follows_the_plain_run_with_a_root_that_is_gathered_again(
     check(dataclasses.replace(case, tied=True, dropout=True, two_losses=True))
 
 
-@pytest.mark.parametrize("mesh", MESHES[2:])
-@pytest.mark.parametrize("units", [False, True])
+@product("mesh, units", MESHES[2:], (False, True), quick=[((2, 4), False)])
 def test_training_follows_the_plain_run_with_one_scatter_a_step(mesh, units):
     case = Case(mesh=mesh, accumulate=4, defer=True, units=units, tied=True)
     check(dataclasses.replace(case, frozen=True, dropout=True, padding=True))
