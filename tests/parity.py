@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
@@ -314,6 +315,20 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
                 )
         missing -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
         yield {name: factors[name][row[name]] for name in factors}
+
+
+def every_pair(**factors: tuple[Any, ...]) -> Any:
+    """A slow test by ``case``, over rows that hold every pair of values."""
+
+    def name(row: dict[str, Any]) -> str:
+        return "-".join(str(value).replace(" ", "") for value in row.values())
+
+    rows = [pytest.param(row, id=name(row)) for row in pairwise(factors)]
+
+    def mark(test: Callable) -> Callable:
+        return pytest.mark.slow(pytest.mark.parametrize("case", rows)(test))
+
+    return mark
 
 
 def make_mesh(replica: int, fsdp: int) -> Mesh:

@@ -29,6 +29,7 @@ from decoder import (
     make_fsdp,
     policies,
 )
+from parity import every_pair
 
 DEVICES, EXAMPLES = 8, 2  # examples a device
 SIZES = Sizes(layers=64, width=256, hidden=1024, vocab=72, length=8)
@@ -160,21 +161,20 @@ def test_a_list_of_units_keeps_only_its_part_of_weights_kept_in_groups():
     check("full", plain=True, layers=10, reshard_after_forward=8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(
-    "knobs",
-    [
+@every_pair(
+    remat=tuple(REMATS),
+    knobs=(
         *({"reshard_after_forward": reshard} for reshard in (True, False, 1, 2, 8)),
         {"defer_scatter": True},
-    ],
-    ids=str,
+    ),
+    accumulate=(1, 2),
+    plain=(False, True),
 )
-@pytest.mark.parametrize("remat", REMATS)
-def test_so_it_does_for_the_whole_product(remat, knobs, accumulate, plain):
+def test_so_it_does_for_every_pair_of_choices(case):
+    plain, accumulate = case["plain"], case["accumulate"]
     layers = 10 if plain else SIZES.layers
-    check(remat, plain=plain, layers=layers, accumulate=accumulate, **knobs)
+    knobs = case["knobs"] | {"accumulate": accumulate}
+    check(case["remat"], plain=plain, layers=layers, **knobs)
 
 
 def test_the_first_layers_alone_are_rematerialised():

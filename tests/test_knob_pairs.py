@@ -17,7 +17,7 @@ from flax import nnx
 
 import jshard
 from models.gpt import GPT, GPTConfig
-from parity import make_mesh, pairwise, worst
+from parity import every_pair, make_mesh, worst
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
 
@@ -144,11 +144,6 @@ def check(knobs: dict[str, Any]) -> None:
         assert worst(got, want) <= bound, (got, want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "knobs",
-    list(pairwise(FACTORS)),
-    ids=lambda row: "-".join(str(v).replace(" ", "") for v in row.values()),
-)
-def test_every_pair_of_knobs_follows_the_run_on_one_device(knobs):
-    check(knobs)
+@every_pair(**FACTORS)
+def test_every_pair_of_knobs_follows_the_run_on_one_device(case):
+    check(case)

@@ -22,6 +22,7 @@ from decoder import (
     policies,
 )
 from jshard.quantized import BLOCK
+from parity import every_pair
 
 SIZES = Sizes()
 
@@ -77,18 +78,18 @@ def test_the_backward_gathers_within_groups_alone(group, replica, remat, plain):
     check_counts(policy, reads, replica=replica, plain=plain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize(
-    ("replica", "group"),
-    [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)],
+@every_pair(
+    mesh=((1, 1), (1, 2), (1, 8), (2, 2), (2, 4), (4, 1), (8, 1)),
+    remat=tuple(REMATS),
+    accumulate=(1, 2),
+    plain=(False, True),
 )
-def test_groups_hold_for_the_whole_product(group, replica, remat, accumulate, plain):
-    remat, reads = REMATS[remat]
-    policy = policies(remat=remat, reshard_after_forward=group, accumulate=accumulate)
-    check_counts(policy, reads, replica=replica, plain=plain)
+def test_groups_hold_for_every_pair_of_choices(case):
+    (replica, group), (remat, reads) = case["mesh"], REMATS[case["remat"]]
+    policy = policies(
+        remat=remat, reshard_after_forward=group, accumulate=case["accumulate"]
+    )
+    check_counts(policy, reads, replica=replica, plain=case["plain"])
 
 
 def test_groups_send_their_part_of_what_the_backward_reads():
@@ -121,24 +122,16 @@ def test_some_layers_keep_more_and_gather_less(knobs, remat):
     check_counts(policies(remat=remat, **knobs), reads)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("first_k", [None, 0, 2, 4, 5])
-@pytest.mark.parametrize("keep_last", [0, 2, 4, 5])
-@pytest.mark.parametrize("reshard", [True, False, 4])
-@pytest.mark.parametrize("remat", ["full", "names"])
-def test_some_layers_hold_for_the_whole_product(
-    remat, reshard, keep_last, first_k, accumulate
-):
-    remat, reads = REMATS[remat]
-    policy = policies(
-        remat=remat,
-        first_k=first_k,
-        keep_last=keep_last,
-        reshard_after_forward=reshard,
-        accumulate=accumulate,
-    )
-    check_counts(policy, reads)
+@every_pair(
+    remat=("full", "names"),
+    reshard_after_forward=(True, False, 4),
+    keep_last=(0, 2, 4, 5),
+    first_k=(None, 0, 2, 4, 5),
+    accumulate=(1, 2),
+)
+def test_some_layers_hold_for_every_pair_of_choices(case):
+    remat, reads = REMATS[case["remat"]]
+    check_counts(policies(**case | {"remat": remat}), reads)
 
 
 @pytest.mark.parametrize(
@@ -171,22 +164,17 @@ def test_deferred_gradients_are_gathered_and_scattered_once_a_step(
     check_counts(policy, set(), replica=replica, plain=plain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("replica", [1, 2, 8])
-@pytest.mark.parametrize("reshard", [True, False, 1])
-@pytest.mark.parametrize("remat", REMATS)
-def test_deferral_holds_for_the_whole_product(
-    remat, reshard, replica, accumulate, plain
-):
-    policy = policies(
-        remat=REMATS[remat][0],
-        reshard_after_forward=reshard,
-        accumulate=accumulate,
-        defer_scatter=True,
-    )
-    check_counts(policy, set(), replica=replica, plain=plain)
+@every_pair(
+    remat=tuple(REMATS),
+    reshard_after_forward=(True, False, 1),
+    replica=(1, 2, 8),
+    accumulate=(1, 4),
+    plain=(False, True),
+)
+def test_deferral_holds_for_every_pair_of_choices(case):
+    knobs = {k: case[k] for k in ("reshard_after_forward", "accumulate")}
+    policy = policies(remat=REMATS[case["remat"]][0], defer_scatter=True, **knobs)
+    check_counts(policy, set(), replica=case["replica"], plain=case["plain"])
 
 
 # Dtypes.
