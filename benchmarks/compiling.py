@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import jshard
 from jshard.mesh import BATCH
-from jshard.plan import devices
+from jshard.plan import compile_for, devices
 
 # What a step overlaps with, for both: gathers and scatters of a layer each combined
 # into one, issued a layer ahead, loops unrolled by two instead of copied.
@@ -93,20 +93,15 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
     if path and path.exists():
         return json.loads(path.read_text())
     mesh = make_mesh(row)
-    there = mesh.devices.flatten().tolist()
-    options, left_out = supported(row.options, there[0])
+    options, left_out = supported(row.options, mesh.devices.flat[0])
     offloads = "offload" in dict(row.policy)
-    # Devices of a topology have no memory kinds, so that a sharding over them forgets
-    # that an array is in host memory. An abstract mesh keeps it.
+    # Where arrays are in host memory the mesh is an abstract one (see compile_for).
     traced, state, parameters = trace(row, mesh.abstract_mesh if offloads else mesh)
     start = time.perf_counter()
     if offloads:
         # cuDNN's call, which needs no partitioning in a step, is said to need devices.
         with mock.patch.object(dispatch, "prim_requires_devices_during_lowering", ()):
-            lowered: Any = traced.lower(lowering_platforms=("cuda",))
-        # JAX would ask its default backend, the CPU's, for this.
-        lowered._lowering.compile_args["backend"] = there[0].client
-        compiled = lowered.compile(options, device_assignment=tuple(there))
+            compiled = compile_for(mesh, traced, options)
     else:
         compiled = traced.lower().compile(options)
     memory = compiled.memory_analysis()

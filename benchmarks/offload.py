@@ -28,7 +28,7 @@ import jshard
 from jshard.errors import UserError
 from jshard.mesh import BATCH
 from jshard.offload import typed_as_device
-from jshard.plan import devices
+from jshard.plan import compile_for, devices
 from jshard.update import update
 from models.gpt import GPT, GPTConfig
 
@@ -155,14 +155,6 @@ def _on_device(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
-def compile_for(gpus: list[Any], traced: Any) -> Any:
-    """Compiles what was traced on an abstract mesh, which keeps memory kinds."""
-    lowered = traced.lower(lowering_platforms=("cuda",))
-    # JAX would ask its default backend, the CPU's, for this.
-    lowered._lowering.compile_args["backend"] = gpus[0].client
-    return lowered.compile(device_assignment=tuple(gpus))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=8)
@@ -190,7 +182,7 @@ def main() -> None:
         sequences = options.sequences * options.gpus
         traced = trace_step(config, mesh.abstract_mesh, offload, sequences)
         try:
-            compiled = compile_for(gpus, traced)
+            compiled = compile_for(mesh, traced)
         except jax.errors.JaxRuntimeError as error:
             print(f"{offload!s:10} does not compile: {str(error).splitlines()[0]}")
             continue

@@ -8,18 +8,13 @@ each has as many tokens as the one of the other rows.
 """
 
 import argparse
-import importlib
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from compiling import Row, attention, compile_row, make_mesh, make_policy
-from jax.sharding import NamedSharding
+from compiling import Row, compile_row, make_mesh, trace
 
-import jshard
 from jshard.describe import traffic
-from jshard.mesh import BATCH
 
 GIB = 2**30
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -43,19 +38,7 @@ STRATEGIES: dict[str, tuple[str, int, dict[str, Any]]] = {
 def received(row: Row) -> dict[str, int]:
     """Bytes that a device receives in a step, by kind of collective."""
     mesh = make_mesh(row)
-    recipe = importlib.import_module(f"train.{row.recipe}")
-    config = recipe.get_config()
-    optimizer = recipe.make_optimizer(config)
-    fsdp = jshard.FSDP(mesh, make_policy(row))
-    state = fsdp.abstract_state(lambda rngs: recipe.make_model(config, rngs), optimizer)
-    shape = (mesh.size * row.batch, config.model.sequence_length)
-    sharding = NamedSharding(mesh, BATCH)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    batch = {"inputs": tokens, "targets": tokens, "weights": weights}
-    with attention(row.attention):
-        traced = fsdp.train_step(recipe.loss_fn, optimizer).trace(state, batch)
-    found = traffic(traced.jaxpr.jaxpr, dict(mesh.shape))
+    found = traffic(trace(row, mesh)[0].jaxpr.jaxpr, dict(mesh.shape))
     return {
         kind: sum(t.wire_bytes for (name, _), t in found.items() if name == kind)
         for kind in KINDS

@@ -297,7 +297,8 @@ class FSDP:
         layers.make_units(model, self.units)
         modules = {path: module for path, module in nnx.iter_modules(model) if path}
         units = [path for path, module in modules.items() if layers.is_unit(module)]
-        self.policy.check_overrides(modules, units)
+        stacks = [path for path in units if isinstance(modules[path], layers.Stack)]
+        self.policy.check_overrides(modules, units, stacks)
         check_layer_counts(self.policy, model)
         return model
 

@@ -1,17 +1,15 @@
-"""What of a state waits in pinned host memory, and the update that reads it there."""
+"""Pinned host memory: what of a state waits there, and how a step may name it."""
 
 import dataclasses
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import UserError
 from jshard.mesh import FSDP
-from jshard.partition import NUM_LAYERS, layer_dims
 from jshard.policy import Policy
 from jshard.state import TrainState
 
@@ -78,23 +76,6 @@ def check_state(policy: Policy, state: TrainState, specs: TrainState, mesh: Any)
                 f"{'host' if on_host(x) else 'device'} memory that should not be "
                 "there; make (or restore) the state with the same policy"
             )
-
-
-def one_layer(params: nnx.State) -> nnx.State:
-    """Abstract parameters with each Stack cut to one layer.
-
-    Their metadata remembers how many there are, which tells Stacks apart.
-    """
-
-    def cut(variable: nnx.Variable) -> nnx.Variable:
-        x = variable.get_value()
-        if not layer_dims(variable):
-            return variable.copy(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        layer = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-        return variable.copy(layer, **{NUM_LAYERS: x.shape[0]})
-
-    is_variable = lambda v: isinstance(v, nnx.Variable)
-    return jax.tree.map(cut, params, is_leaf=is_variable)
 
 
 # In a step's shard_map, parameters in host memory must not have the type of such, or

@@ -11,8 +11,9 @@ from jshard.remat import Offload, check_remat
 from jshard.unit_weights import Reshard, UnitPolicy
 
 _OFFLOADS = (None, "optimizer", "all")
-_OF_UNITS = ("remat", "first_k", "reshard_after_forward", "keep_last")
-_OVERRIDABLE = (*_OF_UNITS, "precision")
+OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))
+_OF_STACKS = {"first_k", "keep_last"}
+_OVERRIDABLE = (*OF_UNITS, "precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Policy:
     def unit(self, path: Iterable[Any]) -> UnitPolicy:
         """The policy of the Unit or Stack at ``path``."""
         fields = self._at(path)
-        return UnitPolicy(**{name: fields[name] for name in _OF_UNITS})
+        return UnitPolicy(**{name: fields[name] for name in OF_UNITS})
 
     def precision_at(self, path: Iterable[Any]) -> Precision:
         """The dtypes of the module or parameter at ``path``."""
@@ -164,28 +165,36 @@ class Policy:
                 )
 
     def check_overrides(
-        self, modules: Iterable[Iterable[Any]], units: Iterable[Iterable[Any]]
+        self,
+        modules: Iterable[Iterable[Any]],
+        units: Iterable[Iterable[Any]],
+        stacks: Iterable[Iterable[Any]],
     ) -> None:
         """Raises UserError for a pattern that matches no module, or changes nothing.
 
         Args:
           modules: paths of all modules.
           units: those of Stacks and Units, which alone are rematerialised, resharded.
+          stacks: those of Stacks, whose layers alone are counted.
         """
-        names, of_units = _prefixes(modules), _prefixes(units)
         for pattern, fields in self.overrides.items():
-            if not fnmatch.filter(names, pattern):
+            if not fnmatch.filter(names := _prefixes(modules), pattern):
                 raise UserError(
                     f"policy.overrides: {pattern!r} matches no module; modules are "
                     f"{', '.join(names[:12])}"
                 )
-            useless = sorted(set(fields) & set(_OF_UNITS))
-            if useless and not fnmatch.filter(of_units, pattern):
-                raise UserError(
-                    f"policy.overrides[{pattern!r}]: {', '.join(useless)} is of whole "
-                    "Stacks and Units, and the pattern matches none; those are "
-                    f"{', '.join(of_units)}"
-                )
+            for kind, paths, of_kind in (
+                ("Stacks and Units", units, set(OF_UNITS) - _OF_STACKS),
+                ("Stacks", stacks, _OF_STACKS),
+            ):
+                useless = sorted(set(fields) & of_kind)
+                names = _prefixes(paths)
+                if useless and not fnmatch.filter(names, pattern):
+                    raise UserError(
+                        f"policy.overrides[{pattern!r}]: {', '.join(useless)} is of "
+                        f"whole {kind}, and the pattern matches none; those are "
+                        f"{', '.join(names) or 'none'}"
+                    )
 
 
 def _prefixes(paths: Iterable[Iterable[Any]]) -> list[str]:

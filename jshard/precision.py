@@ -21,7 +21,9 @@ class Precision:
         float8_e4m3fn and float8_e5m2 are scaled in blocks (``jshard.quantized``).
       compute: dtype of the weights a layer sees; modules that declare a ``dtype``
         (Flax's do) get it too, so that their inputs follow.
-      reduce: dtype on the wire of gradients; by default that of the computation.
+      reduce: dtype on the wire of gradients, unit by unit; by default that of the
+        computation. What is added up first (over micro-batches, for the sum over
+        replicas) leaves in the parameter's dtype.
       sum: dtype in which a reduction over "fsdp" adds up; by default ``reduce``, as
         a reduce-scatter does. Another one takes an all-to-all, of as many bytes, and
         each device adds up: bfloat16 on the wire without its rounding in the sums.

@@ -12,9 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import ema, loss_scale
-from jshard.offload import one_layer
 from jshard.optim import sharded_update
-from jshard.partition import follow
+from jshard.partition import NUM_LAYERS, follow, layer_dims
 from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.streamed_update import streamed_update
@@ -85,14 +84,14 @@ def update(
         return plain(moving, given)
     params, _, averages = moving
     grads, *others = given
-    layer = one_layer(params)
+    layer = _one_layer(params)
     cut = (
         layer,
         jax.eval_shape(optimizer.init, layer),
         None if averages is None else jax.eval_shape(ema.start, layer),
     )
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    cut_given = (one_layer(grads), *jax.tree.map(abstract, others))
+    cut_given = (_one_layer(grads), *jax.tree.map(abstract, others))
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
     leaves = jax.tree_util.tree_leaves_with_path(moving)
     owners = list(itertools.starmap(follow(params, names), leaves))
@@ -113,3 +112,20 @@ def _update(
     params = optax.apply_updates(params, updates)
     new = (params, opt_state, ema.update(averages, params, policy.ema_decay, steps))
     return new if finite is None else loss_scale.select(finite, new, moving)
+
+
+def _one_layer(params: nnx.State) -> nnx.State:
+    """Abstract parameters with each Stack cut to one layer.
+
+    Their metadata remembers how many there are, which tells Stacks apart.
+    """
+
+    def cut(variable: nnx.Variable) -> nnx.Variable:
+        x = variable.get_value()
+        if not layer_dims(variable):
+            return variable.copy(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        layer = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+        return variable.copy(layer, **{NUM_LAYERS: x.shape[0]})
+
+    is_variable = lambda v: isinstance(v, nnx.Variable)
+    return jax.tree.map(cut, params, is_leaf=is_variable)

@@ -255,3 +255,18 @@ def check_counts(
     # neither do the passes that only count.
     scalars = [c for c in found if c.kind == "all-reduce" and c.operands[0].size == 1]
     assert {c.times for c in scalars} == {1}
+
+
+def bytes_in(kind: str | None, tree: Any) -> int:
+    """Of arrays in this memory, what belongs to one device."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind == kind
+    )
+
+
+def values_like(tree: Any, seed: int = 0) -> Any:
+    """Random float32 in the shapes of ``tree``."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), "f4"), tree)

@@ -11,6 +11,8 @@ from flax import nnx
 
 import jshard
 from jshard import loss_scale
+from jshard.errors import RunFailed
+from jshard.training.loop import check_finite
 
 POLICY = jshard.Policy(loss_scale=True, min_shard_elements=0)
 
@@ -124,3 +126,16 @@ def test_a_checkpoint_holds_the_scale_and_the_count_of_skipped_steps(tmp_path):
     resumed, _ = run(POLICY, batches[2:], state=restored)
     for got, want in zip(params(resumed), params(whole), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("scale", "grad_norm", "stops"),
+    [(1.0, np.inf, True), (1.0, 0.5, False), (2.0, np.nan, False)],
+)
+def test_a_run_stops_when_a_scale_of_one_does_not_help(scale, grad_norm, stops):
+    metrics = {"loss_scale": scale, "grad_norm": grad_norm}
+    losses = [jnp.float32(np.inf)]
+    if not stops:
+        return check_finite(losses, 7, metrics)
+    with pytest.raises(RunFailed, match="the loss scale fell to 1 at step 7"):
+        check_finite(losses, 7, metrics)

@@ -1,11 +1,5 @@
-"""Optimizer state and parameters in host memory, streamed a layer at a time.
+"""Optimizer state and parameters in host memory: in steps, checkpoints and errors."""
 
-On the CPU memory kinds are names, so there the arithmetic, the types and the errors are
-tested; what a device holds is read from programs compiled for H100s, which needs no
-GPU, but JAX's CUDA plugin.
-"""
-
-import functools
 import re
 from typing import Any
 
@@ -14,188 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
-import h100
-import hlo
 import jshard
 import parity
-from decoder import Sizes, loss_fn, make_decoder, make_fsdp
+from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
 from jshard import checkpoint
 from jshard.describe import traffic
 from jshard.errors import UserError
-from jshard.update import update
 
 OFFLOADS = ("optimizer", "all")
 BOUND = 1e-9
 
 
+CLIP = optax.clip_by_global_norm(0.1)
+
+
 def make_policy(offload: str | None, **knobs: Any) -> jshard.Policy:
     return jshard.Policy(min_shard_elements=0, offload=offload, **knobs)
-
-
-class Dense(nnx.Module):
-    """A layer whose initial values compile in no time."""
-
-    def __init__(self, width: int, hidden: int, dtype: Any):
-        grid = jnp.arange(width * hidden, dtype=dtype).reshape(width, hidden)
-        self.kernel = nnx.Param(jnp.sin(grid) / 4)
-        self.bias = nnx.Param(jnp.linspace(-1, 1, width, dtype=dtype))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + jnp.tanh(x @ self.kernel[...]) @ self.kernel[...].T + self.bias[...]
-
-
-class Model(nnx.Module):
-    """Two Stacks of different lengths, one of one layer, a Unit, and a root."""
-
-    def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.float64):
-        make = lambda rngs: Dense(8, 16, dtype)
-        self.long = jshard.Stack(make, 4, rngs=rngs)
-        self.short = jshard.Stack(make, 3, rngs=rngs)
-        self.single = jshard.Stack(make, 1, rngs=rngs)
-        self.unit = jshard.Unit(Dense(8, 24, dtype))
-        self.scale = nnx.Param(jnp.ones(8, dtype))
-        self.odd = nnx.Param(jnp.ones(3, dtype))  # replicated
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.single(self.short(self.long(x)))
-        return self.unit(x) * self.scale[...] * self.odd[...].sum()
-
-
-def squares(model: Any, batch: jax.Array) -> jshard.Mean:
-    return jshard.Mean(jnp.sum(model(batch) ** 2), batch.shape[0])
-
-
-def random_like(tree: Any, seed: int = 0) -> Any:
-    """Positive numbers, where second moments need them; counts are 3."""
-    rng = np.random.default_rng(seed)
-
-    def one(x: Any) -> np.ndarray:
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return np.full(x.shape, 3, x.dtype)
-        return rng.uniform(0.1, 1, x.shape).astype(x.dtype)
-
-    return jax.tree.map(one, tree)
-
-
-def updated(
-    offload: str | None, tx: Any, finite: bool | None, fsdp: int = 8
-) -> list[jax.Array]:
-    """Parameters, optimizer's state and averages after two updates."""
-    mesh = jshard.make_mesh(fsdp=fsdp, replica=8 // fsdp)
-    trainer = jshard.FSDP(mesh, make_policy(offload, ema_decay=0.9))
-    state = trainer.abstract_state(Model, tx)
-    places = (state.params, state.opt_state, state.ema)
-    moving = jax.tree.map(
-        lambda x, place: jax.device_put(x, place.sharding), random_like(places), places
-    )
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(moving: Any, given: Any) -> Any:
-        return update(mesh, trainer.policy, tx, moving, given)
-
-    for seed in (1, 2):
-        grads = jax.tree.map(
-            lambda x, place: jax.device_put(
-                x - 0.5, place.sharding.with_memory_kind("device")
-            ),
-            random_like(state.params, seed),
-            state.params,
-        )
-        keep = None if finite is None else jnp.asarray(finite)
-        moving = run(moving, (grads, jnp.asarray(seed), keep))
-        kinds = jax.tree.map(lambda x: x.sharding.memory_kind, (moving, places))
-        assert kinds[0] == kinds[1], "arrays do not stay where they were"
-    return jax.tree.leaves(moving)
-
-
-def trace_update(fsdp: jshard.FSDP, state: jshard.TrainState, tx: Any) -> Any:
-    """The update alone, its gradients arguments."""
-
-    def on_device(x: Any) -> Any:
-        place = x.sharding.with_memory_kind(None)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(moving: Any, grads: Any, step: Any) -> Any:
-        return update(fsdp.mesh, fsdp.policy, tx, moving, (grads, step, None))
-
-    moving = (state.params, state.opt_state, state.ema)
-    return run.trace(moving, jax.tree.map(on_device, state.params), state.step)
-
-
-def check_update(offload: str, tx: Any, finite: bool | None = None, **knobs: Any):
-    got, want = (updated(o, tx, finite, **knobs) for o in (offload, None))
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), BOUND, 1e-12)
-
-
-def matrices(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
-
-
-def odd() -> optax.GradientTransformation:
-    """Swaps two states, forgets one, keeps one, and returns one as the update."""
-
-    def init(params: Any) -> dict[str, Any]:
-        return {name: optax.tree.zeros_like(params) for name in "abcd"}
-
-    def update(grads: Any, state: dict[str, Any], params: Any = None) -> Any:
-        del params
-        a, b, c = state["a"], state["b"], state["c"]
-        new = jax.tree.map(lambda b, c, g: b + c * (g / g.size), b, c, grads)
-        kept = state["d"]
-        return new, {"a": new, "b": a, "c": optax.tree.zeros_like(c), "d": kept}
-
-    return optax.GradientTransformation(init, update)
-
-
-CLIP = optax.clip_by_global_norm(0.1)
-TRANSFORMATIONS: dict[str, Any] = {
-    "adamw": optax.chain(
-        CLIP, optax.adamw(optax.linear_schedule(0, 1e-2, 2), mask=matrices)
-    ),
-    "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "lamb": optax.chain(CLIP, jshard.per_layer(optax.lamb(1e-2))),
-    "adafactor": jshard.per_layer(
-        optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
-    ),
-    "adaptive clipping": optax.chain(
-        jshard.per_layer(optax.adaptive_grad_clip(0.01)), optax.adam(1e-2)
-    ),
-    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-    "bf16 moments": optax.chain(CLIP, jshard.bf16_moments(optax.adamw(1e-2))),
-    "bf16 moments per layer": jshard.per_layer(jshard.bf16_moments(optax.adam(1e-2))),
-    "no state": optax.sgd(1e-2),
-    "odd": odd(),
-}
-QUICK = ("adamw", "no state")  # to compile
-
-
-@pytest.mark.usefixtures("x64", "quick_compilation")
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in TRANSFORMATIONS
-    ],
-)
-def test_a_streamed_update_is_the_update(name, offload):
-    check_update(offload, TRANSFORMATIONS[name])
-
-
-@pytest.mark.usefixtures("x64", "quick_compilation")
-@pytest.mark.parametrize("fsdp", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_streamed_update_is_the_update_on_every_mesh(fsdp):
-    check_update("all", TRANSFORMATIONS["momentum"], fsdp=fsdp)
-
-
-@pytest.mark.usefixtures("x64", "quick_compilation")
-@pytest.mark.parametrize("finite", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_update_that_is_skipped_changes_nothing_in_host_memory(finite):
-    check_update("optimizer", TRANSFORMATIONS["momentum"], finite)
 
 
 @pytest.mark.usefixtures("x64", "quick_compilation")
@@ -269,19 +98,6 @@ def test_a_step_writes_the_collectives_it_writes_without():
     ]
     assert found[0]
     assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.usefixtures("quick_compilation")
-def test_a_streamed_update_adds_no_collective():
-    def collectives(offload: str | None) -> list[Any]:
-        fsdp = make_fsdp(make_policy(offload))
-        tx = optax.chain(CLIP, optax.sgd(1e-2, momentum=0.9))
-        state = fsdp.abstract_state(make_decoder(Sizes(layers=3)), tx)
-        compiled = trace_update(fsdp, state, tx).lower().compile()
-        found = hlo.collectives(compiled.as_text() or "")
-        return sorted((c.kind, c.times, c.wire_bytes) for c in found)
-
-    assert collectives("all") == collectives(None)
 
 
 def test_a_state_in_host_memory_evaluates_and_restores_where_it_was(tmp_path):
@@ -419,67 +235,3 @@ def test_a_state_of_another_policy_is_an_error(made, used):
     tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32)
     with pytest.raises(UserError, match=f"policy.offload is {used!r}"):
         step.trace(state, {"tokens": tokens, "targets": tokens})
-
-
-# On H100s. Wide layers and a small vocabulary: Stacks are what there is.
-
-GPUS, LAYERS = 8, 6
-ADAMW = optax.chain(CLIP, optax.adamw(1e-3))
-ROUNDING = 2**12  # to what the compiler aligns, and its counters
-
-
-def bytes_in(kind: str | None, tree: Any) -> int:
-    """Of arrays in this memory, what belongs to one device."""
-    return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-        if x.sharding.memory_kind == kind
-    )
-
-
-def compiled_update(offload: str) -> tuple[Any, jshard.TrainState]:
-    """The update alone, for eight H100s, and its state."""
-    mesh = h100.h100s(GPUS)
-    abstract: Any = mesh.abstract_mesh
-    fsdp = jshard.FSDP(abstract, jshard.Policy(offload=offload))
-    sizes = Sizes(layers=LAYERS, width=1024, hidden=4096, vocab=64)
-    state = fsdp.abstract_state(make_decoder(sizes), ADAMW)
-    return h100.compile(trace_update(fsdp, state, ADAMW), mesh), state
-
-
-@pytest.mark.h100
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_a_gpu_holds_two_layers_of_what_is_streamed(offload):
-    compiled, state = compiled_update(offload)
-    memory = compiled.memory_analysis()
-    moving = (state.params, state.opt_state)
-    adam = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
-    stacks = [tree["blocks"] for tree in (state.params, *adam)]
-    layer = bytes_in("pinned_host", stacks) // LAYERS
-    hosted = bytes_in("pinned_host", moving)
-    assert memory.host_argument_size_in_bytes == hosted
-    assert memory.host_alias_size_in_bytes == hosted  # updated in place
-    assert memory.host_temp_size_in_bytes == 0
-    gradients = bytes_in(None, state.params) + bytes_in("pinned_host", state.params)
-    held = gradients + bytes_in(None, moving)
-    assert abs(memory.argument_size_in_bytes - held) <= ROUNDING
-    assert memory.temp_size_in_bytes <= 2 * layer + ROUNDING
-
-
-@pytest.mark.h100
-def test_a_gpu_sends_and_fetches_at_once_and_gathers_nothing():
-    text = compiled_update("optimizer")[0].as_text()
-    bodies = [c for c in re.split(r"\n(?=%|ENTRY)", text) if c.startswith("%region")]
-    body = max(bodies, key=lambda c: c.count("fusion-start("))
-    kinds = {"dynamic-slice": "in", "dynamic-update-slice": "out"}
-    running: dict[str, int] = {"in": 0, "out": 0}
-    together = 0
-    for name, event in re.findall(
-        r"^  %(dynamic-(?:update-)?slice)-(start|done)[\w.]* = ", body, re.MULTILINE
-    ):
-        running[kinds[name]] += 1 if event == "start" else -1
-        together += event == "start" and all(running.values())
-    # Two moments of three parameters: of each pair of transfers one starts first.
-    assert together >= 6
-    assert running == {"in": 0, "out": 0}
-    assert {c.kind for c in hlo.collectives(text)} <= {"all-reduce"}  # the norm

@@ -11,7 +11,7 @@ import jshard
 from decoder import Sizes, make_decoder, make_fsdp
 
 GROUPS = "must be True, False or the size of a group of devices"
-OVERRIDABLE = "possible: remat, first_k, reshard_after_forward, keep_last, precision"
+OVERRIDABLE = "possible: remat, reshard_after_forward, first_k, keep_last, precision"
 FLOATING = "is not one of float32, bfloat16, float16, float64"
 
 
@@ -155,6 +155,20 @@ def test_layers_are_counted_where_there_is_a_stack(knobs):
         abstract_state(jshard.Policy(**knobs), plain=True)
     (name,) = knobs
     check(error, f"policy.{name} counts the layers of a jshard.Stack", "overrides")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields", "said"),
+    [
+        ("blocks.norm", {"remat": "none"}, "remat is of whole Stacks and Units"),
+        ("head", {"first_k": 2}, "first_k is of whole Stacks, and"),
+        ("embed", {"keep_last": 1}, "keep_last is of whole Stacks, and"),
+    ],
+)
+def test_an_override_that_cannot_take_effect_is_an_error(pattern, fields, said):
+    with pytest.raises(jshard.UserError) as error:
+        abstract_state(jshard.Policy(overrides={pattern: fields}))
+    check(error, repr(pattern), said, "those are blocks")
 
 
 @pytest.mark.parametrize("of_step", [True, False])

@@ -7,9 +7,9 @@ import pytest
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
-from h100 import h100s, plugin
+from h100 import h100s
 from jshard.mesh import BATCH
-from jshard.plan import GPUS, devices
+from jshard.plan import GPUS, devices, has_plugin
 from jshard.plan.topology import parse
 
 
@@ -50,7 +50,7 @@ def test_jax_must_be_told_to_use_the_cpu(monkeypatch):
 
 
 @pytest.mark.h100
-@pytest.mark.skipif(not plugin(), reason="no CUDA plugin: pip install 'jshard[plan]'")
+@pytest.mark.skipif(not has_plugin(), reason="pip install 'jshard[plan]'")
 def test_eight_gpus_make_a_host():
     hosts = [device.process_index for device in devices("h100:24")]
     assert hosts == [host for host in range(3) for _ in range(8)]

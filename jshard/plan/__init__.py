@@ -4,6 +4,7 @@ Needs the CUDA plugin of the installed JAX, no GPU: ``pip install 'jshard[plan]'
 core never imports this package.
 """
 
-from jshard.plan.topology import GPU, GPUS, devices
+from jshard.plan.ahead_of_time import compile_for
+from jshard.plan.topology import GPU, GPUS, devices, has_plugin
 
-__all__ = ["GPU", "GPUS", "devices"]
+__all__ = ["GPU", "GPUS", "compile_for", "devices", "has_plugin"]

@@ -16,7 +16,7 @@ _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """What XLA's compiler, and a cost model, need to know of a GPU.
+    """What XLA's compiler needs to know of a GPU.
 
     Attributes:
       name: as the driver reports it.
@@ -28,8 +28,6 @@ class GPU:
       l2: its cache in bytes.
       clock: GHz.
       shared: shared memory in bytes, a block, a core, and a block that opts in.
-      flops: dense bf16 matrix products, FLOP/s.
-      nvlink: bytes/s in one direction.
     """
 
     name: str
@@ -41,31 +39,29 @@ class GPU:
     l2: int
     clock: float
     shared: tuple[int, int, int]
-    flops: float
-    nvlink: float
 
 
 _A100_SHARED = (49152, 167936, 166912)
 _H100_SHARED = (49152, 233472, 232448)
 
 # Sources: device descriptions that XLA reads from the drivers (its
-# tools/hlo_opt/gpu_specs, *.txtpb), NVIDIA's data sheets for FLOP/s and NVLink.
+# tools/hlo_opt/gpu_specs, *.txtpb).
 GPUS = {
     "a100": GPU(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 85_100_068_864, 2.03904e12,
-        41_943_040, 1.41, _A100_SHARED, 312e12, 300e9,
+        41_943_040, 1.41, _A100_SHARED,
     ),
     "h100": GPU(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
-        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
+        52_428_800, 1.98, _H100_SHARED,
     ),
     "h200": GPU(
         "NVIDIA H200", (9, 0), 132, 128, 151_397_597_184, 4.8e12,
-        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
+        52_428_800, 1.98, _H100_SHARED,
     ),
     "b200": GPU(
         "NVIDIA B200", (10, 0), 148, 128, 191_514_411_008, 7.67232e12,
-        132_644_864, 1.965, _H100_SHARED, 2250e12, 900e9,
+        132_644_864, 1.965, _H100_SHARED,
     ),
 }  # fmt: skip
 
@@ -107,7 +103,7 @@ def devices(spec: str) -> list[Any]:
         the CPU.
     """
     gpu, number = parse(spec)
-    if not any(map(_is_installed, _PLUGINS)):
+    if not has_plugin():
         raise UserError(
             "topology: compiling for GPUs that are not there needs JAX's CUDA plugin "
             "(no GPU): pip install 'jshard[plan]'"
@@ -124,6 +120,11 @@ def devices(spec: str) -> list[Any]:
         topology=f"1x{hosts}x{number // hosts}",
     )
     return list(topology.devices)
+
+
+def has_plugin() -> bool:
+    """Whether JAX's CUDA plugin is installed."""
+    return any(map(_is_installed, _PLUGINS))
 
 
 def _is_installed(distribution: str) -> bool:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -133,7 +133,7 @@ def run(
             ):
                 continue
             fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
-            check_finite(losses, step, fetched.get("loss_scale"))
+            check_finite(losses, step, fetched)
             values = {"loss": fetched.pop("loss"), **fetched}
             if schedule is not None:
                 values["learning_rate"] = float(schedule(step - 1))
@@ -177,21 +177,23 @@ def _start_from(config: Config, state: Any, display: ProgressDisplay) -> Any:
 
 
 def check_finite(
-    losses: Sequence[jax.Array], step: int, loss_scale: float | None = None
+    losses: Sequence[jax.Array], step: int, metrics: Mapping[str, float]
 ) -> None:
     """Stops the run at its first loss that is not finite.
+
+    With a loss scale, steps that are not finite are skipped, and what stops the run is
+    a scale that cannot fall further.
 
     Args:
       losses: The losses of the last steps.
       step: The step of the last one.
-      loss_scale: Of the last step. With one, steps that are not finite are skipped,
-        and only a scale that cannot fall further stops the run.
+      metrics: Of that step.
 
     Raises:
       RunFailed: Names the step.
     """
-    if loss_scale is not None:
-        if loss_scale <= 1:
+    if "loss_scale" in metrics:
+        if metrics["loss_scale"] <= 1 and not np.isfinite(metrics["grad_norm"]):
             raise RunFailed(
                 f"the loss scale fell to 1 at step {step}, and gradients are still not "
                 "finite: lower the learning rate, clip gradients, or use bfloat16"

@@ -1,15 +1,17 @@
 """From the keys of `config.policy` to a `jshard.Policy`."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import jshard
 from jshard.errors import UserError
+from jshard.policy import OF_UNITS
 from jshard.training.command_line import parse_value
 from jshard.training.config import Config
 
-PRECISION = ("param", "gather", "compute", "reduce", "sum")
-OF_UNITS = ("remat", "first_k", "reshard_after_forward", "keep_last")
+_PRECISION = tuple(field.name for field in dataclasses.fields(jshard.Precision))
+_KEYS = (*OF_UNITS, *_PRECISION)
 
 
 def make_policy(config: Config) -> jshard.Policy:
@@ -47,15 +49,15 @@ def _overrides(entries: Iterable[str], precision: dict[str, Any]) -> dict[str, d
     for entry in entries:
         pattern, colon, setting = str(entry).partition(":")
         key, equals, text = setting.partition("=")
-        if not (pattern and colon and equals) or key not in (*OF_UNITS, *PRECISION):
+        if not (pattern and colon and equals) or key not in _KEYS:
             raise UserError(
                 f"--config.policy.overrides={entry}: must be PATTERN:KEY=VALUE, with "
                 f"a pattern of module paths and KEY one of "
-                f"{', '.join((*OF_UNITS, *PRECISION))}"
+                f"{', '.join(_KEYS)}"
             )
         fields = overrides.setdefault(pattern, {})
         value = parse_value(text, None)
-        if key in PRECISION:
+        if key in _PRECISION:
             fields["precision"] = fields.get("precision", precision) | {key: value}
         else:
             fields[key] = parse_remat(value) if key == "remat" else value

@@ -1,0 +1,26 @@
+"""Compiles for devices that are not there."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+
+def compile_for(
+    mesh: Mesh, traced: jax.stages.Traced, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles for the GPUs of ``mesh`` what was traced on its ``abstract_mesh``.
+
+    Devices of a topology have no memory kinds, so that a sharding over them forgets
+    that an array is in host memory. An abstract mesh keeps it.
+
+    Args:
+      mesh: of ``jshard.plan.devices``.
+      traced: a step, for instance.
+      options: of the compiler.
+    """
+    targets = mesh.devices.flatten().tolist()
+    lowered: Any = traced.lower(lowering_platforms=("cuda",))
+    # JAX would ask its default backend, the CPU's, for this.
+    lowered._lowering.compile_args["backend"] = targets[0].client
+    return lowered.compile(options, device_assignment=tuple(targets))
