@@ -72,3 +72,12 @@ def manual_axes() -> tuple[str, ...]:
     """The mesh axes that are manual here: both inside a jshard step, else none."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in AXES if axis in manual)
+
+
+def overlaps() -> bool:
+    """Whether a step's collectives run beside its computation: on GPUs they do.
+
+    XLA's CPU programs do one thing after the other.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "gpu"

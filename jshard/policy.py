@@ -12,7 +12,7 @@ from jshard.unit_weights import Reshard, UnitPolicy
 
 _OFFLOADS = (None, "optimizer", "all")
 OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))
-_OF_STACKS = {"first_k", "keep_last"}
+_OF_STACKS = {"first_k", "keep_last", "prefetch"}
 _OVERRIDABLE = (*OF_UNITS, "precision")
 
 
@@ -34,6 +34,10 @@ class Policy:
         host, say).
       keep_last: so many layers of each Stack, the last ones, keep their gathered
         weights all the same: the backward reads them first.
+      prefetch: whether each layer of a Stack runs between the gather of the next one's
+        weights and the scatter of the last one's gradients, so that both are hidden; at
+        the price of another layer's weights and gradients in memory. None is on GPUs,
+        where they can run at the same time.
       reshard_root: the same choice for the root, what is in no Stack or Unit, which
         is otherwise gathered once a step and kept.
       precision: dtypes of parameters, wire, computation and reduction.
@@ -63,6 +67,7 @@ class Policy:
     first_k: int | None = None
     reshard_after_forward: Reshard = True
     keep_last: int = 0
+    prefetch: bool | None = None
     reshard_root: Reshard = False
     precision: Precision = Precision()
     accumulate: int = 1
@@ -204,7 +209,12 @@ def _prefixes(paths: Iterable[Iterable[Any]]) -> list[str]:
 
 
 def _check(
-    remat: Any, first_k: Any, reshard_after_forward: Any, keep_last: Any, precision: Any
+    remat: Any,
+    first_k: Any,
+    reshard_after_forward: Any,
+    keep_last: Any,
+    prefetch: Any,
+    precision: Any,
 ) -> None:
     check_remat(remat)
     if first_k is not None and not _is_count(first_k):
@@ -213,6 +223,8 @@ def _check(
         )
     if not _is_count(keep_last):
         raise UserError(f"policy.keep_last: {keep_last!r} must be a number of layers")
+    if not isinstance(prefetch, bool | None):
+        raise UserError(f"policy.prefetch: {prefetch!r} must be True, False or None")
     _check_reshard("reshard_after_forward", reshard_after_forward)
     if not isinstance(precision, Precision):
         raise UserError(

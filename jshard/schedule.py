@@ -7,13 +7,13 @@ gradients. Gradients, like parameters, exist as shards only.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jshard.collectives import (
     Placement,
@@ -24,6 +24,8 @@ from jshard.collectives import (
     zeros_like,
 )
 from jshard.errors import UserError
+from jshard.layer_loops import Layers, layer_of, put_layer
+from jshard.mesh import overlaps
 from jshard.remat import LinearizedLayer
 from jshard.unit_weights import (
     Reshard,
@@ -34,6 +36,8 @@ from jshard.unit_weights import (
     hold,
     keep,
     scatter,
+    scatter_shards,
+    sum_shards,
     to_gather,
 )
 
@@ -109,70 +113,32 @@ def run_unit(
 
 @dataclasses.dataclass(frozen=True)
 class _Segment:
-    """Neighbouring layers of a Stack that are treated alike, in a loop of their own."""
+    """Neighbouring layers of a Stack that are treated alike, in loops of their own.
+
+    XLA inlines a loop of one trip: a layer on its own is scheduled like a Unit.
+    """
 
     start: int
     stop: int
-    layer: LinearizedLayer
+    layer: LinearizedLayer  # in a loop
+    alone: LinearizedLayer  # outside of one
     reshard: Reshard
-
-    @property
-    def single(self) -> bool:
-        """XLA inlines a loop of one trip: its layer is then scheduled like a Unit."""
-        return self.stop - self.start == 1
-
-    def scan(
-        self,
-        body: Callable,
-        shards: Sequence[jax.Array],
-        places: Sequence[Placement],
-        carry: Any,
-        xs: Any,
-        *,
-        reverse: bool = False,
-    ) -> tuple[Any, Any]:
-        """``lax.scan`` of ``body(index, here, carry, slices)`` over these layers.
-
-        ``here`` are a layer's shards, on the device: those that wait in host memory are
-        fetched while the layer before runs.
-        """
-        hosted = [place.hosted for place in places]
-
-        def fetch(index: jax.Array) -> list[Any]:
-            layer = _layer([x for x, h in zip(shards, hosted, strict=True) if h], index)
-            return [jax.device_put(x, jax.memory.Space.Device) for x in layer]
-
-        def step(state, slices):
-            index, fetched, carry = state
-            following = index + (-1 if reverse else 1)
-            near = jnp.clip(following, self.start, self.stop - 1)
-            arriving = fetched if self.single else fetch(near)
-            arrived = iter(fetched)
-            here = [
-                next(arrived) if h else _layer([x], index)[0]
-                for x, h in zip(shards, hosted, strict=True)
-            ]
-            carry, ys = body(index, here, carry, slices)
-            return (following, arriving, carry), ys
-
-        first = jnp.int32(self.stop - 1 if reverse else self.start)
-        state = (first, fetch(first), carry)
-        length = self.stop - self.start
-        (_, _, carry), ys = lax.scan(step, state, xs, length=length, reverse=reverse)
-        return carry, ys
+    ahead: bool  # whether transfers run beside neighbouring layers
 
 
-def _segments(
-    policy: UnitPolicy, length: int, linearize: Callable[[Any, bool], LinearizedLayer]
-) -> list[_Segment]:
+def _segments(policy: UnitPolicy, length: int, linearize: Callable) -> list[_Segment]:
     first = length if policy.first_k is None else min(policy.first_k, length)
     last = length - min(policy.keep_last, length)
+    prefetch = overlaps() if policy.prefetch is None else policy.prefetch
     segments = []
     for start, stop in itertools.pairwise(sorted({0, first, last, length})):
         remat = policy.remat if start < first else "none"
         reshard = policy.reshard_after_forward if start < last else False
-        layer = linearize(remat, stop - start == 1)
-        segments.append(_Segment(start, stop, layer, reshard))
+        alone = linearize(remat, prevent_cse=True)
+        single = stop - start == 1
+        layer = alone if single else linearize(remat, prevent_cse=False)
+        ahead = prefetch and not single
+        segments.append(_Segment(start, stop, layer, alone, reshard, ahead))
     return segments
 
 
@@ -195,7 +161,7 @@ def run_stack(
       xs: what else belongs to each layer, (L, ...) each.
       carry: enters the first layer.
       args: the same for every layer.
-      policy: remat and reshard.
+      policy: remat, reshard and prefetch.
       moving_xs: which of ``xs`` have gradients.
 
     Returns:
@@ -206,7 +172,7 @@ def run_stack(
     length = next(x.shape[0] for x in [*shards, *xs])
     trained = [p.trainable and is_float(s) for s, p in zip(shards, places, strict=True)]
 
-    def linearize(remat: Any, single: bool) -> LinearizedLayer:
+    def linearize(remat: Any, *, prevent_cse: bool) -> LinearizedLayer:
         return LinearizedLayer(
             fn,
             full([abstract_like(s, layer=True) for s in shards], places),
@@ -215,7 +181,7 @@ def run_stack(
             [abstract_like(x) for x in args],
             differentiable=[*trained, *moving_xs, *map(is_float, [*carry, *args])],
             remat=remat,
-            prevent_cse=single,
+            prevent_cse=prevent_cse,
         )
 
     segments = _segments(policy, length, linearize)
@@ -226,33 +192,49 @@ def run_stack(
     @jax.custom_vjp
     def run(shards, xs, carry, args):
         def body(index, here, carry, _):
-            xs_here = _layer(xs, index)
             if length == 1:
                 here, carry = hold(here, carry)
-            outputs = first.call(gather_all(here, places), xs_here, carry, args)
+            weights = gather_all(here, places)
+            outputs = first.call(weights, layer_of(xs, index), carry, args)
             return _carry_like(outputs[:num_carry], carry), outputs[num_carry:]
 
-        return _Segment(0, length, first, True).scan(body, shards, places, carry, None)
+        return Layers(shards, places, 0, length).in_turn(body, carry, None)
 
     def forward(shards, xs, carry, args):
         ys, saved = [], []
         for segment in segments:
+            layers = Layers(shards, places, segment.start, segment.stop)
 
-            def body(index, here, carry, _, segment=segment):
-                layer = segment.layer
-                if segment.single:
-                    here, carry = hold(here, carry)
-                weights = gather_all(here, places)
-                outputs, kept = layer.forward(weights, _layer(xs, index), carry, args)
+            def step(layer, index, weights, carry, segment=segment):
+                outputs, kept = layer.forward(weights, layer_of(xs, index), carry, args)
                 weights = keep(weights, places, layer.weights_read, segment.reshard)
                 carry = _carry_like(outputs[:num_carry], carry)
                 return carry, (outputs[num_carry:], (kept, weights))
 
-            carry, (segment_ys, segment_saved) = segment.scan(
-                body, shards, places, carry, None
-            )
-            ys.append(segment_ys)
-            saved.append(segment_saved)
+            def body(index, here, carry, _, segment=segment, step=step):
+                if segment.stop - segment.start == 1:
+                    here, carry = hold(here, carry)
+                return step(segment.layer, index, gather_all(here, places), carry)
+
+            if segment.ahead:
+
+                def load(index, carry, layers=layers):
+                    here, carry = hold(layers.here(index), carry)
+                    return gather_all(here, places), carry
+
+                carry, (some_ys, some), (last_ys, last), weights = layers.forward_ahead(
+                    load,
+                    functools.partial(step, segment.layer),
+                    functools.partial(step, segment.alone),
+                    carry,
+                )
+                ys += [some_ys, [y[None] for y in last_ys]]
+                read = segment.layer.weights_read
+                saved.append((some, last, [weights[i] for i in read]))
+            else:
+                carry, (some_ys, some) = layers.in_turn(body, carry, None)
+                ys.append(some_ys)
+                saved.append(some)
         ys = [_concatenate(parts) for parts in zip(*ys, strict=True)]
         return (carry, ys), (shards, xs, args, saved)
 
@@ -268,30 +250,92 @@ def run_stack(
         xs_grads = [
             zeros_like(x) if m else None for x, m in zip(xs, moving_xs, strict=True)
         ]
+        shard_types = [abstract_like(s, layer=True) for s in shards]
+
+        def step(layer, index, weights, kept, ys_ct, sums):
+            """One layer's backward: the sums after it, and whole gradients."""
+            carry_ct, args_ct, grads, xs_grads = sums
+            layer_grads, layer_xs_grads, carry_grads, arg_grads = layer.backward(
+                weights, layer_of(xs, index), args, kept, [*carry_ct, *ys_ct]
+            )
+            moved = [g for g, m in zip(arg_grads, moving_args, strict=True) if m]
+            args_ct = [a + g for a, g in zip(args_ct, moved, strict=True)]
+            carry_ct = [g for g in carry_grads if g is not None]
+            xs_grads = put_layer(xs_grads, layer_xs_grads, index)
+            return (carry_ct, args_ct, grads, xs_grads), layer_grads
+
+        def finish(index, layer_grads, sums, following):
+            """Scatters a layer's gradients into the stacks; what follows waits."""
+            carry_ct, args_ct, grads, xs_grads = sums
+            parts = scatter_shards(layer_grads, places)
+            flat, tree = jax.tree.flatten((parts, following))
+            flat, carry_ct = hold(flat, carry_ct)
+            parts, following = jax.tree.unflatten(tree, flat)
+            grads = put_layer(grads, sum_shards(parts, shard_types), index)
+            return (carry_ct, args_ct, grads, xs_grads), following
+
         sums = (carry_ct, args_ct, grads, xs_grads)
-        for segment, kept in reversed(list(zip(segments, saved, strict=True))):
+        for segment, some in reversed(list(zip(segments, saved, strict=True))):
+            layers = Layers(shards, places, segment.start, segment.stop)
+            read, reshard = segment.layer.weights_read, segment.reshard
 
             def body(index, here, sums, slices, segment=segment):
-                carry_ct, args_ct, grads, xs_grads = sums
                 (kept, weights), ys_ct = slices
-                layer, reshard = segment.layer, segment.reshard
-                needed = to_gather(weights, here, layer.weights_read)
-                if segment.single and reshard:
-                    needed, carry_ct = hold(needed, carry_ct)
-                weights = gather_read(needed, places, layer.weights_read, reshard)
-                layer_grads, layer_xs_grads, carry_grads, arg_grads = layer.backward(
-                    weights, _layer(xs, index), args, kept, [*carry_ct, *ys_ct]
+                read, reshard = segment.layer.weights_read, segment.reshard
+                needed = to_gather(weights, here, read)
+                if segment.stop - segment.start == 1 and reshard:
+                    needed, carry_ct = hold(needed, sums[0])
+                    sums = (carry_ct, *sums[1:])
+                weights = gather_read(needed, places, read, reshard)
+                sums, layer_grads = step(
+                    segment.layer, index, weights, kept, ys_ct, sums
                 )
-                moved = [g for g, m in zip(arg_grads, moving_args, strict=True) if m]
-                args_ct = [a + g for a, g in zip(args_ct, moved, strict=True)]
-                carry_ct = [g for g in carry_grads if g is not None]
-                grads = _put(grads, scatter(layer_grads, places, here), index)
-                xs_grads = _put(xs_grads, layer_xs_grads, index)
-                return (carry_ct, args_ct, grads, xs_grads), None
+                carry_ct, args_ct, grads, xs_grads = sums
+                parts = scatter(layer_grads, places, here)
+                return (
+                    carry_ct,
+                    args_ct,
+                    put_layer(grads, parts, index),
+                    xs_grads,
+                ), None
 
-            part = [ct[segment.start : segment.stop] for ct in ys_ct]
-            sums, _ = segment.scan(
-                body, shards, places, sums, (kept, part), reverse=True
+            if not segment.ahead:
+                part = [ct[segment.start : segment.stop] for ct in ys_ct]
+                sums, _ = layers.in_turn(body, sums, (some, part), reverse=True)
+                continue
+            some, last, last_weights = some
+
+            def kept_at(index, segment=segment, some=some, last=last):
+                if isinstance(index, int) and index == segment.stop - 1:
+                    return last
+                here = index - segment.start
+                leaves, tree = jax.tree.flatten(some)
+                return jax.tree.unflatten(tree, layer_of(leaves, here))
+
+            def load(
+                index, sums, layers=layers, read=read, reshard=reshard, at=kept_at
+            ):
+                _, weights = at(index)
+                here = layers.here(index) if weights is None else []
+                needed = to_gather(weights, here, read)
+                needed, carry_ct = hold(needed, sums[0])
+                weights = gather_read(needed, places, read, reshard)
+                return weights, (carry_ct, *sums[1:])
+
+            def one(layer, index, weights, sums, at=kept_at):
+                kept, _ = at(index)
+                return step(layer, index, weights, kept, layer_of(ys_ct, index), sums)
+
+            whole: list[Any] = [None] * len(places)
+            for i, weight in zip(read, last_weights, strict=True):
+                whole[i] = weight
+            sums = layers.backward_ahead(
+                load,
+                functools.partial(one, segment.layer),
+                functools.partial(one, segment.alone),
+                finish,
+                whole,
+                sums,
             )
         carry_ct, args_ct, grads, xs_grads = sums
         moving = iter(carry_ct)
@@ -327,30 +371,6 @@ def check_carry(carry: Sequence[Any], outputs: Sequence[Any]) -> None:
                 f"{after.dtype}{list(after.shape)}; equal layers must keep shape and "
                 "dtype, so cast the stack's input or the layer's output"
             )
-
-
-def _layer(stacked: Sequence[jax.Array], index: jax.Array) -> list[jax.Array]:
-    """One layer's part of (L, ...) arrays."""
-    return [
-        lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
-        for x in stacked
-    ]
-
-
-def _zeros(stacked: Sequence[jax.Array], wanted: Sequence[bool]) -> list[Any]:
-    return [zeros_like(x) if w else None for x, w in zip(stacked, wanted, strict=True)]
-
-
-def _put(stacked: Sequence[Any], layer: Sequence[Any], index: jax.Array) -> list[Any]:
-    """(L, ...) arrays with one layer replaced; None where there is none."""
-    return [
-        None
-        if x is None
-        else lax.dynamic_update_index_in_dim(
-            x, y, index, 0, allow_negative_indices=False
-        )
-        for x, y in zip(stacked, layer, strict=True)
-    ]
 
 
 def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:

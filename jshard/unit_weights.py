@@ -14,7 +14,6 @@ from jshard.collectives import (
     all_gather,
     is_float,
     join,
-    reduce_scatter,
     split,
     sum_copies,
     vary,
@@ -39,12 +38,16 @@ class UnitPolicy:
       first_k: to how many layers of a Stack ``remat`` applies; the others keep all
         that their backward reads. None is all layers.
       keep_last: how many of a Stack's last layers keep their gathered weights.
+      prefetch: whether a Stack's layer runs between the gather of the next one's
+        weights and the scatter of the last one's gradients. None is on GPUs, where
+        they run at the same time.
     """
 
     remat: Any = "full"
     reshard_after_forward: Reshard = True
     first_k: int | None = None
     keep_last: int = 0
+    prefetch: bool | None = None
 
 
 def full(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
@@ -73,16 +76,9 @@ def _gather_before_forward(places, shards, x):
 def _gather_before_backward(places, shards, cotangents):
     grads, x_ct = cotangents
     trained = [p.trainable and is_float(s) for s, p in zip(shards, places, strict=True)]
-    parts = [
-        scatter_one(grad, place) if t else None
-        for grad, place, t in zip(grads, places, trained, strict=True)
-    ]
-    parts, x_ct = lax.optimization_barrier((parts, x_ct))
-    shard_grads = [
-        None if part is None else sum_copies(part, shard)
-        for part, shard in zip(parts, shards, strict=True)
-    ]
-    return shard_grads, x_ct
+    grads = [grad if t else None for grad, t in zip(grads, trained, strict=True)]
+    parts, x_ct = lax.optimization_barrier((scatter_shards(grads, places), x_ct))
+    return sum_shards(parts, shards), x_ct
 
 
 gather_before.defvjp(_gather_before_forward, _gather_before_backward)
@@ -122,9 +118,22 @@ def scatter(
     grads: Sequence[Any], places: Sequence[Placement], shards: Sequence[Any]
 ) -> list[Any]:
     """Gradients of shards from those of whole weights, None where there is none."""
+    return sum_shards(scatter_shards(grads, places), shards)
+
+
+def scatter_shards(grads: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
+    """The first half of ``scatter``: sums over "fsdp"."""
     return [
-        None if grad is None else reduce_scatter(grad, place, shard)
-        for grad, place, shard in zip(grads, places, shards, strict=True)
+        None if grad is None else scatter_one(grad, place)
+        for grad, place in zip(grads, places, strict=True)
+    ]
+
+
+def sum_shards(parts: Sequence[Any], shards: Sequence[Any]) -> list[Any]:
+    """The second half: sums over "replica", in the shards' dtypes."""
+    return [
+        None if part is None else sum_copies(part, shard)
+        for part, shard in zip(parts, shards, strict=True)
     ]
 
 

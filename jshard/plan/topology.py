@@ -28,6 +28,8 @@ class GPU:
       l2: its cache in bytes.
       clock: GHz.
       shared: shared memory in bytes, a block, a core, and a block that opts in.
+      flops: FLOP/s of dense bf16 matrix products, the vendor's figure.
+      nvlink: bytes/s in one direction.
     """
 
     name: str
@@ -39,29 +41,31 @@ class GPU:
     l2: int
     clock: float
     shared: tuple[int, int, int]
+    flops: float
+    nvlink: float
 
 
 _A100_SHARED = (49152, 167936, 166912)
 _H100_SHARED = (49152, 233472, 232448)
 
 # Sources: device descriptions that XLA reads from the drivers (its
-# tools/hlo_opt/gpu_specs, *.txtpb).
+# tools/hlo_opt/gpu_specs, *.txtpb); the last two figures are the data sheets'.
 GPUS = {
     "a100": GPU(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 85_100_068_864, 2.03904e12,
-        41_943_040, 1.41, _A100_SHARED,
+        41_943_040, 1.41, _A100_SHARED, 312e12, 300e9,
     ),
     "h100": GPU(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
-        52_428_800, 1.98, _H100_SHARED,
+        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
     ),
     "h200": GPU(
         "NVIDIA H200", (9, 0), 132, 128, 151_397_597_184, 4.8e12,
-        52_428_800, 1.98, _H100_SHARED,
+        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
     ),
     "b200": GPU(
         "NVIDIA B200", (10, 0), 148, 128, 191_514_411_008, 7.67232e12,
-        132_644_864, 1.965, _H100_SHARED,
+        132_644_864, 1.965, _H100_SHARED, 2250e12, 900e9,
     ),
 }  # fmt: skip
 

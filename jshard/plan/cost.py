@@ -1,0 +1,291 @@
+"""What an instruction costs: the model behind the timeline.
+
+Kernels by a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): the longer of
+their matrix products at ``MATMUL`` of the peak and their traffic at ``MEMORY`` of the
+memory's bandwidth, and ``LAUNCH`` each. Collectives by alpha-beta (Hockney 1994): a
+latency, and the bytes on the wire over the bandwidth of the slowest link they cross.
+Host copies by the bandwidth of the bus. The constants are stated, not fitted.
+"""
+
+import dataclasses
+import math
+import re
+
+from jshard.plan.hlo import HOST_SPACE, Computation, Instruction, Module
+from jshard.plan.topology import GPU, GPUS_A_HOST
+
+MATMUL = 0.72  # of the dense bf16 peak
+MEMORY = 0.85  # of the memory's bandwidth
+LAUNCH = 3e-6  # seconds a kernel
+LATENCY = 15e-6  # seconds a collective
+LINK = 370 / 450  # of NVLink's bandwidth: NCCL's bus bandwidth on 8 x H100
+NETWORK_PORT = 370e9 / 8  # bytes/s a GPU, of its 400 Gb/s port
+HOST_BUS = 55e9  # bytes/s, PCIe 5.0 x16, each way
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# What takes no time: names for values, not kernels.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
+    "opt-barrier", "partition-id", "replica-id", "domain", "add-dependency",
+}  # fmt: skip
+# Peak of matrix products relative to bf16; float32 ones run in TF32 by default.
+_RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one kernel does.
+
+    Attributes:
+      kind: "matrix product", "attention" or "memory".
+      flops: of matrix products, in bf16's time.
+      bytes: read and written in device memory.
+      host_bytes: read and written in host memory.
+    """
+
+    kind: str
+    flops: float
+    bytes: int
+    host_bytes: int = 0
+
+    def seconds(self, gpu: GPU) -> float:
+        """How long it runs."""
+        busy = max(
+            self.flops / (MATMUL * gpu.flops),
+            self.bytes / (MEMORY * gpu.bandwidth),
+            self.host_bytes / HOST_BUS,
+        )
+        return busy + LAUNCH
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One collective.
+
+    Attributes:
+      kind: of ``KINDS``.
+      dtypes: bytes of each dtype on the wire: what a device receives.
+      group: devices that take part together.
+      in_host: how many of them share a host with each other.
+    """
+
+    kind: str
+    dtypes: tuple[tuple[str, int], ...]
+    group: int
+    in_host: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device receives."""
+        return sum(nbytes for _, nbytes in self.dtypes)
+
+    @property
+    def network(self) -> bool:
+        """Whether it leaves the host."""
+        return self.group > self.in_host
+
+    def seconds(self, gpu: GPU) -> float:
+        """How long it runs with the links to itself.
+
+        Within a host over NVLink. Between hosts each of a host's devices in the group
+        brings one network port.
+        """
+        speed = LINK * gpu.nvlink
+        if self.network:
+            speed = min(speed, self.in_host * NETWORK_PORT)
+        return LATENCY + self.wire_bytes / speed
+
+
+def transfer(
+    module: Module, computation: Computation, x: Instruction, num_devices: int
+) -> Transfer | None:
+    """A collective, or the start of one; None for another instruction."""
+    inner = _wrapped(module, x)
+    if inner is not None:
+        return transfer(module, *inner, num_devices)
+    kind = x.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    groups = x.groups or (tuple(range(num_devices)),)
+    group = max(map(len, groups))
+    in_host = max(
+        len([d for d in groups[0] if d // GPUS_A_HOST == host])
+        for host in {d // GPUS_A_HOST for d in groups[0]}
+    )
+    # Results can hold operands, too (all-gather-start); operands are what is put in.
+    given = [
+        array
+        for name in x.operands
+        for array in computation.by_name[name].arrays
+        if array.dtype != "token"
+    ]
+    scale = {
+        "all-gather": group - 1,
+        "all-reduce": 2 * (group - 1) / group,
+        "collective-permute": 1,
+        "collective-broadcast": 1,
+    }.get(kind, (group - 1) / group)
+    sizes: dict[str, float] = {}
+    for array in given:
+        sizes[array.dtype] = sizes.get(array.dtype, 0) + array.bytes * scale
+    dtypes = tuple((dtype, round(nbytes)) for dtype, nbytes in sizes.items())
+    return Transfer(kind, dtypes, group, in_host)
+
+
+def is_start(x: Instruction) -> bool:
+    """Whether it begins what a ``-done`` waits for."""
+    return x.opcode.endswith("-start") and '"is_sync":true' not in x.text
+
+
+def _wrapped(module: Module, x: Instruction) -> tuple[Computation, Instruction] | None:
+    """The instruction inside an ``async-start``."""
+    if x.opcode != "async-start":
+        return None
+    inside = next(module.inside(x))
+    return inside, inside.root
+
+
+def work(module: Module, computation: Computation, x: Instruction) -> Work:
+    """What a kernel does: a fusion, a custom call, a copy, ..."""
+    if x.target.startswith("__cudnn$fmha"):
+        return _attention(computation, x)
+    flops = _flops(module, computation, x)
+    nbytes = [0, 0]
+    for array, size in _traffic(module, computation, x):
+        nbytes[array] += size
+    kind = "matrix product" if flops else "memory"
+    return Work(kind, flops, nbytes[0], nbytes[1])
+
+
+def _attention(computation: Computation, x: Instruction) -> Work:
+    """Flash attention: products of queries, keys, values, half of them masked.
+
+    Forward 2 products of B x N x T x S x H, backward 5 (Dao 2023, arXiv:2307.08691,
+    section 3).
+    """
+    dims = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[(.*?)\]', x.text)
+    if dims is None:
+        raise ValueError(f"{x.name}: an attention call without the shape of its scores")
+    scores = math.prod(int(n.strip(' "')) for n in dims[1].split(","))
+    width = computation.by_name[x.operands[0]].arrays[0].shape[-1]
+    products = 5 if "Backward" in x.target else 2
+    causal = 0.5 if '"mask_type": "CAUSAL"' in x.text else 1.0
+    operands = sum(computation.by_name[name].bytes for name in x.operands)
+    flops = 2.0 * products * scores * width * causal
+    return Work("attention", flops, operands + x.bytes)
+
+
+def _flops(module: Module, computation: Computation, x: Instruction) -> float:
+    """Of the matrix products in an instruction and what it calls."""
+    if x.opcode == "dot" or "matmul" in x.target or "gemm" in x.target:
+        return _dot_flops(computation, x)
+    if x.opcode not in ("fusion", "call", "custom-call"):
+        return 0.0
+    return _inner_flops(module, x)
+
+
+def _inner_flops(module: Module, x: Instruction) -> float:
+    return sum(
+        _flops(module, inside, y)
+        for inside in module.inside(x)
+        for y in inside.instructions
+    )
+
+
+def _dot_flops(computation: Computation, x: Instruction) -> float:
+    lhs = computation.by_name[x.operands[0]].arrays[0]
+    contracted = x.attribute("lhs_contracting_dims")
+    if not contracted:  # of a custom call, in its backend_config
+        found = re.search(r'"lhs_contracting_dimensions":\["?(\d+)', x.text)
+        contracted = (int(found[1]),) if found else (len(lhs.shape) - 1,)
+    depth = math.prod(lhs.shape[d] for d in contracted)
+    rate = 2.0 if lhs.dtype.startswith("f8") else _RATES.get(lhs.dtype, 1.0)
+    return 2.0 * x.arrays[0].size * depth / rate
+
+
+def _traffic(module: Module, computation: Computation, x: Instruction):
+    """(is it host memory, bytes) of what an instruction reads and writes.
+
+    A fusion that only slices an operand reads the slice; one that updates an operand
+    in place writes the update.
+    """
+    inside = module.body(x, "calls") if x.opcode == "fusion" else None
+    written = set()
+    if inside is not None:
+        for target, update in _updates(inside):
+            written.add(target)
+            for array in update.arrays:
+                yield array.space == HOST_SPACE, array.bytes
+    elif x.opcode == "dynamic-update-slice":
+        update = computation.by_name[x.operands[1]]
+        space = x.arrays[0].space
+        yield space == HOST_SPACE, 2 * update.bytes
+        return
+    elif x.opcode in ("dynamic-slice", "gather", "slice"):
+        spaces = {a.space for a in computation.by_name[x.operands[0]].arrays}
+        yield HOST_SPACE in spaces, 2 * x.bytes
+        return
+    for number, name in enumerate(x.operands):
+        operand = computation.by_name[name]
+        nbytes = operand.bytes
+        if inside is not None:
+            parameter = inside.parameter(number)
+            nbytes = _read(inside, parameter, parameter.name in written)
+        space = operand.arrays[0].space if operand.arrays else 0
+        yield space == HOST_SPACE, nbytes
+    results = list(x.arrays)
+    for name in written:  # in place: their results are not written whole
+        shape = inside.by_name[name].arrays[0] if inside else None
+        match = next(
+            (i for i, a in enumerate(results) if shape and a.shape == shape.shape), None
+        )
+        if match is not None:
+            results.pop(match)
+    for array in results:
+        yield array.space == HOST_SPACE, array.bytes
+
+
+def _read(inside: Computation, parameter: Instruction, updated: bool) -> int:
+    """Bytes of a fusion's parameter that it reads."""
+    total = 0
+    for user in _real_users(inside, parameter):
+        if user.opcode in ("dynamic-slice", "slice", "gather"):
+            total += user.bytes
+        elif user.opcode == "dynamic-update-slice" and updated:
+            total += 0
+        else:
+            return parameter.bytes
+    return min(total, parameter.bytes)
+
+
+def _real_users(inside: Computation, x: Instruction):
+    for user in inside.users[x.name]:
+        if user.opcode == "bitcast":
+            yield from _real_users(inside, user)
+        else:
+            yield user
+
+
+def _updates(inside: Computation):
+    """(the parameter, the update) of each result that is updated in place."""
+    roots = [inside.root]
+    if inside.root.opcode == "tuple":
+        roots = [inside.by_name[name] for name in inside.root.operands]
+    for root in roots:
+        while root.opcode == "bitcast":
+            root = inside.by_name[root.operands[0]]
+        if root.opcode != "dynamic-update-slice":
+            continue
+        target = inside.by_name[root.operands[0]]
+        while target.opcode == "bitcast":
+            target = inside.by_name[target.operands[0]]
+        if target.opcode == "parameter":
+            yield target.name, inside.by_name[root.operands[1]]
