@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard import describe, ema, layers, loss_scale, step
+from jshard import compiler, describe, ema, layers, loss_scale, step
 from jshard.checks import (
     check_batch,
     check_layer_counts,
@@ -47,6 +47,8 @@ class FSDP:
       mesh: a mesh with axes "replica" and "fsdp" (``jshard.make_mesh``).
       policy: what is gathered, kept and reduced, and in which dtypes.
       units: module types whose instances become Units, the model unedited.
+      compiler_options: options of XLA for the jitted steps, over those that jshard
+        gives them on GPUs (``jshard.compiler``); None leaves an option to XLA.
     """
 
     def __init__(
@@ -55,12 +57,15 @@ class FSDP:
         policy: Policy | None = None,
         *,
         units: tuple[type, ...] = (),
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         self.mesh = check_mesh(mesh)
         self.policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
         check_memory(self.policy, mesh)
         self.units = tuple(units)
+        platform = mesh.devices.flat[0].platform
+        self.compiler_options = compiler.compiler_options(platform, compiler_options)
 
     # States.
 
@@ -210,7 +215,7 @@ class FSDP:
             )
             return self._constrain(new, specs), metrics | more
 
-        return jax.jit(train_step, donate_argnums=0)
+        return self._jit(train_step, donate_argnums=0)
 
     def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> jax.stages.Wrapped:
         """The jitted ``means = eval_step(state, batch)``, the model in eval mode.
@@ -231,7 +236,7 @@ class FSDP:
             )(state.params, state.frozen, state.model_state, batch)
             return Means(loss, metrics)
 
-        return jax.jit(eval_step)
+        return self._jit(eval_step)
 
     def predict_step(self, fn: Callable[[Any, Any], Any]) -> jax.stages.Wrapped:
         """The jitted ``outputs = predict_step(state, batch)``, in eval mode.
@@ -252,7 +257,10 @@ class FSDP:
             run = self._shard_map(local, self._inputs(specs), BATCH)
             return run(state.params, state.frozen, state.model_state, batch)
 
-        return jax.jit(predict_step)
+        return self._jit(predict_step)
+
+    def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
+        return jax.jit(step, compiler_options=self.compiler_options or None, **kwargs)
 
     def _checked_specs(self, state: TrainState) -> TrainState:
         specs = self._specs(state)

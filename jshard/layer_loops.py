@@ -119,8 +119,8 @@ class Layers:
           load: ``load(index, carry)`` gives the weights of a layer, and the carry.
           body: ``body(index, weights, carry)`` gives a carry and whole gradients.
           alone: the same for the two ends, which are outside the loop.
-          finish: ``finish(index, grads, carry, following)`` puts gradients away, in
-            the carry; the layer's own, ``following``, wait for that.
+          finish: ``finish(index, grads, carry, following=None)`` puts gradients away,
+            in the carry; what comes next, ``following`` and the carry, waits for that.
           weights: of the last layer.
           carry: enters the last layer.
         """
@@ -142,8 +142,7 @@ class Layers:
         before = grads
         carry, grads = alone(self.start, weights, carry)
         carry, grads = finish(self.start + 1, before, carry, grads)
-        carry, _ = finish(self.start, grads, carry, [])
-        return carry
+        return finish(self.start, grads, carry)[0]
 
 
 def layer_of(stacked: Sequence[jax.Array], index: Any) -> list[jax.Array]:

@@ -264,13 +264,14 @@ def run_stack(
             xs_grads = put_layer(xs_grads, layer_xs_grads, index)
             return (carry_ct, args_ct, grads, xs_grads), layer_grads
 
-        def finish(index, layer_grads, sums, following):
+        def finish(index, layer_grads, sums, following=None):
             """Scatters a layer's gradients into the stacks; what follows waits."""
             carry_ct, args_ct, grads, xs_grads = sums
             parts = scatter_shards(layer_grads, places)
-            flat, tree = jax.tree.flatten((parts, following))
-            flat, carry_ct = hold(flat, carry_ct)
-            parts, following = jax.tree.unflatten(tree, flat)
+            if following is not None:
+                flat, tree = jax.tree.flatten((parts, following))
+                flat, carry_ct = hold(flat, carry_ct)
+                parts, following = jax.tree.unflatten(tree, flat)
             grads = put_layer(grads, sum_shards(parts, shard_types), index)
             return (carry_ct, args_ct, grads, xs_grads), following
 

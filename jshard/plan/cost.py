@@ -187,12 +187,8 @@ def _flops(module: Module, computation: Computation, x: Instruction) -> float:
     """Of the matrix products in an instruction and what it calls."""
     if x.opcode == "dot" or "matmul" in x.target or "gemm" in x.target:
         return _dot_flops(computation, x)
-    if x.opcode not in ("fusion", "call", "custom-call"):
+    if x.opcode not in ("fusion", "fusion-start", "call", "custom-call"):
         return 0.0
-    return _inner_flops(module, x)
-
-
-def _inner_flops(module: Module, x: Instruction) -> float:
     return sum(
         _flops(module, inside, y)
         for inside in module.inside(x)
@@ -217,7 +213,8 @@ def _traffic(module: Module, computation: Computation, x: Instruction):
     A fusion that only slices an operand reads the slice; one that updates an operand
     in place writes the update.
     """
-    inside = module.body(x, "calls") if x.opcode == "fusion" else None
+    fused = x.opcode in ("fusion", "fusion-start")
+    inside = module.body(x, "calls") if fused else None
     written = set()
     if inside is not None:
         for target, update in _updates(inside):
@@ -241,7 +238,8 @@ def _traffic(module: Module, computation: Computation, x: Instruction):
             nbytes = _read(inside, parameter, parameter.name in written)
         space = operand.arrays[0].space if operand.arrays else 0
         yield space == HOST_SPACE, nbytes
-    results = list(x.arrays)
+    # An asynchronous one's own type holds its operands, too.
+    results = list(x.arrays if inside is None else inside.root.arrays)
     for name in written:  # in place: their results are not written whole
         shape = inside.by_name[name].arrays[0] if inside else None
         match = next(

@@ -4,7 +4,9 @@ XLA's schedule is a list of instructions in the order in which the host issues t
 Kernels run one after the other on the compute stream. A collective starts when the
 compute stream reaches its start and the collectives before it are done; its ``-done``
 makes the compute stream wait. Copies to and from host memory have a stream for each
-direction. ``jshard.plan.cost`` says how long each takes.
+direction, and so have copies on the device that XLA issues beside its kernels.
+``jshard.plan.cost`` says how long each takes; what runs at the same time does not slow
+the other down.
 """
 
 import dataclasses
@@ -16,8 +18,10 @@ from jshard.plan.topology import GPU
 
 COMPUTE = "compute"
 COLLECTIVES = "collectives"
+COPIES = "copies"
 TO_HOST = "to host"
 FROM_HOST = "from host"
+STREAMS = (COMPUTE, COLLECTIVES, COPIES, TO_HOST, FROM_HOST)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Event:
 
     Attributes:
       name: of the instruction.
-      stream: "compute", "collectives", "to host" or "from host".
+      stream: "compute", "collectives", "copies", "to host" or "from host".
       kind: "matrix product", "attention", "memory", "all-gather", ..., "copy".
       start: seconds since the step began.
       end: likewise.
@@ -92,12 +96,12 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the compute stream waits for communication."""
-        return sum(gap.seconds for gap in self.gaps)
+        """Seconds in which the compute stream waits for collectives."""
+        return sum(g.seconds for g in self.gaps if g.waits_for.stream == COLLECTIVES)
 
     @property
     def floor(self) -> float:
-        """Seconds of the step with all communication hidden."""
+        """Seconds of the step with all collectives hidden."""
         return self.seconds - self.exposed
 
     def busy(self, stream: str) -> float:
@@ -136,7 +140,7 @@ class _Streams:
         self.events: list[Event] = []
         self.gaps: list[Gap] = []
         self.synchronous: dict[str, None] = {}
-        self.free = dict.fromkeys((COMPUTE, COLLECTIVES, TO_HOST, FROM_HOST), 0.0)
+        self.free = dict.fromkeys(STREAMS, 0.0)
         self.last: Event | None = None  # kernel
         self.unfollowed: int | None = None  # index of a gap with no kernel after it
         self.steps: dict[str, list[Callable[[dict[str, Event]], None]]] = {}
@@ -180,6 +184,13 @@ class _Streams:
         cost = work(self.module, computation, x)
         seconds = cost.seconds(self.gpu)
         nbytes = cost.bytes + cost.host_bytes
+        if x.opcode == "fusion-start":
+            stream = COPIES if not cost.host_bytes else _bus(computation, x)
+
+            def beside(flying: dict[str, Event]) -> None:
+                flying[x.name] = self.occupy(stream, x, "copy", seconds, nbytes)
+
+            return beside
 
         def kernel(flying: dict[str, Event]) -> None:
             self.last = self.occupy(COMPUTE, x, cost.kind, seconds, nbytes, cost.flops)
@@ -221,10 +232,9 @@ class _Streams:
     def copy(
         self, computation: Computation, x: Instruction
     ) -> Callable[[dict[str, Event]], None]:
-        """Between host and device, or on the device beside the compute stream."""
-        given = computation.by_name[x.operands[0]].arrays[0]
-        nbytes = given.bytes
-        stream = FROM_HOST if given.space == HOST_SPACE else TO_HOST
+        """Between host and device."""
+        nbytes = computation.by_name[x.operands[0]].arrays[0].bytes
+        stream = _bus(computation, x)
         seconds = LAUNCH + nbytes / HOST_BUS
 
         def run(flying: dict[str, Event]) -> None:
@@ -259,3 +269,9 @@ class _Streams:
             self.unfollowed = len(self.gaps)
             self.gaps.append(Gap(self.now, event.end, event, self.last))
             self.free[COMPUTE] = event.end
+
+
+def _bus(computation: Computation, x: Instruction) -> str:
+    """Which way an instruction copies between host and device."""
+    given = computation.by_name[x.operands[0]].arrays[0]
+    return FROM_HOST if given.space == HOST_SPACE else TO_HOST

@@ -23,6 +23,7 @@ SHARED_DEFAULTS = {
         "first_k": None,  # layers of a Stack that remat applies to; None is all
         "reshard_after_forward": True,  # or False, or a group of so many devices
         "keep_last": 0,  # last layers of a Stack that keep their gathered weights
+        "prefetch": None,  # transfers beside the neighbouring layer; None is on GPUs
         "reshard_root": False,
         "accumulate": 1,
         "defer_scatter": False,
@@ -39,6 +40,7 @@ SHARED_DEFAULTS = {
         },
         "overrides": (),  # PATTERN:KEY=VALUE, e.g. blocks.norm*:compute=float32
     },
+    "compiler_options": (),  # NAME=VALUE, over those of jshard/compiler.py
     "checkpoint": {
         "every": 500,  # steps; 0 never saves
         "keep": 3,  # the newest so many

@@ -4,7 +4,6 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from jshard.errors import Preempted, RunFailed
 from jshard.restore import restore_parameters, restore_state
 from jshard.training.config import Config
 from jshard.training.data import batches, eval_batches
+from jshard.training.job import make_job
 from jshard.training.metrics import RunFolder
-from jshard.training.policy import make_policy
 from jshard.training.preemption import Preemption
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
@@ -47,11 +46,9 @@ def run(
       Preempted: A signal ended the run, and its state is saved.
     """
     started = started or time.time()
-    mesh = jshard.make_mesh(replica=config.mesh.replica, fsdp=config.mesh.fsdp)
-    fsdp = jshard.FSDP(mesh, make_policy(config))
-    optimizer = recipe.make_optimizer(config)
-    make_model = partial(recipe.make_model, config)
-    abstract_state = fsdp.abstract_state(make_model, optimizer)
+    job = make_job(recipe, config)
+    fsdp, train_step = job.fsdp, job.train_step
+    abstract_state = job.abstract_state()
     start = find_start(workdir, config)
 
     reader = {
@@ -70,7 +67,6 @@ def run(
     eval_data = recipe.make_data(config, "validation") if config.eval_every else None
     references = recipe.references(config) if recipe.references else {}
     sample = recipe.sample(config) if recipe.sample else None
-    train_step = fsdp.train_step(recipe.loss_fn, optimizer)
     start_up = fsdp.describe(abstract_state, first_batch, train_step)
     # Before the folder is touched: the checkpoint may be another model's.
     state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
@@ -87,13 +83,13 @@ def run(
         folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
 
         if state is None:
-            state = fsdp.init(make_model, optimizer, seed=config.seed)
+            state = fsdp.init(job.make_model, job.optimizer, seed=config.seed)
             if config.checkpoint.restore:
                 state = _start_from(config, state, display)
         eval_step = fsdp.eval_step(recipe.loss_fn)
         schedule = recipe.learning_rate(config) if recipe.learning_rate else None
         flops = recipe.flops_per_token(config) if recipe.flops_per_token else None
-        throughput = Throughput(first_batch, mesh, flops)
+        throughput = Throughput(first_batch, fsdp.mesh, flops)
 
         def evaluate(step: int) -> dict[str, float]:
             values = _evaluate(eval_step, fsdp, state, eval_data, config, reader)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jshard
+from jshard.compiler import check_options
 from jshard.errors import UserError
 from jshard.policy import OF_UNITS
 from jshard.training.command_line import parse_value
@@ -65,3 +66,22 @@ def _overrides(entries: Iterable[str], precision: dict[str, Any]) -> dict[str, d
         if "precision" in fields:
             fields["precision"] = jshard.Precision(**fields["precision"])
     return overrides
+
+
+def parse_options(entries: Iterable[str]) -> dict[str, Any]:
+    """Reads `config.compiler_options`: entries like `xla_gpu_autotune_level=0`.
+
+    Raises:
+      UserError: An entry is not NAME=VALUE, or XLA knows no such option or value.
+    """
+    options = {}
+    for entry in map(str, entries):
+        name, equals, text = entry.partition("=")
+        if not (name and equals):
+            raise UserError(
+                f"--config.compiler_options={entry}: must be NAME=VALUE, an option of "
+                "XLA and its value; None leaves it to XLA"
+            )
+        options[name] = parse_value(text, None)
+    check_options({k: v for k, v in options.items() if v is not None})
+    return options

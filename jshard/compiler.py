@@ -1,0 +1,93 @@
+"""The options that XLA compiles a step with on GPUs, and the reason for each.
+
+They belong to the step's own ``jit``: nothing has to be set in the environment. XLA's
+names and types of options differ between the JAX versions; what differs is here.
+docs/log.md has the measurements.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jshard.errors import UserError
+
+# A collective of one unit's parameters is one launch, and one line in a profile.
+_ONE_COLLECTIVE = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of XLA.
+
+    Attributes:
+      name: XLA's.
+      value: what a step is compiled with.
+      reason: why.
+    """
+
+    name: str
+    value: bool | int | str
+    reason: str
+
+
+OPTIONS = (
+    Option(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "orders a step so that collectives run beside computation",
+    ),
+    Option(
+        "xla_gpu_enable_while_loop_double_buffering",
+        True,
+        "unrolls the layers' loops by two: what is gathered a layer ahead lands where "
+        "it is used, instead of being copied there",
+    ),
+    Option(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        _ONE_COLLECTIVE,
+        "gathers all weights of a layer in one collective",
+    ),
+    Option(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        _ONE_COLLECTIVE,
+        "scatters all gradients of a layer in one collective",
+    ),
+    Option(
+        "xla_gpu_all_reduce_combine_threshold_bytes",
+        _ONE_COLLECTIVE,
+        "sums all small gradients in one collective",
+    ),
+)
+
+
+def compiler_options(
+    platform: str, changes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options of a step's ``jit``.
+
+    Args:
+      platform: of its devices, as ``device.platform`` says: only GPUs have options.
+      changes: the user's own, over these; None leaves an option to XLA.
+
+    Returns:
+      Values by name, for ``jax.jit(compiler_options=...)``.
+    """
+    options = {}
+    if platform == "gpu":
+        options = {option.name: option.value for option in OPTIONS}
+    options |= changes or {}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises UserError for a name or value that the installed XLA does not know."""
+    for name, value in options.items():
+        try:
+            jax.jit(lambda x: x, compiler_options={name: value}).lower(0.0).compile()
+        except (jax.errors.JaxRuntimeError, TypeError) as error:
+            raise UserError(
+                f"compiler option {name}={value!r}: JAX {jax.__version__} says: "
+                f"{str(error).splitlines()[0]}"
+            ) from error

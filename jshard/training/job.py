@@ -1,0 +1,63 @@
+"""What a recipe and its config make: the mesh, the sharding, the step that trains."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+import jshard
+from jshard.training.config import Config
+from jshard.training.policy import make_policy, parse_options
+from jshard.training.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A recipe on a mesh, before anything is allocated.
+
+    Attributes:
+      recipe: what to train.
+      config: its config, with every shared key.
+      fsdp: how it is sharded.
+      optimizer: the recipe's.
+      make_model: makes the model from random streams.
+      train_step: the jitted step.
+    """
+
+    recipe: Recipe
+    config: Config
+    fsdp: jshard.FSDP
+    optimizer: optax.GradientTransformation
+    make_model: Callable[..., Any]
+    train_step: jax.stages.Wrapped
+
+    def abstract_state(self) -> jshard.TrainState:
+        """The state, nothing allocated."""
+        return self.fsdp.abstract_state(self.make_model, self.optimizer)
+
+
+def make_job(
+    recipe: Recipe, config: Config, devices: Sequence[Any] | None = None
+) -> Job:
+    """Sets a recipe up on the devices of the job, or on others.
+
+    Args:
+      recipe: what to train.
+      config: its config, with every shared key.
+      devices: to train on; by default all there are.
+
+    Raises:
+      UserError: the config asks for what cannot be.
+    """
+    mesh = jshard.make_mesh(
+        replica=config.mesh.replica, fsdp=config.mesh.fsdp, devices=devices
+    )
+    options = parse_options(config.compiler_options)
+    fsdp = jshard.FSDP(mesh, make_policy(config), compiler_options=options)
+    optimizer = recipe.make_optimizer(config)
+    train_step = fsdp.train_step(recipe.loss_fn, optimizer)
+    make_model = partial(recipe.make_model, config)
+    return Job(recipe, config, fsdp, optimizer, make_model, train_step)
