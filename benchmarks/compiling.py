@@ -5,28 +5,24 @@ same recipe: model, attention, optimizer, dtypes (bf16 compute and wire, fp32 pa
 and moments), one sequence a GPU.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gspmd
 import jax
 import jax.numpy as jnp
-from jax._src import dispatch
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import Mesh, NamedSharding
 
 import jshard
 from jshard.mesh import BATCH
-from jshard.plan import compile_for, devices
+from jshard.plan import compile_for, devices, tracing_for
+from jshard.plan.topology import parse
 
 # What a step overlaps with, for both: gathers and scatters of a layer each combined
 # into one, issued a layer ahead, loops unrolled by two instead of copied.
@@ -99,9 +95,7 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
     traced, state, parameters = trace(row, mesh.abstract_mesh if offloads else mesh)
     start = time.perf_counter()
     if offloads:
-        # cuDNN's call, which needs no partitioning in a step, is said to need devices.
-        with mock.patch.object(dispatch, "prim_requires_devices_during_lowering", ()):
-            compiled = compile_for(mesh, traced, options)
+        compiled = compile_for(mesh, traced, options)
     else:
         compiled = traced.lower().compile(options)
     memory = compiled.memory_analysis()
@@ -139,7 +133,7 @@ def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
     """The traced step, its abstract state, and the parameters of that."""
     recipe = importlib.import_module(f"train.{row.recipe}")
     config = recipe.get_config()
-    config.model.update(dict(row.model))
+    config.model.update({"attention": row.attention, **dict(row.model)})
     if row.layers:
         config.model.num_layers = row.layers
     optimizer = recipe.make_optimizer(config)
@@ -152,7 +146,7 @@ def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
     def make_model(rngs):
         return recipe.make_model(config, rngs)
 
-    with attention(row.attention), local_attention("offload" in dict(row.policy)):
+    with tracing_for(parse(row.topology)[0]):
         if row.system == "gspmd":
             if row.strategy not in ("zero3", "hybrid", "ddp"):
                 raise jshard.UserError(f"gspmd has no {row.strategy}")
@@ -181,39 +175,6 @@ def make_policy(row: Row) -> jshard.Policy:
         **dict(row.policy),
     }
     return jshard.Policy(**settings)
-
-
-@contextlib.contextmanager
-def attention(implementation: str) -> Iterator[None]:
-    """Models' attention by cuDNN, which is not installed, or by XLA.
-
-    JAX asks for cuDNN's version when a model is traced; XLA compiles the call for the
-    GPU described.
-    """
-    chosen = functools.partial(
-        jax.nn.dot_product_attention, implementation=implementation
-    )
-    with (
-        mock.patch.object(jax.nn, "dot_product_attention", chosen),
-        mock.patch.object(cudnn, "check_cudnn_version", return_value=90800),
-        mock.patch.object(cudnn, "check_compute_capability", return_value=True),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def local_attention(wanted: bool) -> Iterator[None]:
-    """Inside jshard's step, cuDNN's call has nothing to be partitioned.
-
-    The rules of its partitioning would ask an abstract mesh for devices. (JAX 0.10; in
-    0.12 the two calls take other parameters.)
-    """
-    with contextlib.ExitStack() as stack:
-        for name in ("fwd", "bwd") if wanted else ():
-            name = f"_dot_product_attention_{name}_p"
-            plain = getattr(cudnn, name)
-            stack.enter_context(mock.patch.object(cudnn, f"{name}_wrapper", plain))
-        yield
 
 
 @functools.cache

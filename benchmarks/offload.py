@@ -165,6 +165,7 @@ def main() -> None:
     config = GPTConfig(
         vocab_size=50304, sequence_length=2048, num_layers=options.layers,
         width=options.width, num_heads=options.width // 128, loss_chunk=2048,
+        attention="xla",
     )  # fmt: skip
     try:
         gpus = devices(f"h100:{options.gpus}")

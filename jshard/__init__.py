@@ -1,5 +1,6 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX."""
 
+from jshard.attention import dot_product_attention
 from jshard.checkpoint import Checkpointer
 from jshard.collectives import gather, pmean
 from jshard.cross_entropy import cross_entropy
@@ -34,6 +35,7 @@ __all__ = [
     "UserError",
     "bf16_moments",
     "cross_entropy",
+    "dot_product_attention",
     "gather",
     "gathered",
     "gathered_before",

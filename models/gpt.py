@@ -29,6 +29,7 @@ class GPTConfig:
       dropout: rate, on embeddings and on each residual branch.
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens (on one device) whose logits exist at a time in the loss.
+      attention: "auto", "xla" or "cudnn", of ``jshard.dot_product_attention``.
       dtype: of the computation.
       param_dtype: of the parameters.
     """
@@ -41,6 +42,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True
     loss_chunk: int = 1024
+    attention: str = "auto"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -93,6 +95,7 @@ class Attention(nnx.Module):
         width = config.width
         residual_std = 0.02 / (2 * config.num_layers) ** 0.5  # GPT-2, section 2.3
         self.num_heads = config.num_heads
+        self.implementation = config.attention
         self.qkv = _linear(config, width, 3 * width, rngs)
         self.out = _linear(config, width, width, rngs, residual_std)
 
@@ -102,7 +105,13 @@ class Attention(nnx.Module):
         qkv_BTE = checkpoint_name(self.qkv(x_BTD), "qkv")
         qkv_BTCNH = qkv_BTE.reshape(B, T, 3, self.num_heads, -1)
         q_BTNH, k_BTNH, v_BTNH = (qkv_BTCNH[:, :, i] for i in range(3))
-        y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
+        y_BTNH = jshard.dot_product_attention(
+            q_BTNH,
+            k_BTNH,
+            v_BTNH,
+            is_causal=True,
+            implementation=self.implementation,
+        )
         y_BTD = checkpoint_name(y_BTNH.reshape(B, T, D), "attended")
         return self.out(y_BTD)
 

@@ -31,6 +31,7 @@ class LlamaConfig:
       norm_eps: added to mean squares.
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens (on one device) whose logits exist at a time in the loss.
+      attention: "auto", "xla" or "cudnn", of ``jshard.dot_product_attention``.
       dtype: of the computation.
       param_dtype: of the parameters.
     """
@@ -46,6 +47,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tied: bool = False
     loss_chunk: int = 1024
+    attention: str = "auto"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -124,6 +126,7 @@ class Attention(nnx.Module):
         kv_width = width // heads * config.num_kv_heads
         self.theta = config.rope_theta
         self.head_width = width // heads
+        self.implementation = config.attention
         self.q = _linear(config, width, width, rngs)
         self.k = _linear(config, width, kv_width, rngs)
         self.v = _linear(config, width, kv_width, rngs)
@@ -141,7 +144,13 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = (
             checkpoint_name(x, "qkv") for x in (q_BTNH, k_BTKH, v_BTKH)
         )
-        y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+        y_BTNH = jshard.dot_product_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            is_causal=True,
+            implementation=self.implementation,
+        )
         y_BTD = checkpoint_name(y_BTNH.reshape(x_BTD.shape), "attended")
         return self.out(y_BTD)
 

@@ -1,6 +1,7 @@
 """What only a GPU's program shows, compiled for H100s that are not there."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from h100 import h100s
 from jshard.mesh import BATCH
+from jshard.plan import GPUS as KINDS
+from jshard.plan import compile_for, tracing_for
+from models.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.h100
 
@@ -65,3 +69,32 @@ def test_a_gpu_updates_its_state_in_place_and_copies_no_whole_shard(knobs):
     copied = [x.shape for x, _ in hlo.copies(step.as_text()) if x.size == size]
     # Activations have a dimension of examples.
     assert not [shape for shape in copied if EXAMPLES not in shape]
+
+
+@pytest.mark.parametrize(
+    ("attention", "offload"), [("auto", None), ("auto", "optimizer"), ("xla", None)]
+)
+def test_a_bf16_llama_attends_by_cudnn_forward_and_backward(attention, offload):
+    config = LlamaConfig(
+        vocab_size=64, sequence_length=128, num_layers=1, num_heads=4, num_kv_heads=2,
+        width=128, hidden=256, loss_chunk=128, attention=attention,
+    )  # fmt: skip
+    mesh, optimizer = h100s(GPUS), optax.adam(1e-3)
+    traced_on: Any = mesh.abstract_mesh if offload else mesh
+    precision = jshard.Precision(compute="bfloat16")
+    fsdp = jshard.FSDP(traced_on, jshard.Policy(precision=precision, offload=offload))
+    state = fsdp.abstract_state(lambda rngs: Llama(config, rngs=rngs), optimizer)
+    sharding = NamedSharding(traced_on, BATCH)
+    shape = (GPUS, config.sequence_length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    step = fsdp.train_step(
+        lambda model, batch: model.loss(batch["x"], batch["x"], batch["w"]), optimizer
+    )
+    with tracing_for(KINDS["h100"]):
+        traced = step.trace(state, {"x": tokens, "w": weights})
+    program = compile_for(mesh, traced) if offload else traced.lower().compile()
+    text = program.as_text() or ""
+    flash = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    calls = set(re.findall(r'custom_call_target="(__cudnn[^"]*)"', text))
+    assert calls == (set() if attention == "xla" else flash)

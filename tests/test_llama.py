@@ -1,6 +1,8 @@
 """models/llama.py against a plain float64 implementation, and its recipes' sizes."""
 
 import functools
+import json
+import subprocess
 from typing import Any
 
 import chex
@@ -30,9 +32,12 @@ SMALL = {
 }
 
 
-def attention(q_BTNH, k_BTKH, v_BTKH, *, is_causal: bool = True) -> jax.Array:
+def attention(
+    q_BTNH, k_BTKH, v_BTKH, *, is_causal: bool = True, implementation: str = "xla"
+) -> jax.Array:
     """Head by head, in the dtype of its inputs (JAX's has its softmax in float32)."""
     assert is_causal
+    assert implementation == "xla"
     T, N, H = q_BTNH.shape[1:]
     group = N // k_BTKH.shape[2]
     heads = []
@@ -210,6 +215,9 @@ def test_sizes_that_do_not_divide_are_a_users_error(sizes, message):
     [
         ("llama2_7b.py", 6_738_415_616, 6 * (6_607_077_376 + 32 * 4096 * 4096)),
         ("llama2_13b.py", 13_015_864_320, 6 * (12_851_609_600 + 40 * 5120 * 4096)),
+        ("llama3_8b.py", 8_030_261_248, 6 * (7_504_658_432 + 32 * 4096 * 8192)),
+        ("llama3_70b.py", 70_553_706_496, 6 * (69_501_714_432 + 80 * 8192 * 8192)),
+        ("llama3_405b.py", 405_853_388_800, 6 * (403_747_897_344 + 126 * 16384 * 8192)),
     ],
 )
 def test_a_recipe_has_the_size_of_its_model(name, parameters, flops):
@@ -223,3 +231,38 @@ def test_a_recipe_has_the_size_of_its_model(name, parameters, flops):
         )
     assert sum(x.size for x in jax.tree.leaves(state.params)) == parameters
     chex.assert_type(jax.tree.leaves(state.params), jnp.float32)
+
+
+def test_a_llama_3_recipe_lists_its_keys_and_trains_in_small(command, tmp_path):
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        words = ("--config=llama3_8b.py", *words)
+        env = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        return subprocess.run(timeout=120, **command(tmp_path, *words, env=env))
+
+    listed = run("--help")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    for key in ("model.attention=auto", "data.token_dtype=uint32", "batch_size=512"):
+        assert f"--config.{key}\n" in listed.stdout
+
+    small = SMALL | {"vocab_size": 256, "sequence_length": 32}
+    done = run(
+        "--workdir=run",
+        "--config.steps=2",
+        "--config.batch_size=4",
+        "--config.eval_every=0",
+        "--config.checkpoint.every=0",
+        "--config.mesh.cpu_devices=2",
+        *(f"--config.model.{key}={value}" for key, value in small.items()),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 2
+    np.testing.assert_allclose(losses, np.log(256), rtol=0.05)
+
+
+def test_attention_by_cudnn_where_it_cannot_be_is_a_users_error():
+    config = LlamaConfig(**SMALL, attention="cudnn", dtype=jnp.bfloat16)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    with pytest.raises(jshard.UserError, match="attention 'cudnn' takes heads of"):
+        jax.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))(tokens))

@@ -35,6 +35,7 @@ def get_config() -> ConfigDict:
                 "dropout": 0.0,
                 "tied": False,
                 "loss_chunk": 1024,
+                "attention": "auto",
             },
             "optimizer": {
                 "learning_rate": 3e-3,

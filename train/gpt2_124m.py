@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
         "dropout": 0.0,
         "tied": True,
         "loss_chunk": 8192,
+        "attention": "auto",
     }
     config.optimizer.learning_rate = 6e-4
     config.optimizer.warmup_steps = 700

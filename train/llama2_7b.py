@@ -42,6 +42,7 @@ def get_config() -> ConfigDict:
         "norm_eps": 1e-5,
         "tied": False,
         "loss_chunk": 4096,
+        "attention": "auto",
     }
     # Touvron et al. 2023, arXiv:2307.09288, section 2.2.
     config.optimizer.learning_rate = 3e-4

@@ -6,5 +6,6 @@ core never imports this package.
 
 from jshard.plan.ahead_of_time import compile_for
 from jshard.plan.topology import GPU, GPUS, devices, has_plugin
+from jshard.plan.without_gpu import tracing_for
 
-__all__ = ["GPU", "GPUS", "compile_for", "devices", "has_plugin"]
+__all__ = ["GPU", "GPUS", "compile_for", "devices", "has_plugin", "tracing_for"]

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jshard.plan.without_gpu import lowering_without_devices
+
 
 def compile_for(
     mesh: Mesh, traced: jax.stages.Traced, options: dict[str, Any] | None = None
@@ -20,7 +22,8 @@ def compile_for(
       options: of the compiler.
     """
     targets = mesh.devices.flatten().tolist()
-    lowered: Any = traced.lower(lowering_platforms=("cuda",))
+    with lowering_without_devices():
+        lowered: Any = traced.lower(lowering_platforms=("cuda",))
     # JAX would ask its default backend, the CPU's, for this.
     lowered._lowering.compile_args["backend"] = targets[0].client
     return lowered.compile(options, device_assignment=tuple(targets))

@@ -11,6 +11,8 @@ from jax.experimental import topologies
 from jshard.errors import UserError
 
 GPUS_A_HOST = 8
+CUDNN = (9, 8, 0)  # as CUDA, of the versions that JAX's wheels bring
+CUDA = (12, 9, 0)
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
@@ -139,13 +141,15 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _target_config(gpu: GPU) -> str:
-    """XLA's ``GpuTargetConfigProto`` as text.
+def _version(numbers: tuple[int, int, int]) -> str:
+    return "major: {} minor: {} patch: {}".format(*numbers)
 
-    The versions of cuDNN and CUDA are those that JAX's wheels bring.
-    """
+
+def _target_config(gpu: GPU) -> str:
+    """XLA's ``GpuTargetConfigProto`` as text."""
     block, core, opt_in = gpu.shared
     major, minor = gpu.capability
+    cudnn, cuda = map(_version, (CUDNN, CUDA))
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024
@@ -168,7 +172,7 @@ def _target_config(gpu: GPU) -> str:
           registers_per_block_limit: 65536
         }}
         platform_name: "CUDA"
-        dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
-        runtime_version {{ major: 12 minor: 9 patch: 0 }}
+        dnn_version_info {{ {cudnn} }}
+        runtime_version {{ {cuda} }}
         device_description_str: "{gpu.name}"
     """
