@@ -23,7 +23,7 @@ from jshard.checks import (
 from jshard.collectives import Placement
 from jshard.initial_values import make
 from jshard.loss import Means
-from jshard.mesh import AXES, BATCH, check_mesh
+from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.offload import check_memory, check_state, shardings, typed_as_device
 from jshard.partition import (
@@ -64,8 +64,9 @@ class FSDP:
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
         check_memory(self.policy, mesh)
         self.units = tuple(units)
-        platform = mesh.devices.flat[0].platform
-        self.compiler_options = compiler.compiler_options(platform, compiler_options)
+        self.compiler_options = compiler.compiler_options(
+            platform(mesh), compiler_options
+        )
 
     # States.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jshard.errors import UserError
 
@@ -74,10 +74,16 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in manual)
 
 
-def overlaps() -> bool:
-    """Whether a step's collectives run beside its computation: on GPUs they do.
+def platform(mesh: Mesh | AbstractMesh) -> str:
+    """What the devices of a mesh are: "cpu", "gpu", ..."""
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    device = abstract.abstract_device
+    return "unknown" if device is None else device.platform
 
-    XLA's CPU programs do one thing after the other.
+
+def overlaps() -> bool:
+    """Whether collectives run beside computation in the step that is traced.
+
+    On GPUs they do; XLA's CPU programs do one thing after the other.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "gpu"
+    return platform(jax.sharding.get_abstract_mesh()) == "gpu"

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 import jshard
 from jshard.training.config import Config
@@ -39,22 +40,24 @@ class Job:
         return self.fsdp.abstract_state(self.make_model, self.optimizer)
 
 
-def make_job(
-    recipe: Recipe, config: Config, devices: Sequence[Any] | None = None
-) -> Job:
-    """Sets a recipe up on the devices of the job, or on others.
+def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh that `config.mesh` describes, of all devices there are or of others."""
+    return jshard.make_mesh(
+        replica=config.mesh.replica, fsdp=config.mesh.fsdp, devices=devices
+    )
+
+
+def make_job(recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh) -> Job:
+    """Sets a recipe up on a mesh.
 
     Args:
       recipe: what to train.
       config: its config, with every shared key.
-      devices: to train on; by default all there are.
+      mesh: of the devices to train on; an abstract one can be traced for.
 
     Raises:
       UserError: the config asks for what cannot be.
     """
-    mesh = jshard.make_mesh(
-        replica=config.mesh.replica, fsdp=config.mesh.fsdp, devices=devices
-    )
     options = parse_options(config.compiler_options)
     fsdp = jshard.FSDP(mesh, make_policy(config), compiler_options=options)
     optimizer = recipe.make_optimizer(config)

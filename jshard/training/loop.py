@@ -15,7 +15,7 @@ from jshard.errors import Preempted, RunFailed
 from jshard.restore import restore_parameters, restore_state
 from jshard.training.config import Config
 from jshard.training.data import batches, eval_batches
-from jshard.training.job import make_job
+from jshard.training.job import make_job, make_mesh
 from jshard.training.metrics import RunFolder
 from jshard.training.preemption import Preemption
 from jshard.training.progress import ProgressDisplay, format_duration
@@ -46,7 +46,7 @@ def run(
       Preempted: A signal ended the run, and its state is saved.
     """
     started = started or time.time()
-    job = make_job(recipe, config)
+    job = make_job(recipe, config, make_mesh(config))
     fsdp, train_step = job.fsdp, job.train_step
     abstract_state = job.abstract_state()
     start = find_start(workdir, config)

@@ -1,0 +1,103 @@
+"""The program that training would run: traced and compiled, not run."""
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+import jshard
+from jshard.mesh import BATCH
+from jshard.plan.ahead_of_time import compile_for
+from jshard.plan.topology import GPU, GPUS, devices, parse
+from jshard.plan.without_gpu import tracing_for
+from jshard.training.config import Config
+from jshard.training.job import Job, make_job, make_mesh
+from jshard.training.recipe import Recipe
+from jshard.training.throughput import count_items
+
+ATTACHED = "attached"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A train step, traced for the devices of a topology.
+
+    Attributes:
+      job: what is trained, on a mesh that is abstract where the devices are absent.
+      mesh: of the devices.
+      topology: as given, "h100:64" or "attached".
+      gpu: the card; None for devices that are none of ``GPUS``.
+      state: abstract, with shardings.
+      traced: ``train_step`` of it and of a batch.
+      items: tokens (or examples) of a batch.
+      unit: "tokens" or "examples".
+    """
+
+    job: Job
+    mesh: Mesh
+    topology: str
+    gpu: GPU | None
+    state: jshard.TrainState
+    traced: jax.stages.Traced
+    items: int
+    unit: str
+
+    def compile(self, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+        """Compiles it for its devices.
+
+        Args:
+          options: of XLA, beside those of the step.
+        """
+        options = self.job.fsdp.compiler_options | (options or {})
+        if self.topology == ATTACHED:
+            return self.traced.lower().compile(options)
+        return compile_for(self.mesh, self.traced, options)
+
+
+def trace(recipe: Recipe, config: Config, topology: str) -> Program:
+    """Traces a recipe's step as training would on the devices of a topology.
+
+    Args:
+      recipe: what to train.
+      config: its config, with every shared key.
+      topology: "h100:64", or "attached" for the devices at hand.
+
+    Raises:
+      UserError: the topology is not known, or the config asks for what cannot be.
+    """
+    if topology == ATTACHED:
+        there, gpu = jax.devices(), _card(jax.devices()[0].device_kind)
+    else:
+        there, gpu = devices(topology), parse(topology)[0]
+    mesh = make_mesh(config, there)
+    # Absent devices have no memory kinds; an abstract mesh lets arrays be on the host.
+    absent = gpu is not None and topology != ATTACHED
+    on = mesh.abstract_mesh if absent else mesh
+    job = make_job(recipe, config, on)
+    with tracing_for(gpu) if absent else nullcontext():
+        state = job.abstract_state()
+        batch, items, unit = _abstract_batch(recipe, config, on)
+        traced = job.train_step.trace(state, batch)
+    return Program(job, mesh, topology, gpu, state, traced, items, unit)
+
+
+def _card(device_kind: str) -> GPU | None:
+    return next((gpu for gpu in GPUS.values() if gpu.name == device_kind), None)
+
+
+def _abstract_batch(
+    recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh
+) -> tuple[Any, int, str]:
+    """A global batch without values, and what it holds: a number of tokens, say."""
+    example = recipe.make_data(config, "train")[0]
+    sharding = NamedSharding(mesh, BATCH)
+
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (config.batch_size, *np.shape(x))
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+    unit, items = count_items(jax.tree.map(lambda x: np.asarray(x)[None], example))
+    return jax.tree.map(abstract, example), items * config.batch_size, unit
