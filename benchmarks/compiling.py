@@ -21,25 +21,14 @@ from jax.sharding import Mesh, NamedSharding
 
 import jshard
 from jshard.mesh import BATCH
-from jshard.plan import compile_for, devices, tracing_for
+from jshard.plan import compile_for, devices, hlo, tracing_for
+from jshard.plan.timeline import COLLECTIVES, replay
 from jshard.plan.topology import parse
 
-# What a step overlaps with, for both: gathers and scatters of a layer each combined
-# into one, issued a layer ahead, loops unrolled by two instead of copied.
-OVERLAP_OPTIONS: dict[str, Any] = {
-    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 30,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 30,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_while_loop_double_buffering": True,
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
-}
-OPTIONS = {
+# Besides those that jshard gives its own steps (jshard/compiler.py).
+OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "maxtext": gspmd.MAXTEXT_OPTIONS,
-    "overlap": OVERLAP_OPTIONS,
 }
 STRATEGIES = ("zero3", "zero2", "zero1", "hybrid", "ddp")
 
@@ -84,7 +73,10 @@ class Row:
 
 
 def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
-    """Bytes of one device: parameters, optimizer, batch, temporary, total; seconds."""
+    """Of one device: bytes, by part and in all; seconds of a step, replayed.
+
+    "exposed" are those in which nothing hides a collective, "wire" the bytes received.
+    """
     path = cache and cache / f"jax{jax.__version__}_{row.name()}.json"
     if path and path.exists():
         return json.loads(path.read_text())
@@ -99,6 +91,10 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
     else:
         compiled = traced.lower().compile(options)
     memory = compiled.memory_analysis()
+    took = time.perf_counter() - start
+    gpu, number = parse(row.topology)
+    timeline = replay(hlo.parse(compiled.as_text()), gpu, number)
+    moved = [e for e in timeline.events if e.stream == COLLECTIVES]
     result = {
         "elements": sum(x.size for x in jax.tree.leaves(parameters)),
         "parameters": local_bytes(parameters),
@@ -110,7 +106,11 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
         + memory.temp_size_in_bytes,
         "host": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         "left_out": left_out,
-        "seconds": time.perf_counter() - start,
+        "step": timeline.seconds,
+        "exposed": timeline.exposed,
+        "wire": sum(e.bytes for e in moved),
+        "synchronous": len(timeline.synchronous),
+        "seconds": took,
         "row": dataclasses.asdict(row),
     }
     if path:

@@ -8,8 +8,8 @@ temporary memory grows by with depth, beyond gradients: half the layers are comp
 well, for 8 GPUs. The rest does not grow: gathered weights of the layers at work,
 logits, workspace.
 
-"jshard" is compiled with XLA's defaults, "jshard, overlap" with the options of
-``compiling.OVERLAP_OPTIONS``. GSPMD stands there twice: as MaxText has it, sharding and
+jshard stands there twice: as it is, and without prefetch, which holds one layer's
+weights and gradients at a time. So does GSPMD: as MaxText has it, sharding and
 options, and where it needs least: with XLA's defaults, and of two shardings, MaxText's
 and that of the first dimension, the better.
 """
@@ -34,7 +34,7 @@ HEADS = [
     "kept",
     "rest",
     "jshard",
-    "jshard, overlap",
+    "without prefetch",
     "GSPMD, MaxText",
     "GSPMD, least",
 ]
@@ -61,7 +61,8 @@ def sizes(row: Row, cache: Path | None) -> list[float | None]:
     def total(**changes: Any) -> int:
         return compile_row(dataclasses.replace(row, **changes), cache)["total"]
 
-    totals: list[float | None] = [whole["total"], total(options="overlap"), None, None]
+    one_at_a_time = total(policy=(("prefetch", False),))
+    totals: list[float | None] = [whole["total"], one_at_a_time, None, None]
     if row.strategy in ("zero3", "hybrid", "ddp"):
         totals[2] = total(system="gspmd", rules="maxtext", options="maxtext")
         totals[3] = min(

@@ -8,7 +8,7 @@ from jshard.dropout import Dropout
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.functional import scan_layers
-from jshard.layers import Stack, Unit, gathered, gathered_before
+from jshard.layers import Stack, Unit, gathered, gathered_before, gathered_during
 from jshard.loss import Loss, Mean, Means
 from jshard.mesh import make_mesh
 from jshard.optim import per_layer
@@ -39,6 +39,7 @@ __all__ = [
     "gather",
     "gathered",
     "gathered_before",
+    "gathered_during",
     "make_mesh",
     "per_layer",
     "pmean",

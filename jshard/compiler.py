@@ -14,7 +14,7 @@ import jax
 from jshard.errors import UserError
 
 # A collective of one unit's parameters is one launch, and one line in a profile.
-_ONE_COLLECTIVE = 1 << 30
+_ONE_COLLECTIVE = 1 << 36
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,18 @@ OPTIONS = (
         "xla_gpu_all_reduce_combine_threshold_bytes",
         _ONE_COLLECTIVE,
         "sums all small gradients in one collective",
+    ),
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "leaves matrix products to cuBLAS: fewer passes over memory around them, no "
+        "kernels to tune, and the program that was planned is the one that runs",
+    ),
+    Option(
+        "xla_gpu_memory_limit_slop_factor",
+        1000,
+        "keeps XLA from recomputing what the policy keeps, and from hiding less, where "
+        "a step fills nine tenths of the memory: neither saves what it costs",
     ),
 )
 

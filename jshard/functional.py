@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jshard.collectives import placements, vary
 from jshard.remat import check_remat
-from jshard.schedule import run_stack, split_aux
+from jshard.schedule import split_aux
+from jshard.stack_schedule import run_stack
 from jshard.unit_weights import Reshard, UnitPolicy
 
 
@@ -64,7 +65,7 @@ def scan_layers(
         returned[:] = [has_aux, tree]
         return [*jax.tree.leaves(state), *leaves]
 
-    out, ys = run_stack(
+    out, ys, _ = run_stack(
         layer,
         [
             vary(s) if p.dim is None else s

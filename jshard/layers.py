@@ -23,7 +23,8 @@ from jshard.errors import UserError
 from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
-from jshard.schedule import check_carry, run_stack, run_unit, split_aux
+from jshard.schedule import check_carry, run_unit, split_aux
+from jshard.stack_schedule import run_stack
 from jshard.taking_apart import take_apart
 from jshard.unit_weights import Reshard, UnitPolicy, gather_before
 
@@ -104,7 +105,7 @@ class Stack(nnx.Module):
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """The last layer's output, or (output, stacked aux)."""
-        return _run_stack(self, x, args)
+        return _run_stack(self, x, args)[0]
 
 
 def _become(target: nnx.Module, source: nnx.Module, cls: type) -> None:
@@ -253,6 +254,27 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
     return _gathered(unit, gather), passed[0]
 
 
+def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
+    """``gathered(unit)`` and ``stack(x, *args)``: gathered while its last layer runs.
+
+    For a head after a Stack: its weights arrive, and in the backward its gradient
+    leaves, beside a layer's computation.
+
+    Raises:
+      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
+    """
+    result = []
+
+    def gather(own):
+        shards, places = [v for v, _ in own], [p for _, p in own]
+        out, weights = _run_stack(stack, x, args, list(map(vary, shards)), places)
+        result[:] = [out]
+        return weights
+
+    module = _gathered(unit, gather)
+    return module, result[0] if result else stack(x, *args)
+
+
 def _gathered(unit: M, gather: Callable[[list], list]) -> M:
     """The plain module over what ``gather`` makes of its (shard, Placement) pairs."""
     if isinstance(unit, Stack):
@@ -341,8 +363,13 @@ def _run_unit(
     return result
 
 
-def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
-    """Every layer in turn: ``run_stack`` in a step, a plain scan outside one."""
+def _run_stack(
+    stack: Stack, x: Any, args: tuple, next_shards: Any = (), next_places: Any = ()
+) -> tuple[Any, list[jax.Array]]:
+    """Every layer in turn: ``run_stack`` in a step, a plain scan outside one.
+
+    Returns the result, and the weights of the unit that comes next.
+    """
     pieces = _Pieces(stack)
     inputs, arguments = take_apart(args)
     carry, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
@@ -366,9 +393,9 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
         return [*jax.tree.leaves(after), *flat]
 
     if stack.unit_policy is None:
-        out, ys = _plain_scan(layer, pieces, carry, inputs)
+        (out, ys), weights = _plain_scan(layer, pieces, carry, inputs), []
     else:
-        out, ys = run_stack(
+        out, ys, weights = run_stack(
             layer,
             pieces.shards,
             pieces.places,
@@ -377,13 +404,15 @@ def _run_stack(stack: Stack, x: Any, args: tuple) -> Any:
             inputs,
             stack.unit_policy,
             pieces.moving,
+            next_shards,
+            next_places,
         )
     has_aux, tree = returned
     aux, state = jax.tree.unflatten(tree, ys)
     if state:
         nnx.update(stack, state)
     last = jax.tree.unflatten(carry_tree, out)
-    return (last, aux) if has_aux else last
+    return (last, aux) if has_aux else last, weights
 
 
 def _plain_scan(layer: Callable, pieces: _Pieces, carry: list, extra: list) -> Any:

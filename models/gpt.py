@@ -180,17 +180,17 @@ class GPT(nnx.Module):
     def _features_and_head(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.config.tied:  # gathered once for both uses
             embed = jshard.gathered(self.embed)
-            x_BTD = self._features(embed(tokens_BT))
+            x_BTD = self.blocks(self._first(embed(tokens_BT)))
             head_DV = embed.embedding.get_value().T
         else:
-            x_BTD = self._features(self.embed(tokens_BT))
-            head, x_BTD = jshard.gathered_before(self.head, x_BTD)
+            x_BTD = self._first(self.embed(tokens_BT))
+            head, x_BTD = jshard.gathered_during(self.head, self.blocks, x_BTD)
             head_DV = head.kernel.get_value()
-        return x_BTD, head_DV
+        return self.norm(x_BTD), head_DV
 
-    def _features(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + self.positions(jnp.arange(x_BTD.shape[1]))
-        return self.norm(self.blocks(self.dropout(x_BTD)))
+    def _first(self, x_BTD: jax.Array) -> jax.Array:
+        """What enters the first block."""
+        return self.dropout(x_BTD + self.positions(jnp.arange(x_BTD.shape[1])))
 
 
 def generate(

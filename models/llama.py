@@ -233,6 +233,6 @@ class Llama(nnx.Module):
             embed = jshard.gathered(self.embed)
             x_BTD = self.norm(self.blocks(embed(tokens_BT)))
             return x_BTD, embed.embedding.get_value().T
-        x_BTD = self.norm(self.blocks(self.embed(tokens_BT)))
-        head, x_BTD = jshard.gathered_before(self.head, x_BTD)
-        return x_BTD, head.kernel.get_value()
+        x_BTD = self.embed(tokens_BT)
+        head, x_BTD = jshard.gathered_during(self.head, self.blocks, x_BTD)
+        return self.norm(x_BTD), head.kernel.get_value()

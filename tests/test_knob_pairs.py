@@ -38,6 +38,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "remat": ("full", "dots", "none", "names", "offload"),
     "first_k": (None, 1),
     "keep_last": (0, 1),
+    "prefetch": (False, True),
     "reshard_root": (False, True),
     "accumulate": (1, 2),
     "defer_scatter": (False, True),

@@ -45,6 +45,7 @@ class Case:
     reshard: bool | int = True
     first_k: int | None = None
     keep_last: int = 0
+    prefetch: bool = False
     reshard_root: bool | int = False
     defer: bool = False
     units: bool = False  # the plain nnx.List model under FSDP(units=...)
@@ -77,6 +78,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulate": (1, 4),
     "remat": REMATS,
     "reshard": (True, False, 2),
+    "prefetch": (False, True),
     "units": (False, True),
     **dict.fromkeys(FLAGS, (False, True)),
 }
@@ -100,6 +102,7 @@ def check(case: Case, mesh: Mesh | None = None) -> None:
         defer_scatter=case.defer,
         reshard_after_forward=reshard,
         keep_last=case.keep_last,
+        prefetch=case.prefetch,
         reshard_root=case.reshard_root,
         accumulate=case.accumulate,
         min_shard_elements=0,  # shard all that can be: these models are tiny
@@ -185,6 +188,20 @@ def test_training_follows_the_plain_run_with_weights_of_the_last_layers_kept(
 ):
     case = Case(first_k=first_k, keep_last=keep_last, remat="dots", reshard=2)
     check(dataclasses.replace(case, frozen=True, accumulate=4, two_losses=True))
+
+
+@product(
+    "mesh, reshard, frozen",
+    MESHES,
+    (True, False, 2),
+    (False, True),
+    quick=[((2, 4), True, True)],
+)
+def test_training_follows_the_plain_run_with_transfers_beside_other_layers(
+    mesh, reshard, frozen
+):
+    case = Case(mesh=mesh, reshard=reshard, frozen=frozen, prefetch=True, dropout=True)
+    check(dataclasses.replace(case, remat="dots", accumulate=2, two_losses=True))
 
 
 @product(

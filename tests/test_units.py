@@ -40,6 +40,21 @@ def test_so_it_does_with_every_remat_and_reshard(model, remat, reshard):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "model",
+    [
+        model
+        if model in (zoo.Aux, zoo.GatheredDuring)
+        else pytest.param(model, marks=pytest.mark.slow)
+        for model in zoo.MODELS
+    ],
+    ids=lambda m: m.__name__,
+)
+def test_so_it_does_with_transfers_beside_other_layers(model):
+    check_run(model, jshard.Policy(prefetch=True, min_shard_elements=0))
+
+
+@pytest.mark.usefixtures("x64")
 def test_units_turns_submodules_into_units_and_leaves_units_alone():
     policy = jshard.Policy(min_shard_elements=0)
     got = run(zoo.UnitInStack, policy, units=(Dense, Residual))

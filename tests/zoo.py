@@ -257,6 +257,15 @@ class GatheredBefore(Gathered):
         return jax.lax.map(jax.checkpoint(chunk), x[:, None])[:, 0]
 
 
+class GatheredDuring(Gathered):
+    """The same, gathered and scattered while a block runs."""
+
+    def __call__(self, x):
+        head, x = jshard.gathered_during(self.head, self.blocks, x)
+        chunk = lambda c: head(c) + c @ head.kernel[...].T
+        return jax.lax.map(jax.checkpoint(chunk), x[:, None])[:, 0]
+
+
 class Transforms(nnx.Module):
     """Units and Stacks under JAX's own transformations."""
 
@@ -404,6 +413,7 @@ MODELS = [
     Attend,
     Gathered,
     GatheredBefore,
+    GatheredDuring,
     Transforms,
     ModuleArguments,
     SharedParameters,
