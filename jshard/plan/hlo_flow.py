@@ -9,7 +9,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(body|calls|to_apply)=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_NAME = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _INDEX = re.compile(r"\bindex=(\d+)")
 # They hand on what they are given, element by element or as it is.
 _SAME = {"bitcast", "copy", "convert", "transpose", "reshape", "opt-barrier"}
@@ -27,7 +27,8 @@ class Instruction:
       computation: that it is in.
       opcode: of HLO.
       shape: as text.
-      operands: names of what it reads.
+      operands: what it reads: a name, and which element of a tuple (JAX 0.12 writes
+        that, and no get-tuple-element) or None.
       called: the computation that it runs, the loop's body for a while.
       op_name: the JAX operations that it comes from.
       number: of a parameter, or the element that a get-tuple-element takes.
@@ -37,7 +38,7 @@ class Instruction:
     computation: str
     opcode: str
     shape: str
-    operands: tuple[str, ...]
+    operands: tuple[tuple[str, int | None], ...]
     called: str | None
     op_name: str
     number: int
@@ -96,7 +97,7 @@ def _instruction(name: str, computation: str, text: str) -> Instruction:
         computation,
         opcode,
         re.sub(r"/\*.*?\*/", "", shape),
-        tuple(_NAME.findall(inside)),
+        tuple((m[1], int(m[2]) if m[2] else None) for m in _OPERAND.finditer(inside)),
         called and called[2],
         op_name[1] if op_name else "",
         number,
@@ -145,7 +146,13 @@ def dependencies(program: Program, inputs: Mapping[str, int]) -> dict[str, list[
             if inst.opcode == "parameter":
                 bits = list(given[inst.number])
             else:
-                bits = evaluate(inst, [found[name] for name in inst.operands])
+                bits = evaluate(
+                    inst,
+                    [
+                        found[name] if element is None else [found[name][element]]
+                        for name, element in inst.operands
+                    ],
+                )
             found[inst.name] = bits
         return found[program.roots[computation].name]
 
@@ -167,8 +174,11 @@ def dependencies(program: Program, inputs: Mapping[str, int]) -> dict[str, list[
                 carry = merged
         if inst.opcode in ("fusion", "call") and inst.called:
             return run(inst.called, given)
+        if inst.opcode == "async-start" and inst.called:
+            run(inst.called, given)  # (its values may have the buffers)
         if inst.opcode in _SAME and len(given) == 1:
-            return given[0] if len(given[0]) == inst.elements else [together]
+            same = len(given[0]) == inst.elements
+            return given[0] if same else [together] * inst.elements
         return [together] * inst.elements
 
     entry = program.computations[program.entry]
@@ -187,11 +197,11 @@ def summed(program: Program) -> set[tuple[str, int]]:
     """
     found: set[tuple[str, int]] = set()
     todo = [
-        (name, 0)
+        (name, element or 0)
         for inst in program.instructions.values()
         if inst.op_name.rpartition("/")[2] in _SUMS and inst.opcode != "fusion"
         if not inst.opcode.endswith("done") and inst.opcode != "get-tuple-element"
-        for name in inst.operands
+        for name, element in inst.operands
     ]
     while todo:
         here = todo.pop()
@@ -204,22 +214,32 @@ def summed(program: Program) -> set[tuple[str, int]]:
 def _sources(program: Program, name: str, element: int) -> list[tuple[str, int]]:
     """Where a value comes from unchanged but for its dtype and its layout."""
     inst = program.instructions[name]
+    read = [(name, found or 0) for name, found in inst.operands]
     if inst.opcode == "get-tuple-element":
-        return [(inst.operands[0], inst.number)]
+        return [(read[0][0], inst.number)]
     if inst.opcode == "tuple":
-        return [(inst.operands[element], 0)]
+        return [read[element]]
     if inst.opcode in _SAME:
-        return [(inst.operands[0], element)]
+        return [(read[0][0], element)] if inst.elements > 1 else [read[0]]
     if inst.opcode == "while":
         body = program.roots[inst.called or ""].name
-        return [(inst.operands[0], element), (body, element)]
+        return [(read[0][0], element), (body, element)]
     if inst.opcode == "parameter":
         caller = program.callers.get(inst.computation)
         if caller is None or caller.opcode != "while":
             return []
         return [(caller.name, element)]
-    if inst.opcode == "fusion" and inst.op_name.endswith(_CASTS):
-        size = elements(inst.shape)
-        read = [program.instructions[name] for name in inst.operands]
-        return [(x.name, 0) for x in read if elements(x.shape) == size]
+    inside = {i.opcode for i in program.computations.get(inst.called or "", ())}
+    if inst.op_name.endswith(_CASTS) and inside and "dot" not in inside:
+        size = elements(_element(inst.shape, element))
+        return [
+            (name, of)
+            for name, of in read
+            if elements(_element(program.instructions[name].shape, of)) == size
+        ]
     return []
+
+
+def _element(shape: str, element: int) -> str:
+    """The shape of an element of a tuple, or that of an array."""
+    return _split(shape)[element] if shape.startswith("(") else shape
