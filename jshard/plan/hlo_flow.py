@@ -64,6 +64,28 @@ class Program:
         found = self.instructions.values()
         return {inst.called: inst for inst in found if inst.called}
 
+    @functools.cached_property
+    def users(self) -> dict[str, list[tuple[Instruction, int | None]]]:
+        """Who reads a name, and which element of it (None where it reads all)."""
+        found: dict[str, list[tuple[Instruction, int | None]]] = {}
+        for inst in self.instructions.values():
+            for name, element in inst.operands:
+                if inst.opcode == "get-tuple-element":
+                    element = inst.number
+                found.setdefault(name, []).append((inst, element))
+        return found
+
+    def readers(self, name: str, element: int | None) -> list[Instruction]:
+        """The instructions that compute with a value, or with an element of it."""
+        found = []
+        for inst, of in self.users.get(name, ()):
+            if None in (element, of) or element == of:
+                if inst.opcode in ("get-tuple-element", "bitcast"):
+                    found += self.readers(inst.name, None)
+                else:
+                    found.append(inst)
+        return found
+
 
 def parse(text: str) -> Program:
     """Reads a module, e.g. ``compiled.as_text()``."""

@@ -84,6 +84,14 @@ def _classifier(
     def is_summed(value: Value) -> bool:
         return (value.name, value.index[0] if value.index else 0) in summed
 
+    def is_read_later(value: Value) -> bool:
+        element = value.index[0] if value.index else None
+        return any(
+            _phases(inst.op_name) == {"backward"}
+            or inst.op_name.endswith("dynamic_update_slice")
+            for inst in program.readers(value.name, element)
+        )
+
     def kind(slot: Slot) -> str:
         arrays = [v for v in slot.values if not v.is_tuple]
         if not arrays:  # tables of addresses
@@ -98,7 +106,7 @@ def _classifier(
         backward = any("backward" in _phases(name) for name in made_by)
         if in_step and (shapes & shards or (backward and shapes & stacks)):
             return GRADIENTS
-        if slot.start < first < slot.end:
+        if slot.start < first < slot.end and any(map(is_read_later, slot.history)):
             return SAVED
         return WORKSPACE if any(made_by) else UNEXPLAINED
 
