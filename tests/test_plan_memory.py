@@ -65,7 +65,8 @@ def test_parameters_optimizer_and_batch_are_their_shards():
     assert 0 < part(found, "optimizer") - 2 * shards <= 16
     assert part(found, "batch") == 2 * EXAMPLES * SIZES.length * 4
     assert found.total == sum(p.bytes for p in found.parts)
-    assert found.unexplained == 0 and not found.compiled
+    assert found.unexplained == 0
+    assert not found.compiled
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,8 @@ def test_the_derived_total_is_near_what_a_compiled_step_needs(knobs):
 def test_the_table_says_whether_it_fits():
     found = derive(policies(), gpu=GPUS["h100"])
     text = lines(found)
-    assert found.fits and found.as_dict()["fits"]
+    assert found.fits
+    assert found.as_dict()["fits"]
     assert [line.split("  ")[0] for line in text] == [
         *(p.name for p in found.parts if p.bytes),
         "total",

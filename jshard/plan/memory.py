@@ -1,9 +1,9 @@
 """What a step needs of a GPU's memory, by part: derived, and as XLA assigned it.
 
 The parts are derived from the abstract state, the policy and the step's jaxpr, without
-compiling (``jshard.plan.liveness``). Where the step is compiled as well, each part has
-XLA's bytes besides (``jshard.plan.reconcile``), and what of XLA's total no part explains
-is a line of its own.
+compiling (``jshard.plan.liveness``). Where the step is compiled as well, each part
+has XLA's bytes besides (``jshard.plan.reconcile``), and what of XLA's total no part
+explains is a line of its own.
 """
 
 import collections
@@ -123,10 +123,11 @@ def memory(
     derived = _arguments(state, traced, mesh, hosted=False) + peak.held
     host = _arguments(state, traced, mesh, hosted=True)
     host[SAVED] += peak.host
-    names, found = list(PARTS), derived
+    names: tuple[str, ...] = PARTS
+    found = derived
     if dump is not None:
         found = reconcile.account(buffers.read(dump), state)
-        names.append(FRAGMENTATION)
+        names = (*PARTS, FRAGMENTATION)
     what = _what(state, policy, derived, peak.where)
     parts = tuple(
         Part(name, found[name], derived[name], what.get(name, "")) for name in names
@@ -259,7 +260,7 @@ def _layer_bytes(state: TrainState, policy: Policy) -> int:
 
 def lines(memory: Memory) -> list[str]:
     """The table as text: a line a part, the total against the card, the host."""
-    rows = [
+    rows: list[tuple[str, int, int | None, str]] = [
         (part.name, part.bytes, part.derived, part.what)
         for part in memory.parts
         if part.bytes or part.derived
@@ -267,7 +268,9 @@ def lines(memory: Memory) -> list[str]:
     if memory.compiled:
         rows.append(("unexplained", memory.unexplained, None, _share(memory)))
     rows.append(("total", memory.total, memory.derived, _verdict(memory)))
-    text = [f"{'memory a device':<20}{'':>11}{'derived':>11}"] if memory.compiled else []
+    text = (
+        [f"{'memory a device':<20}{'':>11}{'derived':>11}"] if memory.compiled else []
+    )
     for name, size, derived, what in rows:
         both = f"{'' if derived is None else format_bytes(derived):>11}"
         line = f"{name:<20}{format_bytes(size):>11}"

@@ -124,7 +124,7 @@ def _inputs(program: hlo_flow.Program) -> dict[str, int]:
 
 
 def _phases(op_name: str) -> set[str]:
-    """"forward", "backward", or neither, of the operations of a (fused) instruction."""
+    """Of the operations of a (fused) instruction: "forward", "backward", or neither."""
     found = (re.search(r"jvp\(|transpose\(", part) for part in op_name.split(":"))
     names = {"jvp(": "forward", "transpose(": "backward"}
     return {names[match[0]] for match in found if match}
@@ -139,13 +139,15 @@ def _backward_start(
     for time, name in enumerate(sequence):
         inst = program.instructions.get(name)
         if inst and _phases(inst.op_name) == {"backward"}:
-            if inst.opcode not in _NO_WORK and any(b & _REST for b in bits.get(name, ())):
+            if inst.opcode not in _NO_WORK and any(
+                b & _REST for b in bits.get(name, ())
+            ):
                 return time
     raise ValueError("the program has no backward")
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """"bf16[32,1,4096]{2,1,0}" as sizes, ones left out."""
+    """The sizes of "bf16[32,1,4096]{2,1,0}", ones left out."""
     inside = text[text.find("[") + 1 : text.find("]")]
     return tuple(int(size) for size in inside.split(",") if size not in ("", "1"))
 
