@@ -148,7 +148,9 @@ class _Walk:
                 if manual and self.shard_map_outputs is None:
                     self.shard_map_outputs = results  # (an update may have more)
             else:
-                bits = equation_dependencies(eqn, [v.bits for v in entering])
+                bits = [v.bits for v in entering]
+                if eqn.primitive.name != "optimization_barrier":
+                    bits = equation_dependencies(eqn, bits)
                 results = [
                     self._value(var.aval, bit, here, len(steps), local)
                     for var, bit in zip(eqn.outvars, bits, strict=True)
@@ -194,6 +196,19 @@ class _Walk:
         return dataclasses.replace(best, host=host)
 
     def _inside(self, step: Step, marks: Any, within: str) -> Peak:
+        """What a loop, or the larger branch, needs besides its operands and results."""
+        if step.eqn.primitive.name == "cond":
+            taken = [
+                self.level(
+                    branch.jaxpr,
+                    [dataclasses.replace(v, counted=False) for v in step.inputs[1:]],
+                    [False] * len(step.outputs),
+                    local=step.local,
+                    within=step.phase or within,
+                )
+                for branch in step.eqn.params["branches"]
+            ]
+            return max(taken, key=lambda found: _total(found.held))
         if step.eqn.primitive.name != "scan":
             return Peak(collections.Counter(), "")
         body, (consts, carry) = scan_body(step.eqn), scan_sizes(step.eqn)
