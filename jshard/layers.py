@@ -19,6 +19,7 @@ from flax import nnx
 
 from jshard.calling import call_method, is_variable, variables, variables_in
 from jshard.collectives import Placement, gather_leaf, is_float, vary
+from jshard.embedding import is_cheaper, is_table, look_up
 from jshard.errors import UserError
 from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
@@ -335,6 +336,14 @@ def _run_unit(
     unit: Any, method: Callable, args: tuple, kwargs: dict, policy: UnitPolicy
 ) -> Any:
     pieces = _Pieces(unit)
+    shards, places, rest = pieces.shards, pieces.places, pieces.rest
+    if is_table(unit) and method is nnx.Embed.__call__:
+        # No table of its own, where that is shared or gathered already.
+        if shards and len(args) == 1 and not kwargs:
+            (shard,), (where,), (ids,) = shards, places, args
+            if is_cheaper(shard, where, ids):
+                read = lambda table, ids: method(pieces.module([table], rest), ids)
+                return look_up(read, shard, where, ids)
     inputs, arguments = take_apart((args, kwargs))
     passed = variables_in((args, kwargs))
     returned: list[Any] = []
@@ -346,15 +355,7 @@ def _run_unit(
         returned[:] = [rebuild]
         return outputs
 
-    out = run_unit(
-        call,
-        pieces.shards,
-        pieces.places,
-        pieces.rest,
-        inputs,
-        policy,
-        pieces.moving,
-    )
+    out = run_unit(call, shards, places, rest, inputs, policy, pieces.moving)
     result, state, changed = returned[0](out)
     if state:
         nnx.update(unit, state)

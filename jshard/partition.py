@@ -13,6 +13,7 @@ from jshard.mesh import AXES, FSDP
 from jshard.policy import Policy
 
 LAYER_DIMS = "layer_dims"  # metadata of a Stack's variables: leading layer dimensions
+LOOKED_UP = "looked_up"  # metadata of an embedding's table, in a Unit of its own
 NUM_LAYERS = "num_layers"  # how many layers there are, where a variable holds one
 
 
@@ -23,11 +24,14 @@ def shard_dim(
     layer_dims: int = 0,
     min_elements: int = 0,
     taken: Sequence[Any] = (),
+    looked_up: bool = False,
 ) -> int | None:
     """The dimension to shard, counted from the end, or None to replicate.
 
     It is the first one, not counting the layer dimensions of a Stack, that ``shards``
     divides and no other mesh axis has taken: contiguous on the wire, no transposes.
+    Of a table that is looked up it is the last one: every device has a part of each
+    row (``jshard.embedding``).
 
     Args:
       shape: the parameter's shape, layer dimensions first.
@@ -35,11 +39,12 @@ def shard_dim(
       layer_dims: leading layer dimensions, never sharded.
       min_elements: parameters with fewer elements a layer are replicated.
       taken: for each dimension of one layer, the mesh axes it is split over already.
+      looked_up: whether it is the table of an embedding.
     """
     own = shape[layer_dims:]
     if np.prod(own) < min_elements:
         return None
-    for i, size in enumerate(own):
+    for i, size in sorted(enumerate(own), reverse=looked_up):
         if size and size % shards == 0 and not any(taken[i : i + 1]):
             return i - len(own)
     return None
@@ -74,6 +79,7 @@ def _dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
         layer_dims=layer_dims(variable),
         min_elements=policy.min_shard_elements,
         taken=_other_axes(variable, mesh),
+        looked_up=variable.get_metadata(LOOKED_UP, False),
     )
 
 

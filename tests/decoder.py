@@ -78,6 +78,8 @@ class PlainDecoder(nnx.Module):
 
 
 UNITS = (Block, nnx.Embed, Head)
+EXAMPLES = 32  # of a step
+TABLE = "embed.embedding"
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
@@ -110,7 +112,7 @@ def lower_step(
     *,
     plain: bool = False,
     wrt: Any = nnx.Param,
-    examples: int = 32,
+    examples: int = EXAMPLES,
     optimizer: optax.GradientTransformation = MOMENTUM,
 ) -> tuple[jax.stages.Lowered, jshard.TrainState]:
     """A step of the decoder, and its abstract state. Nothing is allocated."""
@@ -173,8 +175,15 @@ REMATS: dict[str, tuple[Any, set[str]]] = {
 }
 
 
+def local_tokens(fsdp: jshard.FSDP) -> int:
+    """Of a device, in one micro-batch of a step."""
+    return EXAMPLES * Sizes.length // fsdp.mesh.size // fsdp.policy.accumulate
+
+
 def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Counter:
     """Runs of each (kind, devices, elements) that the invariants ask for.
+
+    A device has fewer tokens than the embedding has rows, unless the mesh is small.
 
     Args:
       fsdp: mesh and policy.
@@ -195,6 +204,13 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
             if FSDP not in param_spec(variable, policy, mesh):
                 counts["all-reduce", mesh.size, stack * layer] += trained
                 continue
+            if name == TABLE and _exchanged(fsdp, shape[0]):
+                tokens, width = local_tokens(fsdp), shape[1]
+                sent, again = "all-to-all", trained * policy.accumulate
+                counts[sent, shards, shards * tokens] += policy.accumulate  # their ids
+                counts[sent, shards, tokens * width] += policy.accumulate + again
+                counts["all-reduce", replicas, layer // shards] += trained
+                continue
             whole = policy.defer_scatter  # all layers of a stack at once, and no more
             size, runs = stack * layer, 1
             if not whole:
@@ -214,6 +230,10 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
     return Counter({key: n for key, n in counts.items() if n and key[1] > 1})
 
 
+def _exchanged(fsdp: jshard.FSDP, rows: int) -> bool:
+    return local_tokens(fsdp) < rows and not fsdp.policy.defer_scatter
+
+
 def _gather_again(
     policy: jshard.Policy, name: str, reads: set[str], layers: int | None
 ) -> int:
@@ -231,6 +251,9 @@ def counted(found: list[hlo.Collective]) -> Counter:
     counts: Counter = Counter()
     for c in found:
         whole = c.results if c.kind == "all-gather" else c.operands
+        if c.kind == "all-to-all":  # an operand for each device
+            counts[c.kind, c.group, sum(array.size for array in whole)] += c.times
+            continue
         for array in whole:
             if not (c.kind == "all-reduce" and array.shape == ()):
                 counts[c.kind, c.group, array.size] += c.times

@@ -16,10 +16,12 @@ from decoder import (
     OPTIMIZERS,
     RECOMPUTED,
     REMATS,
+    TABLE,
     Sizes,
     check_counts,
     counted,
     expected,
+    local_tokens,
     loss_fn,
     lower_step,
     lower_update,
@@ -102,6 +104,9 @@ def test_evaluation_gathers_once_and_scatters_nothing():
     once = make_fsdp(policies(reshard_after_forward=False))
     want = expected(once, state, set())
     want = Counter({k: runs for k, runs in want.items() if k[0] == "all-gather"})
+    # The embedding's ids and rows.
+    tokens = local_tokens(once)
+    want |= {("all-to-all", 8, size): 1 for size in (8 * tokens, tokens * SIZES.width)}
     assert counted(hlo.collectives(compiled.as_text())) == want
 
 
@@ -115,17 +120,22 @@ def test_wire_bytes_are_those_of_the_parameters_and_nothing_else(replica):
         ".".join(map(str, path)): leaf.get_value().size
         for path, leaf in nnx.to_flat_state(state.params)
     }
+    gathered = sum(size for name, size in sizes.items() if name != TABLE)
     total, again = sum(sizes.values()), sum(sizes[name] for name in RECOMPUTED)
     got = Counter()
     for c in found:
         got[c.kind, c.group, c.operands[0].size > 1] += c.wire_bytes
-    assert got["all-gather", n, True] == 4 * (total + again) * (n - 1) // n
-    assert got["reduce-scatter", n, True] == 4 * total * (n - 1) // n
+    assert got["all-gather", n, True] == 4 * (gathered + again) * (n - 1) // n
+    assert got["reduce-scatter", n, True] == 4 * gathered * (n - 1) // n
+    # Of an embedding, for each token: its id, its row, and the gradient of that.
+    exchanged = local_tokens(fsdp) * (4 * n + 2 * 4 * SIZES.width)
+    assert got["all-to-all", n, True] == exchanged * (n - 1) // n
     # Twice (n - 1)/n of each shard, over two replicas.
     assert got["all-reduce", 2, True] == (replica - 1) * 4 * total // n
     assert {k for k in got if k[2]} <= {
         ("all-gather", n, True),
         ("reduce-scatter", n, True),
+        ("all-to-all", n, True),
         ("all-reduce", 2, True),
     }
     scalars = sum(c.wire_bytes for c in found if c.operands[0].size == 1)
@@ -179,11 +189,11 @@ def test_the_traffic_of_the_head_does_not_grow_with_the_chunks_of_the_loss(tied)
         lowered = step.lower(state, (tokens, tokens, weights))
         traffic.append(counted(hlo.collectives(hlo.compile(lowered).as_text())))
     assert traffic[0] == traffic[1]
-    # One gather and one scatter of each (vocabulary, width) matrix: the embedding's
-    # backward reads no weights, and the head's are kept for the loop over chunks.
-    matrices = 1 if tied else 2
-    assert traffic[0]["all-gather", 8, 72 * 16] == matrices
-    assert traffic[0]["reduce-scatter", 8, 72 * 16] == matrices
+    # One gather and one scatter of the head, whose weights are kept for the loop over
+    # chunks. An embedding that is no head exchanges rows (of 16 tokens).
+    assert traffic[0]["all-gather", 8, 72 * 16] == 1
+    assert traffic[0]["reduce-scatter", 8, 72 * 16] == 1
+    assert traffic[0]["all-to-all", 8, 16 * 16] == (0 if tied else 2)
 
 
 class OnlyLayers(nnx.Module):

@@ -15,8 +15,10 @@ import hlo
 import jshard
 from decoder import (
     REMATS,
+    TABLE,
     Sizes,
     check_counts,
+    local_tokens,
     lower_step,
     make_fsdp,
     policies,
@@ -30,14 +32,26 @@ SIZES = Sizes()
 def step_collectives(
     policy: jshard.Policy, *, replica: int = 1, sizes: Sizes = SIZES
 ) -> tuple[list[hlo.Collective], dict[str, int]]:
-    """Of a step of the decoder; and the elements of each parameter (of a layer)."""
-    lowered, state = lower_step(make_fsdp(policy, replica=replica), sizes)
+    """Of a step of the decoder; and the elements of each parameter (of a layer).
+
+    All but those of the embedding, whose rows are exchanged (``test_embedding.py``).
+    """
+    fsdp = make_fsdp(policy, replica=replica)
+    lowered, state = lower_step(fsdp, sizes)
     elements = {}
     for path, variable in nnx.to_flat_state(state.params):
         shape = np.shape(variable.get_value())
         layered = "layer_dims" in variable.get_metadata()
         elements[".".join(map(str, path))] = int(np.prod(shape[layered:]))
-    return hlo.collectives(hlo.compile(lowered).as_text()), elements
+    tokens = local_tokens(fsdp)
+    del elements[TABLE]
+    exchanged = (8 // replica * tokens, tokens * sizes.width)
+    found = [
+        c
+        for c in hlo.collectives(hlo.compile(lowered).as_text())
+        if c.kind != "all-to-all" or sum(x.size for x in c.operands) not in exchanged
+    ]
+    return found, elements
 
 
 def runs(name: str) -> int:
@@ -188,19 +202,22 @@ def test_sums_in_another_dtype_leave_as_all_to_alls_of_as_many_bytes():
     assert wire(found, "reduce-scatter") == {}
     exchanges = [c for c in found if c.kind == "all-to-all"]
     assert sum(c.times for c in exchanges) == sum(map(runs, elements))
-    # Over replicas the sums go as they are.
+    # Over replicas the sums go as they are, the embedding's, too.
+    total += SIZES.vocab * SIZES.width
     assert wire(found, "all-reduce") == {(2, "f32"): 4 * total // 4}
 
 
 def test_bfloat16_gradients_that_add_up_in_float32_travel_in_bfloat16():
     half = jshard.Precision(reduce="bfloat16", sum="float32")
-    assert asked(policies(precision=half), "all-to-all") == {"bf16"}
+    looked_up = {"s32", "f32"}  # ids, and rows as they are
+    assert asked(policies(precision=half), "all-to-all") == {"bf16"} | looked_up
     assert asked(policies(precision=half), "reduce-scatter") == set()
 
 
 def test_sums_in_the_dtype_of_the_wire_are_reduce_scatters():
     same = jshard.Precision(reduce="bfloat16", sum="bfloat16")
-    assert asked(policies(precision=same), "all-to-all") == set()
+    whole = policies(precision=same, defer_scatter=True)  # no rows are exchanged
+    assert asked(whole, "all-to-all") == set()
     assert asked(policies(precision=same), "reduce-scatter") == {"bf16"}
 
 
@@ -214,10 +231,7 @@ def test_gathers_in_one_byte_bring_a_scale_for_each_block(dtype):
     matrices = {name: n for name, n in elements.items() if n >= 4096}
     assert all(n % (8 * BLOCK) == 0 for n in matrices.values())
     assert {"head.kernel", "blocks.up.kernel"} < matrices.keys()
-    again = {name: n for name, n in matrices.items() if "embed" not in name}
-    values = sum(
-        n * runs(name) for some in (matrices, again) for name, n in some.items()
-    )
+    values = sum(2 * n * runs(name) for name, n in matrices.items())
     assert wire(found, "all-gather") == {
         (8, "s8"): values * 7 // 8,
         (8, "f32"): 4 * values // BLOCK * 7 // 8,
