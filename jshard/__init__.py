@@ -8,7 +8,8 @@ from jshard.dropout import Dropout
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.functional import scan_layers
-from jshard.layers import Stack, Unit, gathered, gathered_before, gathered_during
+from jshard.gathered import gathered, gathered_before, gathered_during
+from jshard.layers import Stack, Unit
 from jshard.loss import Loss, Mean, Means
 from jshard.mesh import make_mesh
 from jshard.optim import per_layer

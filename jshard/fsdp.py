@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard import compiler, describe, ema, layers, loss_scale, step
 from jshard.checks import (
@@ -45,7 +45,8 @@ class FSDP:
     """Fully sharded data-parallel training on a mesh.
 
     Args:
-      mesh: a mesh with axes "replica" and "fsdp" (``jshard.make_mesh``).
+      mesh: a mesh with axes "replica" and "fsdp" (``jshard.make_mesh``); the steps of
+        an abstract one (``mesh.abstract_mesh``) can be traced.
       policy: what is gathered, kept and reduced, and in which dtypes.
       units: module types whose instances become Units, the model unedited.
       compiler_options: options of XLA for the jitted steps, over those that jshard
@@ -54,13 +55,14 @@ class FSDP:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         policy: Policy | None = None,
         *,
         units: tuple[type, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
     ):
-        self.mesh = check_mesh(mesh)
+        # What needs devices is not for an abstract one.
+        self.mesh: Any = check_mesh(mesh)
         self.policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
         check_memory(self.policy, mesh)

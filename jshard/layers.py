@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.calling import call_method, is_variable, variables, variables_in
-from jshard.collectives import Placement, gather_leaf, is_float, vary
+from jshard.collectives import Placement, gather_leaf, is_float
 from jshard.embedding import is_cheaper, is_table, look_up
 from jshard.errors import UserError
 from jshard.partition import LAYER_DIMS
@@ -27,10 +27,10 @@ from jshard.precision import set_compute_dtype
 from jshard.schedule import check_carry, run_unit, split_aux
 from jshard.stack_schedule import run_stack
 from jshard.taking_apart import take_apart
-from jshard.unit_weights import Reshard, UnitPolicy, gather_before
+from jshard.unit_weights import Reshard, UnitPolicy
 
 M = TypeVar("M", bound=nnx.Module)
-_PLACEMENT = "placement"  # metadata of a parameter that is, here, a shard
+PLACEMENT = "placement"  # metadata of a parameter that is, here, a shard
 
 
 class Unit(nnx.Module):
@@ -106,7 +106,7 @@ class Stack(nnx.Module):
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """The last layer's output, or (output, stacked aux)."""
-        return _run_stack(self, x, args)[0]
+        return run_layers(self, x, args)[0]
 
 
 def _become(target: nnx.Module, source: nnx.Module, cls: type) -> None:
@@ -162,10 +162,10 @@ def _own_paths(module: nnx.Module) -> set[tuple]:
     return {path for path, v in variables(module) if id(v) in reached}
 
 
-def _own(module: nnx.Module) -> Callable[[tuple, Any], bool]:
+def own_parameters(module: nnx.Module) -> Callable[[tuple, Any], bool]:
     """Filter: parameters of ``module`` that are shards and no inner unit owns."""
     own = _own_paths(module)
-    return lambda path, v: path in own and _PLACEMENT in v.get_metadata()
+    return lambda path, v: path in own and PLACEMENT in v.get_metadata()
 
 
 def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
@@ -185,7 +185,7 @@ def place(
             module.unit_policy = policy.unit(path)
     for path, variable in variables(model):
         if path in placements:
-            variable.set_metadata(_PLACEMENT, placements[path])
+            variable.set_metadata(PLACEMENT, placements[path])
 
 
 def with_root(fn: Callable, reshard: Reshard) -> Callable:
@@ -197,7 +197,7 @@ def with_root(fn: Callable, reshard: Reshard) -> Callable:
     def call(model: nnx.Module, *args: Any) -> Any:
         if reshard is not False:
             return _run_unit(model, fn, args, {}, UnitPolicy("none", reshard))
-        own = _own(model)
+        own = own_parameters(model)
         for variable in [v for path, v in variables(model) if own(path, v)]:
             _gather_variable(variable)
         return fn(model, *args)
@@ -216,86 +216,12 @@ def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
 
 
 def _gather_variable(variable: nnx.Variable) -> None:
-    where = variable.get_metadata(_PLACEMENT)
+    where = variable.get_metadata(PLACEMENT)
     variable.set_value(gather_leaf(variable.get_value(), where))
-    variable.del_metadata(_PLACEMENT)
+    variable.del_metadata(PLACEMENT)
 
 
-def gathered(unit: M) -> M:
-    """The plain module with full weights, for use before a loop.
-
-    A chunked loss calls the head many times: ``head = jshard.gathered(self.head)``
-    gathers once, its gradient is scattered once, and the weights are kept in between.
-    Outside a jshard step it is the module itself. Units inside still gather for
-    themselves.
-
-    Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
-    """
-    return _gathered(unit, lambda own: [gather_leaf(v, p) for v, p in own])
-
-
-def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
-    """``gathered(unit)`` and ``x``, for a head that is used on features ``x``.
-
-    The gradient of ``x`` waits until the unit's own is scattered: without that, the
-    backward of the layers below may run first, with the head's full gradient in memory.
-
-    Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
-    """
-    passed = [x]
-
-    def gather(own):
-        shards, places = [v for v, _ in own], tuple(p for _, p in own)
-        out: Any = gather_before(places, shards, vary(x))
-        weights, passed[0] = out
-        return weights
-
-    return _gathered(unit, gather), passed[0]
-
-
-def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
-    """``gathered(unit)`` and ``stack(x, *args)``: gathered while its last layer runs.
-
-    For a head after a Stack: its weights arrive, and in the backward its gradient
-    leaves, beside a layer's computation.
-
-    Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
-    """
-    result = []
-
-    def gather(own):
-        shards, places = [v for v, _ in own], [p for _, p in own]
-        out, weights = _run_stack(stack, x, args, list(map(vary, shards)), places)
-        result[:] = [out]
-        return weights
-
-    module = _gathered(unit, gather)
-    return module, result[0] if result else stack(x, *args)
-
-
-def _gathered(unit: M, gather: Callable[[list], list]) -> M:
-    """The plain module over what ``gather`` makes of its (shard, Placement) pairs."""
-    if isinstance(unit, Stack):
-        raise UserError("jshard.gathered: a Stack gathers one layer at a time")
-    if not isinstance(unit, Unit) or unit.unit_policy is None:
-        return unit
-    own = _own(unit)
-    shards = [v for path, v in variables(unit) if own(path, v)]
-    weights = gather([(v.get_value(), v.get_metadata(_PLACEMENT)) for v in shards])
-    replaced: dict[int, nnx.Variable] = {}
-    for variable, weight in zip(shards, weights, strict=True):
-        replaced[id(variable)] = variable.copy(weight)
-        replaced[id(variable)].del_metadata(_PLACEMENT)
-    # Variables that are not gathered stay the same objects: their updates count.
-    module = jax.tree.map(lambda v: replaced.get(id(v), v), unit, is_leaf=is_variable)
-    _make_plain(module)
-    return module
-
-
-def _make_plain(module: Any) -> None:
+def make_plain(module: Any) -> None:
     """Undoes Unit or Stack: the module as its author wrote it."""
     object.__setattr__(module, "__class__", type(module).plain_class)
 
@@ -305,9 +231,9 @@ class _Pieces:
 
     def __init__(self, unit: nnx.Module):
         self.unit = unit
-        self.graphdef, own, rest = nnx.split(unit, _own(unit), ...)
+        self.graphdef, own, rest = nnx.split(unit, own_parameters(unit), ...)
         own, self._own_tree = jax.tree.flatten(own, is_leaf=is_variable)
-        self.places: list[Placement] = [v.get_metadata(_PLACEMENT) for v in own]
+        self.places: list[Placement] = [v.get_metadata(PLACEMENT) for v in own]
         self.shards = [v.get_value() for v in own]
         self._own = own
         # Shards of inner units, weights gathered outside, and state: what an earlier
@@ -324,11 +250,11 @@ class _Pieces:
             jax.tree.unflatten(self._rest_tree, rest),
             copy=True,
         )
-        own = _own(module)
+        own = own_parameters(module)
         for variable in [v for path, v in variables(module) if own(path, v)]:
-            variable.del_metadata(_PLACEMENT)
+            variable.del_metadata(PLACEMENT)
         if is_unit(module):  # the root is not
-            _make_plain(module)
+            make_plain(module)
         return module
 
 
@@ -364,7 +290,7 @@ def _run_unit(
     return result
 
 
-def _run_stack(
+def run_layers(
     stack: Stack, x: Any, args: tuple, next_shards: Any = (), next_places: Any = ()
 ) -> tuple[Any, list[jax.Array]]:
     """Every layer in turn: ``run_stack`` in a step, a plain scan outside one.

@@ -57,7 +57,7 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
-def check_mesh(mesh: Mesh) -> Mesh:
+def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Returns ``mesh`` if it has both axes, else raises UserError."""
     missing = [axis for axis in AXES if axis not in mesh.axis_names]
     if missing:
