@@ -25,11 +25,13 @@ class Option:
       name: XLA's.
       value: what a step is compiled with.
       reason: why.
+      since: the first JAX version that it is for.
     """
 
     name: str
     value: bool | int | str
     reason: str
+    since: tuple[int, ...] = (0,)
 
 
 OPTIONS = (
@@ -43,6 +45,13 @@ OPTIONS = (
         True,
         "unrolls the layers' loops by two: what is gathered a layer ahead lands where "
         "it is used, instead of being copied there",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        2,
+        "lets a layer's gather and another's scatter be under way together; before "
+        "0.11 XLA hides both without it, and in less memory",
+        since=(0, 11),
     ),
     Option(
         "xla_gpu_all_gather_combine_threshold_bytes",
@@ -74,6 +83,11 @@ OPTIONS = (
 )
 
 
+def options() -> tuple[Option, ...]:
+    """Those for the installed JAX."""
+    return tuple(o for o in OPTIONS if jax.__version_info__ >= o.since)
+
+
 def compiler_options(
     platform: str, changes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -86,11 +100,11 @@ def compiler_options(
     Returns:
       Values by name, for ``jax.jit(compiler_options=...)``.
     """
-    options = {}
+    values: dict[str, Any] = {}
     if platform == "gpu":
-        options = {option.name: option.value for option in OPTIONS}
-    options |= changes or {}
-    return {name: value for name, value in options.items() if value is not None}
+        values = {option.name: option.value for option in options()}
+    values |= changes or {}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def check_options(options: Mapping[str, Any]) -> None:

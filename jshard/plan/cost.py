@@ -240,13 +240,11 @@ def _traffic(module: Module, computation: Computation, x: Instruction):
         yield space == HOST_SPACE, nbytes
     # An asynchronous one's own type holds its operands, too.
     results = list(x.arrays if inside is None else inside.root.arrays)
-    for name in written:  # in place: their results are not written whole
-        shape = inside.by_name[name].arrays[0] if inside else None
-        match = next(
-            (i for i, a in enumerate(results) if shape and a.shape == shape.shape), None
-        )
-        if match is not None:
-            results.pop(match)
+    for name in written:  # in place: as large, if with another shape, and not written
+        nbytes = inside.by_name[name].bytes if inside else 0
+        whole = next((i for i, a in enumerate(results) if a.bytes == nbytes), None)
+        if whole is not None:
+            results.pop(whole)
     for array in results:
         yield array.space == HOST_SPACE, array.bytes
 

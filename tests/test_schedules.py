@@ -1,0 +1,144 @@
+"""The order in which XLA runs a step, compiled for H100s that are not there.
+
+What the replayed figures rest on: in every layer's loop computation runs beside each
+gather and scatter.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+import jshard
+from h100 import h100s
+from jshard.mesh import BATCH
+from jshard.plan import hlo, tracing_for
+from jshard.plan.cost import Transfer, transfer, work
+from jshard.plan.timeline import replay
+from jshard.plan.topology import GPUS
+from train import llama2_7b
+
+pytestmark = pytest.mark.h100
+
+# Two layers' loops and what is around them are the same with any number of layers.
+LAYERS = 16
+SMALL = 1 << 20  # bytes; sums of scalars, and norms
+
+
+@functools.cache
+def schedule(gpus: int, remat: str, *, replica: int = 1) -> hlo.Module:
+    """Llama 2 7B with fewer layers, one sequence a GPU."""
+    mesh = h100s(gpus, replica=replica)
+    config = llama2_7b.get_config()
+    config.model.num_layers = LAYERS
+    policy = jshard.Policy(remat=remat, precision=jshard.Precision(compute="bfloat16"))
+    fsdp, optimizer = jshard.FSDP(mesh, policy), llama2_7b.make_optimizer(config)
+    state = fsdp.abstract_state(
+        functools.partial(llama2_7b.make_model, config), optimizer
+    )
+    sharding = NamedSharding(mesh, BATCH)
+
+    def array(dtype):
+        shape = (gpus, config.model.sequence_length)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    tokens, weights = array(jnp.int32), array(jnp.float32)
+    batch = {"inputs": tokens, "targets": tokens, "weights": weights}
+    step = fsdp.train_step(llama2_7b.loss_fn, optimizer)
+    with tracing_for(GPUS["h100"]):
+        lowered = step.trace(state, batch).lower()
+    return hlo.parse(str(lowered.compile().as_text()))
+
+
+def loops(module: hlo.Module) -> list[hlo.Computation]:
+    """The bodies of the loops that move weights: forward and backward of the layers."""
+    bodies = [
+        module.body(x)
+        for computation in module.computations.values()
+        for x in computation.instructions
+        if x.opcode == "while"
+    ]
+    return [body for body in bodies if large(module, body)]
+
+
+def large(module: hlo.Module, body: hlo.Computation) -> dict[str, Transfer]:
+    """The collectives of weights and gradients, by name."""
+    moved = {x.name: transfer(module, body, x, 1) for x in body.instructions}
+    return {
+        name: found
+        for name, found in moved.items()
+        if found is not None and found.wire_bytes > SMALL
+    }
+
+
+CASES = [(8, "full"), (8, "dots"), (64, "full"), (64, "dots")]
+
+
+@pytest.mark.parametrize(("gpus", "remat"), CASES)
+def test_matrix_products_run_beside_every_gather_and_scatter_of_a_layer(gpus, remat):
+    module = schedule(gpus, remat)
+    forward, backward = loops(module)
+    kinds = [
+        sorted({t.kind for t in large(module, body).values()})
+        for body in (forward, backward)
+    ]
+    assert kinds == [["all-gather"], ["all-gather", "reduce-scatter"]]
+    for body in (forward, backward):
+        order = {x.name: i for i, x in enumerate(body.instructions)}
+        products = [
+            order[x.name]
+            for x in body.instructions
+            if x.opcode in ("fusion", "custom-call") and work(module, body, x).flops
+        ]
+        assert len(products) > 10
+        for name in large(module, body):
+            (done,) = body.users[name]
+            assert done.opcode.endswith("-done"), f"{name} is synchronous"
+            beside = [i for i in products if order[name] < i < order[done.name]]
+            assert beside, f"nothing runs beside {name}"
+
+
+@pytest.mark.parametrize(("gpus", "remat"), CASES)
+def test_no_collective_of_weights_or_gradients_is_synchronous(gpus, remat):
+    module = schedule(gpus, remat)
+    timeline = replay(module, GPUS["h100"], gpus)
+    moved = [e for e in timeline.events if e.bytes > SMALL]
+    names = {e.name for e in moved if e.kind in ("all-gather", "reduce-scatter")}
+    assert names
+    assert not names & set(timeline.synchronous)
+
+
+@pytest.mark.parametrize(("gpus", "remat"), CASES)
+def test_a_layer_of_a_loop_is_one_gather_a_pass_and_one_scatter(gpus, remat):
+    module = schedule(gpus, remat)
+    for body in loops(module):
+        moved = [t.kind for t in large(module, body).values()]
+        # XLA unrolls the loops by two.
+        assert all(moved.count(kind) == 2 for kind in set(moved))
+
+
+@pytest.mark.parametrize(("gpus", "remat"), CASES)
+def test_no_loop_copies_the_weights_or_the_gradients_that_it_carries(gpus, remat):
+    module = schedule(gpus, remat)
+    config = llama2_7b.get_config().model
+    whole = config.width * config.hidden
+    for body in loops(module):
+        copied = [x.shape for x in body.instructions if x.opcode == "copy"]
+        sizes = [a.size for shape in copied for a in hlo.arrays(shape)]
+        assert whole not in sizes
+
+
+@pytest.mark.parametrize(("gpus", "remat"), CASES[2:])
+def test_no_layer_but_the_first_and_the_last_waits_for_its_weights(gpus, remat):
+    timeline = replay(schedule(gpus, remat), GPUS["h100"], gpus)
+    waits = [
+        gap
+        for gap in timeline.gaps
+        if gap.waits_for.stream == "collectives" and gap.waits_for.bytes > SMALL
+    ]
+    loops = [gap for gap in waits if "while/body" in gap.waits_for.source]
+    # The first gather of the forward loop is issued with the first layer's own.
+    assert sum(gap.seconds for gap in loops) < 1e-3
+    assert len(waits) < 8
