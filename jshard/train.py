@@ -57,7 +57,7 @@ def _train(argv: list[str]) -> None:
         workdir = Path(
             arguments.options.get("workdir") or f"runs/{recipe.name}-{stamp}"
         )
-        run(recipe, config, workdir, started=_process_start())
+        run(recipe, config, Path(workdir), started=_process_start())
 
 
 def _process_start() -> float:

@@ -6,23 +6,21 @@ around it: ``jvp`` is the forward, ``transpose`` the backward, and what is outsi
 """
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from jshard.plan.timeline import COLLECTIVES, COMPUTE, Event, Gap, Timeline
+from jshard.plan.timeline import COLLECTIVES, COMPUTE, Event, Timeline
 
 UPDATE = "update"
 FORWARD = "forward"
 BACKWARD = "backward"
 LAYERS = "layers"
 
-# A collective's purpose in a sharded step.
-_PURPOSES = {"all-gather": "gather", "reduce-scatter": "scatter"}
-
 
 class Phases:
     """Words for the events of one timeline."""
 
     def __init__(self, timeline: Timeline):
+        self._timeline = timeline
         self._layer_loops = _layer_loops(timeline)
         spans: dict[str, list[float]] = {}
         for event in timeline.events:
@@ -52,23 +50,51 @@ class Phases:
         return next((x for x in event.loops if x[0] in self._layer_loops), None)
 
     def words(self, event: Event | None) -> str:
-        """As "all-gather (forward, layers)"; "the step's begin" for None."""
+        """As "all-gather (forward, layers)"; "nothing" for None."""
         if event is None:
-            return "the step's begin"
-        kind = "recomputed " * is_recomputed(event) + event.kind
-        kind = f"{operation(event)}" if event.kind == "memory" else kind
-        return f"{kind} ({self.of(event)})"
+            return "nothing"
+        kind = operation(event) if event.kind == "memory" else event.kind
+        again = "recomputed " if is_recomputed(event) else ""
+        return f"{again}{kind} ({self.of(event)})"
 
-    def gap(self, gap: Gap) -> str:
-        """What the compute stream waits for, and between what."""
-        after = "the step's end" if gap.after is None else self.words(gap.after)
-        return (
-            f"{self.words(gap.waits_for)}, between {self.words(gap.before)} and {after}"
+    def seconds(self) -> dict[str, float]:
+        """Of the compute stream, by phase, in the order of the step."""
+        found: dict[str, float] = {}
+        for event in self._timeline.events:
+            if event.stream == COMPUTE:
+                phase = self.of(event)
+                found[phase] = found.get(phase, 0.0) + event.seconds
+        return found
+
+    def layers(self, way: str) -> tuple[float, float] | None:
+        """From when to when a few layers run: the middle trip of the longest loop.
+
+        Args:
+          way: "forward" or "backward".
+        """
+        trips: dict[str, dict[int, list[float]]] = {}
+        for event in self._timeline.events:
+            inside = self.trip(event)
+            if event.stream == COMPUTE and inside and direction(event) == way:
+                span = trips.setdefault(inside[0], {}).setdefault(
+                    inside[1], [event.start, event.end]
+                )
+                span[1] = event.end
+        if not trips:
+            return None
+        longest = max(
+            trips.values(), key=lambda spans: sum(b - a for a, b in spans.values())
         )
+        start, end = longest[sorted(longest)[len(longest) // 2]]
+        return start, end
+
+
+def _total(spans: Mapping[int, Sequence[float]]) -> float:
+    return sum(end - start for start, end in spans.values())
 
 
 def direction(event: Event) -> str:
-    """ "forward", "backward", "update", or "step" for what is around them."""
+    """What it is part of: "forward", "backward", "update"; "step" is around them."""
     if "transpose(" in event.source:
         return BACKWARD
     if "jvp(" in event.source:

@@ -102,6 +102,11 @@ class Timeline:
         return sum(g.seconds for g in self.gaps if g.waits_for.stream == COLLECTIVES)
 
     @property
+    def waits_for_copies(self) -> float:
+        """Seconds in which the compute stream waits for copies, of the host too."""
+        return sum(g.seconds for g in self.gaps if g.waits_for.stream != COLLECTIVES)
+
+    @property
     def floor(self) -> float:
         """Seconds of the step with all collectives hidden."""
         return self.seconds - self.exposed

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from jshard.errors import UserError
+from jshard.quiet import has_accelerator
 
 
 def choose_platform() -> None:
@@ -16,9 +17,8 @@ def choose_platform() -> None:
 
     With the CUDA plugin installed and no GPU, JAX prints a traceback otherwise.
     """
-    accelerators = ("nvidia[0-9]*", "dxg", "kfd", "accel*", "vfio/[0-9]*")
-    found = any(next(Path("/dev").glob(name), None) for name in accelerators)
-    if sys.platform == "linux" and not found and not os.environ.get("JAX_PLATFORMS"):
+    unset = not os.environ.get("JAX_PLATFORMS")
+    if sys.platform == "linux" and unset and not has_accelerator():
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
         jax.config.update("jax_platforms", "cpu")
 
