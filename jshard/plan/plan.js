@@ -1,19 +1,27 @@
 // Draws the timelines: a row a stream, a box an event; zoomed and moved by the pointer.
 const data = JSON.parse(document.getElementById("timeline").textContent);
-const LABEL = 92, TOP = 22, ROW = 34, SPACE = 8, RIGHT = 10; // px
+const LABEL = 92, TOP = 46, ROW = 40, SPACE = 8, RIGHT = 10, BAND = 18; // px
 const HEIGHT = TOP + data.streams.length * (ROW + SPACE) + 4;
 const [STREAM, KIND, START, TIME, WHAT, PHASE, SOURCE, NAME, BYTES, FLOPS] = Array(10).keys();
 
 const inTime = (us) => (us >= 1e4 ? `${(us / 1e3).toFixed(1)} ms`
   : us >= 1e3 ? `${(us / 1e3).toFixed(2)} ms` : `${us.toFixed(1)} µs`);
-const inUnits = (n, units) => {
+const inUnits = (n, base, units) => {
   let i = 0;
-  while (n >= 1000 && i < units.length - 1) { n /= 1000; i += 1; }
-  return `${n.toPrecision(3)} ${units[i]}`;
+  while (n >= base && i < units.length - 1) { n /= base; i += 1; }
+  return `${n.toFixed(i && n < 100 ? 1 : 0)} ${units[i]}`;
 };
-const bytes = (n) => inUnits(n, ["B", "kB", "MB", "GB", "TB"]);
-const flops = (n) => inUnits(n, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
+const bytes = (n) => inUnits(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
+const flops = (n) => inUnits(n, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"]);
 const rows = data.streams.map((_, i) => data.events.filter((e) => e[STREAM] === i));
+
+// The phases of the compute stream, neighbours that are alike as one.
+const phases = [];
+for (const e of rows[data.streams.indexOf("compute")] || []) {
+  const last = phases.at(-1);
+  if (last && last.phase === e[PHASE]) last.end = e[START] + e[TIME];
+  else phases.push({ phase: e[PHASE], start: e[START], end: e[START] + e[TIME] });
+}
 
 function lastBefore(row, time) { // events of a stream follow one another
   let low = 0, high = row.length;
@@ -56,16 +64,27 @@ function timeline(figure) {
     const step = tickStep(end - start), digits = Math.max(0, Math.ceil(-Math.log10(step / 1e3)));
     for (let at = Math.ceil(start / step) * step; at <= end; at += step) {
       pen.fillStyle = color("rule");
-      pen.fillRect(x(at), TOP - 4, 1, HEIGHT - TOP);
+      pen.fillRect(x(at), 18, 1, HEIGHT - 20);
       pen.fillStyle = color("soft");
       const text = `${(at / 1e3).toFixed(digits)} ms`;
       const half = pen.measureText(text).width / 2;
-      if (x(at) + half < width) pen.fillText(text, Math.max(x(at), LABEL + half - 8), 12);
+      if (x(at) + half < width) pen.fillText(text, Math.max(x(at), LABEL + half - 8), 11);
     }
     pen.save();
     pen.beginPath();
     pen.rect(LABEL, 0, width - LABEL - RIGHT, HEIGHT);
     pen.clip();
+    for (const { phase, start: from, end: to } of phases) {
+      const left = Math.max(x(from), LABEL), right = Math.min(x(to), width - RIGHT);
+      if (right - left < 1) continue;
+      pen.fillStyle = color("band");
+      pen.fillRect(left + 0.5, TOP - 6 - BAND, right - left - 1, BAND);
+      pen.fillStyle = color("ink");
+      pen.textAlign = "center";
+      const text = data.texts[phase];
+      if (pen.measureText(text).width < right - left - 8)
+        pen.fillText(text, (left + right) / 2, TOP - 6 - BAND + 13);
+    }
     for (const row of rows) {
       let painted = -Infinity;
       for (let i = Math.max(0, lastBefore(row, start)); i < row.length; i += 1) {
@@ -107,7 +126,7 @@ function timeline(figure) {
         text += "…";
       }
       pen.globalAlpha = i ? 0.75 : 1;
-      pen.fillText(text, left, top + 14 + 13 * i);
+      pen.fillText(text, left, top + 17 + 14 * i);
       pen.globalAlpha = 1;
     });
   }

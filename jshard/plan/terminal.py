@@ -1,5 +1,6 @@
 """A plan as lines of text."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from jshard.compiler import OPTIONS
@@ -35,7 +36,12 @@ def lines(plan: Plan) -> Iterator[str]:
         yield "OPTIONS of XLA"
         for name, value, reason in options(plan):
             yield f"{name}={value}"
-            yield f"    {reason}"
+            yield from textwrap.wrap(
+                reason, 96, initial_indent="    ", subsequent_indent="    "
+            )
+    if plan.timeline is not None:
+        yield ""
+        yield from textwrap.wrap(f"MODEL: {assumed()}; docs/plan.md has its limits", 96)
     yield ""
     yield verdict(plan)
 
@@ -107,13 +113,11 @@ def traffic_rows(traffic: Traffic) -> Iterator[tuple[str, ...]]:
 
 
 def _timeline(plan: Plan, timeline: Timeline) -> Iterator[str]:
-    phases = Phases(timeline)
-    rows = [("TIMELINE", "", ""), *facts(plan, timeline)]
-    yield from _columns(rows, "<><")
-    parts = (f"{name} {duration(s)}" for name, s in phases.seconds().items())
-    yield f"kernels: {'; '.join(parts)}"
+    yield from _columns([("TIMELINE", "", ""), *facts(plan, timeline)], "<><")
+    phases = Phases(timeline).seconds().items()
     yield ""
-    yield f"model: {assumed()}"
+    yield "KERNELS by phase"
+    yield from _columns([(duration(s), name) for name, s in phases], "><")
     if timeline.gaps:
         yield ""
         yield "GAPS in which no kernel runs, the longest first"
@@ -159,12 +163,12 @@ def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
     phases = Phases(timeline)
     for gap in timeline.largest_gaps(GAPS):
         what = gap.waits_for
-        before, after = phases.words(gap.before), phases.words(gap.after)
+        before, after = gap.before, gap.after
         yield (
             duration(gap.start),
             duration(gap.seconds),
             f"{what.kind} of {format_bytes(what.bytes)} ({phases.of(what)})",
-            f"{before} | {after}",
+            f"{phases.words(before)} | {phases.words(after)}",
         )
 
 
@@ -179,7 +183,7 @@ def duration(seconds: float) -> str:
 def _columns(rows: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:
     """Rows with aligned cells; ``sides`` says "<" or ">" of each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = max(widths[0], 14)
+    widths[0] = max(widths[0], 14 if sides[0] == "<" else 9)
     for row in rows:
         cells = [
             f"{cell:{side}{width}}"
