@@ -173,7 +173,9 @@ def least(
                     add("all-gather", kept, again * moved * share)
             if not place.trainable or not is_float(x):
                 continue
-            reduce = jnp.dtype(place.reduce or place.compute or x.dtype)
+            # A gradient has the dtype that the weight arrived in.
+            arrived = x.dtype if is_quantized(wire) else wire
+            reduce = jnp.dtype(place.reduce or place.compute or arrived)
             by_parts = place.sum not in (None, reduce)
             add("all-to-all" if by_parts else "reduce-scatter", reduce, moved)
             if copies > 1:
