@@ -27,10 +27,16 @@ HloModule step, is_scheduled=true
   %i = s32[] get-tuple-element(%s), index=0
   %x = bf16[1024,1024]{1,0} get-tuple-element(%s), index=1
   %w = bf16[128,1024]{1,0} get-tuple-element(%s), index=2
-  %gather = (bf16[128,1024]{1,0}, bf16[1024,1024]{1,0}) all-gather-start(%w), replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="FORWARD/all_gather"}
-  %product = bf16[1024,1024]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="FORWARD/dot_general"}
+  %gather = (bf16[128,1024]{1,0}, bf16[1024,1024]{1,0}) all-gather-start(%w), \
+    replica_groups=[1,8]<=[8], dimensions={0}, \
+    metadata={op_name="FORWARD/all_gather"}
+  %product = bf16[1024,1024]{1,0} dot(%x, %x), \
+    lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+    metadata={op_name="FORWARD/dot_general"}
   %gathered = bf16[1024,1024]{1,0} all-gather-done(%gather)
-  %next = bf16[1024,1024]{1,0} dot(%product, %gathered), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="FORWARD/dot_general"}
+  %next = bf16[1024,1024]{1,0} dot(%product, %gathered), \
+    lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+    metadata={op_name="FORWARD/dot_general"}
   ROOT %out = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) tuple(%i, %next, %w)
 }
 
@@ -50,11 +56,16 @@ ENTRY %main (p0: (s32[], bf16[1024,1024])) -> f32[131072] {
   %p1 = f32[1048576]{0} parameter(1)
   %p2 = f32[1024]{0:S(5)} parameter(2)
   %from = (f32[1024]{0}, f32[1024]{0:S(5)}, u32[]) copy-start(%p2)
-  %loop = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) while(%p0), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %loop = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) while(%p0), \
+    condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %here = f32[1024]{0} copy-done(%from)
-  %norm = f32[1024]{0} all-reduce(%here), replica_groups={{0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}}, to_apply=%add, metadata={op_name="jit(step)/shard_map/psum"}
+  %norm = f32[1024]{0} all-reduce(%here), \
+    replica_groups={{0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}}, to_apply=%add, \
+    metadata={op_name="jit(step)/shard_map/psum"}
   %scale = f32[1048576]{0} multiply(%p1, %p1), metadata={op_name="BACKWARD/mul"}
-  %scatter = (f32[1048576]{0}, f32[131072]{0}) reduce-scatter-start(%scale), replica_groups=[2,8]<=[16], dimensions={0}, to_apply=%add, metadata={op_name="BACKWARD/reduce_scatter"}
+  %scatter = (f32[1048576]{0}, f32[131072]{0}) reduce-scatter-start(%scale), \
+    replica_groups=[2,8]<=[16], dimensions={0}, to_apply=%add, \
+    metadata={op_name="BACKWARD/reduce_scatter"}
   %shard = f32[131072]{0} reduce-scatter-done(%scatter)
   ROOT %update = f32[131072]{0} add(%shard, %shard), metadata={op_name="jit(step)/add"}
 }

@@ -15,7 +15,7 @@ from jshard.mesh import BATCH
 from jshard.plan.hlo import parse
 from jshard.plan.traffic import count, least
 
-SIZES = Sizes()
+SIZES = Sizes(layers=3)
 HEAD = 4 * SIZES.width * SIZES.vocab * 7 // 8  # bytes that one gather of it brings
 NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}
 
@@ -41,7 +41,6 @@ def sharded(**knobs: Any) -> jshard.Policy:
         ({}, 1, 1),
         ({"accumulate": 2}, 1, 2),
         ({"keep_last": 1}, 1, 1),
-        ({"prefetch": True}, 1, 1),
         ({"prefetch": True, "first_k": 2, "remat": "dots"}, 1, 1),
         ({"reshard_after_forward": False}, 1, 0),
         ({"reshard_after_forward": 2}, 1, 4 / 7),

@@ -21,7 +21,7 @@ from jshard.errors import UserError
 from jshard.plan import as_json, page, terminal
 from jshard.plan.cost import assumed
 from jshard.plan.planning import Plan, make_plan
-from jshard.plan.program import ATTACHED, trace
+from jshard.plan.program import ATTACHED, Program, trace
 from jshard.plan.topology import GPUS, has_plugin, parse
 from jshard.quiet import without_remarks
 from jshard.training.command_line import help_text, override, parse_arguments
@@ -83,7 +83,9 @@ def _plan(argv: list[str]) -> None:
                 override(config, arguments.overrides, file.name)
                 check(config)
                 make_cpu_devices(config.mesh.cpu_devices)
-                plan = make_plan(trace(recipe, config, topology or ""))
+                program = trace(recipe, config, topology or "")
+                _check_card(program, arguments.options)
+                plan = make_plan(program)
         if plan is None:
             print(help_text(config, file.name, USAGE), end="")
             return
@@ -130,12 +132,15 @@ def _choose_platform(topology: str | None) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _write_files(plan: Plan, options: dict[str, str]) -> None:
-    if plan.timeline is None and "trace" in options:
+def _check_card(program: Program, options: dict[str, str]) -> None:
+    if program.gpu is None and "trace" in options:
         raise UserError(
             f"--trace={options['trace']}: there is no timeline: these devices are no "
-            "card whose speed is known"
+            f"card whose speed is known ({', '.join(GPUS)})"
         )
+
+
+def _write_files(plan: Plan, options: dict[str, str]) -> None:
     contents: dict[str, Callable[[], str]] = {
         "json": lambda: json.dumps(as_json.as_json(plan), indent=1) + "\n",
         "html": lambda: page.render(plan),
