@@ -117,7 +117,7 @@ def _layer_loops(timeline: Timeline) -> set[str]:
     """Loops with collectives; where there are none, those with most of the products."""
     inner: set[str] = set()
     outer: set[str] = set()
-    flops: collections.Counter[str] = collections.Counter()
+    flops: dict[str, float] = collections.defaultdict(float)
     for event in timeline.events:
         names = [name for name, _ in event.loops]
         if names and event.flops:

@@ -79,7 +79,7 @@ def trace(recipe: Recipe, config: Config, topology: str) -> Program:
     absent = gpu is not None and topology != ATTACHED
     on = mesh.abstract_mesh if absent else mesh
     job = make_job(recipe, config, on)
-    with tracing_for(gpu) if absent else nullcontext():
+    with tracing_for(gpu) if gpu and absent else nullcontext():
         state = job.abstract_state()
         batch, items, unit = _abstract_batch(recipe, config, on)
         traced = job.train_step.trace(state, batch)

@@ -147,7 +147,7 @@ class _Streams:
         self.events: list[Event] = []
         self.gaps: list[Gap] = []
         self.synchronous: dict[str, None] = {}
-        self.free = dict.fromkeys(STREAMS, 0.0)
+        self.free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
         self.last: Event | None = None  # kernel
         self.unfollowed: int | None = None  # index of a gap with no kernel after it
         self.loops: tuple[tuple[str, int], ...] = ()

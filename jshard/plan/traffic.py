@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
 
 from jshard.collectives import is_float
 from jshard.mesh import FSDP, REPLICA
@@ -84,21 +83,25 @@ def count(module: Module, num_devices: int, gpu: GPU | None) -> tuple[Row, ...]:
       num_devices: that it is compiled for.
       gpu: what it is compiled for; None for a CPU.
     """
-    found: dict[tuple, list[float]] = {}
+    found: dict[tuple[str, str, str, int], Row] = {}
     for moved, times in _transfers(module, module.entry, num_devices, 1):
         if moved.group == 1:
             continue
         link = SHARED if gpu is None else NETWORK if moved.network else NVLINK
         dtype = "+".join(sorted(name for name, _ in moved.dtypes))
-        row = found.setdefault((moved.kind, dtype, link, moved.group), [0, 0, 0.0])
-        row[0] += times
-        row[1] += times * moved.wire_bytes
-        row[2] += times * moved.seconds(gpu) if gpu else 0.0
-    rows = [
-        Row(*key, int(number), int(size), seconds if gpu else None)
-        for key, (number, size, seconds) in found.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: -row.bytes))
+        key = (moved.kind, dtype, link, moved.group)
+        seconds = times * moved.seconds(gpu) if gpu else None
+        row = Row(*key, times, times * moved.wire_bytes, seconds)
+        found[key] = _add(found[key], row) if key in found else row
+    return tuple(sorted(found.values(), key=lambda row: -row.bytes))
+
+
+def _add(a: Row, b: Row) -> Row:
+    seconds = None
+    if a.seconds is not None and b.seconds is not None:
+        seconds = a.seconds + b.seconds
+    total = {"count": a.count + b.count, "bytes": a.bytes + b.bytes}
+    return dataclasses.replace(a, **total, seconds=seconds)
 
 
 def _transfers(
@@ -117,7 +120,7 @@ def _transfers(
 
 
 def least(
-    mesh: Mesh | AbstractMesh, policy: Policy, state: TrainState, *, prefetch: bool
+    mesh: Any, policy: Policy, state: TrainState, *, prefetch: bool
 ) -> dict[tuple[str, str], int]:
     """The bytes that a device must receive in a step, by (kind, dtype).
 
@@ -131,7 +134,7 @@ def least(
     their weights), scales of one-byte gathers and the optimizer's own are not in it.
 
     Args:
-      mesh: of the step.
+      mesh: of the step, abstract or not.
       policy: of the step.
       state: abstract, with shardings.
       prefetch: whether layers are gathered ahead where the policy leaves it open: then
