@@ -1,0 +1,229 @@
+"""The replay of a compiled program, on one that is written by hand."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jshard.plan import cost, hlo
+from jshard.plan.as_json import trace
+from jshard.plan.cost import HOST_BUS, LATENCY, LAUNCH, LINK, MATMUL, MEMORY
+from jshard.plan.phases import Phases
+from jshard.plan.timeline import Timeline, replay
+from jshard.plan.topology import GPUS
+from jshard.plan.traffic import NETWORK, NVLINK, count
+
+H100 = GPUS["h100"]
+FORWARD = "jit(step)/shard_map/jvp()/while/body"
+BACKWARD = "jit(step)/shard_map/transpose(jvp())/while/body"
+# A loop of three layers in which a gather runs beside a product; an all-reduce that
+# waits; a copy from the host; and a scatter whose result is needed at once.
+TEXT = """\
+HloModule step, is_scheduled=true
+
+%body (s: (s32[], bf16[1024,1024], bf16[1024,1024])) -> (s32[], bf16[1024,1024]) {
+  %s = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = bf16[1024,1024]{1,0} get-tuple-element(%s), index=1
+  %w = bf16[128,1024]{1,0} get-tuple-element(%s), index=2
+  %gather = (bf16[128,1024]{1,0}, bf16[1024,1024]{1,0}) all-gather-start(%w), \
+    replica_groups=[1,8]<=[8], dimensions={0}, \
+    metadata={op_name="FORWARD/all_gather"}
+  %product = bf16[1024,1024]{1,0} dot(%x, %x), \
+    lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+    metadata={op_name="FORWARD/dot_general"}
+  %gathered = bf16[1024,1024]{1,0} all-gather-done(%gather)
+  %next = bf16[1024,1024]{1,0} dot(%product, %gathered), \
+    lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+    metadata={op_name="FORWARD/dot_general"}
+  ROOT %out = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) tuple(%i, %next, %w)
+}
+
+%condition (s: (s32[], bf16[1024,1024])) -> pred[] {
+  %s.1 = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (p0: (s32[], bf16[1024,1024])) -> f32[131072] {
+  %p0 = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) parameter(0)
+  %p1 = f32[1048576]{0} parameter(1)
+  %p2 = f32[1024]{0:S(5)} parameter(2)
+  %from = (f32[1024]{0}, f32[1024]{0:S(5)}, u32[]) copy-start(%p2)
+  %loop = (s32[], bf16[1024,1024]{1,0}, bf16[128,1024]{1,0}) while(%p0), \
+    condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %here = f32[1024]{0} copy-done(%from)
+  %norm = f32[1024]{0} all-reduce(%here), \
+    replica_groups={{0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}}, to_apply=%add, \
+    metadata={op_name="jit(step)/shard_map/psum"}
+  %scale = f32[1048576]{0} multiply(%p1, %p1), metadata={op_name="BACKWARD/mul"}
+  %scatter = (f32[1048576]{0}, f32[131072]{0}) reduce-scatter-start(%scale), \
+    replica_groups=[2,8]<=[16], dimensions={0}, to_apply=%add, \
+    metadata={op_name="BACKWARD/reduce_scatter"}
+  %shard = f32[131072]{0} reduce-scatter-done(%scatter)
+  ROOT %update = f32[131072]{0} add(%shard, %shard), metadata={op_name="jit(step)/add"}
+}
+""".replace("FORWARD", FORWARD).replace("BACKWARD", BACKWARD)
+MODULE = hlo.parse(TEXT)
+# Bytes on the wire of eight of the device's neighbours, and of both hosts.
+GATHERED = 7 * 128 * 1024 * 2
+SCATTERED = 1048576 * 4 * 7 // 8
+SUMMED = 2 * 1024 * 4 * 15 // 16
+PRODUCT = max(
+    2 * 1024**3 / (MATMUL * H100.flops), 3 * 1024**2 * 2 / (MEMORY * H100.bandwidth)
+)
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    return replay(MODULE, H100, 16)
+
+
+def named(timeline: Timeline, name: str) -> list[Any]:
+    return [event for event in timeline.events if event.name == name]
+
+
+def nvlink(nbytes: int) -> float:
+    return LATENCY + nbytes / (LINK * H100.nvlink)
+
+
+def test_a_product_takes_the_longer_of_arithmetic_and_memory(timeline):
+    for event in named(timeline, "product"):
+        assert event.seconds == pytest.approx(PRODUCT + LAUNCH)
+        assert event.flops == 2 * 1024**3
+        assert event.bytes == 3 * 1024**2 * 2
+
+
+def test_an_elementwise_kernel_takes_as_long_as_its_traffic(timeline):
+    (event,) = named(timeline, "scale")
+    assert event.bytes == 3 * 2**22
+    assert event.seconds == pytest.approx(
+        LAUNCH + 3 * 2**22 / (MEMORY * H100.bandwidth)
+    )
+
+
+def test_a_started_gather_runs_beside_the_product_and_is_waited_for_when_done(timeline):
+    gathers, products = named(timeline, "gather"), named(timeline, "product")
+    others = named(timeline, "next")
+    assert len(gathers) == len(products) == len(others) == 3
+    for gather, product, following in zip(gathers, products, others, strict=True):
+        assert gather.seconds == pytest.approx(nvlink(GATHERED))
+        assert gather.start == product.start
+        assert following.start == pytest.approx(max(gather.end, product.end))
+
+
+def test_loops_run_as_often_as_xla_found_and_events_know_their_trips(timeline):
+    assert [event.loops for event in named(timeline, "gather")] == [
+        (("loop", trip),) for trip in range(3)
+    ]
+    assert named(timeline, "update")[0].loops == ()
+
+
+def test_gaps_are_what_the_compute_stream_waits_and_say_for_what(timeline):
+    short = nvlink(GATHERED) - (PRODUCT + LAUNCH)
+    assert short > 0
+    gaps = [(gap.waits_for.name, gap.seconds) for gap in timeline.gaps]
+    assert gaps == [
+        *[("gather", pytest.approx(short))] * 3,
+        ("norm", pytest.approx(named(timeline, "norm")[0].seconds)),
+        ("scatter", pytest.approx(nvlink(SCATTERED))),
+    ]
+    last = timeline.gaps[-1]
+    assert (last.before.name, last.after.name) == ("scale", "update")
+    assert timeline.largest_gaps(1) == [last]
+
+
+def test_exposed_communication_is_the_step_less_its_floor(timeline):
+    exposed = sum(gap.seconds for gap in timeline.gaps)
+    kernels = 6 * (PRODUCT + LAUNCH) + sum(
+        named(timeline, name)[0].seconds for name in ("scale", "update")
+    )
+    assert timeline.exposed == pytest.approx(exposed)
+    assert timeline.floor == pytest.approx(kernels)
+    assert timeline.seconds == pytest.approx(kernels + exposed)
+    assert timeline.waits_for_copies == 0
+
+
+def test_a_collective_without_start_and_done_is_synchronous(timeline):
+    assert timeline.synchronous == ("norm",)
+
+
+def test_a_group_that_leaves_the_host_goes_through_the_network(timeline):
+    (norm,) = named(timeline, "norm")
+    ports = 8 * cost.NETWORK_PORT
+    assert norm.seconds == pytest.approx(LATENCY + SUMMED / min(ports, LINK * 450e9))
+
+
+def test_a_copy_from_the_host_has_its_own_stream(timeline):
+    (copy,) = named(timeline, "from")
+    assert (copy.stream, copy.bytes, copy.start) == ("from host", 4096, 0.0)
+    assert copy.seconds == pytest.approx(LAUNCH + 4096 / HOST_BUS)
+
+
+def test_the_compute_stream_waits_for_a_copy_that_is_late():
+    late = TEXT.replace("f32[1024]", "f32[1048576]")
+    timeline = replay(hlo.parse(late), H100, 16)
+    (copy,) = named(timeline, "from")
+    (gap,) = [gap for gap in timeline.gaps if gap.waits_for is copy]
+    assert gap.end == pytest.approx(LAUNCH + 2**22 / HOST_BUS)
+    assert timeline.waits_for_copies == pytest.approx(gap.seconds)
+    assert timeline.floor == pytest.approx(timeline.seconds - timeline.exposed)
+
+
+def test_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="not the text of a compiled program"):
+        hlo.parse("HloModule nothing")
+
+
+def test_phases_follow_from_the_jax_operations(timeline):
+    phases = Phases(timeline)
+    found = {event.name: phases.of(event) for event in timeline.events}
+    assert found["product"] == "forward, layers"
+    assert found["scale"] == "backward"  # it is in no loop
+    assert found["update"] == "update"
+    assert found["norm"] == "step"
+    assert sum(phases.seconds().values()) == pytest.approx(timeline.busy("compute"))
+
+
+def test_a_few_layers_are_the_middle_trip_of_the_loop_over_layers(timeline):
+    middle = named(timeline, "product")[1], named(timeline, "next")[1]
+    assert Phases(timeline).layers("forward") == (middle[0].start, middle[1].end)
+    assert Phases(timeline).layers("backward") is None
+
+
+def test_traffic_is_counted_by_kind_dtype_and_link_with_loops_unrolled():
+    rows = {row.kind: row for row in count(MODULE, 16, H100)}
+    gather, scatter, norm = (
+        rows[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    )
+    assert (gather.count, gather.bytes, gather.link) == (3, 3 * GATHERED, NVLINK)
+    assert (gather.dtype, gather.group) == ("bf16", 8)
+    assert gather.seconds == pytest.approx(3 * nvlink(GATHERED))
+    assert (scatter.count, scatter.bytes, scatter.link) == (1, SCATTERED, NVLINK)
+    assert (norm.count, norm.bytes, norm.link) == (1, SUMMED, NETWORK)
+    assert [row.seconds for row in count(MODULE, 16, None)] == [None] * 3
+
+
+def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):
+    job = SimpleNamespace(recipe=SimpleNamespace(name="hand"))
+    program = SimpleNamespace(job=job, topology="h100:16")
+    plan: Any = SimpleNamespace(program=program, timeline=timeline)
+    written = json.loads(json.dumps(trace(plan)))["traceEvents"]
+    threads = {
+        x["tid"]: x["args"]["name"] for x in written if x["name"] == "thread_name"
+    }
+    assert set(threads.values()) == {"compute", "collectives", "from host"}
+    events = [x for x in written if x["ph"] == "X"]
+    assert len(events) == len(timeline.events)
+    for x, event in zip(events, timeline.events, strict=True):
+        assert (x["name"], threads[x["tid"]]) == (event.name, event.stream)
+        assert x["ts"] == pytest.approx(event.start * 1e6)
+        assert x["dur"] == pytest.approx(event.seconds * 1e6)
+        assert x["args"]["bytes"] == event.bytes
+        assert x["args"]["source"] == event.source
