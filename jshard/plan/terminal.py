@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from jshard.compiler import OPTIONS
+from jshard import compiler
 from jshard.describe import format_bytes
 from jshard.plan.cost import assumed
 from jshard.plan.memory import lines as memory_lines
@@ -77,7 +77,7 @@ def verdict(plan: Plan) -> str:
 
 def options(plan: Plan) -> list[tuple[str, object, str]]:
     """(name, value, reason) of each option of XLA."""
-    reasons = {option.name: option.reason for option in OPTIONS}
+    reasons = {option.name: option.reason for option in compiler.options()}
     return [
         (name, value, reasons.get(name, "asked for by config.compiler_options"))
         for name, value in plan.options.items()
