@@ -17,7 +17,7 @@ from flax import nnx
 
 from jshard.collectives import is_float
 from jshard.mesh import FSDP, REPLICA
-from jshard.partition import layer_dims, placements
+from jshard.partition import LOOKED_UP, layer_dims, placements
 from jshard.plan.cost import Transfer, transfer
 from jshard.plan.hlo import Computation, Module
 from jshard.plan.topology import GPU
@@ -130,7 +130,7 @@ def least(
     last for every micro-batch, unless ``defer_scatter`` does them once. A collective
     over n devices brings (n-1)/n of the whole (docs/memory.md).
 
-    What is replicated, what a Unit's backward gathers again (not all of them read
+    What is replicated, embeddings that are looked up, what a Unit's backward gathers again (not all of them read
     their weights), scales of one-byte gathers and the optimizer's own are not in it.
 
     Args:
@@ -154,6 +154,8 @@ def least(
         for path, variable in nnx.to_flat_state(tree):
             place, x = places[path], variable.get_value()
             if place.dim is None or shards == 1:
+                continue
+            if variable.get_metadata(LOOKED_UP, False) and not policy.defer_scatter:
                 continue
             shard = math.prod(x.sharding.shard_shape(x.shape))
             moved = shard * (shards - 1)
