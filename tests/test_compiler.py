@@ -1,0 +1,89 @@
+"""The options that steps are compiled with on GPUs."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard import compiler
+from jshard.training.config import complete
+from jshard.training.job import make_job, make_mesh
+from jshard.training.policy import parse_options
+from jshard.training.recipe import find_recipe, open_recipe
+
+
+@pytest.mark.parametrize("option", compiler.options(), ids=lambda o: o.name)
+def test_the_installed_xla_knows_every_option_and_its_value(option):
+    compiler.check_options({option.name: option.value})
+    assert option.reason
+
+
+def test_names_are_given_once_and_only_to_gpus():
+    names = [option.name for option in compiler.options()]
+    assert len(names) == len(set(names))
+    assert compiler.compiler_options("cpu") == {}
+    assert set(compiler.compiler_options("gpu")) == set(names)
+
+
+def test_an_option_is_for_the_versions_since_its_own(monkeypatch):
+    later = [o.name for o in compiler.OPTIONS if o.since == (0, 11)]
+    assert later
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert not set(later) & set(compiler.compiler_options("gpu"))
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert set(later) <= set(compiler.compiler_options("gpu"))
+
+
+def test_users_change_options_and_leave_some_to_xla():
+    first, second = compiler.options()[:2]
+    changes = {first.name: None, second.name: False, "xla_gpu_autotune_level": 0}
+    got = compiler.compiler_options("gpu", changes)
+    assert first.name not in got
+    assert got[second.name] is False
+    assert got["xla_gpu_autotune_level"] == 0
+
+
+def test_the_steps_of_an_fsdp_are_compiled_with_its_options():
+    fsdp = jshard.FSDP(
+        jshard.make_mesh(), compiler_options={"xla_cpu_no_such_option": 1}
+    )
+    make_model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+    loss_fn = lambda model, x: jshard.Mean(model(x).sum(), x.size)
+    state = fsdp.abstract_state(make_model, optax.sgd(1.0))
+    batch = np.ones((8, 8), np.float32)
+    for step in (
+        fsdp.train_step(loss_fn, optax.sgd(1.0)),
+        fsdp.eval_step(loss_fn),
+        fsdp.predict_step(lambda model, x: model(x)),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_no_such_option"):
+            step.lower(state, batch).compile()
+
+
+def test_a_config_sets_options_as_name_and_value():
+    entries = ("xla_gpu_autotune_level=0", "xla_gpu_enable_triton_gemm=None")
+    assert parse_options(entries) == {
+        "xla_gpu_autotune_level": 0,
+        "xla_gpu_enable_triton_gemm": None,
+    }
+    with open_recipe(find_recipe("gpt.py")) as recipe:
+        config = complete(recipe.get_config(), "gpt.py")
+        config.compiler_options = ("xla_cpu_enable_fast_math=True",)
+        job = make_job(recipe, config, make_mesh(config))
+    assert job.fsdp.compiler_options == {"xla_cpu_enable_fast_math": True}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("xla_gpu_autotune_level", "must be NAME=VALUE"),
+        ("xla_gpu_no_such_thing=1", "xla_gpu_no_such_thing=1: JAX .* No such compile"),
+        ("xla_gpu_autotune_level=high", "xla_gpu_autotune_level='high': JAX"),
+    ],
+)
+def test_an_option_that_xla_does_not_know_is_one_line(entry, message):
+    with pytest.raises(jshard.UserError, match=message) as error:
+        parse_options((entry,))
+    assert "\n" not in str(error.value)
