@@ -1,11 +1,14 @@
 """A plan: what a job needs, moves and takes, from its compiled program alone."""
 
+import contextlib
 import dataclasses
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jshard.mesh import platform
 from jshard.plan import buffers, hlo
@@ -64,7 +67,8 @@ def make_plan(program: Program) -> Plan:
     """Compiles a program, and reads memory, traffic and timeline from it."""
     job, mesh, gpu = program.job, program.mesh, program.gpu
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    # A program from JAX's cache would leave no buffer assignment.
+    with tempfile.TemporaryDirectory() as folder, _without_cache():
         dump = folder if gpu is not None else None
         compiled = program.compile(buffers.dump_options(folder) if dump else None)
         seconds = time.perf_counter() - start
@@ -87,6 +91,19 @@ def make_plan(program: Program) -> Plan:
         job.fsdp.compiler_options,
         seconds,
     )
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
+    jax.config.update(name, False)
+    compilation_cache.reset_cache()  # it looks at its settings once
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+        compilation_cache.reset_cache()
 
 
 def _memory(

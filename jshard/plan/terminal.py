@@ -72,7 +72,8 @@ def verdict(plan: Plan) -> str:
     if usable is None:
         return f"needs {format_bytes(total)} a device; no card to compare with"
     does = "fits" if plan.fits else "does not fit"
-    return f"{does}: {total / 2**30:.1f} of {usable / 2**30:.1f} GiB"
+    needs = f"{total / 2**30:.1f}" if total >= 2**30 else format_bytes(total)
+    return f"{does}: {needs} of {usable / 2**30:.1f} GiB"
 
 
 def options(plan: Plan) -> list[tuple[str, object, str]]:
