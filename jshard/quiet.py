@@ -15,7 +15,8 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # Lines of C++ that no setting keeps away: information (I0000), the note that such lines
 # come early, and that a step does not fit, which a plan says. Others pass.
 _FILTER = r"""
-import re, sys
+import re, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its input does
 remark = re.compile(
     rb"I\d{4} .*\]|WARNING: All log messages before absl::Init"
     rb"|W\d{4} .* hlo_rematerialization.cc:\d+\] Can't reduce memory use"

@@ -130,8 +130,9 @@ def least(
     last for every micro-batch, unless ``defer_scatter`` does them once. A collective
     over n devices brings (n-1)/n of the whole (docs/memory.md).
 
-    What is replicated, embeddings that are looked up, what a Unit's backward gathers again (not all of them read
-    their weights), scales of one-byte gathers and the optimizer's own are not in it.
+    What is replicated, embeddings that are looked up, what a Unit's backward gathers
+    again (not all of them read their weights), scales of one-byte gathers and the
+    optimizer's own are not in it.
 
     Args:
       mesh: of the step, abstract or not.
