@@ -123,7 +123,9 @@ def memory_bound(size: StateSize, policy: Policy) -> int:
 def _narrow(policy: Policy) -> int:
     """Bytes of an element of gathered weights, where they are narrowest."""
     precisions = [policy.precision]
-    precisions += [f["precision"] for f in policy.overrides.values() if "precision" in f]
+    precisions += [
+        f["precision"] for f in policy.overrides.values() if "precision" in f
+    ]
 
     def narrowest(p: Precision) -> int:
         named = [x for x in (p.param, p.gather, p.compute) if x is not None]
@@ -162,6 +164,8 @@ def estimate(
         kept = 0  # in the bound already
     bound = memory_bound(size, policy)
     gradients = weights.trained_shards if micro == 1 else 0
+    if policy.defer_scatter:
+        gradients = weights.trained  # of a micro-batch, beside their sum
     saved = activity.saved * examples / micro
     memory = bound + gradients + kept * width + saved
 

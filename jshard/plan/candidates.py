@@ -41,6 +41,9 @@ class Candidate:
 
     settings: Settings
 
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self.settings.items())))
+
     def command(self, recipe: str, overrides: Mapping[str, str]) -> str:
         """The command line that trains so.
 
@@ -154,8 +157,10 @@ def candidates(
         settings = {key: value for part in parts for key, value in part.items()}
         everything = flat | settings
         shards = _shards(everything, devices)
-        if allowed.get(RESHARD, ()) is None and everything[RESHARD] == str(shards):
-            continue  # a group of all of them: like True, with more in memory
+        group = everything[RESHARD]
+        if group.isdigit() and int(group) >= shards and RESHARD in settings:
+            if allowed[RESHARD] is None:
+                continue  # a group of all: as True, with a copy in memory
         candidate = Candidate({k: v for k, v in settings.items() if v != flat[k]})
         found.setdefault(_identity(everything, shards), candidate)
     return list(found.values())
@@ -166,7 +171,9 @@ def _own_choices(
 ) -> dict[str, list[Settings]]:
     examples = max(config.batch_size // devices, 1)  # a device, of a whole step
     marked = [f"{kind}:{'+'.join(names)}" for kind in ("names", "offload") if names]
-    groups = [n for n in _divisors(devices) if GPUS_A_HOST % n == 0 or not n % GPUS_A_HOST]
+    groups = [
+        n for n in _divisors(devices) if GPUS_A_HOST % n == 0 or not n % GPUS_A_HOST
+    ]
     reshard = ["True", "False"]
     if devices > GPUS_A_HOST:
         reshard.append(str(GPUS_A_HOST))

@@ -1,7 +1,7 @@
 """Tasks done by processes of their own, of which any may die."""
 
-import collections
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -9,13 +9,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 
 def run_tasks(
     command: Sequence[str],
-    tasks: Sequence[dict[str, Any]],
+    tasks: Iterable[dict[str, Any]],
     *,
     processes: int,
     timeout: float,
@@ -29,7 +29,7 @@ def run_tasks(
     Args:
       command: starts a process that reads a task, a line of JSON, and writes a line
         of JSON as its reply.
-      tasks: what to do, in this order.
+      tasks: what to do; the next one is asked for when a process is free.
       processes: how many at once.
       timeout: seconds after which a task is given up.
       environment: of the processes.
@@ -38,15 +38,17 @@ def run_tasks(
       (the task's index, its reply) as they come. A process that dies costs its task
       only: the reply is ``{"error": what happened}``.
     """
-    waiting = collections.deque(enumerate(tasks))
+    waiting = enumerate(tasks)
     idle: list[_Process] = []
     busy: dict[_Process, int] = {}
     try:
-        while waiting or busy:
-            while waiting and len(busy) < processes:
+        while True:
+            for index, task in itertools.islice(waiting, processes - len(busy)):
                 process = idle.pop() if idle else _Process(command, environment)
-                busy[process], task = waiting.popleft()
+                busy[process] = index
                 process.give(task, timeout)
+            if not busy:
+                return
             patience = min(process.deadline for process in busy) - time.monotonic()
             ready, _, _ = select.select(list(busy), [], [], max(patience, 0))
             late = [p for p in busy if time.monotonic() >= p.deadline]
@@ -112,9 +114,9 @@ class _Process:
 
     def end(self) -> None:
         """Ends it, and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            self.process.wait()
         for file in (self.process.stdin, self.process.stdout, self.errors):
             with contextlib.suppress(BrokenPipeError):  # of a task never read
                 file.close()
