@@ -7,6 +7,7 @@ others are compiled, and in which order; nothing is ruled out by it.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ from jshard.plan.cost import HOST_BUS, LINK, MATMUL, MEMORY, NETWORK_PORT
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
-from jshard.remat import Names
 from jshard.state import TrainState
 
 # Of a card's memory, what CUDA, NCCL and cuDNN's workspaces leave to a program.
@@ -65,10 +65,12 @@ class Activity:
     Attributes:
       flops: of matrix products on a device, in one step.
       saved: bytes of activations a device keeps for the backward, an example.
+      hosted: likewise, in host memory.
     """
 
     flops: float
     saved: float
+    hosted: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +186,9 @@ def estimate(
     busy = activity.flops / (MATMUL * gpu.flops)
     # Of the shorter one some is never hidden: the ends of a step.
     seconds = max(busy, wire) + 0.1 * min(busy, wire)
+    # Activations leave beside the forward; the optimizer's state comes and goes.
+    seconds = max(seconds, 2 * activity.hosted * examples / HOST_BUS)
     seconds += 2 * size.device / (MEMORY * gpu.bandwidth) + size.host / HOST_BUS
-    if isinstance(policy.remat, Names):
-        seconds += 1e-6 * busy  # after what needs nothing but recomputing
     return Estimate(seconds, memory)
 
 
@@ -205,8 +207,9 @@ def activity(jaxpr: core.Jaxpr, examples: int) -> Activity:
       jaxpr: of the step.
       examples: a device has in a micro-batch of it.
     """
-    saved = max(_kept(jaxpr), default=0)
-    return Activity(_flops(jaxpr), saved / examples)
+    places = [max(place, default=0) for place in zip(*_kept(jaxpr), strict=True)]
+    saved, hosted = places or (0, 0)
+    return Activity(_flops(jaxpr), saved / examples, hosted / examples)
 
 
 def names_in(jaxpr: core.Jaxpr) -> set[str]:
@@ -233,16 +236,15 @@ def _flops(jaxpr: core.Jaxpr) -> float:
     return total
 
 
-def _kept(jaxpr: core.Jaxpr):
-    """Device bytes that each loop stacks up, a layer at a time."""
+def _kept(jaxpr: core.Jaxpr) -> Iterator[tuple[int, int]]:
+    """Bytes, of the device and of the host, that each loop stacks up."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            stacked = [v.aval for v in eqn.outvars[eqn.params["num_carry"] :]]
-            on_device = [
-                x.size * x.dtype.itemsize
-                for x in stacked
-                if is_float(x) and x.memory_space != jax.memory.Space.Host
-            ]
-            yield sum(on_device)
+            place = {False: 0, True: 0}
+            for v in eqn.outvars[eqn.params["num_carry"] :]:
+                if is_float(x := v.aval):
+                    on_host = x.memory_space == jax.memory.Space.Host
+                    place[on_host] += x.size * x.dtype.itemsize
+            yield place[False], place[True]
         for inner in core.jaxprs_in_params(eqn.params):
             yield from _kept(inner)

@@ -183,7 +183,7 @@ class _Looked:
 
     def of(self, config: Config) -> Activity:
         """That of a config's remat policy, or of one like it."""
-        known = [*self.activities.values(), Activity(0.0, 0.0)]
+        known = [*self.activities.values(), Activity(0.0, 0.0, 0.0)]
         return self.activities.get(str(config.policy.remat), known[0])
 
 

@@ -71,7 +71,7 @@ class _Process:
     """One of them."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]):
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -117,6 +117,8 @@ class _Process:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         for file in (self.process.stdin, self.process.stdout, self.errors):
             with contextlib.suppress(BrokenPipeError):  # of a task never read
                 file.close()
