@@ -1,5 +1,6 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX."""
 
+import jshard.quiet  # noqa: F401  # first: it imports JAX
 from jshard.attention import dot_product_attention
 from jshard.checkpoint import Checkpointer
 from jshard.collectives import gather, pmean

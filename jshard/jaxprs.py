@@ -85,3 +85,23 @@ def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> 
         results = _inline(inner, consts, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many constants enter a ``scan``, and how many values its carry has.
+
+    Inputs are constants, carry and slices, outputs are carry and slices; a slice has a
+    dimension less inside. (What else says so changes with the version of JAX.)
+    """
+    body = scan_body(eqn)
+    num_carry = sum(map(_same_rank, eqn.outvars, body.outvars))
+    return sum(map(_same_rank, eqn.invars, body.invars)) - num_carry, num_carry
+
+
+def scan_body(eqn: Any) -> core.Jaxpr:
+    """What a ``scan`` does each time."""
+    return getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+
+
+def _same_rank(outside: Any, inside: Any) -> bool:
+    return outside.aval.ndim == inside.aval.ndim

@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval as pe
 
 from jshard.collectives import abstract_like, is_float
 from jshard.errors import UserError
+from jshard.jaxprs import scan_body, scan_sizes
 
 POLICIES = ("full", "dots", "none")
 
@@ -296,12 +297,14 @@ def dependencies(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
 
     for eqn in jaxpr.eqns:
         entering = [read(atom) for atom in eqn.invars]
-        for var, bits in zip(eqn.outvars, _equation(eqn, entering), strict=True):
+        out = equation_dependencies(eqn, entering)
+        for var, bits in zip(eqn.outvars, out, strict=True):
             env[var] = bits
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, entering: list[int]) -> list[int]:
+def equation_dependencies(eqn: Any, entering: list[int]) -> list[int]:
+    """The same for one equation."""
     if eqn.primitive.name == "scan":
         return _scan(eqn, entering)
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -316,11 +319,7 @@ def _equation(eqn: Any, entering: list[int]) -> list[int]:
 
 
 def _scan(eqn: Any, entering: list[int]) -> list[int]:
-    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-    # Inputs are constants, carry and slices, outputs are carry and slices; a slice has
-    # a dimension less inside. (What else says so changes with the version of JAX.)
-    num_carry = sum(map(_same_rank, eqn.outvars, body.outvars))
-    num_consts = sum(map(_same_rank, eqn.invars, body.invars)) - num_carry
+    body, (num_consts, num_carry) = scan_body(eqn), scan_sizes(eqn)
     carry = slice(num_consts, num_consts + num_carry)
     while True:
         out = dependencies(body, entering)
@@ -328,7 +327,3 @@ def _scan(eqn: Any, entering: list[int]) -> list[int]:
         if merged == entering[carry]:
             return out
         entering = [*entering[:num_consts], *merged, *entering[carry.stop :]]
-
-
-def _same_rank(outside: Any, inside: Any) -> bool:
-    return outside.aval.ndim == inside.aval.ndim

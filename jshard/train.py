@@ -9,19 +9,19 @@ Exit codes:
 """
 
 import os
-import sys
-import tempfile
 import time
-import warnings
 from datetime import datetime
 from pathlib import Path
-
-import jax
 
 from jshard.command import run_command
 from jshard.errors import UserError
 from jshard.training.command_line import help_text, override, parse_arguments
 from jshard.training.config import check, complete
+from jshard.training.platform import (
+    cache_compilations,
+    choose_platform,
+    make_cpu_devices,
+)
 from jshard.training.recipe import find_recipe, open_recipe
 
 _IMPORTED = time.time()
@@ -40,7 +40,7 @@ def _train(argv: list[str]) -> None:
         print(help_text(), end="")
         return
     file = find_recipe(arguments.recipe)
-    _choose_platform()
+    choose_platform()
     with open_recipe(file) as recipe:
         config = complete(recipe.get_config(), file.name)
         if arguments.help:
@@ -48,64 +48,16 @@ def _train(argv: list[str]) -> None:
             return
         override(config, arguments.overrides, file.name)
         check(config)
-        _make_cpu_devices(config.mesh.cpu_devices)
-        _cache_compilations()
+        make_cpu_devices(config.mesh.cpu_devices)
+        cache_compilations()
         # Only now: it imports much, and the mistakes above are told at once.
         from jshard.training.loop import run
 
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        workdir = Path(arguments.workdir or f"runs/{recipe.name}-{stamp}")
-        run(recipe, config, workdir, started=_process_start())
-
-
-def _choose_platform() -> None:
-    """Takes the CPU where there is nothing else.
-
-    With the CUDA plugin installed and no GPU, JAX prints a traceback otherwise.
-    """
-    accelerators = ("nvidia[0-9]*", "dxg", "kfd", "accel*", "vfio/[0-9]*")
-    found = any(next(Path("/dev").glob(name), None) for name in accelerators)
-    if sys.platform == "linux" and not found and not os.environ.get("JAX_PLATFORMS"):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
-        jax.config.update("jax_platforms", "cpu")
-
-
-def _make_cpu_devices(count: int) -> None:
-    flags = os.environ.get("XLA_FLAGS", "")
-    if (
-        "JAX_NUM_CPU_DEVICES" in os.environ
-        or "xla_force_host_platform_device_count" in flags
-    ):
-        return  # the user's own number
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:
-        raise UserError(
-            "the recipe computes with JAX while it is imported, before the devices "
-            "are set up: move that into its functions"
-        ) from error
-
-
-def _cache_compilations() -> None:
-    """Turns on JAX's persistent compilation cache, where it can be written."""
-    given = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-    folder = Path(given or "~/.cache/jshard/xla")
-    try:
-        if "://" not in given:  # else a bucket, which JAX writes itself
-            folder = folder.expanduser()
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        warnings.warn(
-            f"compiled programs are not kept: cannot write {folder} ({error}); "
-            "set JAX_COMPILATION_CACHE_DIR to a folder that can be written",
-            stacklevel=1,
+        workdir = Path(
+            arguments.options.get("workdir") or f"runs/{recipe.name}-{stamp}"
         )
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
-    jax.config.update("jax_compilation_cache_dir", given or str(folder))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        run(recipe, config, Path(workdir), started=_process_start())
 
 
 def _process_start() -> float:

@@ -43,7 +43,7 @@ def test_values_follow_after_an_equals_sign_or_as_the_next_word():
         arguments = parse_arguments(words)
         assert arguments.recipe == "gpt.py"
         assert arguments.overrides == {"a.b": "-1"}
-        assert arguments.workdir == "x=y"
+        assert arguments.options["workdir"] == "x=y"
         assert not arguments.help
 
 

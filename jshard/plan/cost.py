@@ -40,6 +40,29 @@ FREE = {
 _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
 
 
+def assumptions() -> dict[str, float]:
+    """The constants of the model by name: shares, seconds, and bytes a second."""
+    return {
+        "matrix_products_of_peak": MATMUL,
+        "memory_of_bandwidth": MEMORY,
+        "nvlink_of_bandwidth": LINK,
+        "network_bytes_per_second_a_gpu": NETWORK_PORT,
+        "host_bus_bytes_per_second": HOST_BUS,
+        "kernel_launch_seconds": LAUNCH,
+        "collective_latency_seconds": LATENCY,
+    }
+
+
+def assumed() -> str:
+    """The same in a sentence."""
+    return (
+        f"matrix products at {MATMUL:.0%} of the dense bf16 peak, memory at "
+        f"{MEMORY:.0%} of its bandwidth, NVLink at {LINK:.0%}, a network port of "
+        f"{NETWORK_PORT / 1e9:.2f} GB/s a GPU, {HOST_BUS / 1e9:.0f} GB/s to the host, "
+        f"{LAUNCH * 1e6:.0f} us a kernel, {LATENCY * 1e6:.0f} us a collective"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What one kernel does.

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jshard
+from jshard.errors import UserError
 from jshard.mesh import BATCH
 from jshard.plan.ahead_of_time import compile_for
 from jshard.plan.topology import GPU, GPUS, devices, parse
@@ -73,6 +74,7 @@ def trace(recipe: Recipe, config: Config, topology: str) -> Program:
     else:
         there, gpu = devices(topology), parse(topology)[0]
     mesh = make_mesh(config, there)
+    _check_batch(config, mesh)
     # Absent devices have no memory kinds; an abstract mesh lets arrays be on the host.
     absent = gpu is not None and topology != ATTACHED
     on = mesh.abstract_mesh if absent else mesh
@@ -82,6 +84,16 @@ def trace(recipe: Recipe, config: Config, topology: str) -> Program:
         batch, items, unit = _abstract_batch(recipe, config, on)
         traced = job.train_step.trace(state, batch)
     return Program(job, mesh, topology, gpu, state, traced, items, unit)
+
+
+def _check_batch(config: Config, mesh: Mesh) -> None:
+    micro = config.policy.accumulate
+    if config.batch_size % (mesh.size * micro):
+        times = f" times {micro} micro-batches" if micro > 1 else ""
+        raise UserError(
+            f"--config.batch_size={config.batch_size}: must be a multiple of the "
+            f"{mesh.size} devices of the mesh{times}"
+        )
 
 
 def _card(device_kind: str) -> GPU | None:

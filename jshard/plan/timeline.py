@@ -37,6 +37,7 @@ class Event:
       source: the JAX operation, as ``jit(step)/jvp()/while/body/dot``.
       bytes: on the wire or the bus; of a kernel, read and written.
       flops: of a kernel's matrix products.
+      loops: around it, outermost first: the while loop's name and the trip, from 0.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Event:
     source: str
     bytes: int
     flops: float = 0.0
+    loops: tuple[tuple[str, int], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -100,6 +102,11 @@ class Timeline:
         return sum(g.seconds for g in self.gaps if g.waits_for.stream == COLLECTIVES)
 
     @property
+    def waits_for_copies(self) -> float:
+        """Seconds in which the compute stream waits for copies, of the host too."""
+        return sum(g.seconds for g in self.gaps if g.waits_for.stream != COLLECTIVES)
+
+    @property
     def floor(self) -> float:
         """Seconds of the step with all collectives hidden."""
         return self.seconds - self.exposed
@@ -143,6 +150,7 @@ class _Streams:
         self.free = dict.fromkeys(STREAMS, 0.0)
         self.last: Event | None = None  # kernel
         self.unfollowed: int | None = None  # index of a gap with no kernel after it
+        self.loops: tuple[tuple[str, int], ...] = ()
         self.steps: dict[str, list[Callable[[dict[str, Event]], None]]] = {}
 
     @property
@@ -203,13 +211,22 @@ class _Streams:
 
     def calls(self, x: Instruction) -> Callable[[dict[str, Event]], None]:
         """A loop, a call, or a conditional (all of its branches: the worst case)."""
-        bodies = [self.module.body(x)] if x.opcode == "while" else None
-        inside = bodies or list(self.module.inside(x))
+        if x.opcode != "while":
+            inside = list(self.module.inside(x))
 
-        def run(flying: dict[str, Event]) -> None:
-            for _ in range(x.trips):
+            def once(flying: dict[str, Event]) -> None:
                 for computation in inside:
                     self.run(computation)
+
+            return once
+        body = self.module.body(x)
+
+        def run(flying: dict[str, Event]) -> None:
+            around = self.loops
+            for trip in range(x.trips):
+                self.loops = (*around, (x.name, trip))
+                self.run(body)
+            self.loops = around
 
         return run
 
@@ -254,7 +271,9 @@ class _Streams:
         """Appends to a stream what the host issues now."""
         start = max(self.free[stream], self.now)
         end = self.free[stream] = start + seconds
-        event = Event(x.name, stream, kind, start, end, x.source, nbytes, flops)
+        event = Event(
+            x.name, stream, kind, start, end, x.source, nbytes, flops, self.loops
+        )
         self.events.append(event)
         return event
 

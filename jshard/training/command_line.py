@@ -27,23 +27,26 @@ class Arguments:
 
     Attributes:
       recipe: The value of `--config`.
-      workdir: The value of `--workdir`.
+      options: The values of the command's own options, like "workdir", by name.
       overrides: The text given for each key, in order.
       help: Whether `--help` is there.
     """
 
     recipe: str | None = None
-    workdir: str | None = None
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
     help: bool = False
 
 
-def parse_arguments(argv: Iterable[str]) -> Arguments:
+def parse_arguments(
+    argv: Iterable[str], options: Iterable[str] = ("workdir",)
+) -> Arguments:
     """Reads the command line's words.
 
     Args:
       argv: The words after the program's name. A value follows its option after `=` or
         as the next word.
+      options: Names of the command's own options; those of training by default.
 
     Returns:
       The arguments; keys and values are not checked yet.
@@ -52,24 +55,23 @@ def parse_arguments(argv: Iterable[str]) -> Arguments:
       UserError: An option is unknown or has no value.
     """
     arguments = Arguments()
+    own = {f"--{name}": name for name in options}
     words = iter(argv)
     for word in words:
         option, equals, value = word.partition("=")
         if option in ("--help", "-h"):
             arguments.help = True
             continue
-        if option not in ("--config", "--workdir") and (
-            not option.startswith("--config.")
-        ):
-            hint = nearest(option, ("--config", "--workdir", "--help"))
+        if option not in ("--config", *own) and not option.startswith("--config."):
+            hint = nearest(option, ("--config", *own, "--help"))
             raise UserError(f"unknown argument {word!r}{hint}; see --help")
         value = value if equals else next(words, "")
         if not value and not (equals and option.startswith("--config.")):
             raise UserError(f"{option} needs a value: {option}=...")
         if option == "--config":
             arguments.recipe = value
-        elif option == "--workdir":
-            arguments.workdir = value
+        elif option in own:
+            arguments.options[own[option]] = value
         else:
             arguments.overrides[option.removeprefix("--config.")] = value
     return arguments
@@ -180,10 +182,12 @@ def _expected(default: Any, kind: type) -> str:
     return names.get(kind, kind.__name__)
 
 
-def help_text(config: Config | None = None, recipe: str = "") -> str:
+def help_text(
+    config: Config | None = None, recipe: str = "", usage: str = USAGE
+) -> str:
     """Returns the usage, with a recipe's keys and defaults when one is given."""
     if config is None:
-        return USAGE
+        return usage
     lines = [f"--config.{key}={value}" for key, value in flatten(config).items()]
     keys = textwrap.indent("\n".join(lines), "  ")
-    return f"{USAGE}\nkeys of {recipe}, with their defaults:\n\n{keys}\n"
+    return f"{usage}\nkeys of {recipe}, with their defaults:\n\n{keys}\n"

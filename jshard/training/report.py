@@ -4,7 +4,6 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from jshard.describe import format_bytes
 from jshard.errors import UserError
 from jshard.training.charts import line_chart
 from jshard.training.config import flatten
+from jshard.training.page import document, section, table
 from jshard.training.progress import format_count
 
 _Line = Mapping[str, Any]
@@ -73,26 +73,17 @@ def render(workdir: Path, config: _Line, metrics: Sequence[_Line], notes: _Line)
     charts = "".join(_charts(metrics, references))
     sections = [
         f'<div class="tiles">{tiles}</div>',
-        _section("Curves", f'<div class="charts">{charts}</div>'),
+        section("Curves", f'<div class="charts">{charts}</div>'),
     ]
     if checkpoints := _checkpoints(metrics):
-        sections.append(_section("Checkpoints", checkpoints))
+        sections.append(section("Checkpoints", checkpoints))
     for name, key in (("What was set up", "start_up"), ("Sample", "sample")):
         if key in notes:
-            sections.append(_section(name, f"<pre>{escape(notes[key])}</pre>"))
+            sections.append(section(name, f"<pre>{escape(notes[key])}</pre>"))
     sections.append(
-        _section("Config", _table({k: [str(v)] for k, v in flatten(config).items()}))
+        section("Config", table({k: [str(v)] for k, v in flatten(config).items()}))
     )
-    files = resources.files("jshard.training")
-    style = files.joinpath("report.css").read_text(encoding="utf-8")
-    script = files.joinpath("report.js").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(heading)}</title>\n<style>\n{style}</style></head>\n<body>"
-        f'<h1>{escape(heading)}</h1><p class="where">{escape(where)}</p>'
-        f"\n{''.join(sections)}\n<script>\n{script}</script></body></html>\n"
-    )
+    return document(heading, where, sections, ["report.css"], ["report.js"])
 
 
 def _charts(metrics: Sequence[_Line], references: Mapping[str, float]) -> Iterator[str]:
@@ -157,7 +148,7 @@ def _checkpoints(metrics: Sequence[_Line]) -> str:
             show(values[name][step]) if step in values[name] else ""
             for name, (_, show) in columns.items()
         ]
-    return _table(rows, heading=["step", *columns]) if rows else ""
+    return table(rows, heading=["step", *columns]) if rows else ""
 
 
 def _duration(seconds: float) -> str:
@@ -177,25 +168,6 @@ def _speeds(metrics: Sequence[_Line]) -> list[str]:
 def _title(name: str) -> str:
     name = name.replace("_per_second", " a second").replace("_", " ")
     return {"mfu": "MFU", "grad norm": "Gradient norm"}.get(name, name.capitalize())
-
-
-def _section(heading: str, content: str) -> str:
-    return f"<h2>{escape(heading)}</h2>\n{content}\n"
-
-
-def _table(rows: Mapping[str, Sequence[str]], heading: Sequence[str] = ()) -> str:
-    lines = [_row("th", heading)] if heading else []
-    lines += [
-        _row("td", cells, first=f"<th>{escape(name)}</th>")
-        for name, cells in rows.items()
-    ]
-    kind = "table columns" if heading else "table"
-    return f'<div class="{kind}"><table>{"".join(lines)}</table></div>'
-
-
-def _row(tag: str, cells: Sequence[str], first: str = "") -> str:
-    cells = [f"<{tag}>{escape(cell)}</{tag}>" for cell in cells]
-    return f"<tr>{first}{''.join(cells)}</tr>"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

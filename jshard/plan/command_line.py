@@ -1,0 +1,154 @@
+"""Plans a recipe: `python -m jshard.plan --config=llama3_8b.py --topology=h100:64`.
+
+Exit codes:
+  0: The step fits the card, or there is no card to compare with.
+  1: A bug.
+  2: Bad input; one line says what to do.
+  3: The step does not fit.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jshard.atomic import replace_file
+from jshard.command import run_command
+from jshard.errors import UserError
+from jshard.plan import as_json, page, terminal
+from jshard.plan.cost import assumed
+from jshard.plan.planning import Plan, make_plan
+from jshard.plan.program import ATTACHED, trace
+from jshard.plan.topology import GPUS, has_plugin, parse
+from jshard.quiet import without_remarks
+from jshard.training.command_line import help_text, override, parse_arguments
+from jshard.training.config import check, complete
+from jshard.training.platform import choose_platform, make_cpu_devices
+from jshard.training.recipe import find_recipe, open_recipe
+
+DOES_NOT_FIT = 3
+USAGE = f"""\
+usage: python -m jshard.plan --config=FILE --topology=GPU:NUMBER
+                             [--config.KEY=VALUE ...]
+                             [--json=FILE] [--html=FILE] [--trace=FILE] [--hlo=FILE]
+
+Compiles the step that training would run, for GPUs that need not be there, and tells
+its memory, traffic and timeline. Exits 0 where it fits, 3 where it does not, 2 on bad
+input.
+
+  --config=FILE       the recipe: a path, a file in ./train/, or a packaged recipe
+  --config.KEY=VALUE  sets one of the recipe's keys, e.g. --config.policy.remat=dots
+  --topology=h100:64  so many GPUs, eight a host: {", ".join(GPUS)}; or
+                      {ATTACHED}: the devices at hand (no timeline on CPUs)
+  --json=FILE         everything below as data, with all gaps
+  --html=FILE         a page with the timeline to look at
+  --trace=FILE        the timeline for ui.perfetto.dev
+  --hlo=FILE          the compiled program, in the order in which it runs
+  --help              this text, and the keys of the recipe when --config is given
+
+The timeline's model: {assumed()}.
+docs/plan.md says what it leaves out.
+"""
+_FILES = ("json", "html", "trace", "hlo")
+
+
+def main() -> None:
+    """Runs the command line; exits as the module says."""
+    run_command(_plan)
+
+
+def _plan(argv: list[str]) -> None:
+    arguments = parse_arguments(argv, ("topology", *_FILES))
+    topology = arguments.options.get("topology")
+    if arguments.recipe is None:
+        if not arguments.help:
+            raise UserError(
+                "which recipe? for example --config=llama3_8b.py; see --help"
+            )
+        print(USAGE, end="")
+        return
+    file = find_recipe(arguments.recipe)
+    if not arguments.help:
+        _check_topology(topology)
+        _check_files(arguments.options)
+    _choose_platform(topology)
+    with open_recipe(file) as recipe:
+        plan = None
+        with without_remarks():
+            config = complete(recipe.get_config(), file.name)
+            if not arguments.help:
+                override(config, arguments.overrides, file.name)
+                check(config)
+                make_cpu_devices(config.mesh.cpu_devices)
+                plan = make_plan(trace(recipe, config, topology or ""))
+        if plan is None:
+            print(help_text(config, file.name, USAGE), end="")
+            return
+        print("\n".join(terminal.lines(plan)))
+        _write_files(plan, arguments.options)
+    if plan.fits is False:
+        sys.exit(DOES_NOT_FIT)
+
+
+def _check_topology(topology: str | None) -> None:
+    if topology is None:
+        raise UserError(
+            "for which devices? for example --topology=h100:64, or "
+            f"--topology={ATTACHED} for those at hand"
+        )
+    if topology != ATTACHED:
+        parse(topology)
+        if not has_plugin():
+            raise UserError(
+                "topology: compiling for GPUs that are not there needs JAX's CUDA "
+                "plugin (no GPU): pip install 'jshard[plan]'"
+            )
+
+
+def _check_files(options: dict[str, str]) -> None:
+    """Raises UserError for a file that could not be written in the end."""
+    for name in _FILES:
+        if name in options:
+            path = Path(options[name])
+            if path.is_dir():
+                raise UserError(f"--{name}={path}: this is a folder")
+            if not path.parent.is_dir():
+                raise UserError(f"--{name}={path}: there is no folder {path.parent}")
+            if not os.access(path.parent, os.W_OK):
+                raise UserError(f"--{name}={path}: cannot write in {path.parent}")
+
+
+def _choose_platform(topology: str | None) -> None:
+    if topology in (None, ATTACHED):
+        choose_platform()
+        return
+    # Compiling for GPUs that are not there is the CPU's work.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _write_files(plan: Plan, options: dict[str, str]) -> None:
+    if plan.timeline is None and "trace" in options:
+        raise UserError(
+            f"--trace={options['trace']}: there is no timeline: these devices are no "
+            "card whose speed is known"
+        )
+    contents: dict[str, Callable[[], str]] = {
+        "json": lambda: json.dumps(as_json.as_json(plan), indent=1) + "\n",
+        "html": lambda: page.render(plan),
+        "trace": lambda: json.dumps(as_json.trace(plan)) + "\n",
+        "hlo": lambda: plan.text,
+    }
+    for name, content in contents.items():
+        if name in options:
+            _write(name, Path(options[name]), content())
+
+
+def _write(name: str, path: Path, text: str) -> None:
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        raise UserError(f"--{name}={path}: {error.strerror}") from error

@@ -1,0 +1,66 @@
+"""What a command sets up before JAX makes its devices."""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+
+from jshard.errors import UserError
+from jshard.quiet import has_accelerator
+
+
+def choose_platform() -> None:
+    """Takes the CPU where there is nothing else.
+
+    With the CUDA plugin installed and no GPU, JAX prints a traceback otherwise.
+    """
+    unset = not os.environ.get("JAX_PLATFORMS")
+    if sys.platform == "linux" and unset and not has_accelerator():
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
+        jax.config.update("jax_platforms", "cpu")
+
+
+def make_cpu_devices(count: int) -> None:
+    """Makes so many virtual devices of the CPU, unless the user chose a number.
+
+    Raises:
+      UserError: JAX has made its devices already.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if (
+        "JAX_NUM_CPU_DEVICES" in os.environ
+        or "xla_force_host_platform_device_count" in flags
+    ):
+        return  # the user's own number
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise UserError(
+            "the recipe computes with JAX while it is imported, before the devices "
+            "are set up: move that into its functions"
+        ) from error
+
+
+def cache_compilations() -> None:
+    """Turns on JAX's persistent compilation cache, where it can be written."""
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    folder = Path(given or "~/.cache/jshard/xla")
+    try:
+        if "://" not in given:  # else a bucket, which JAX writes itself
+            folder = folder.expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        warnings.warn(
+            f"compiled programs are not kept: cannot write {folder} ({error}); "
+            "set JAX_COMPILATION_CACHE_DIR to a folder that can be written",
+            stacklevel=1,
+        )
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    jax.config.update("jax_compilation_cache_dir", given or str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
