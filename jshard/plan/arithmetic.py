@@ -7,7 +7,6 @@ others are compiled, and in which order; nothing is ruled out by it.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,18 +15,17 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.collectives import is_float
 from jshard.mesh import FSDP
 from jshard.offload import HOST
 from jshard.partition import layer_dims
 from jshard.plan.cost import HOST_BUS, LINK, MATMUL, MEMORY, NETWORK_PORT
+from jshard.plan.liveness import SAVED, WORKSPACE
+from jshard.plan.memory import memory
+from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.state import TrainState
-
-# Of a card's memory, what CUDA, NCCL and cuDNN's workspaces leave to a program.
-USABLE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Activity:
 
     Attributes:
       flops: of matrix products on a device, in one step.
-      saved: bytes of activations a device keeps for the backward, an example.
+      saved: bytes of activations on a device at the fullest moment, an example.
       hosted: likewise, in host memory.
     """
 
@@ -169,7 +167,7 @@ def estimate(
     if policy.defer_scatter:
         gradients = weights.trained  # of a micro-batch, beside their sum
     saved = activity.saved * examples / micro
-    memory = bound + gradients + kept * width + saved
+    needed = bound + gradients + kept * width + saved
 
     shards = mesh.shape[FSDP]
     slow, fast = _speed(shards, gpu), _speed(min(shards, GPUS_A_HOST), gpu)
@@ -189,7 +187,7 @@ def estimate(
     # Activations leave beside the forward; the optimizer's state comes and goes.
     seconds = max(seconds, 2 * activity.hosted * examples / HOST_BUS)
     seconds += 2 * size.device / (MEMORY * gpu.bandwidth) + size.host / HOST_BUS
-    return Estimate(seconds, memory)
+    return Estimate(seconds, needed)
 
 
 def _speed(group: int, gpu: GPU) -> float:
@@ -200,16 +198,25 @@ def _speed(group: int, gpu: GPU) -> float:
     return min(inside, GPUS_A_HOST * NETWORK_PORT)
 
 
-def activity(jaxpr: core.Jaxpr, examples: int) -> Activity:
-    """Counts a traced step's products, and what its loops keep for the backward.
-
-    Args:
-      jaxpr: of the step.
-      examples: a device has in a micro-batch of it.
-    """
-    places = [max(place, default=0) for place in zip(*_kept(jaxpr), strict=True)]
-    saved, hosted = places or (0, 0)
-    return Activity(_flops(jaxpr), saved / examples, hosted / examples)
+def activity(program: Program) -> Activity:
+    """Measures a traced step, per example of a micro-batch on a device."""
+    config, fsdp = program.job.config, program.job.fsdp
+    needed = memory(
+        fsdp.mesh,
+        fsdp.policy,
+        program.state,
+        program.traced,
+        gpu=program.gpu,
+        ahead=True,
+    )
+    device = {part.name: part.derived for part in needed.parts}
+    host = {part.name: part.derived for part in needed.host}
+    examples = config.batch_size / program.mesh.size / config.policy.accumulate
+    return Activity(
+        _flops(program.traced.jaxpr.jaxpr),
+        (device[SAVED] + device[WORKSPACE]) / examples,
+        host.get(SAVED, 0) / examples,
+    )
 
 
 def names_in(jaxpr: core.Jaxpr) -> set[str]:
@@ -228,23 +235,10 @@ def _flops(jaxpr: core.Jaxpr) -> float:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            depth = math.prod(shape[d] for d in contracted)
-            total += 2.0 * eqn.outvars[0].aval.size * depth
+            operand: Any = eqn.invars[0].aval
+            result: Any = eqn.outvars[0].aval
+            depth = math.prod(operand.shape[d] for d in contracted)
+            total += 2.0 * result.size * depth
         for inner in core.jaxprs_in_params(eqn.params):
             total += _flops(inner) * eqn.params.get("length", 1)
     return total
-
-
-def _kept(jaxpr: core.Jaxpr) -> Iterator[tuple[int, int]]:
-    """Bytes, of the device and of the host, that each loop stacks up."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            place = {False: 0, True: 0}
-            for v in eqn.outvars[eqn.params["num_carry"] :]:
-                if is_float(x := v.aval):
-                    on_host = x.memory_space == jax.memory.Space.Host
-                    place[on_host] += x.size * x.dtype.itemsize
-            yield place[False], place[True]
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _kept(inner)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.atomic import replace_file
-from jshard.plan import ahead_of_time, cost, hlo, measuring, timeline, topology
+from jshard.plan import ahead_of_time, cost, hlo, measuring, memory, timeline, topology
 from jshard.plan.program import Program
 
 # Packages whose version decides what a program compiles to.
@@ -20,7 +20,7 @@ _COMPILERS = (
     "nvidia-cuda-nvcc-cu13",
 )  # fmt: skip
 # Modules whose code, constants included, makes a result of a program.
-_MODEL = (ahead_of_time, cost, hlo, measuring, timeline, topology)
+_MODEL = (ahead_of_time, cost, hlo, measuring, memory, timeline, topology)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,14 +78,17 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Correction:
-    distance: int
+    distance: tuple[int, int]
     seconds: float
     memory: float
 
 
-def _distance(a: Candidate, b: Candidate) -> int:
-    """How many settings differ."""
-    return len(set(a.settings.items()) ^ set(b.settings.items()))
+def _distance(a: Candidate, b: Candidate) -> tuple[int, int]:
+    """How many keys differ; of equally many, what shares more settings is nearer."""
+    differ = sum(
+        a.settings.get(key) != b.settings.get(key) for key in a.settings | b.settings
+    )
+    return differ, -len(a.settings.items() & b.settings.items())
 
 
 def _front(known: Iterable[Estimate], usable: int) -> list[Estimate]:

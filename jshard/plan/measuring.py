@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from jshard.plan import hlo
+from jshard.plan.memory import device_total
 from jshard.plan.program import Program
 from jshard.plan.timeline import replay
 
@@ -19,14 +20,11 @@ def measure(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
     assert program.gpu is not None
     analysis = compiled.memory_analysis()
     assert analysis is not None
-    time = replay(hlo.parse(compiled.as_text()), program.gpu, program.mesh.size)
+    time = replay(hlo.parse(compiled.as_text() or ""), program.gpu, program.mesh.size)
     return {
         "seconds": time.seconds,
         "exposed": time.exposed,
-        "memory": analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes,
+        "memory": device_total(compiled),
         "host": analysis.host_argument_size_in_bytes
         + analysis.host_output_size_in_bytes
         - analysis.host_alias_size_in_bytes

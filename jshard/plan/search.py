@@ -21,6 +21,7 @@ from jshard.plan.arithmetic import Activity, Estimate, StateSize
 from jshard.plan.cache import default_folder
 from jshard.plan.candidates import REMAT, Candidate, Settings, candidates
 from jshard.plan.choosing import Choice
+from jshard.plan.memory import USABLE
 from jshard.plan.outcomes import Outcome, Search
 from jshard.plan.topology import GPU, devices, parse
 from jshard.plan.worker import make_config
@@ -83,7 +84,7 @@ def search(
         looked = _look(pool, given, dict(overrides), number, allowed)
         everything = candidates(given, number, allowed, looked.names)
         sizer = _Sizer(recipe, there)
-        usable = int(arithmetic.USABLE * gpu.memory)
+        usable = int(USABLE * gpu.memory)
         promising: dict[Candidate, Estimate] = {}
         refused, too_large = [], []
         for candidate in everything:

@@ -15,7 +15,6 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from jshard.errors import UserError
-from jshard.mesh import AXES
 from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
 from jshard.plan.arithmetic import activity, names_in
 from jshard.plan.cache import Cache, program_key
@@ -69,11 +68,8 @@ def do(recipe: Recipe, topology: str, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _look(program: Program) -> dict[str, Any]:
-    config, jaxpr = program.job.config, program.traced.jaxpr.jaxpr
-    devices = program.mesh.shape[AXES[0]] * program.mesh.shape[AXES[1]]
-    examples = config.batch_size // devices // config.policy.accumulate
-    found = activity(jaxpr, examples)
-    return {"activity": vars(found), "names": sorted(names_in(jaxpr))}
+    names = sorted(names_in(program.traced.jaxpr.jaxpr))
+    return {"activity": vars(activity(program)), "names": names}
 
 
 def main() -> None:
