@@ -14,6 +14,11 @@ from jshard.plan.candidates import Candidate
 from jshard.plan.outcomes import Outcome
 
 
+# What a candidate may turn out to be of its estimate: those just behind the front, too,
+# are worth compiling.
+HOPE = 0.95
+
+
 class Choice:
     """Candidates, and what is known of them.
 
@@ -72,6 +77,7 @@ class Choice:
         self, candidate: Candidate, front: Sequence[Estimate]
     ) -> tuple[float, float]:
         guess = self.corrected(candidate)
+        guess = Estimate(HOPE * guess.seconds, HOPE * guess.memory)
         # Among those that seem to add nothing: small and fast ones.
         return _gain(front, guess, self.usable), -guess.seconds * guess.memory
 
