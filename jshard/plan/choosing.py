@@ -13,7 +13,6 @@ from jshard.plan.arithmetic import Estimate
 from jshard.plan.candidates import Candidate
 from jshard.plan.outcomes import Outcome
 
-
 # What a candidate may turn out to be of its estimate: those just behind the front, too,
 # are worth compiling.
 HOPE = 0.95

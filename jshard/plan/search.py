@@ -9,7 +9,7 @@ that ``jshard.plan.choosing`` has for it, until ``limit`` are.
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jshard.plan.memory import USABLE
 from jshard.plan.outcomes import Outcome, Search
 from jshard.plan.topology import GPU, devices, parse
 from jshard.plan.worker import make_config
-from jshard.plan.workers import run_tasks
+from jshard.plan.workers import Workers
 from jshard.training.command_line import override
 from jshard.training.config import Config
 from jshard.training.job import make_job, make_mesh
@@ -75,13 +75,13 @@ def search(
     gpu, number = parse(topology)
     there = devices(topology)
     processes = processes or os.cpu_count() or 1
-    pool = _Pool(file, topology, processes, timeout)
-    with open_recipe(file) as recipe:
+    workers = _workers(file, topology, processes, timeout)
+    with open_recipe(file) as recipe, workers:
         given = make_config(recipe, dict(overrides))
         for key, values in allowed.items():
             for value in values or ():
                 override(make_config(recipe, {}), {key: value}, file.name)
-        looked = _look(pool, given, dict(overrides), number, allowed)
+        looked = _look(workers, given, dict(overrides), number, allowed)
         everything = candidates(given, number, allowed, looked.names)
         sizer = _Sizer(recipe, there)
         usable = int(USABLE * gpu.memory)
@@ -107,7 +107,7 @@ def search(
                 yield {"settings": {**overrides, **candidate.settings}, "cache": folder}
 
         outcomes, warnings, unit = [], dict.fromkeys(looked.warnings), "tokens"
-        for index, reply in pool.run(tasks()):
+        for index, reply in workers.run(tasks()):
             candidate = choice.chosen[index]
             outcome = Outcome(candidate, usable=usable, error=reply.get("error", ""))
             warnings |= dict.fromkeys(reply.get("warnings", ()))
@@ -148,30 +148,17 @@ def _outcome(
     return dataclasses.replace(empty, rate=rate, mfu=mfu, **figures)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pool:
-    """Processes with a recipe and a topology."""
-
-    file: Path
-    topology: str
-    processes: int
-    timeout: float
-
-    def run(self, tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[int, dict]]:
-        """(index, reply) of each task."""
-        command = [sys.executable, "-m", "jshard.plan.worker"]
-        environment = os.environ | {
+def _workers(file: Path, topology: str, processes: int, timeout: float) -> Workers:
+    return Workers(
+        [sys.executable, "-m", "jshard.plan.worker", str(file), topology],
+        processes=processes,
+        timeout=timeout,
+        environment=os.environ
+        | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-        }
-        return run_tasks(
-            [*command, str(self.file), self.topology],
-            tasks,
-            processes=self.processes,
-            timeout=self.timeout,
-            environment=environment,
-        )
+        },
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +176,7 @@ class _Looked:
 
 
 def _look(
-    pool: _Pool,
+    workers: Workers,
     given: Config,
     overrides: Settings,
     number: int,
@@ -206,7 +193,7 @@ def _look(
     def look(remats: Sequence[str]) -> None:
         nonlocal names
         tasks = [{"settings": {**overrides, REMAT: remat}} for remat in remats]
-        for index, reply in pool.run(tasks):
+        for index, reply in workers.run(tasks):
             warnings.extend(reply.get("warnings", ()))
             if "activity" in reply:
                 activities[remats[index]] = Activity(**reply["activity"])

@@ -10,61 +10,89 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 
-def run_tasks(
-    command: Sequence[str],
-    tasks: Iterable[dict[str, Any]],
-    *,
-    processes: int,
-    timeout: float,
-    environment: dict[str, str],
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Has processes do tasks; each does many, one after the other.
+class Workers:
+    """Processes that do tasks; a context manager, which leaves none behind.
 
-    However the iteration ends, by Ctrl-C too, the processes end with it, and so do
-    those that they started.
-
-    Args:
-      command: starts a process that reads a task, a line of JSON, and writes a line
-        of JSON as its reply.
-      tasks: what to do; the next one is asked for when a process is free.
-      processes: how many at once.
-      timeout: seconds after which a task is given up.
-      environment: of the processes.
-
-    Yields:
-      (the task's index, its reply) as they come. A process that dies costs its task
-      only: the reply is ``{"error": what happened}``.
+    However the block ends, by Ctrl-C too, they end with it, and so does what they
+    started.
     """
-    waiting = enumerate(tasks)
-    idle: list[_Process] = []
-    busy: dict[_Process, int] = {}
-    try:
-        while True:
-            for index, task in itertools.islice(waiting, processes - len(busy)):
-                process = idle.pop() if idle else _Process(command, environment)
-                busy[process] = index
-                process.give(task, timeout)
-            if not busy:
-                return
-            patience = min(process.deadline for process in busy) - time.monotonic()
-            ready, _, _ = select.select(list(busy), [], [], max(patience, 0))
-            late = [p for p in busy if time.monotonic() >= p.deadline]
-            for process in ready or late:
-                index = busy.pop(process)
-                reply = process.reply() if process in ready else None
-                if reply is not None:
-                    idle.append(process)
-                    yield index, reply
-                else:
-                    said = f"took longer than {timeout:.0f} s"
-                    yield index, {"error": process.died() if ready else said}
-                    process.end()
-    finally:
-        for process in [*busy, *idle]:
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        processes: int,
+        timeout: float,
+        environment: dict[str, str],
+    ):
+        """Starts nothing yet.
+
+        Args:
+          command: starts a process that reads a task, a line of JSON, and writes a
+            line of JSON as its reply, and so on.
+          processes: how many at once.
+          timeout: seconds after which a task is given up.
+          environment: of the processes.
+        """
+        self.command, self.environment = command, environment
+        self.processes, self.timeout = processes, timeout
+        self.started: list[_Process] = []
+        self.idle: list[_Process] = []
+        self.busy: dict[_Process, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started:
             process.end()
+
+    def run(
+        self, tasks: Iterable[dict[str, Any]]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Has them do tasks; each does many, one after the other.
+
+        Args:
+          tasks: the next one is asked for when a process is free.
+
+        Yields:
+          (the task's index, its reply) as they come. A process that dies costs its
+          task only: the reply is ``{"error": what happened}``.
+        """
+        waiting = enumerate(tasks)
+        while True:
+            free = self.processes - len(self.busy)
+            for index, task in itertools.islice(waiting, free):
+                process = self.idle.pop() if self.idle else self._start()
+                self.busy[process] = index
+                process.give(task, self.timeout)
+            if not self.busy:
+                return
+            yield from self._replies()
+
+    def _start(self) -> "_Process":
+        process = _Process(self.command, self.environment)
+        self.started.append(process)
+        return process
+
+    def _replies(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Waits for one; those that are there, and what was given up."""
+        patience = min(p.deadline for p in self.busy) - time.monotonic()
+        ready, _, _ = select.select(list(self.busy), [], [], max(patience, 0))
+        late = [p for p in self.busy if time.monotonic() >= p.deadline]
+        for process in ready or late:
+            reply = process.reply() if ready else None
+            index = self.busy.pop(process)
+            if reply is not None:
+                self.idle.append(process)
+            else:
+                said = f"took longer than {self.timeout:.0f} s"
+                reply = {"error": process.died() if ready else said}
+                process.end()
+            yield index, reply
 
 
 class _Process:
