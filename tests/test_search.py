@@ -384,7 +384,7 @@ def get_config():
 
 
 def make_model(config, rngs):
-    if config.policy.remat == "none":
+    if config.policy.remat == "none" and config.policy.accumulate == 2:
         os.abort()
     return gpt.make_model(config, rngs)
 """
@@ -437,9 +437,9 @@ class TestSearch:
     def test_a_candidate_that_aborts_is_told_and_the_others_go_on(self, searched):
         _, found, text = searched[0]
         failed = {str(o.candidate): o.error for o in found.failed}
-        assert set(failed) == {"remat=none", "accumulate=2 remat=none"}
+        assert set(failed) == {"accumulate=2 remat=none"}
         assert all("SIGABRT" in error for error in failed.values())
-        assert "2 failed" in text
+        assert "1 failed" in text
 
     def test_again_nothing_is_compiled(self, searched):
         first, again = (search for _, search, _ in searched)
