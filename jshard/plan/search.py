@@ -83,22 +83,9 @@ def search(
                 override(make_config(recipe, {}), {key: value}, file.name)
         looked = _look(workers, given, dict(overrides), number, allowed)
         everything = candidates(given, number, allowed, looked.names)
-        sizer = _Sizer(recipe, there)
         usable = int(USABLE * gpu.memory)
-        promising: dict[Candidate, Estimate] = {}
-        refused, too_large = [], []
-        for candidate in everything:
-            settings = {**overrides, **candidate.settings}
-            try:
-                config = make_config(recipe, settings)
-                bound, guess = sizer.size(config, settings, looked.of(config), gpu)
-            except UserError as error:
-                refused.append((candidate, str(error)))
-                continue
-            if bound > usable:
-                too_large.append((candidate, bound))
-            else:
-                promising[candidate] = guess
+        sizer = _Sizer(recipe, there, gpu, looked)
+        promising, refused, too_large = _sift(sizer, everything, overrides, usable)
         choice = Choice(promising, usable)
         folder = str(cache or default_folder())
 
@@ -107,7 +94,7 @@ def search(
                 yield {"settings": {**overrides, **candidate.settings}, "cache": folder}
 
         outcomes, warnings, unit = [], dict.fromkeys(looked.warnings), "tokens"
-        for index, reply in workers.run(tasks()):
+        for done, (index, reply) in enumerate(workers.run(tasks()), start=1):
             candidate = choice.chosen[index]
             outcome = Outcome(candidate, usable=usable, error=reply.get("error", ""))
             warnings |= dict.fromkeys(reply.get("warnings", ()))
@@ -115,9 +102,12 @@ def search(
                 unit = reply["unit"]
                 config = make_config(recipe, {**overrides, **candidate.settings})
                 outcome = _outcome(outcome, reply, recipe, config, gpu, number)
-            outcomes.append(outcome)
+            if reply.get("refused"):
+                refused.append((candidate, outcome.error))
+            else:
+                outcomes.append(outcome)
             choice.learn(outcome)
-            report(len(outcomes), min(limit, len(promising)), outcome)
+            report(done, min(limit, len(promising)), outcome)
     return Search(
         topology,
         unit,
@@ -129,6 +119,32 @@ def search(
         choice.left,
         list(warnings),
     )
+
+
+def _sift(
+    sizer: "_Sizer",
+    everything: Sequence[Candidate],
+    overrides: Mapping[str, str],
+    usable: int,
+) -> tuple[
+    dict[Candidate, Estimate],
+    list[tuple[Candidate, str]],
+    list[tuple[Candidate, int]],
+]:
+    """The estimates of those worth compiling; those refused; those too large."""
+    promising: dict[Candidate, Estimate] = {}
+    refused, too_large = [], []
+    for candidate in everything:
+        try:
+            bound, guess = sizer.size({**overrides, **candidate.settings})
+        except UserError as error:
+            refused.append((candidate, str(error)))
+            continue
+        if bound > usable:
+            too_large.append((candidate, bound))
+        else:
+            promising[candidate] = guess
+    return promising, refused, too_large
 
 
 def _outcome(
@@ -212,18 +228,17 @@ def _look(
 class _Sizer:
     """Bounds and estimates; states that are alike are measured once."""
 
-    def __init__(self, recipe: Recipe, there: Sequence[Any]):
-        self.recipe, self.there = recipe, there
+    def __init__(self, recipe: Recipe, there: Sequence[Any], gpu: GPU, looked: _Looked):
+        self.recipe, self.there, self.gpu, self.looked = recipe, there, gpu, looked
         self.sizes: dict[tuple, StateSize] = {}
 
-    def size(
-        self, config: Config, settings: Settings, activity: Activity, gpu: GPU
-    ) -> tuple[int, Estimate]:
-        """(bytes it needs at least, estimate) of a candidate.
+    def size(self, settings: Settings) -> tuple[int, Estimate]:
+        """(bytes it needs at least, estimate) of a config with these settings.
 
         Raises:
           UserError: it asks for what cannot be.
         """
+        config = make_config(self.recipe, settings)
         policy, mesh = make_policy(config), make_mesh(config, self.there)
         policy.check_groups(mesh.shape[FSDP])
         batch = [_Examples((config.batch_size,))]
@@ -237,7 +252,8 @@ class _Sizer:
         size = self.sizes[key]
         number = mesh.shape[FSDP] * mesh.shape[REPLICA]
         examples = config.batch_size // number
-        guess = arithmetic.estimate(size, policy, mesh, gpu, activity, examples)
+        activity = self.looked.of(config)
+        guess = arithmetic.estimate(size, policy, mesh, self.gpu, activity, examples)
         return arithmetic.memory_bound(size, policy), guess
 
 
