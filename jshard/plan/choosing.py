@@ -13,8 +13,8 @@ from jshard.plan.arithmetic import Estimate
 from jshard.plan.candidates import Candidate
 from jshard.plan.outcomes import Outcome
 
-# What a candidate may turn out to be of its estimate: those just behind the front, too,
-# are worth compiling.
+# What a candidate may turn out to be of its estimate: where none adds to the front as
+# estimated, those just behind it come next.
 HOPE = 0.95
 
 
@@ -76,9 +76,8 @@ class Choice:
         self, candidate: Candidate, front: Sequence[Estimate]
     ) -> tuple[float, float]:
         guess = self.corrected(candidate)
-        guess = Estimate(HOPE * guess.seconds, HOPE * guess.memory)
-        # Among those that seem to add nothing: small and fast ones.
-        return _gain(front, guess, self.usable), -guess.seconds * guess.memory
+        hoped = Estimate(HOPE * guess.seconds, HOPE * guess.memory)
+        return _gain(front, guess, self.usable), _gain(front, hoped, self.usable)
 
 
 @dataclasses.dataclass(frozen=True)
