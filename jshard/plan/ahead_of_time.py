@@ -21,9 +21,20 @@ def compile_for(
       traced: a step, for instance.
       options: of the compiler.
     """
-    targets = mesh.devices.flatten().tolist()
+    return compile_lowered(mesh, lower_for_gpus(traced), options)
+
+
+def lower_for_gpus(traced: jax.stages.Traced) -> jax.stages.Lowered:
+    """Lowers for GPUs what was traced on the ``abstract_mesh`` of absent ones."""
     with lowering_without_devices():
-        lowered: Any = traced.lower(lowering_platforms=("cuda",))
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+def compile_lowered(
+    mesh: Mesh, lowered: Any, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles for the GPUs of ``mesh`` what ``lower_for_gpus`` lowered."""
+    targets = mesh.devices.flatten().tolist()
     # JAX would ask its default backend, the CPU's, for this.
     lowered._lowering.compile_args["backend"] = targets[0].client
     return lowered.compile(options, device_assignment=tuple(targets))

@@ -4,11 +4,12 @@ Exit codes:
   0: The step fits the card, or there is no card to compare with.
   1: A bug.
   2: Bad input; one line says what to do.
-  3: The step does not fit.
+  3: The step does not fit; with --search, nothing that was compiled does.
 """
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,14 @@ from jshard.atomic import replace_file
 from jshard.command import run_command
 from jshard.errors import UserError
 from jshard.plan import as_json, page, terminal
+from jshard.plan.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, parse_search
 from jshard.plan.cost import assumed
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import ATTACHED, Program, trace
+from jshard.plan.search_output import run_search
 from jshard.plan.topology import GPUS, has_plugin, parse
 from jshard.quiet import without_remarks
-from jshard.training.command_line import help_text, override, parse_arguments
+from jshard.training.command_line import Arguments, help_text, override, parse_arguments
 from jshard.training.config import check, complete
 from jshard.training.platform import choose_platform, make_cpu_devices
 from jshard.training.recipe import find_recipe, open_recipe
@@ -34,6 +37,7 @@ USAGE = f"""\
 usage: python -m jshard.plan --config=FILE --topology=GPU:NUMBER
                              [--config.KEY=VALUE ...]
                              [--json=FILE] [--html=FILE] [--trace=FILE] [--hlo=FILE]
+                             [--search[=KNOB,...] [--search.KEY=A,B] [--limit=50]]
 
 Compiles the step that training would run, for GPUs that need not be there, and tells
 its memory, traffic and timeline. Exits 0 where it fits, 3 where it does not, 2 on bad
@@ -47,6 +51,14 @@ input.
   --html=FILE         a page with the timeline to look at
   --trace=FILE        the timeline for ui.perfetto.dev
   --hlo=FILE          the compiled program, in the order in which it runs
+  --search            tries other ways to run the same training, and tells those that
+                      no other beats in speed and memory, with their command lines;
+                      keys that are given stay as they are
+  --search=KNOB,...   varies these alone: {", ".join(DEFAULT_KNOBS)};
+                      and, as they change what is computed, only when named:
+                      {", ".join(CHANGING_KNOBS)}
+  --search.KEY=A,B    varies any key of the config over these values
+  --limit=50          so many candidates are compiled at most
   --help              this text, and the keys of the recipe when --config is given
 
 The timeline's model: {assumed()}.
@@ -61,7 +73,10 @@ def main() -> None:
 
 
 def _plan(argv: list[str]) -> None:
-    arguments = parse_arguments(argv, ("topology", *_FILES))
+    searched = [word for word in argv if re.match(r"--search(\W|$)", word)]
+    words = [word for word in argv if word not in searched]
+    own = ("topology", *_FILES, *(["limit"] if searched else []))
+    arguments = parse_arguments(words, own)
     topology = arguments.options.get("topology")
     if arguments.recipe is None:
         if not arguments.help:
@@ -75,6 +90,9 @@ def _plan(argv: list[str]) -> None:
         _check_topology(topology)
         _check_files(arguments.options)
     _choose_platform(topology)
+    if searched and not arguments.help:
+        _search(searched, arguments, file, topology or "")
+        return
     with open_recipe(file) as recipe:
         plan = None
         with without_remarks():
@@ -93,6 +111,34 @@ def _plan(argv: list[str]) -> None:
         _write_files(plan, arguments.options)
     if plan.fits is False:
         sys.exit(DOES_NOT_FIT)
+
+
+def _search(words: list[str], arguments: Arguments, file: Path, topology: str) -> None:
+    options = arguments.options
+    for name in ("html", "trace", "hlo"):
+        if name in options:
+            raise UserError(
+                f"--{name}: is of one plan, and --search makes many; plan the one that "
+                "it finds"
+            )
+    limit = options.get("limit", "50")
+    if not limit.isdigit() or limit == "0":
+        raise UserError(f"--limit={limit}: must be a number of candidates")
+    allowed = parse_search(words, arguments.overrides)
+    with without_remarks():
+        code, found = run_search(
+            arguments.recipe or "",
+            file,
+            arguments.overrides,
+            topology,
+            allowed,
+            limit=int(limit),
+        )
+    if "json" in options:
+        content = json.dumps(found.as_dict(), indent=1) + "\n"
+        _write("json", Path(options["json"]), content)
+    if code:
+        sys.exit(code)
 
 
 def _check_topology(topology: str | None) -> None:
