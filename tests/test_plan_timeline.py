@@ -227,3 +227,35 @@ def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):
         assert x["dur"] == pytest.approx(event.seconds * 1e6)
         assert x["args"]["bytes"] == event.bytes
         assert x["args"]["source"] == event.source
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['replica'=2,'fsdp'=2] {'fsdp'}", ((0, 1), (2, 3))),
+        ("mesh['replica'=2,'fsdp'=2] {'replica'}", ((0, 2), (1, 3))),
+        ("mesh['replica'=2,'fsdp'=2] {'replica','fsdp'}", ((0, 1, 2, 3),)),
+        ("{}", ()),
+    ],
+)
+def test_groups_are_read_however_xla_writes_them(text, groups):
+    module = hlo.parse(
+        "ENTRY %main (y: f32[2]) -> f32[2] {\n"
+        "  %y = f32[2] parameter(0)\n"
+        f"  ROOT %x = f32[2] all-reduce(%y), replica_groups={text}, to_apply=%z\n}}\n"
+    )
+    assert module.entry.by_name["x"].groups == groups
+
+
+def test_groups_along_a_part_of_an_axis_are_refused():
+    text = "replica_groups=mesh['fsdp'=8] {'fsdp':(1)2}"
+    module = hlo.parse(
+        "ENTRY %main (y: f32[2]) -> f32[2] {\n"
+        "  %y = f32[2] parameter(0)\n"
+        f"  ROOT %x = f32[2] all-reduce(%y), channel_id=1, {text}, to_apply=%z\n}}\n"
+    )
+    with pytest.raises(ValueError, match="device groups along"):
+        module.entry.by_name["x"].groups  # noqa: B018

@@ -30,6 +30,7 @@ _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
 _IOTA_GROUPS = re.compile(
     r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 HOST_SPACE = 5  # XLA's memory space of pinned host memory
 
@@ -125,20 +126,16 @@ class Instruction:
         if listed:
             rows = re.findall(r"\{([\d,]*)\}", listed[1])
             return tuple(_numbers(row) for row in rows)
+        mesh = _MESH_GROUPS.search(self.text)
+        if mesh:
+            return _groups_of_mesh(mesh[1], mesh[2])
         iota = _IOTA_GROUPS.search(self.text)
         if not iota:
             return ()
         # [groups, size] <= [dims]T(order): a transposed and reshaped arange.
         shape, dims = _numbers(iota[1]), _numbers(iota[2])
         order = _numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
-        strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-        flat = [0]
-        for axis in order:
-            flat = [x + i * strides[axis] for x in flat for i in range(dims[axis])]
-        size = shape[-1]
-        return tuple(
-            tuple(flat[start : start + size]) for start in range(0, len(flat), size)
-        )
+        return _transposed_groups(dims, order, shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +242,39 @@ def _instruction(line: str) -> Instruction | None:
         is_root=bool(match["root"]),
         shape=match["shape"],
         literal=operands,
+    )
+
+
+def _groups_of_mesh(axes: str, chosen: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along some axes, as in ``mesh['replica'=2,'fsdp'=4] {'fsdp'}``.
+
+    Raises:
+      ValueError: a part of an axis is chosen, which jshard's meshes never need.
+    """
+    sizes = {
+        name.strip("' "): int(size)
+        for name, _, size in (axis.partition("=") for axis in axes.split(","))
+    }
+    along = [name.strip("' ") for name in chosen.split(",") if name.strip()]
+    if not set(along) <= set(sizes):
+        raise ValueError(f"device groups along {chosen} of a mesh {axes}")
+    names = list(sizes)
+    others = [name for name in names if name not in along]
+    order = tuple(names.index(name) for name in (*others, *along))
+    size = math.prod(sizes[name] for name in along)
+    return _transposed_groups(tuple(sizes.values()), order, size)
+
+
+def _transposed_groups(
+    dims: tuple[int, ...], order: tuple[int, ...], size: int
+) -> tuple[tuple[int, ...], ...]:
+    """An arange of shape ``dims``, transposed, in rows of ``size``."""
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    flat = [0]
+    for axis in order:
+        flat = [x + i * strides[axis] for x in flat for i in range(dims[axis])]
+    return tuple(
+        tuple(flat[start : start + size]) for start in range(0, len(flat), size)
     )
 
 
