@@ -34,11 +34,10 @@ def is_table(module: Any) -> bool:
     return getattr(module, "plain_class", type(module)) is nnx.Embed
 
 
-def mark_tables(model: nnx.Module, units: tuple[type, ...]) -> None:
-    """Marks the tables of ``model``'s embeddings of the types ``units``."""
-    for path, module in nnx.iter_modules(model):
-        if path and isinstance(module, nnx.Embed) and isinstance(module, units):
-            module.embedding.set_metadata(LOOKED_UP, is_table(module))
+def mark_table(module: Any) -> None:
+    """Marks the table of a Unit, if that is one: its columns are what is sharded."""
+    if is_table(module):
+        module.embedding.set_metadata(LOOKED_UP, True)
 
 
 def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:

@@ -21,7 +21,7 @@ from jshard.checks import (
     warn_of_large_root,
 )
 from jshard.collectives import Placement
-from jshard.embedding import mark_tables
+from jshard.embedding import mark_table
 from jshard.initial_values import make
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
@@ -133,7 +133,9 @@ class FSDP:
         # them. Variables without one stay as Flax makes them.
         with nnx.use_eager_sharding(False):
             model = make_model(nnx.Rngs(jax.random.key(seed)))
-        mark_tables(model, (layers.Unit, *self.units))
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, self.units):
+                mark_table(module)
         for _, variable in nnx.iter_graph(model):
             if isinstance(variable, nnx.Variable) and not is_annotated(variable):
                 variable.set_metadata("eager_sharding", nnx.using_eager_sharding())

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jshard.calling import call_method, is_variable, variables, variables_in
 from jshard.collectives import Placement, gather_leaf, is_float
-from jshard.embedding import is_cheaper, is_table, look_up
+from jshard.embedding import is_cheaper, is_table, look_up, mark_table
 from jshard.errors import UserError
 from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
@@ -55,6 +55,7 @@ class Unit(nnx.Module):
         if isinstance(module, (Unit, Stack)):
             raise UserError(f"{type(module).__name__} is a Unit or a Stack already")
         _become(self, module, _unit_class(type(module)))
+        mark_table(self)
 
 
 class Stack(nnx.Module):

@@ -11,7 +11,9 @@ import jshard
 from decoder import Sizes, make_decoder, make_fsdp
 
 GROUPS = "must be True, False or the size of a group of devices"
-OVERRIDABLE = "possible: remat, reshard_after_forward, first_k, keep_last, precision"
+OVERRIDABLE = (
+    "possible: remat, reshard_after_forward, first_k, keep_last, prefetch, precision"
+)
 FLOATING = "is not one of float32, bfloat16, float16, float64"
 
 
