@@ -109,40 +109,61 @@ class Layers:
         load: Callable,
         body: Callable,
         alone: Callable,
-        finish: Callable,
+        scatter: Callable,
+        put: Callable,
         weights: Any,
         carry: Any,
+        *,
+        late: bool,
     ) -> Any:
         """The layers in reverse, each between its neighbours' transfers; at least two.
 
         Args:
           load: ``load(index, carry)`` gives the weights of a layer, and the carry.
           body: ``body(index, weights, carry)`` gives a carry and whole gradients.
-          alone: the same for the two ends, which are outside the loop.
-          finish: ``finish(index, grads, carry, following=None)`` puts gradients away,
-            in the carry; what comes next, ``following`` and the carry, waits for that.
+          alone: the same for the layers outside the loop.
+          scatter: ``scatter(grads, following, carry)`` gives shards of gradients, and
+            what is not there before them: the gradients of the layer and the carry.
+          put: ``put(index, parts, carry)`` puts those shards away, in the carry.
           weights: of the last layer.
           carry: enters the last layer.
+          late: whether shards are put away beside one layer more: they are summed over
+            copies, which takes time as well.
         """
 
-        def step(state, _):
-            index, weights, grads, carry = state
-            arriving, carry = load(index - 1, carry)
-            before = grads
-            carry, grads = body(index, weights, carry)
-            carry, grads = finish(index + 1, before, carry, grads)
-            return (index - 1, arriving, grads, carry), None
+        def turn(layer, index, weights, grads, parts, carry):
+            arriving = None
+            if not isinstance(index, int) or index > self.start:
+                arriving, carry = load(index - 1, carry)
+            carry, own = layer(index, weights, carry)
+            if parts is not None:
+                carry, parts = put(index + 2, parts, carry), None
+            if grads is not None:
+                parts, own, carry = scatter(grads, own, carry)
+            if parts is not None and not late:
+                carry, parts = put(index + 1, parts, carry), None
+            return arriving, own, parts, carry
 
-        last = self.stop - 1
-        arriving, carry = load(last - 1, carry)
-        carry, grads = alone(last, weights, carry)
-        state = (jnp.int32(last - 1), arriving, grads, carry)
-        length = self.stop - self.start - 2
-        (_, weights, grads, carry), _ = lax.scan(step, state, None, length=length)
-        before = grads
-        carry, grads = alone(self.start, weights, carry)
-        carry, grads = finish(self.start + 1, before, carry, grads)
-        return finish(self.start, grads, carry)[0]
+        def step(state, _):
+            index, weights, grads, parts, carry = state
+            return (index - 1, *turn(body, index, weights, grads, parts, carry)), None
+
+        index = self.stop - 1
+        grads = parts = None
+        # Outside of the loop until there is all that it carries.
+        for _ in range(min(2 if late else 1, index - self.start)):
+            weights, grads, parts, carry = turn(
+                alone, index, weights, grads, parts, carry
+            )
+            index -= 1
+        state = (jnp.int32(index), weights, grads, parts, carry)
+        if index > self.start:
+            state, _ = lax.scan(step, state, None, length=index - self.start)
+        _, grads, parts, carry = turn(alone, self.start, *state[1:])
+        if parts is not None:
+            carry = put(self.start + 1, parts, carry)
+        parts, _, carry = scatter(grads, None, carry)
+        return put(self.start, parts, carry)
 
 
 def layer_of(stacked: Sequence[jax.Array], index: Any) -> list[jax.Array]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jshard.collectives import Placement, abstract_like, is_float, vary, zeros_like
 from jshard.layer_loops import Layers, layer_of, put_layer
-from jshard.mesh import overlaps
+from jshard.mesh import REPLICA, overlaps
 from jshard.remat import LinearizedLayer
 from jshard.schedule import carry_like, check_carry, floats
 from jshard.unit_weights import (
@@ -326,18 +327,23 @@ class _Passes:
                 sums = (carry_ct, *sums[1:])
             return sums, grads
 
-        def finish(index, grads, sums, following=None):
+        def scattered(grads, following, sums):
             parts, carry_ct = scatter_shards(grads, self.places), sums[0]
             if following is not None:
                 (parts, following), carry_ct = hold_all((parts, following), carry_ct)
-            parts = sum_shards(parts, self.shard_types)
-            return self._put(parts, index, (carry_ct, *sums[1:])), following
+            return parts, following, (carry_ct, *sums[1:])
+
+        def put(index, parts, sums):
+            return self._put(sum_shards(parts, self.shard_types), index, sums)
 
         weights: list[Any] = [None] * len(self.places)
         for i, weight in zip(read, last_weights, strict=True):
             weights[i] = weight
         body = functools.partial(step, segment.layer)
-        sums = layers.backward_ahead(load, body, alone, finish, weights, sums)
+        late = lax.axis_size(REPLICA) > 1
+        sums = layers.backward_ahead(
+            load, body, alone, scattered, put, weights, sums, late=late
+        )
         return sums, arrived
 
     def _transposed(self, layer, index, weights, xs, args, kept, ys_ct, sums):

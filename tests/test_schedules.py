@@ -34,9 +34,11 @@ def recipe() -> Any:
 
 
 @functools.cache
-def compiled(gpus: int, remat: str, prefetch: bool | None = None) -> Any:
+def compiled(
+    gpus: int, remat: str, prefetch: bool | None = None, replica: int = 1
+) -> Any:
     """Llama 2 7B with fewer layers, one sequence a GPU."""
-    mesh = h100s(gpus)
+    mesh = h100s(gpus, replica=replica)
     llama2_7b = recipe()
     config = llama2_7b.get_config()
     config.model.num_layers = LAYERS
@@ -60,9 +62,10 @@ def compiled(gpus: int, remat: str, prefetch: bool | None = None) -> Any:
 
 
 @functools.cache
-def schedule(gpus: int, remat: str) -> hlo.Module:
+def schedule(gpus: int, remat: str, replica: int = 1) -> hlo.Module:
     """Its program, in the order in which it runs."""
-    return hlo.parse(str(compiled(gpus, remat).as_text()))
+    program = compiled(gpus, remat, replica=replica)
+    return hlo.parse(str(program.as_text()))
 
 
 def loops(module: hlo.Module) -> list[hlo.Computation]:
@@ -86,6 +89,22 @@ def large(module: hlo.Module, body: hlo.Computation) -> dict[str, Transfer]:
     }
 
 
+def check_products_beside(module: hlo.Module, body: hlo.Computation) -> None:
+    """A matrix product runs between the start and the done of every collective."""
+    order = {x.name: i for i, x in enumerate(body.instructions)}
+    products = [
+        order[x.name]
+        for x in body.instructions
+        if x.opcode in ("fusion", "custom-call") and work(module, body, x).flops
+    ]
+    assert len(products) > 10
+    for name in large(module, body):
+        (done,) = body.users[name]
+        assert done.opcode.endswith("-done"), f"{name} is synchronous"
+        beside = [i for i in products if order[name] < i < order[done.name]]
+        assert beside, f"nothing runs beside {name}"
+
+
 CASES = [(8, "full"), (8, "dots"), (64, "full"), (64, "dots")]
 
 
@@ -98,19 +117,16 @@ def test_matrix_products_run_beside_every_gather_and_scatter_of_a_layer(gpus, re
         for body in (forward, backward)
     ]
     assert kinds == [["all-gather"], ["all-gather", "reduce-scatter"]]
-    for body in (forward, backward):
-        order = {x.name: i for i, x in enumerate(body.instructions)}
-        products = [
-            order[x.name]
-            for x in body.instructions
-            if x.opcode in ("fusion", "custom-call") and work(module, body, x).flops
-        ]
-        assert len(products) > 10
-        for name in large(module, body):
-            (done,) = body.users[name]
-            assert done.opcode.endswith("-done"), f"{name} is synchronous"
-            beside = [i for i in products if order[name] < i < order[done.name]]
-            assert beside, f"nothing runs beside {name}"
+    check_products_beside(module, forward)
+    check_products_beside(module, backward)
+
+
+def test_on_a_hybrid_mesh_they_run_beside_the_sums_over_copies_too():
+    module = schedule(64, "full", replica=8)
+    forward, backward = loops(module)
+    assert "all-reduce" in {t.kind for t in large(module, backward).values()}
+    check_products_beside(module, forward)
+    check_products_beside(module, backward)
 
 
 @pytest.mark.parametrize(("gpus", "remat"), CASES)
