@@ -8,6 +8,7 @@ a class that gathers first, and a Stack is one layer whose variables have a lead
 layer dimension.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -180,10 +181,16 @@ def place(
     model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
 ) -> None:
     """Marks every parameter with its Placement and every unit with its policy."""
+    units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
     for path, module in list(nnx.iter_modules(model)):
         set_compute_dtype(module, policy.precision_at(path).compute)
-        if isinstance(module, (Unit, Stack)):
+        if is_unit(module):
             module.unit_policy = policy.unit(path)
+            # What a Stack inside another unit gathers ahead would be kept by that
+            # unit's remat: behind a barrier it depends on activations.
+            if any(path[: len(unit)] == unit for unit in units if unit != path):
+                in_turn = dataclasses.replace(module.unit_policy, prefetch=False)
+                module.unit_policy = in_turn
     for path, variable in variables(model):
         if path in placements:
             variable.set_metadata(PLACEMENT, placements[path])

@@ -43,9 +43,11 @@ def test_offloaded_activations_wait_in_host_memory_and_nothing_else_does():
         compiled(jshard.Policy(remat=remat("hidden"))).memory_analysis()
         for remat in (jshard.Names, jshard.Offload)
     )
-    activations = SIZES.layers * EXAMPLES * SIZES.length * SIZES.hidden * 4
+    layer = EXAMPLES * SIZES.length * SIZES.hidden * 4
+    activations = SIZES.layers * layer
     assert kept.host_temp_size_in_bytes == 0
-    assert offloaded.host_temp_size_in_bytes == activations
+    # The last layer's are read at once: XLA leaves them where they are.
+    assert offloaded.host_temp_size_in_bytes == activations - layer
     saved = kept.temp_size_in_bytes - offloaded.temp_size_in_bytes
     # All of them but those of a layer that comes and one that goes.
     assert activations * (1 - 4 / SIZES.layers) < saved < activations * 1.1

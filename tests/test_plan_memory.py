@@ -221,6 +221,7 @@ def test_parts_explain_what_xla_assigns_on_a_gpu(knobs, tmp_path):
     (saved,) = (p for p in found.parts if p.name == "saved activations")
     assert saved.bytes == pytest.approx(saved.derived, rel=0.1, abs=4 * STREAM)
     if "remat" in knobs and isinstance(knobs["remat"], jshard.Offload):
-        assert found.host_bytes == SIZES.layers * HIDDEN / 2  # in bfloat16
+        # In bfloat16; the last layer's are read at once, and stay.
+        assert found.host_bytes == (SIZES.layers - 1) * HIDDEN / 2
     else:
         assert not found.host_bytes

@@ -149,8 +149,7 @@ class _Walk:
                     self.shard_map_outputs = results  # (an update may have more)
             else:
                 bits = [v.bits for v in entering]
-                if eqn.primitive.name != "optimization_barrier":
-                    bits = equation_dependencies(eqn, bits)
+                bits = equation_dependencies(eqn, bits, by_value=True)
                 results = [
                     self._value(var.aval, bit, here, len(steps), local)
                     for var, bit in zip(eqn.outvars, bits, strict=True)
@@ -213,7 +212,7 @@ class _Walk:
             return Peak(collections.Counter(), "")
         body, (consts, carry) = scan_body(step.eqn), scan_sizes(step.eqn)
         bits = [v.bits for v in step.inputs]
-        out = equation_dependencies(step.eqn, bits)
+        out = equation_dependencies(step.eqn, bits, by_value=True)
         inputs = []
         for i, var in enumerate(body.invars):
             sliced = i >= consts + carry

@@ -22,10 +22,11 @@ class Phases:
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
         self._layer_loops = _layer_loops(timeline)
+        self._ways = _ways(timeline, self._layer_loops)
         spans: dict[str, list[float]] = {}
         for event in timeline.events:
             if event.stream == COMPUTE and self.in_layers(event):
-                span = spans.setdefault(direction(event), [event.start, event.end])
+                span = spans.setdefault(self.way(event), [event.start, event.end])
                 span[1] = max(span[1], event.end)
         self._spans: Mapping[str, list[float]] = spans
 
@@ -33,9 +34,17 @@ class Phases:
         """Whether it is in a loop over layers."""
         return any(name in self._layer_loops for name, _ in event.loops)
 
+    def way(self, event: Event) -> str:
+        """What it is part of, as ``direction`` says; in a loop over layers, the loop's.
+
+        Of some instructions in it XLA keeps no source.
+        """
+        name = next((x for x, _ in event.loops if x in self._ways), None)
+        return direction(event) if name is None else self._ways[name]
+
     def of(self, event: Event) -> str:
         """As "forward, layers", "backward, before the layers", "update"."""
-        way = direction(event)
+        way = self.way(event)
         if self.in_layers(event):
             return f"{way}, {LAYERS}"
         if way not in self._spans:
@@ -75,7 +84,7 @@ class Phases:
         trips: dict[str, dict[int, list[float]]] = {}
         for event in self._timeline.events:
             inside = self.trip(event)
-            if event.stream == COMPUTE and inside and direction(event) == way:
+            if event.stream == COMPUTE and inside and self.way(event) == way:
                 span = trips.setdefault(inside[0], {}).setdefault(
                     inside[1], [event.start, event.end]
                 )
@@ -99,7 +108,22 @@ def direction(event: Event) -> str:
         return BACKWARD
     if "jvp(" in event.source:
         return FORWARD
-    return "step" if "shard_map" in event.source else UPDATE
+    inside = "shard_map" in event.source or not event.source
+    return "step" if inside else UPDATE
+
+
+def _ways(timeline: Timeline, loops: set[str]) -> dict[str, str]:
+    """The direction of each loop: that of most of its time."""
+    seconds: dict[str, dict[str, float]] = {name: {} for name in loops}
+    for event in timeline.events:
+        for name in {name for name, _ in event.loops} & loops:
+            way = direction(event)
+            seconds[name][way] = seconds[name].get(way, 0.0) + event.seconds
+    return {
+        name: max(found, key=lambda way: found[way])
+        for name, found in seconds.items()
+        if found
+    }
 
 
 def is_recomputed(event: Event) -> bool:
