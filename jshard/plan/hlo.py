@@ -19,7 +19,8 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(
     r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\](?:\{[^}]*?(?:S\((?P<space>\d+)\))?\})?"
 )
-_REFERENCE = re.compile(r"%([\w.\-]+)")
+_REFERENCE = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _CALLED = re.compile(
     r"\b(?P<role>body|condition|to_apply|calls|called_computations|"
     r"branch_computations|true_computation|false_computation)="
@@ -107,6 +108,25 @@ class Instruction:
         """The JAX operation it comes from, as ``jit(step)/jvp()/while/body/dot``."""
         found = _OP_NAME.search(self.text)
         return found[1] if found else ""
+
+    @functools.cached_property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """Its operands, and which element of a tuple each is, or None.
+
+        Dumps of JAX 0.12 write elements so, and no get-tuple-element.
+        """
+        return tuple(
+            (m[1], int(m[2]) if m[2] else None)
+            for m in _REFERENCE.finditer(self.literal)
+        )
+
+    @property
+    def number(self) -> int:
+        """Of a parameter, or the element that a get-tuple-element takes."""
+        if self.opcode == "parameter":
+            return int(self.literal)
+        found = _INDEX.search(self.text)
+        return int(found[1]) if found else 0
 
     @property
     def target(self) -> str:
@@ -237,7 +257,7 @@ def _instruction(line: str) -> Instruction | None:
         name=match["name"],
         opcode=match["opcode"],
         arrays=arrays(match["shape"]),
-        operands=tuple(_REFERENCE.findall(operands)),
+        operands=tuple(m[1] for m in _REFERENCE.finditer(operands)),
         text=line[end + 1 :],
         is_root=bool(match["root"]),
         shape=match["shape"],

@@ -55,8 +55,8 @@ def account(assignment: Assignment, state: TrainState) -> collections.Counter[st
     program = hlo_flow.parse(assignment.hlo)
     found: collections.Counter[str] = collections.Counter()
     names = {
-        inst.number: inst.op_name
-        for inst in program.computations[program.entry]
+        inst.number: inst.source
+        for inst in program.module.entry.instructions
         if inst.opcode == "parameter"
     }
     for number, size in assignment.arguments.items():
@@ -87,8 +87,8 @@ def _classifier(
     def is_read_later(value: Value) -> bool:
         element = value.index[0] if value.index else None
         return any(
-            _phases(inst.op_name) == {"backward"}
-            or inst.op_name.endswith("dynamic_update_slice")
+            _phases(inst.source) == {"backward"}
+            or inst.source.endswith("dynamic_update_slice")
             for inst in program.readers(value.name, element)
         )
 
@@ -96,7 +96,7 @@ def _classifier(
         arrays = [v for v in slot.values if not v.is_tuple]
         if not arrays:  # tables of addresses
             return WORKSPACE
-        made_by = [program.instructions[v.name].op_name for v in slot.history]
+        made_by = [program.instructions[v.name].source for v in slot.history]
         if all(depends(v) == _PARAMETERS for v in arrays):
             return GATHERED
         in_step = any("/shard_map" in name for name in made_by)
@@ -116,9 +116,9 @@ def _classifier(
 def _inputs(program: hlo_flow.Program) -> dict[str, int]:
     return {
         inst.name: _PARAMETERS
-        if re.match(r"state\.(params|frozen)", inst.op_name)
+        if re.match(r"state\.(params|frozen)", inst.source)
         else _REST
-        for inst in program.computations[program.entry]
+        for inst in program.module.entry.instructions
         if inst.opcode == "parameter"
     }
 
@@ -138,7 +138,7 @@ def _backward_start(
     """When the first instruction runs that is of the backward, and of activations."""
     for time, name in enumerate(sequence):
         inst = program.instructions.get(name)
-        if inst and _phases(inst.op_name) == {"backward"}:
+        if inst and _phases(inst.source) == {"backward"}:
             if inst.opcode not in _NO_WORK and any(
                 b & _REST for b in bits.get(name, ())
             ):
