@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.collectives import (
     Placement,
@@ -38,6 +39,24 @@ def mark_table(module: Any) -> None:
     """Marks the table of a Unit, if that is one: its columns are what is sharded."""
     if is_table(module):
         module.embedding.set_metadata(LOOKED_UP, True)
+
+
+def made_by_rows(params: nnx.State, mesh: Any) -> nnx.State:
+    """Parameters whose tables are computed by rows, and split by columns after.
+
+    A device's few columns are not what XLA's vectors are made for, and the last bit of
+    a value could depend on how many there are.
+    """
+
+    def constrained(_: Any, variable: nnx.Variable) -> nnx.Variable:
+        table = variable.get_value()
+        looked_up = variable.get_metadata(LOOKED_UP, False) and table.ndim == 2
+        if not looked_up or table.shape[0] % mesh.shape[FSDP]:
+            return variable
+        rows = NamedSharding(mesh, PartitionSpec(FSDP))
+        return variable.copy(lax.with_sharding_constraint(table, rows))
+
+    return nnx.map_state(constrained, params)
 
 
 def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:

@@ -21,7 +21,7 @@ from jshard.checks import (
     warn_of_large_root,
 )
 from jshard.collectives import Placement
-from jshard.embedding import mark_table
+from jshard.embedding import made_by_rows, mark_table
 from jshard.initial_values import make
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
@@ -102,7 +102,9 @@ class FSDP:
         # Arrays alone: a model made again has another structure where it holds a
         # function that is made with it (an initializer, a lambda).
         def create(seed: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(self._create(make_model, optimizer, wrt, seed))
+            state = self._create(make_model, optimizer, wrt, seed)
+            params = made_by_rows(state.params, self.mesh)
+            return jax.tree.leaves(dataclasses.replace(state, params=params))
 
         seed_array = jnp.asarray(seed, jnp.uint32)
         return jax.tree.unflatten(structure, make(create, seed_array, leaves))
