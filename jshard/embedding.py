@@ -41,22 +41,16 @@ def mark_table(module: Any) -> None:
         module.embedding.set_metadata(LOOKED_UP, True)
 
 
-def made_by_rows(params: nnx.State, mesh: Any) -> nnx.State:
-    """Parameters whose tables are computed by rows, and split by columns after.
+def make_by_rows(variable: nnx.Variable, mesh: Any) -> None:
+    """Has a table computed by rows, and split by columns after.
 
     A device's few columns are not what XLA's vectors are made for, and the last bit of
     a value could depend on how many there are.
     """
-
-    def constrained(_: Any, variable: nnx.Variable) -> nnx.Variable:
-        table = variable.get_value()
-        looked_up = variable.get_metadata(LOOKED_UP, False) and table.ndim == 2
-        if not looked_up or table.shape[0] % mesh.shape[FSDP]:
-            return variable
+    table = variable.get_value()
+    if table.ndim == 2 and table.shape[0] % mesh.shape[FSDP] == 0:
         rows = NamedSharding(mesh, PartitionSpec(FSDP))
-        return variable.copy(lax.with_sharding_constraint(table, rows))
-
-    return nnx.map_state(constrained, params)
+        variable.set_value(lax.with_sharding_constraint(table, rows))
 
 
 def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:

@@ -21,14 +21,12 @@ from jshard.checks import (
     warn_of_large_root,
 )
 from jshard.collectives import Placement
-from jshard.embedding import made_by_rows, mark_table
-from jshard.initial_values import make
+from jshard.initial_values import make, prepare
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.offload import check_memory, check_state, shardings, typed_as_device
 from jshard.partition import (
-    is_annotated,
     manual_specs,
     optimizer_specs,
     param_specs,
@@ -102,9 +100,7 @@ class FSDP:
         # Arrays alone: a model made again has another structure where it holds a
         # function that is made with it (an initializer, a lambda).
         def create(seed: jax.Array) -> list[jax.Array]:
-            state = self._create(make_model, optimizer, wrt, seed)
-            params = made_by_rows(state.params, self.mesh)
-            return jax.tree.leaves(dataclasses.replace(state, params=params))
+            return jax.tree.leaves(self._create(make_model, optimizer, wrt, seed))
 
         seed_array = jnp.asarray(seed, jnp.uint32)
         return jax.tree.unflatten(structure, make(create, seed_array, leaves))
@@ -135,18 +131,7 @@ class FSDP:
         # them. Variables without one stay as Flax makes them.
         with nnx.use_eager_sharding(False):
             model = make_model(nnx.Rngs(jax.random.key(seed)))
-        for _, module in nnx.iter_modules(model):
-            if isinstance(module, self.units):
-                mark_table(module)
-        for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Variable) and not is_annotated(variable):
-                variable.set_metadata("eager_sharding", nnx.using_eager_sharding())
-        for path, variable in nnx.iter_graph(model):
-            dtype = self.policy.precision_at(path).param
-            if isinstance(variable, nnx.Param) and dtype is not None:
-                value = variable.get_value()
-                if jnp.issubdtype(value.dtype, jnp.floating):
-                    variable.set_value(value.astype(dtype))
+        prepare(model, self.policy, self.mesh, self.units)
         graphdef, params, frozen, model_state = nnx.split(model, wrt, nnx.Param, ...)
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -1,4 +1,4 @@
-"""Arrays of a new state: made at once, or in parts where the whole would not fit.
+"""Arrays of a new state: what each is, and how they are made.
 
 What is born on the device may be made by one program. What goes to host memory is made
 on the device first, so that a state that is larger than the device is made in parts.
@@ -8,11 +8,44 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.extend import core
 
+from jshard.embedding import make_by_rows, mark_table
 from jshard.offload import HOST
+from jshard.partition import LOOKED_UP, is_annotated
+from jshard.policy import Policy
 from jshard.remat import without_dead_code
+
+
+def prepare(
+    model: nnx.Module, policy: Policy, mesh: Any, units: tuple[type, ...]
+) -> None:
+    """Gives a new model's parameters the policy's dtypes, and marks its tables.
+
+    Args:
+      model: changed in place, traced or not.
+      policy: with dtypes of parameters.
+      mesh: that they will be sharded on.
+      units: module types that become Units.
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, units):
+            mark_table(module)
+    for path, variable in nnx.iter_graph(model):
+        if not isinstance(variable, nnx.Variable):
+            continue
+        if not is_annotated(variable):
+            variable.set_metadata("eager_sharding", nnx.using_eager_sharding())
+        if variable.get_metadata(LOOKED_UP, False):
+            make_by_rows(variable, mesh)
+        dtype = policy.precision_at(path).param
+        if isinstance(variable, nnx.Param) and dtype is not None:
+            value = variable.get_value()
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                variable.set_value(value.astype(dtype))
 
 
 def make(

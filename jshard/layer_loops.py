@@ -2,7 +2,7 @@
 
 With prefetch an iteration gathers the weights of the layer that comes next and
 scatters the gradients of the one before, neither of which its own layer needs: both
-run beside it. The first layer of a backward, which has no gradients to scatter, and
+run beside it. The first layers of a backward, which have no gradients to put away, and
 the last of either direction, which has none to gather for, are outside the loop.
 """
 
@@ -35,11 +35,10 @@ class Layers:
 
     def here(self, index: Any) -> list[jax.Array]:
         """One layer's shards, on the device."""
-        found = [
+        return [
             place.fetched(x)
             for x, place in zip(layer_of(self.shards, index), self.places, strict=True)
         ]
-        return found
 
     def in_turn(
         self, body: Callable, carry: Any, xs: Any, *, reverse: bool = False

@@ -184,7 +184,7 @@ def place(
     units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
     for path, module in list(nnx.iter_modules(model)):
         set_compute_dtype(module, policy.precision_at(path).compute)
-        if is_unit(module):
+        if isinstance(module, (Unit, Stack)):
             module.unit_policy = policy.unit(path)
             # What a Stack inside another unit gathers ahead would be kept by that
             # unit's remat: behind a barrier it depends on activations.

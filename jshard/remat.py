@@ -88,12 +88,13 @@ def checked_names() -> Iterator[None]:
         )
 
 
-def _names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
+def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """The names of its activations (``jax.ad_checkpoint.checkpoint_name``)."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
         for inner in core.jaxprs_in_params(eqn.params):
-            yield from _names_in(inner)
+            yield from names_in(inner)
 
 
 def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
@@ -151,7 +152,7 @@ class LinearizedLayer:
         self.outputs = list(traced.out_avals)
         num_leaves = len(flat)
         if (shown := _shown.get()) is not None:
-            shown.found.update(_names_in(traced.jaxpr))
+            shown.found.update(names_in(traced.jaxpr))
             shown.policies.update([remat] if isinstance(remat, Names) else [])
 
         def primal(*leaves):

@@ -8,7 +8,6 @@ gradients. ``jshard.layer_loops`` has the order of it all, with prefetch or with
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +20,8 @@ from jshard.layer_loops import Layers, layer_of, put_layer
 from jshard.mesh import REPLICA, overlaps
 from jshard.remat import LinearizedLayer
 from jshard.schedule import carry_like, check_carry, floats
+from jshard.segments import Segment, cut, moves
 from jshard.unit_weights import (
-    Reshard,
     UnitPolicy,
     full,
     gather_all,
@@ -68,10 +67,12 @@ def run_stack(
     carry, args = [vary(x) for x in carry], [vary(x) for x in args]
     trained = [p.trainable and is_float(s) for s, p in zip(shards, places, strict=True)]
 
+    shard_types = [abstract_like(s, layer=True) for s in shards]
+
     def linearize(remat: Any, *, prevent_cse: bool) -> LinearizedLayer:
         return LinearizedLayer(
             fn,
-            full([abstract_like(s, layer=True) for s in shards], places),
+            full(shard_types, places),
             [abstract_like(x, layer=True) for x in xs],
             [abstract_like(x) for x in carry],
             [abstract_like(x) for x in args],
@@ -81,7 +82,9 @@ def run_stack(
         )
 
     length = next(x.shape[0] for x in [*shards, *xs])
-    segments = _segments(policy, length, linearize)
+    prefetch = overlaps() if policy.prefetch is None else policy.prefetch
+    prefetch = prefetch and moves(places, trained, shard_types)
+    segments = cut(policy, length, linearize, prefetch)
     layer = segments[0].layer
     check_carry(carry, layer.outputs)
     passes = _Passes(
@@ -95,49 +98,12 @@ def run_stack(
         ],
         moving_xs=moving_xs,
         num_carry=len(carry),
-        shard_types=[abstract_like(s, layer=True) for s in shards],
+        shard_types=shard_types,
         next_types=[abstract_like(s) for s in next_shards],
     )
     run = jax.custom_vjp(passes.evaluate)
     run.defvjp(passes.forward, passes.backward)
     return run(list(shards), list(xs), carry, [*args, *layer.consts], list(next_shards))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Segment:
-    """Neighbouring layers of a Stack that are treated alike, in loops of their own.
-
-    XLA inlines a loop of one trip: a layer on its own is scheduled like a Unit.
-    """
-
-    start: int
-    stop: int
-    layer: LinearizedLayer  # in a loop
-    alone: LinearizedLayer  # outside of one
-    reshard: Reshard
-    ahead: bool  # whether transfers run beside neighbouring layers
-
-    @property
-    def single(self) -> bool:
-        return self.stop - self.start == 1
-
-
-def _segments(
-    policy: UnitPolicy, length: int, linearize: Callable[..., LinearizedLayer]
-) -> list[_Segment]:
-    first = length if policy.first_k is None else min(policy.first_k, length)
-    last = length - min(policy.keep_last, length)
-    prefetch = overlaps() if policy.prefetch is None else policy.prefetch
-    segments = []
-    for start, stop in itertools.pairwise(sorted({0, first, last, length})):
-        remat = policy.remat if start < first else "none"
-        reshard = policy.reshard_after_forward if start < last else False
-        single = stop - start == 1
-        ahead = prefetch and not single
-        layer = linearize(remat, prevent_cse=single)
-        alone = linearize(remat, prevent_cse=True) if ahead else layer
-        segments.append(_Segment(start, stop, layer, alone, reshard, ahead))
-    return segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +114,7 @@ class _Passes:
     and the gradients of the stacked shards and xs.
     """
 
-    segments: Sequence[_Segment]
+    segments: Sequence[Segment]
     places: Sequence[Placement]
     next_places: Sequence[Placement]
     trained: Sequence[bool]
@@ -246,9 +212,8 @@ class _Passes:
             for grad, trained in zip(cotangents[2], self.next_trained, strict=True)
         ]
         parts = scatter_shards(next_grads, self.next_places)
-        beside = self.segments[-1].ahead
-        if not beside:
-            parts, carry_ct = hold_all(parts, carry_ct)
+        if not self.segments[-1].ahead:
+            parts, carry_ct = hold(parts, carry_ct)
         sums = (
             carry_ct,
             [zeros_like(a) for a in args if is_float(a)],
@@ -258,11 +223,11 @@ class _Passes:
         for segment, kept in reversed(list(zip(self.segments, saved, strict=True))):
             layers = Layers(shards, self.places, segment.start, segment.stop)
             if segment.ahead:
-                arriving = parts if segment is self.segments[-1] else []
+                last = segment is self.segments[-1]
                 sums, arrived = self._backward_ahead(
-                    segment, layers, xs, args, kept, ys_ct, sums, arriving
+                    segment, layers, xs, args, kept, ys_ct, sums, parts if last else []
                 )
-                parts = arrived if segment is self.segments[-1] else parts
+                parts = arrived if last else parts
             else:
                 sums = self._backward_in_turn(
                     segment, layers, xs, args, kept, ys_ct, sums
@@ -323,14 +288,14 @@ class _Passes:
         def alone(index, weights, sums):
             sums, grads = step(segment.alone, index, weights, sums)
             if index == segment.stop - 1:
-                arrived[:], carry_ct = hold_all(arriving, sums[0])
+                arrived[:], carry_ct = hold(arriving, sums[0])
                 sums = (carry_ct, *sums[1:])
             return sums, grads
 
         def scattered(grads, following, sums):
             parts, carry_ct = scatter_shards(grads, self.places), sums[0]
             if following is not None:
-                (parts, following), carry_ct = hold_all((parts, following), carry_ct)
+                (parts, following), carry_ct = hold((parts, following), carry_ct)
             return parts, following, (carry_ct, *sums[1:])
 
         def put(index, parts, sums):
@@ -372,15 +337,6 @@ class _Passes:
             return [], carry
         here, carry = hold(next_shards, carry)
         return gather_all(here, self.next_places), carry
-
-
-def hold_all(tree: Any, arrived: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """``hold`` for a tree, and both ways: neither is there before the other."""
-    leaves, structure = jax.tree.flatten(tree)
-    if not leaves:
-        return tree, list(arrived)
-    leaves, arrived = hold(leaves, arrived)
-    return jax.tree.unflatten(structure, leaves), arrived
 
 
 def _zeros(stacked: Sequence[jax.Array], wanted: Sequence[bool]) -> list[Any]:

@@ -54,9 +54,7 @@ def _train(argv: list[str]) -> None:
         from jshard.training.loop import run
 
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        workdir = Path(
-            arguments.options.get("workdir") or f"runs/{recipe.name}-{stamp}"
-        )
+        workdir = arguments.options.get("workdir") or f"runs/{recipe.name}-{stamp}"
         run(recipe, config, Path(workdir), started=_process_start())
 
 

@@ -137,18 +137,21 @@ def sum_shards(parts: Sequence[Any], shards: Sequence[Any]) -> list[Any]:
     ]
 
 
-def hold(shards: Sequence[Any], arrived: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Both as they are, but to XLA the shards are not there before ``arrived`` is.
+def hold(tree: Any, arrived: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Both as they are, but to XLA neither is there before the other is.
 
     Else XLA could gather the weights of many units before the first runs, or merge
     the backward's gathers with the forward's and keep the weights in between.
 
-    A barrier types all that passes it as varying, so what does not vary stays out.
+    A barrier types all that passes it as varying, so what does not vary of ``arrived``
+    stays out.
     """
+    if not jax.tree.leaves(tree):
+        return tree, list(arrived)
     late = [set(varying(x)) == set(manual_axes()) for x in arrived]
     passing = [x for x, is_late in zip(arrived, late, strict=True) if is_late]
-    needed, passing = lax.optimization_barrier((list(shards), passing))
+    tree, passing = lax.optimization_barrier((tree, passing))
     passed = iter(passing)
-    return needed, [
+    return tree, [
         next(passed) if is_late else x for x, is_late in zip(arrived, late, strict=True)
     ]

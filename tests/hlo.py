@@ -14,43 +14,8 @@ from typing import Any
 
 import jax
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
-
-_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) \(.*\) -> .*\{$")
-_INSTRUCTION = re.compile(
-    r"(?:ROOT )?%?(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
-)
-_ARRAY = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(
-    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|"
-    r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """The type of an array, as in ``f32[4,16]``."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        bits = re.match(r"[a-z]+(\d+)", self.dtype)
-        return self.size * (int(bits[1]) if bits else 8) // 8  # pred is a byte
+from jshard.plan.cost import KINDS
+from jshard.plan.hlo import Array, Computation, Instruction, Module, parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +103,8 @@ def collectives(text: str) -> list[Collective]:
     devices = int(found[1]) if found else 1
     return [
         _collective(x, devices)
-        for x in _instructions(text)
-        if x.opcode.removesuffix("-start") in KINDS and _group_size(x, devices) > 1
+        for x in _runs(text)
+        if x.kind in KINDS and _group_size(x, devices) > 1
     ]
 
 
@@ -149,7 +114,7 @@ def dots(text: str) -> list[Dot]:
     Raises:
       ValueError: a loop that holds one has no known trip count.
     """
-    return [_dot(x) for x in _instructions(text) if x.opcode == "dot"]
+    return [_dot(x) for x in _runs(text) if x.opcode == "dot"]
 
 
 def copies(text: str) -> list[tuple[Array, int]]:
@@ -158,8 +123,8 @@ def copies(text: str) -> list[tuple[Array, int]]:
     Raises:
       ValueError: a loop that holds a copy has no known trip count.
     """
-    found = [x for x in _instructions(text) if x.opcode in ("copy", "copy-start")]
-    return [(x.results[0], x.times) for x in found]
+    found = [x for x in _runs(text) if x.kind == "copy"]
+    return [(x.instruction.arrays[0], x.times) for x in found]
 
 
 def aliased(text: str) -> set[int]:
@@ -171,119 +136,75 @@ def aliased(text: str) -> set[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
-    """A line of a computation, and what stands above it."""
+class _Run:
+    """An instruction, where it stands, and how often it runs."""
 
-    opcode: str
-    results: tuple[Array, ...]
-    rest: str  # operands and attributes
-    types: dict[str, tuple[Array, ...]]
+    instruction: Instruction
+    computation: Computation
     trips: int | None
 
     @property
+    def opcode(self) -> str:
+        return self.instruction.opcode
+
+    @property
+    def kind(self) -> str:
+        return self.opcode.removesuffix("-start")
+
+    @property
     def operands(self) -> tuple[Array, ...]:
-        names = re.findall(r"%([^\s,()]+)", _operand_list(self.rest))
-        return tuple(array for name in names for array in self.types[name])
+        names = self.instruction.operands
+        return tuple(a for n in names for a in self.computation.by_name[n].arrays)
 
     @property
     def times(self) -> int:
         if self.trips is None:
             raise ValueError(
-                f"{self.opcode} in a loop with no known trip count: {self.rest}"
+                f"{self.opcode} in a loop with no known trip count: "
+                f"{self.instruction.name}"
             )
         return self.trips
 
 
-def _collective(x: _Instruction, devices: int) -> Collective:
-    kind, results = x.opcode.removesuffix("-start"), x.results
-    if x.opcode != kind and len(results) > len(x.operands):
+def _collective(x: _Run, devices: int) -> Collective:
+    results = x.instruction.arrays
+    if x.opcode != x.kind and len(results) > len(x.operands):
         # An asynchronous start returns (operands, results, context).
         results = results[len(x.operands) : 2 * len(x.operands)]
-    source = re.search(r'op_name="([^"]*)"', x.rest)
-    group = _group_size(x, devices)
-    name = source[1] if source else ""
-    return Collective(kind, x.operands, results, group, x.times, name)
+    group, source = _group_size(x, devices), x.instruction.source
+    return Collective(x.kind, x.operands, results, group, x.times, source)
 
 
-def _dot(x: _Instruction) -> Dot:
-    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
-    assert dims
-    contracted = [x.operands[0].shape[int(d)] for d in dims[1].split(",") if d]
-    return Dot(x.operands, x.results[0], math.prod(contracted), x.times)
+def _dot(x: _Run) -> Dot:
+    dims = x.instruction.attribute("lhs_contracting_dims")
+    contracted = [x.operands[0].shape[d] for d in dims]
+    result = x.instruction.arrays[0]
+    return Dot(x.operands, result, math.prod(contracted), x.times)
 
 
-def _instructions(text: str) -> Iterator[_Instruction]:
-    computations, entry = _computations(text)
-    return _walk(computations, entry, 1)
-
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The instructions of every computation, and the entry's name."""
-    computations: dict[str, list[str]] = {}
-    entry, lines = None, None
-    for line in map(str.strip, text.splitlines()):
-        header = _COMPUTATION.match(line)
-        if header:
-            lines = computations.setdefault(header["name"], [])
-            entry = header["name"] if header["entry"] else entry
-        elif line == "}":
-            lines = None
-        elif lines is not None and _INSTRUCTION.match(line):
-            lines.append(line)
-    if entry is None:
-        raise ValueError("no ENTRY computation: this is no HLO text")
-    return computations, entry
+def _runs(text: str) -> Iterator[_Run]:
+    module = parse(text)
+    return _walk(module, module.entry, 1)
 
 
 def _walk(
-    computations: dict[str, list[str]], name: str, times: int | None
-) -> Iterator[_Instruction]:
-    types: dict[str, tuple[Array, ...]] = {}
-    for line in computations[name]:
-        found = _INSTRUCTION.match(line)
-        assert found
-        results = types[found["name"]] = _arrays(found["shape"])
-        rest = line[found.end() :]
-        yield _Instruction(found["opcode"], results, rest, types, times)
-        for role, called in _CALLED.findall(rest):
+    module: Module, computation: Computation, times: int | None
+) -> Iterator[_Run]:
+    for x in computation.instructions:
+        yield _Run(x, computation, times)
+        for role, names in x.called.items():
             inner_times = times
             if role in ("body", "condition"):
-                known = _TRIPS.search(rest)
                 # A condition runs once more than its body.
-                trips = int(known[1]) + (role == "condition") if known else None
+                trips = x.trips and x.trips + (role == "condition")
                 inner_times = times and trips and times * trips
-            for inner in re.findall(r"[\w.\-]+", called):
-                yield from _walk(computations, inner, inner_times)
+            for name in names:
+                yield from _walk(module, module.computations[name], inner_times)
 
 
-def _operand_list(rest: str) -> str:
-    """What stands before the parenthesis that closes an operand list."""
-    depth = 1
-    for i, char in enumerate(rest):
-        depth += (char == "(") - (char == ")")
-        if not depth:
-            return rest[:i]
-    raise ValueError(f"no closing parenthesis in {rest}")
-
-
-def _arrays(text: str) -> tuple[Array, ...]:
-    return tuple(
-        Array(a["dtype"], tuple(int(d.strip("<=")) for d in a["dims"].split(",") if d))
-        for a in _ARRAY.finditer(text)
-    )
-
-
-def _group_size(x: _Instruction, devices: int) -> int:
-    attributes = x.rest
+def _group_size(x: _Run, devices: int) -> int:
+    attributes = x.instruction.text
     if "source_target_pairs=" in attributes:
         pairs = re.findall(r"\{(\d+),(\d+)\}", attributes)
         return 2 if any(a != b for a, b in pairs) else 1
-    # Lists: {{0,1},{2,3}}; tiles: [groups,size]<=[8]; axes: mesh['a'=2,'b'=4] {'b'}.
-    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return len(found[1].split(","))
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        return math.prod(int(sizes[a]) for a in re.findall(r"'([^']+)'", found[2]))
-    return devices  # none are named: all
+    return max(map(len, x.instruction.groups), default=devices)

@@ -187,5 +187,5 @@ def test_a_product_in_a_loop_without_a_known_trip_count_is_an_error():
 
 
 def test_text_that_is_no_program_is_an_error():
-    with pytest.raises(ValueError, match="no ENTRY"):
+    with pytest.raises(ValueError, match="not the text of a compiled program"):
         collectives("module @jit_f {}")

@@ -81,9 +81,9 @@ def test_saved_activations_are_what_the_layers_keep(remat, kept):
 
 
 def test_gathered_weights_are_few_layers_unless_they_are_kept():
-    few = part(derive(policies()), "gathered weights")
+    few = part(derive(policies(prefetch=False)), "gathered weights")
     assert KERNELS / 2 < few < 2 * KERNELS
-    ahead = part(derive(policies(), ahead=True), "gathered weights")
+    ahead = part(derive(policies(prefetch=True)), "gathered weights")
     assert 0.9 * KERNELS < ahead - few < 1.1 * KERNELS
     kept = part(derive(policies(reshard_after_forward=False)), "gathered weights")
     assert kept > SIZES.layers * KERNELS

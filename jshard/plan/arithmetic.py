@@ -202,12 +202,7 @@ def activity(program: Program) -> Activity:
     """Measures a traced step, per example of a micro-batch on a device."""
     config, fsdp = program.job.config, program.job.fsdp
     needed = memory(
-        fsdp.mesh,
-        fsdp.policy,
-        program.state,
-        program.traced,
-        gpu=program.gpu,
-        ahead=True,
+        fsdp.mesh, fsdp.policy, program.state, program.traced, gpu=program.gpu
     )
     device = {part.name: part.derived for part in needed.parts}
     host = {part.name: part.derived for part in needed.host}
@@ -217,17 +212,6 @@ def activity(program: Program) -> Activity:
         (device[SAVED] + device[WORKSPACE]) / examples,
         host.get(SAVED, 0) / examples,
     )
-
-
-def names_in(jaxpr: core.Jaxpr) -> set[str]:
-    """The names of its activations."""
-    names = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            names.add(eqn.params["name"])
-        for inner in core.jaxprs_in_params(eqn.params):
-            names |= names_in(inner)
-    return names
 
 
 def _flops(jaxpr: core.Jaxpr) -> float:

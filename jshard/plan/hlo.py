@@ -98,10 +98,10 @@ class Instruction:
         }
 
     @property
-    def trips(self) -> int:
-        """How often a while loop runs, as XLA found; 1 where it does not know."""
+    def trips(self) -> int | None:
+        """How often a while loop runs, as XLA found; None where it does not know."""
         found = _TRIPS.search(self.text)
-        return int(found[1]) if found else 1
+        return int(found[1]) if found else None
 
     @property
     def source(self) -> str:

@@ -6,7 +6,6 @@ is the order of layers that XLA keeps to (``jshard.plan.values``: which are in m
 
 import collections
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -43,14 +42,12 @@ class Peak:
     host: int = 0
 
 
-def peak(jaxpr: core.Jaxpr, state: TrainState, *, ahead: bool) -> Peak:
+def peak(jaxpr: core.Jaxpr, state: TrainState) -> Peak:
     """The fullest moment of a train step, the state and the batch not counted.
 
     Args:
       jaxpr: of ``train_step.trace(state, batch)``.
       state: abstract, with shardings.
-      ahead: whether gathers are issued a layer ahead (pipelined or unrolled loops): two
-        layers then are whole at a time.
     """
     leaves = jax.tree.leaves(state)
     params = {id(x) for x in jax.tree.leaves((state.params, state.frozen))}
@@ -58,7 +55,7 @@ def peak(jaxpr: core.Jaxpr, state: TrainState, *, ahead: bool) -> Peak:
     for x in leaves:  # and one layer of it
         for shape in (x.shape[1:], (1, *x.shape[1:]), x.shape):
             local[shape] = min(_local(x), local.get(shape, 1))
-    walk = _Walk(ahead, local)
+    walk = _Walk(local)
     inputs = [
         Value(
             0,
@@ -84,8 +81,8 @@ def nbytes(aval: Any) -> int:
 
 
 class _Walk:
-    def __init__(self, ahead: bool, local: dict[tuple[int, ...], float]):
-        self.ahead, self.local = ahead, local
+    def __init__(self, local: dict[tuple[int, ...], float]):
+        self.local = local
         self.shard_map_outputs: list[Value] | None = None
 
     def level(
@@ -176,7 +173,6 @@ class _Walk:
                 if value.stored and value.alias is None and value.counted:
                     starts[value.start].append(value)
                     ends[value.end].append(value)
-        early = self._early(steps) if self.ahead else {}
         held: Held = collections.Counter()
         best, host = Peak(collections.Counter(), ""), 0
         for i, step in enumerate(steps):
@@ -184,7 +180,6 @@ class _Walk:
                 held[_kind(value, step, within)] += value.nbytes
             inside = self._inside(step, marks.get(i), within)
             now = held + inside.held
-            now[GATHERED] += early.get(i, 0)
             host = max(host, held[HOST] + inside.host)
             if _total(now) > _total(best.held):
                 best = Peak(now, inside.where or step.phase or "update" * top)
@@ -228,32 +223,7 @@ class _Walk:
             local=step.local,
             within=where,
         )
-        extra = self._issued_ahead(body) if self.ahead else 0
-        held = found.held + collections.Counter({GATHERED: extra})
-        return Peak(held, f"{where} loop", found.host)
-
-    def _early(self, steps: list[Step]) -> dict[int, int]:
-        """Bytes of a loop's first gathers, at the steps after the loop before it."""
-        loops = [
-            (i, self._issued_ahead(scan_body(step.eqn)))
-            for i, step in enumerate(steps)
-            if step.eqn.primitive.name == "scan"
-        ]
-        loops = [(i, size) for i, size in loops if size]
-        return {
-            i: size
-            for (before, _), (loop, size) in itertools.pairwise(loops)
-            for i in range(before + 1, loop)
-        }
-
-    def _issued_ahead(self, body: core.Jaxpr) -> int:
-        """Bytes that a layer's gathers make."""
-        return sum(
-            nbytes(var.aval)
-            for eqn in body.eqns
-            if eqn.primitive.name == "all_gather"
-            for var in eqn.outvars
-        )
+        return Peak(found.held, f"{where} loop", found.host)
 
 
 def _phase(eqn: Any) -> str:

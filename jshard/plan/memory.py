@@ -99,7 +99,6 @@ def memory(
     traced: jax.stages.Traced,
     *,
     gpu: GPU | None = None,
-    ahead: bool = False,
     compiled: jax.stages.Compiled | None = None,
     dump: str | Path | None = None,
 ) -> Memory:
@@ -111,15 +110,13 @@ def memory(
       state: abstract, with shardings (``FSDP.abstract_state``).
       traced: ``train_step.trace(state, batch)``.
       gpu: the card; None for a device that is no card.
-      ahead: whether gathers are issued a layer ahead (pipelined, or loops unrolled), by
-        the compiler options that the step is compiled with.
       compiled: the step; None estimates it from what is derived alone.
       dump: the folder of ``buffers.dump_options`` that it was compiled with.
 
     Raises:
       ValueError: ``dump`` has no buffer assignment.
     """
-    peak = liveness.peak(traced.jaxpr.jaxpr, state, ahead=ahead)
+    peak = liveness.peak(traced.jaxpr.jaxpr, state)
     derived = _arguments(state, traced, mesh, hosted=False) + peak.held
     host = _arguments(state, traced, mesh, hosted=True)
     host[SAVED] += peak.host

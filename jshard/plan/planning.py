@@ -54,13 +54,8 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: of the dense bf16 peak of all devices."""
-        job, gpu = self.program.job, self.program.gpu
-        of_token = job.recipe.flops_per_token
-        if self.items_per_second is None or gpu is None or of_token is None:
-            return None
-        needed = of_token(job.config) * self.items_per_second
-        return needed / (gpu.flops * self.program.mesh.size)
+        """Model FLOPs utilisation (``Program.mfu``)."""
+        return self.timeline and self.program.mfu(self.timeline.seconds)
 
 
 def make_plan(program: Program) -> Plan:
@@ -116,7 +111,6 @@ def _memory(
         program.state,
         program.traced,
         gpu=program.gpu,
-        ahead=program.gpu is not None,
         compiled=compiled,
         dump=dump,
     )

@@ -57,6 +57,17 @@ class Program:
             return self.traced.lower().compile(options)
         return compile_for(self.mesh, self.traced, options)
 
+    def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation of a step: of the dense bf16 peak of all devices.
+
+        None where the card, the recipe's FLOPs or the number of tokens is not known.
+        """
+        of_token = self.job.recipe.flops_per_token
+        if self.gpu is None or of_token is None or self.unit != "tokens":
+            return None
+        needed = of_token(self.job.config) * self.items / seconds
+        return needed / (self.gpu.flops * self.mesh.size)
+
 
 def trace(recipe: Recipe, config: Config, topology: str) -> Program:
     """Traces a recipe's step as training would on the devices of a topology.
@@ -74,7 +85,7 @@ def trace(recipe: Recipe, config: Config, topology: str) -> Program:
     else:
         there, gpu = devices(topology), parse(topology)[0]
     mesh = make_mesh(config, there)
-    _check_batch(config, mesh)
+    check_batch_size(config, mesh)
     # Absent devices have no memory kinds; an abstract mesh lets arrays be on the host.
     absent = gpu is not None and topology != ATTACHED
     on = mesh.abstract_mesh if absent else mesh
@@ -86,7 +97,8 @@ def trace(recipe: Recipe, config: Config, topology: str) -> Program:
     return Program(job, mesh, topology, gpu, state, traced, items, unit)
 
 
-def _check_batch(config: Config, mesh: Mesh) -> None:
+def check_batch_size(config: Config, mesh: Mesh) -> None:
+    """Raises UserError unless the batch divides by devices and micro-batches."""
     micro = config.policy.accumulate
     if config.batch_size % (mesh.size * micro):
         times = f" times {micro} micro-batches" if micro > 1 else ""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.checks import check_batch
 from jshard.errors import UserError
 from jshard.mesh import FSDP, REPLICA
 from jshard.plan import arithmetic
@@ -23,6 +22,7 @@ from jshard.plan.candidates import REMAT, Candidate, Settings, candidates
 from jshard.plan.choosing import Choice
 from jshard.plan.memory import USABLE
 from jshard.plan.outcomes import Outcome, Search
+from jshard.plan.program import check_batch_size
 from jshard.plan.topology import GPU, devices, parse
 from jshard.plan.worker import make_config
 from jshard.plan.workers import Workers
@@ -42,6 +42,8 @@ _NOT_OF_STATE = (
     "policy.precision.sum",
     "batch_size",
 )
+
+_FIGURES = ("rate", "mfu", "seconds", "exposed", "memory", "host", "cached")
 
 
 def search(
@@ -100,8 +102,9 @@ def search(
             warnings |= dict.fromkeys(reply.get("warnings", ()))
             if not outcome.error:
                 unit = reply["unit"]
-                config = make_config(recipe, {**overrides, **candidate.settings})
-                outcome = _outcome(outcome, reply, recipe, config, gpu, number)
+                outcome = dataclasses.replace(
+                    outcome, **{name: reply[name] for name in _FIGURES}
+                )
             if reply.get("refused"):
                 refused.append((candidate, outcome.error))
             else:
@@ -145,23 +148,6 @@ def _sift(
         else:
             promising[candidate] = guess
     return promising, refused, too_large
-
-
-def _outcome(
-    empty: Outcome,
-    reply: Mapping[str, Any],
-    recipe: Recipe,
-    config: Config,
-    gpu: GPU,
-    number: int,
-) -> Outcome:
-    rate = reply["items"] / reply["seconds"]
-    mfu = None
-    if recipe.flops_per_token is not None and reply["unit"] == "tokens":
-        mfu = recipe.flops_per_token(config) * rate / (gpu.flops * number)
-    same = ("seconds", "exposed", "memory", "host", "cached")
-    figures = {name: reply[name] for name in same}
-    return dataclasses.replace(empty, rate=rate, mfu=mfu, **figures)
 
 
 def _workers(file: Path, topology: str, processes: int, timeout: float) -> Workers:
@@ -241,8 +227,7 @@ class _Sizer:
         config = make_config(self.recipe, settings)
         policy, mesh = make_policy(config), make_mesh(config, self.there)
         policy.check_groups(mesh.shape[FSDP])
-        batch = [_Examples((config.batch_size,))]
-        check_batch(batch, mesh, accumulate=policy.accumulate)
+        check_batch_size(config, mesh)
         key = tuple(
             sorted((k, v) for k, v in settings.items() if k not in _NOT_OF_STATE)
         )
@@ -255,10 +240,3 @@ class _Sizer:
         activity = self.looked.of(config)
         guess = arithmetic.estimate(size, policy, mesh, self.gpu, activity, examples)
         return arithmetic.memory_bound(size, policy), guess
-
-
-@dataclasses.dataclass(frozen=True)
-class _Examples:
-    """What ``check_batch`` reads of an array."""
-
-    shape: tuple[int, ...]

@@ -223,7 +223,7 @@ class _Streams:
 
         def run(flying: dict[str, Event]) -> None:
             around = self.loops
-            for trip in range(x.trips):
+            for trip in range(x.trips or 1):
                 self.loops = (*around, (x.name, trip))
                 self.run(body)
             self.loops = around

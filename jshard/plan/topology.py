@@ -9,6 +9,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jshard.errors import UserError
+from jshard.training.throughput import PEAK_FLOPS
 
 GPUS_A_HOST = 8
 CUDNN = (9, 8, 0)  # as CUDA, of the versions that JAX's wheels bring
@@ -55,19 +56,19 @@ _H100_SHARED = (49152, 233472, 232448)
 GPUS = {
     "a100": GPU(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 85_100_068_864, 2.03904e12,
-        41_943_040, 1.41, _A100_SHARED, 312e12, 300e9,
+        41_943_040, 1.41, _A100_SHARED, PEAK_FLOPS["A100"], 300e9,
     ),
     "h100": GPU(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
-        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
+        52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H100"], 450e9,
     ),
     "h200": GPU(
         "NVIDIA H200", (9, 0), 132, 128, 151_397_597_184, 4.8e12,
-        52_428_800, 1.98, _H100_SHARED, 989e12, 450e9,
+        52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H200"], 450e9,
     ),
     "b200": GPU(
         "NVIDIA B200", (10, 0), 148, 128, 191_514_411_008, 7.67232e12,
-        132_644_864, 1.965, _H100_SHARED, 2250e12, 900e9,
+        132_644_864, 1.965, _H100_SHARED, PEAK_FLOPS["B200"], 900e9,
     ),
 }  # fmt: skip
 

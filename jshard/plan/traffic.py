@@ -7,7 +7,6 @@ policy alone: what no fully sharded step can do without.
 
 import collections
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from jshard.plan.hlo import Computation, Module
 from jshard.plan.topology import GPU
 from jshard.policy import Policy
 from jshard.quantized import is_quantized
+from jshard.segments import spans
 from jshard.state import TrainState
 from jshard.unit_weights import UnitPolicy
 
@@ -113,7 +113,7 @@ def _transfers(
             yield moved, times
         elif x.opcode == "while":
             body = module.body(x)
-            yield from _transfers(module, body, num_devices, times * x.trips)
+            yield from _transfers(module, body, num_devices, times * (x.trips or 1))
         elif x.opcode in ("call", "conditional"):
             for inside in module.inside(x):
                 yield from _transfers(module, inside, num_devices, times)
@@ -190,14 +190,12 @@ def least(
 
 
 def _gathered_again(policy: UnitPolicy, length: int, prefetch: bool) -> int:
-    """How many of a Stack's layers the backward gathers (``schedule._segments``)."""
-    first = length if policy.first_k is None else min(policy.first_k, length)
-    last = length - min(policy.keep_last, length)
+    """How many of a Stack's layers the backward gathers."""
     ahead = prefetch if policy.prefetch is None else policy.prefetch
     return sum(
         stop - start - (ahead and stop - start > 1)
-        for start, stop in itertools.pairwise(sorted({0, first, last, length}))
-        if start < last
+        for start, stop in spans(policy, length)
+        if start < length - policy.keep_last
     )
 
 

@@ -16,10 +16,11 @@ from typing import Any, TextIO
 
 from jshard.errors import UserError
 from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
-from jshard.plan.arithmetic import activity, names_in
+from jshard.plan.arithmetic import activity
 from jshard.plan.cache import Cache, program_key
 from jshard.plan.measuring import measure
 from jshard.plan.program import Program, trace
+from jshard.remat import names_in
 from jshard.training.command_line import override
 from jshard.training.config import Config, check, complete
 from jshard.training.recipe import Recipe, open_recipe
@@ -48,8 +49,8 @@ def do(recipe: Recipe, topology: str, task: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
       Of a traced program the "activity" (``jshard.plan.arithmetic.Activity``) and the
-      "names" of its activations. Of a compiled one its ``measure``, "items" and
-      "unit", and whether it was "cached".
+      "names" of its activations. Of a compiled one its ``measure``, the "rate" in
+      a "unit" (tokens) a second, "mfu", and whether it was "cached".
     """
     program = trace(recipe, make_config(recipe, task["settings"]), topology)
     if "cache" not in task:
@@ -63,12 +64,16 @@ def do(recipe: Recipe, topology: str, task: dict[str, Any]) -> dict[str, Any]:
         options = program.job.fsdp.compiler_options
         result = measure(program, compile_lowered(program.mesh, lowered, options))
         cache.write(key, result)
-    shared = {"items": program.items, "unit": program.unit, "cached": cached}
-    return result | shared
+    return result | {
+        "rate": program.items / result["seconds"],
+        "unit": program.unit,
+        "mfu": program.mfu(result["seconds"]),
+        "cached": cached,
+    }
 
 
 def _look(program: Program) -> dict[str, Any]:
-    names = sorted(names_in(program.traced.jaxpr.jaxpr))
+    names = sorted({*names_in(program.traced.jaxpr.jaxpr)})
     return {"activity": vars(activity(program)), "names": names}
 
 

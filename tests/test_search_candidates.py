@@ -1,0 +1,233 @@
+"""What a search varies, rules out by arithmetic, and tries first."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
+
+import jshard
+from decoder import Sizes, loss_fn, make_decoder
+from jshard.mesh import BATCH
+from jshard.plan.arithmetic import Estimate, memory_bound, state_size
+from jshard.plan.candidates import (
+    CHANGING_KNOBS,
+    DEFAULT_KNOBS,
+    Candidate,
+    candidates,
+    parse_search,
+)
+from jshard.plan.choosing import Choice
+from jshard.plan.memory import device_total
+from jshard.plan.outcomes import Outcome, pareto
+from jshard.training.command_line import override
+from jshard.training.config import complete
+
+
+def config(**changes):
+    made = complete(ConfigDict({"steps": 1, "batch_size": 64}), "a.py")
+    override(made, {k.replace("__", "."): v for k, v in changes.items()}, "a.py")
+    return made
+
+
+def varied(found, key):
+    return {candidate.settings.get(key) for candidate in found}
+
+
+# What varies.
+
+
+def test_search_alone_varies_how_the_same_training_is_done():
+    assert set(parse_search(["--search"], {})) == set(DEFAULT_KNOBS)
+    assert not set(DEFAULT_KNOBS) & set(CHANGING_KNOBS)
+
+
+def test_keys_that_are_given_stay_as_they_are():
+    fixed = {"policy.remat": "dots", "mesh.replica": "2"}
+    allowed = parse_search(["--search"], fixed)
+    assert set(allowed) == set(DEFAULT_KNOBS) - {"policy.remat", "mesh"}
+
+
+def test_named_knobs_alone_vary_over_their_own_or_given_values():
+    words = ["--search=mesh,policy.precision.reduce", "--search.policy.remat=full,dots"]
+    assert parse_search(words, {}) == {
+        "mesh": None,
+        "policy.precision.reduce": None,
+        "policy.remat": ("full", "dots"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("--search=policy.remta", r"did you mean policy\.remat\?.*--search\.KEY=A,B"),
+        ("--search=policy.offload", r"--config\.policy\.offload is given, too"),
+        ("--search.policy.offload=None", r"--config\.policy\.offload is given, too"),
+        ("--search.policy.remat=", "needs values"),
+        ("--searches", "unknown argument"),
+    ],
+)
+def test_what_cannot_vary_is_told(word, says):
+    with pytest.raises(jshard.UserError, match=says):
+        parse_search([word], {"policy.offload": "all"})
+
+
+def test_a_key_that_the_recipe_lacks_is_told():
+    with pytest.raises(jshard.UserError, match=r"no such key.*policy\.remat"):
+        candidates(config(), 8, {"policy.remta": ("full",)})
+
+
+def test_meshes_are_shards_within_a_host_or_over_whole_hosts():
+    found = candidates(config(), 24, {"mesh": None})
+    assert varied(found, "mesh.replica") == {None, "3", "6", "12", "24"}
+
+
+def test_micro_batches_divide_the_examples_of_a_device():
+    found = candidates(config(), 16, {"policy.accumulate": None})
+    assert varied(found, "policy.accumulate") == {None, "2", "4"}
+
+
+def test_activations_are_offloaded_by_their_names():
+    found = candidates(config(), 8, {"policy.remat": None}, ["hidden", "qkv"])
+    assert "offload:hidden+qkv" in varied(found, "policy.remat")
+
+
+def test_of_settings_that_make_one_program_one_is_listed():
+    knobs = ("policy.accumulate", "policy.defer_scatter", "mesh")
+    knobs += ("policy.reshard_after_forward",)
+    found = candidates(config(), 8, dict.fromkeys(knobs))
+    for candidate in found:
+        s = candidate.settings
+        deferred = s.get("policy.defer_scatter") == "True"
+        assert not deferred or "policy.accumulate" in s
+        whole = deferred or s.get("mesh.replica") == "8"
+        assert not whole or "policy.reshard_after_forward" not in s
+    assert len(found) == len(set(found)) > 10
+
+
+def test_the_config_as_given_comes_first_and_settings_are_changes_of_it():
+    found = candidates(config(policy__remat="dots"), 8, {"policy.remat": None})
+    assert [c.settings for c in found] == [
+        {},
+        {"policy.remat": "full"},
+        {"policy.remat": "none"},
+    ]
+
+
+def test_a_command_line_has_what_the_user_gave_and_what_was_found():
+    command = Candidate({"policy.remat": "dots"}).command("a b.py", {"steps": "9"})
+    assert command == (
+        "python -m jshard.train '--config=a b.py' --config.steps=9 "
+        "--config.policy.remat=dots"
+    )
+
+
+# What is ruled out, and what is tried first.
+
+policies = st.builds(
+    jshard.Policy,
+    remat=st.sampled_from(["full", "dots", "none"]),
+    reshard_after_forward=st.sampled_from([True, False, 2]),
+    accumulate=st.sampled_from([1, 2, 4]),
+    defer_scatter=st.booleans(),
+    min_shard_elements=st.sampled_from([0, 4096]),
+    precision=st.sampled_from(
+        [
+            jshard.Precision(),
+            jshard.Precision(compute="bfloat16", reduce="float32"),
+            jshard.Precision(gather="int8", compute="float32"),
+        ]
+    ),
+)
+
+
+def steps(examples):
+    """Draws a policy, replicas, layers and an optimizer."""
+    drawn = given(
+        policy=policies,
+        replica=st.sampled_from([1, 2, 4]),
+        layers=st.integers(1, 3),
+        optimizer=st.sampled_from([optax.sgd(0.1), optax.adam(0.1)]),
+    )
+    quick = [HealthCheck.function_scoped_fixture]
+    return lambda test: settings(max_examples=examples, suppress_health_check=quick)(
+        drawn(test)
+    )
+
+
+@steps(2)
+def test_no_step_needs_less_than_the_bound(
+    quick_compilation, policy, replica, layers, optimizer
+):
+    check_bound(policy, replica, layers, optimizer)
+
+
+@pytest.mark.slow
+@steps(30)
+def test_none_of_many_steps_needs_less_than_the_bound(
+    quick_compilation, policy, replica, layers, optimizer
+):
+    check_bound(policy, replica, layers, optimizer)
+
+
+def check_bound(policy, replica, layers, optimizer):
+    mesh = jshard.make_mesh(replica=replica)
+    fsdp = jshard.FSDP(mesh, policy)
+    sizes = Sizes(layers=layers, width=32, hidden=256, vocab=64)
+    state = fsdp.abstract_state(make_decoder(sizes), optimizer)
+    tokens = jax.ShapeDtypeStruct(
+        (32, sizes.length), jnp.int32, sharding=NamedSharding(mesh, BATCH)
+    )
+    step = fsdp.train_step(loss_fn, optimizer)
+    compiled = step.lower(state, {"tokens": tokens, "targets": tokens}).compile()
+    bound = memory_bound(state_size(state), policy)
+    assert 0 < bound <= device_total(compiled)
+
+
+def outcome(rate, memory, **changes):
+    fields = {"rate": rate, "memory": memory, "usable": 100, **changes}
+    return Outcome(Candidate({"policy.remat": f"{rate}-{memory}"}), **fields)
+
+
+points = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 120)), max_size=30)
+
+
+@given(points)
+def test_the_pareto_set_is_what_no_other_beats(points):
+    outcomes = [outcome(*point) for point in points]
+    fitting = {p for p in points if p[1] <= 100}
+    best = {
+        (rate, memory)
+        for rate, memory in fitting
+        if not any(
+            (r >= rate and m <= memory) and (r, m) != (rate, memory) for r, m in fitting
+        )
+    }
+    found = [(o.rate, o.memory) for o in pareto(outcomes)]
+    assert found == sorted(best, reverse=True)
+
+
+def test_what_failed_or_does_not_fit_is_in_no_pareto_set():
+    assert not pareto([outcome(9, 101), outcome(9, 0, error="no")])
+
+
+def test_the_next_candidate_is_chosen_by_what_its_neighbours_turned_out_to_be():
+    a, a2 = Candidate({"x": "a"}), Candidate({"x": "a", "y": "2"})
+    b = Candidate({"x": "b"})
+    choice = Choice(
+        {Candidate({}): Estimate(4, 50), a: Estimate(1, 50), a2: Estimate(1, 49.9),
+         b: Estimate(1.5, 50)},
+        100,
+    )  # fmt: skip
+    order = choice.first(4)
+    assert next(order) == Candidate({})  # as given
+    choice.learn(Outcome(Candidate({}), seconds=4, memory=50))
+    assert next(order) == a2
+    choice.learn(Outcome(a2, seconds=10, memory=50))  # ten times what was estimated
+    assert next(order) == b
+    assert next(order) == a
+    assert not list(order)
+    assert not choice.left
