@@ -28,7 +28,7 @@ import jshard
 from jshard.errors import UserError
 from jshard.mesh import BATCH
 from jshard.offload import typed_as_device
-from jshard.plan import compile_for, devices
+from jshard.plan import GPUS, compile_for, devices, tracing_for
 from jshard.update import update
 from models.gpt import GPT, GPTConfig
 
@@ -165,7 +165,7 @@ def main() -> None:
     config = GPTConfig(
         vocab_size=50304, sequence_length=2048, num_layers=options.layers,
         width=options.width, num_heads=options.width // 128, loss_chunk=2048,
-        attention="xla",
+        attention="cudnn",
     )  # fmt: skip
     try:
         gpus = devices(f"h100:{options.gpus}")
@@ -181,7 +181,8 @@ def main() -> None:
     print("  beside work")
     for offload in (None, "optimizer", "all", "host"):
         sequences = options.sequences * options.gpus
-        traced = trace_step(config, mesh.abstract_mesh, offload, sequences)
+        with tracing_for(GPUS["h100"]):
+            traced = trace_step(config, mesh.abstract_mesh, offload, sequences)
         try:
             compiled = compile_for(mesh, traced)
         except jax.errors.JaxRuntimeError as error:
