@@ -80,22 +80,24 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     pids = tmp_path / "pids"
     pids.touch()
     script = f"""
-        import os
+        import os, signal
         from jshard.plan.workers import Workers
+        # A shell's background jobs, which these tests may be, ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         tasks = [{{"sleep": {str(pids)!r}}}] * 2
         options = dict(processes=2, timeout=60, environment=dict(os.environ))
         with Workers({COMMAND!r}, **options) as workers:
             list(workers.run(tasks))
     """
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
-    )
-    wait_for(lambda: len(pids.read_text().split()) == 4)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    ) as process:
+        wait_for(lambda: len(pids.read_text().split()) == 4)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors
     wait_for(lambda: not any(map(is_running, pids.read_text().split())))
 
