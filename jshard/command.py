@@ -29,6 +29,10 @@ def run_command(command: Callable[[list[str]], None]) -> None:
         _exit(1, f"error: {error}")
     except Preempted as error:
         _exit(75, str(error))
+    except Exception as error:
+        if not _is_interrupt(error):
+            raise
+        _exit(130, "error: interrupted")
     except KeyboardInterrupt:
         _exit(130, "error: interrupted")
 
@@ -63,6 +67,13 @@ def _format_warning(message, category, filename, lineno, line=None) -> str:
     if category is UserWarning:  # ours, for the user; others keep their place
         return f"jshard: warning: {message}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: JAX's C++ turns it into one of its own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
 
 
 def _exit(code: int, message: str) -> NoReturn:

@@ -288,8 +288,12 @@ def worst(got: dict[Any, Any], want: dict[Any, Any]) -> float:
     return max(error(got[key], want[key]) for key in want)
 
 
-def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+def pairwise(
+    factors: dict[str, tuple[Any, ...]], but: tuple[str, ...] = ()
+) -> Iterator[dict[str, Any]]:
     """Rows that together hold every pair of values of any two factors.
+
+    Of the two factors ``but`` they hold every value only.
 
     Greedy: each row starts from a pair that is still missing, and takes for every
     other factor the value that adds most missing pairs.
@@ -297,6 +301,7 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     missing = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(factors, 2)
+        if (a, b) != but
         for x, y in itertools.product(range(len(factors[a])), range(len(factors[b])))
     }
     order = {name: i for i, name in enumerate(factors)}

@@ -352,3 +352,13 @@ def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train, tmp_path):
     run = train(tmp_path, "--config=tiny.py", recipe=recipe)
     assert run.returncode == 1
     assert "ZeroDivisionError" in run.stderr
+
+
+def test_ctrl_c_within_jax_is_no_bug(train, tmp_path):
+    # JAX's C++ raises a ValueError from the KeyboardInterrupt of a comparison.
+    raising = "(config):\n    raise ValueError('metadata') from KeyboardInterrupt()"
+    run = train(
+        tmp_path, "--config=tiny.py", recipe=RECIPE.replace("(config):", raising)
+    )
+    assert run.returncode == 130
+    assert run.stderr == "jshard: error: interrupted\n"

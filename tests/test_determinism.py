@@ -100,7 +100,7 @@ def plain_masks() -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),
-    [((1, 1), 1), ((1, 2), 2), ((1, 8), 1), ((2, 4), 4), ((4, 2), 1), ((8, 1), 2)],
+    [((1, 1), 1), ((1, 8), 2), ((2, 4), 4)],
     ids=str,
 )
 def test_dropout_masks_are_those_of_the_plain_model(plain_masks, mesh, accumulate):
@@ -124,7 +124,7 @@ def test_every_step_place_and_example_has_a_mask_of_its_own(plain_masks):
     assert len(np.unique(plain_masks)) > plain_masks.size - 6
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_two_devices_or_micro_batches_share_a_plain_nnx_mask(accumulate):
     masks = masks_of(make_fsdp(2, 4, accumulate=accumulate), nnx.Dropout)
     blocks = masks.reshape(STEPS, LAYERS + 4, 8 * accumulate, -1)
