@@ -21,7 +21,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # Helpers of the tests, whose assertions explain themselves like a test's own.
 pytest.register_assert_rewrite(
-    "checkpoints", "decoder", "hlo", "parity", "resumable", "runs"
+    "checkpoints", "decoder", "exports", "hlo", "parity", "resumable", "runs"
 )
 
 # Compiling dwarfs any deadline. CI draws the same examples every time, so that a

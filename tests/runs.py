@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 import jshard
-from zoo import example
+from zoo_layers import example
 
 POLICY = jshard.Policy(min_shard_elements=0)
 

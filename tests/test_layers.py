@@ -15,7 +15,7 @@ from flax import nnx
 
 import jshard
 from runs import call, check_close
-from zoo import (
+from zoo_layers import (
     EXAMPLES,
     LAYERS,
     WIDTH,

@@ -10,7 +10,8 @@ from flax import nnx
 
 import jshard
 from runs import loss_fn
-from zoo import EXAMPLES, WIDTH, UnitInStack, make_stack
+from zoo import UnitInStack
+from zoo_layers import EXAMPLES, WIDTH, make_stack
 
 
 class Recording(nnx.Module):

@@ -15,7 +15,7 @@ from flax import nnx
 import jshard
 import zoo
 from runs import call, check_close, check_run, plain_run, run
-from zoo import WIDTH, Dense, Residual, make_stack
+from zoo_layers import WIDTH, Dense, Residual, make_stack
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
