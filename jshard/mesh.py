@@ -1,7 +1,7 @@
 """The device mesh: axis "replica" (copies) times axis "fsdp" (shards)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,26 +16,42 @@ BATCH = PartitionSpec(AXES)  # examples are split over every device of both axes
 
 
 def make_mesh(
-    *, fsdp: int = -1, replica: int = 1, devices: Sequence[Any] | None = None
+    *,
+    fsdp: int = -1,
+    replica: int | Literal["hosts"] = 1,
+    devices: Sequence[Any] | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> Mesh:
     """Arranges devices as ``replica`` groups of ``fsdp`` shards.
 
     Neighbouring devices share an fsdp group, so that gathers stay on the fastest
     links. ``replica=2`` is hybrid sharding; ``fsdp=1, replica=n`` is plain data
-    parallelism.
+    parallelism; ``replica="hosts"`` shards within a host and copies across hosts, so
+    that only shards of gradients cross the network.
 
     Args:
       fsdp: shards of each parameter; -1 takes all devices that ``replica`` leaves.
-      replica: copies of the sharded model.
+      replica: copies of the sharded model; "hosts" is one for each host, or one for
+        each ``fsdp`` devices of a host where that is given.
       devices: the devices to use, by default all of the job's.
+      hosts: the host that each process runs on, by process index, as numbers; by
+        default as ``hosts_of`` tells.
 
     Returns:
       A mesh with axes ``("replica", "fsdp")``.
 
     Raises:
-      UserError: a size is not positive, or the mesh needs another number of devices.
+      UserError: a size is not positive, the mesh needs another number of devices, or
+        hosts with unequal numbers of devices are to be copies of each other.
     """
     devices = list(jax.devices() if devices is None else devices)
+    # Hosts before all else: processes of a host need not have neighbouring numbers.
+    of_host = dict(zip(devices, hosts_of(devices, hosts), strict=True))
+    devices.sort(key=of_host.__getitem__)
+    if replica == "hosts":
+        replica, fsdp = _within_hosts(list(of_host.values()), fsdp)
+    if not isinstance(replica, int):
+        raise UserError(f"mesh: replica={replica!r} must be a number, or hosts")
     if replica < 1 or (fsdp < 1 and fsdp != -1):
         raise UserError(
             f"mesh: fsdp={fsdp}, replica={replica}: sizes must be positive "
@@ -53,8 +69,52 @@ def make_mesh(
             f"mesh: replica={replica} x fsdp={fsdp} needs {fsdp * replica} devices but "
             f"there are {len(devices)}; lower mesh.replica or mesh.fsdp"
         )
-    grid = np.array(devices[: fsdp * replica], dtype=object).reshape(replica, fsdp)
+    used = devices[: fsdp * replica]
+    idle = {d.process_index for d in devices} - {d.process_index for d in used}
+    if idle:
+        raise UserError(
+            f"mesh: replica={replica} x fsdp={fsdp} leaves process {min(idle)} without "
+            "a device: start fewer processes, or use all devices"
+        )
+    grid = np.array(used, dtype=object).reshape(replica, fsdp)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def hosts_of(devices: Sequence[Any], hosts: Sequence[int] | None = None) -> list[Any]:
+    """The number of the host that each device is in: of its fastest links.
+
+    Args:
+      devices: of a mesh; real ones, or those of ``jshard.plan.topology.devices``.
+      hosts: the host of each process, by process index. Without it GPUs tell by their
+        ``slice_index``, which JAX makes of the machine's boot id (or of the NVLink
+        domain, where that is larger); other devices' process is their host.
+    """
+    if hosts is not None:
+        return [hosts[device.process_index] for device in devices]
+    # Of devices that are only compiled for, all have slice 0.
+    attribute = "slice_index" if jax.process_count() > 1 else "process_index"
+    numbers = [getattr(device, attribute, None) for device in devices]
+    if None in numbers:
+        numbers = [device.process_index for device in devices]
+    return numbers
+
+
+def _within_hosts(hosts: list[int], fsdp: int) -> tuple[int, int]:
+    """(replica, fsdp) where no fsdp group leaves its host."""
+    sizes = {host: hosts.count(host) for host in set(hosts)}
+    if len(set(sizes.values())) > 1:
+        counts = ", ".join(f"{sizes[host]} in host {host}" for host in sorted(sizes))
+        raise UserError(
+            f"mesh: replica=hosts needs hosts with equally many devices, not {counts}"
+        )
+    size = max(sizes.values())
+    fsdp = size if fsdp == -1 else fsdp
+    if fsdp < 1 or size % fsdp:
+        raise UserError(
+            f"mesh: replica=hosts: fsdp={fsdp} does not divide the {size} devices of a "
+            "host; choose a divisor, or -1 for all of them"
+        )
+    return len(hosts) // fsdp, fsdp
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

@@ -1,5 +1,9 @@
 """Meshes and batches: what is refused, and how clearly."""
 
+import dataclasses
+import itertools
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -24,6 +28,54 @@ def test_mesh_arranges_devices_as_replicas_of_shards(sizes, shape):
     assert mesh.axis_names == ("replica", "fsdp")
     assert mesh.devices.shape == shape
     assert [d.id for d in mesh.devices.flat] == list(range(np.prod(shape)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """As much of a device as a mesh is made by."""
+
+    id: int
+    process_index: int
+
+
+def devices_of(*processes: int) -> list[Any]:
+    return list(itertools.starmap(Device, enumerate(processes)))
+
+
+@pytest.mark.parametrize(
+    ("processes", "hosts", "fsdp", "rows"),
+    [
+        ((0, 0, 1, 1), None, -1, [[0, 1], [2, 3]]),
+        ((0, 0, 1, 1), (0, 0), -1, [[0, 1, 2, 3]]),
+        ((0, 1, 2, 3), (0, 0, 1, 1), -1, [[0, 1], [2, 3]]),
+        ((0, 1, 2, 3), (0, 1, 0, 1), -1, [[0, 2], [1, 3]]),
+        ((0, 0, 1, 1), None, 1, [[0], [1], [2], [3]]),
+        ((0, 0, 0, 0), None, 2, [[0, 1], [2, 3]]),
+    ],
+)
+def test_replicas_of_hosts_shard_within_a_host(processes, hosts, fsdp, rows):
+    """Also where a host runs several processes, and their numbers are mixed."""
+    mesh = jshard.make_mesh(
+        replica="hosts", fsdp=fsdp, devices=devices_of(*processes), hosts=hosts
+    )
+    assert mesh.axis_names == ("replica", "fsdp")
+    assert [[device.id for device in row] for row in mesh.devices] == rows
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "message"),
+    [
+        ((0, 0, 1), {}, "equally many devices, not 2 in host 0, 1 in host 1"),
+        ((0, 0, 1, 1), {"fsdp": 4}, "fsdp=4 does not divide the 2 devices of a host"),
+        ((0, 0, 1, 1), {"fsdp": 0}, "fsdp=0 does not divide"),
+        ((0, 1), {"replica": "racks"}, "replica='racks' must be a number, or hosts"),
+        ((0, 1), {"replica": 1, "fsdp": 1}, "leaves process 1 without a device"),
+    ],
+)
+def test_meshes_that_hosts_cannot_be_are_refused(processes, sizes, message):
+    sizes = {"replica": "hosts", **sizes}
+    with pytest.raises(jshard.UserError, match=message):
+        jshard.make_mesh(devices=devices_of(*processes), **sizes)
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,8 @@ def _shards(settings: Mapping[str, str], devices: int) -> int:
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp.isdigit():
         return int(fsdp)
+    if replica == "hosts":
+        return min(devices, GPUS_A_HOST)
     return devices // int(replica) if replica.isdigit() and int(replica) else 0
 
 

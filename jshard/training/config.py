@@ -17,7 +17,11 @@ SHARED_DEFAULTS = {
     "log_every": 10,
     "eval_every": 0,  # 0 is never
     "eval_batches": 0,  # at most so many; 0 is all of the validation data
-    "mesh": {"fsdp": -1, "replica": 1, "cpu_devices": 8},
+    "mesh": {
+        "fsdp": -1,  # shards of a parameter; -1 is all devices that replica leaves
+        "replica": 1,  # copies of the sharded model, or "hosts": one a host
+        "cpu_devices": 8,  # of each process, where there are no others
+    },
     "policy": {
         "remat": "full",  # or dots, none, names:A+B, offload:A+B
         "first_k": None,  # layers of a Stack that remat applies to; None is all
@@ -55,8 +59,8 @@ SHARED_DEFAULTS = {
 }
 REQUIRED_KEYS = ("steps", "batch_size")
 
-# Keys that take a boolean or a number.
-BOOL_OR_NUMBER = ("reshard_after_forward", "reshard_root")
+# Keys that take values of several types: a number, a boolean, a name.
+ANY_TYPE = ("policy.reshard_after_forward", "policy.reshard_root", "mesh.replica")
 
 # Keys and groups that say what is trained, and on which data in which order: a run
 # that goes on with others is another run.
@@ -101,10 +105,11 @@ def complete(config: Config, recipe: str) -> Config:
         if key not in config:
             raise UserError(f"get_config() of recipe {recipe} lacks the key {key!r}")
     completed: Config = ConfigDict(SHARED_DEFAULTS)
-    for key in BOOL_OR_NUMBER:
-        default = FieldReference(completed.policy[key], field_type=object)
+    for key in ANY_TYPE:
+        group, name = key.split(".")
+        default = FieldReference(completed[group][name], field_type=object)
         with completed.ignore_type():
-            completed.policy[key] = default
+            completed[group][name] = default
     try:
         completed.update(config)
     except TypeError as error:

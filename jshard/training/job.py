@@ -40,10 +40,20 @@ class Job:
         return self.fsdp.abstract_state(self.make_model, self.optimizer)
 
 
-def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh that `config.mesh` describes, of all devices there are or of others."""
+def make_mesh(
+    config: Config,
+    devices: Sequence[Any] | None = None,
+    hosts: Sequence[int] | None = None,
+) -> Mesh:
+    """The mesh that `config.mesh` describes.
+
+    Args:
+      config: with every shared key.
+      devices: by default all there are.
+      hosts: the host of each process, where that is known.
+    """
     return jshard.make_mesh(
-        replica=config.mesh.replica, fsdp=config.mesh.fsdp, devices=devices
+        replica=config.mesh.replica, fsdp=config.mesh.fsdp, devices=devices, hosts=hosts
     )
 
 
