@@ -1,6 +1,7 @@
 """The start-up note: what a step will do, counted in the program that will run."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from jshard.dropout import plain_streams
 from jshard.layers import root_variables
-from jshard.mesh import FSDP, REPLICA
+from jshard.mesh import AXES, FSDP, REPLICA, hosts_of
 from jshard.offload import HOST
 from jshard.partition import placements
 from jshard.policy import Policy
@@ -35,13 +36,17 @@ class Traffic:
       count: how many run, loops unrolled.
       wire_bytes: what each device receives: (n-1)/n of the full arrays, twice that
         for an all-reduce.
+      network_bytes: those of collectives whose devices are in several hosts.
     """
 
     count: int
     wire_bytes: int
+    network_bytes: int = 0
 
 
-def traffic(jaxpr: Any, sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]:
+def traffic(
+    jaxpr: Any, sizes: dict[str, int], network: Mapping[str, int] | None = None
+) -> dict[tuple[str, str], Traffic]:
     """Counts the collectives written in a jaxpr, by kind and dtype.
 
     Loop bodies count times their trips; scalars, and groups of one device, do not
@@ -50,14 +55,16 @@ def traffic(jaxpr: Any, sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]
     Args:
       jaxpr: the program, e.g. ``train_step.trace(state, batch).jaxpr.jaxpr``.
       sizes: devices along each mesh axis.
+      network: as ``network_axes`` gives them.
     """
+    network = network or {}
     found: dict[tuple[str, str], Traffic] = {}
 
     def visit(jaxpr: core.Jaxpr, times: int) -> None:
         for eqn in jaxpr.eqns:
             kind = _KINDS.get(eqn.primitive.name)
             if kind is not None:
-                _add(found, kind, eqn, sizes, times)
+                _add(found, kind, eqn, sizes, times, network)
             inner = (
                 times * eqn.params["length"] if eqn.primitive.name == "scan" else times
             )
@@ -68,7 +75,14 @@ def traffic(jaxpr: Any, sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]
     return found
 
 
-def _add(found: dict, kind: str, eqn: Any, sizes: dict[str, int], times: int) -> None:
+def _add(
+    found: dict[tuple[str, str], Traffic],
+    kind: str,
+    eqn: Any,
+    sizes: dict[str, int],
+    times: int,
+    network: Mapping[str, int],
+) -> None:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     axes = axes if isinstance(axes, tuple) else (axes,)
     groups = eqn.params.get("axis_index_groups")
@@ -82,11 +96,38 @@ def _add(found: dict, kind: str, eqn: Any, sizes: dict[str, int], times: int) ->
         nbytes *= 2 if kind == "all-reduce" else 1
         key = (kind, x.aval.dtype.name)
         old = found.get(key, Traffic(0, 0))
-        found[key] = Traffic(old.count + times, old.wire_bytes + times * nbytes)
+        crosses = any(n > network[axis] for axis in axes if axis in network)
+        outside = nbytes if crosses else 0
+        found[key] = Traffic(
+            old.count + times,
+            old.wire_bytes + times * nbytes,
+            old.network_bytes + times * outside,
+        )
+
+
+def network_axes(mesh: Mesh, hosts: Sequence[int] | None = None) -> dict[str, int]:
+    """The axes along which devices are in several hosts, and how many share one.
+
+    Args:
+      mesh: of real devices, or of those of a topology.
+      hosts: the host of each process, as for ``make_mesh``.
+    """
+    of_host = np.reshape(hosts_of(list(mesh.devices.flat), hosts), mesh.devices.shape)
+    shared = {}
+    for dimension, axis in enumerate(mesh.axis_names):
+        same = of_host == of_host.take([0], axis=dimension)
+        if axis in AXES and not same.all():
+            shared[axis] = int(same.sum(axis=dimension).max())
+    return shared
 
 
 def describe(
-    mesh: Mesh, policy: Policy, state: TrainState, model: nnx.Module, jaxpr: Any
+    mesh: Mesh,
+    policy: Policy,
+    state: TrainState,
+    model: nnx.Module,
+    jaxpr: Any,
+    hosts: Sequence[int] | None = None,
 ) -> str:
     """The start-up note as lines of text.
 
@@ -96,24 +137,28 @@ def describe(
       state: the state, abstract or not.
       model: the model over the state's global (abstract) values, with its Units.
       jaxpr: of the train step.
+      hosts: the host of each process, as for ``make_mesh``.
     """
     sizes = dict(mesh.shape)
+    network = network_axes(mesh, hosts)
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", device.platform)
     lines = [
         (
             "mesh",
-            f"{mesh.size} x {kind}: {REPLICA} {sizes[REPLICA]} x {FSDP} {sizes[FSDP]}",
+            f"{mesh.size} x {kind}: {REPLICA} {sizes[REPLICA]} x {FSDP} {sizes[FSDP]}"
+            + _over_hosts(mesh, hosts, network),
         ),
         ("parameters", _parameters(state, mesh)),
     ]
-    for (name, dtype), t in sorted(traffic(jaxpr, sizes).items()):
-        lines.append(
-            (
-                name + "s",
-                f"{t.count} a step, {format_bytes(t.wire_bytes)} a device, {dtype}",
-            )
-        )
+    for (name, dtype), t in sorted(traffic(jaxpr, sizes, network).items()):
+        text = f"{t.count} a step, {format_bytes(t.wire_bytes)} a device, {dtype}"
+        if t.network_bytes == t.wire_bytes:
+            text += ", over the network"
+        elif network:
+            part = format_bytes(t.network_bytes) if t.network_bytes else "none"
+            text += f", {part} over the network"
+        lines.append((name + "s", text))
     lines += _replicated(state, policy, mesh) + _root(model, policy, mesh)
     streams = plain_streams(model)
     if streams:
@@ -125,6 +170,16 @@ def describe(
             )
         )
     return "\n".join(f"{name:<16}{text}" for name, text in lines)
+
+
+def _over_hosts(
+    mesh: Mesh, hosts: Sequence[int] | None, network: Mapping[str, int]
+) -> str:
+    number = len(set(hosts_of(list(mesh.devices.flat), hosts)))
+    if number == 1:
+        return ""
+    where = [f"{axis} {'across' if axis in network else 'within'}" for axis in AXES]
+    return f"; {number} hosts: {', '.join(where)} them"
 
 
 def _parameters(state: TrainState, mesh: Mesh) -> str:

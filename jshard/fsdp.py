@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -361,7 +361,13 @@ class FSDP:
 
         return jax.tree.map(full, tree)
 
-    def describe(self, state: TrainState, batch: Any, train_step: Any) -> str:
+    def describe(
+        self,
+        state: TrainState,
+        batch: Any,
+        train_step: Any,
+        hosts: Sequence[int] | None = None,
+    ) -> str:
         """What a step will do, in a few lines.
 
         Devices and mesh, parameters in all and on a device, the collectives of a step
@@ -371,6 +377,7 @@ class FSDP:
           state: the state, or an abstract one.
           batch: one process's part of a batch, or abstract arrays like a global one.
           train_step: of this FSDP; it is traced, which its first call then need not do.
+          hosts: the host of each process, as for ``make_mesh``.
         """
         processes = jax.process_count()
         sharding = NamedSharding(self.mesh, BATCH)
@@ -384,5 +391,5 @@ class FSDP:
         traced = train_step.trace(state, jax.tree.map(abstract, batch))
         model = self._abstract_model(state)
         return describe.describe(
-            self.mesh, self.policy, state, model, traced.jaxpr.jaxpr
+            self.mesh, self.policy, state, model, traced.jaxpr.jaxpr, hosts
         )

@@ -9,11 +9,13 @@ Exit codes:
 """
 
 import os
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
 
 from jshard.command import run_command
+from jshard.distributed import find_cluster, has_parent, join, supervise
 from jshard.errors import UserError
 from jshard.training.command_line import help_text, override, parse_arguments
 from jshard.training.config import check, complete
@@ -40,8 +42,11 @@ def _train(argv: list[str]) -> None:
         print(help_text(), end="")
         return
     file = find_recipe(arguments.recipe)
+    cluster = None if arguments.help else find_cluster(arguments.options)
+    if cluster is not None and not has_parent():
+        sys.exit(supervise(cluster, [sys.executable, *sys.orig_argv[1:]]))
     choose_platform()
-    with open_recipe(file) as recipe:
+    with join(cluster) as peers, open_recipe(file) as recipe:
         config = complete(recipe.get_config(), file.name)
         if arguments.help:
             print(help_text(config, file.name), end="")
@@ -53,9 +58,9 @@ def _train(argv: list[str]) -> None:
         # Only now: it imports much, and the mistakes above are told at once.
         from jshard.training.loop import run
 
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        stamp = peers.publish("stamp", datetime.now().strftime("%Y%m%d-%H%M%S"))
         workdir = arguments.options.get("workdir") or f"runs/{recipe.name}-{stamp}"
-        run(recipe, config, Path(workdir), started=_process_start())
+        run(recipe, config, Path(workdir), started=_process_start(), peers=peers)
 
 
 def _process_start() -> float:

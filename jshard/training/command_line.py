@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from jshard.distributed import cluster
 from jshard.errors import UserError
 from jshard.training.config import Config, flatten, nearest
 
@@ -18,6 +19,14 @@ Trains the model of a recipe, fully sharded over all devices.
   --config.KEY=VALUE  sets one of the recipe's keys, e.g. --config.steps=100
   --workdir=DIR       the run's folder; by default runs/RECIPE-DATE-TIME
   --help              this text, and the keys of the recipe when --config is given
+
+Several processes train together where SLURM, Open MPI or Kubernetes started them, or by
+hand, the same command for each (docs/cluster; python -m jshard.launch starts them):
+
+  --coordinator=HOST:PORT  where process 0 runs, and a free port there
+  --num_processes=N        how many there are
+  --process_id=I           which one this is, from 0
+  --local_device_ids=0,1   its GPUs; by default all that it sees
 """
 
 
@@ -39,7 +48,7 @@ class Arguments:
 
 
 def parse_arguments(
-    argv: Iterable[str], options: Iterable[str] = ("workdir",)
+    argv: Iterable[str], options: Iterable[str] = ("workdir", *cluster.OPTIONS)
 ) -> Arguments:
     """Reads the command line's words.
 

@@ -56,6 +56,10 @@ SHARED_DEFAULTS = {
         "restore_optimizer": False,  # and from its optimizer state
         "accept": (),  # keys, or groups, that may differ from the run that is resumed
     },
+    "watch": {  # over the processes of a job, where there are several
+        "silence": 8.0,  # seconds without a sign of life of one, and all end
+        "stuck": 1800.0,  # seconds in which none gets on, and all end; 0 is never
+    },
 }
 REQUIRED_KEYS = ("steps", "batch_size")
 
@@ -80,7 +84,10 @@ MINIMA = {
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
+    "watch.silence": 2,
+    "watch.stuck": 0,
 }
+MAXIMA = {"watch.silence": 60}  # JAX itself gives up after 100 seconds
 
 
 def complete(config: Config, recipe: str) -> Config:
@@ -145,6 +152,9 @@ def check(config: Config) -> None:
     for key, minimum in MINIMA.items():
         if flat[key] < minimum:
             raise UserError(f"--config.{key}={flat[key]}: must be at least {minimum}")
+    for key, maximum in MAXIMA.items():
+        if flat[key] > maximum:
+            raise UserError(f"--config.{key}={flat[key]}: must be at most {maximum}")
     _check_best(config)
     _check_restore(config.checkpoint)
     for entry in map(str, config.checkpoint.accept):

@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import jshard
+from jshard.distributed import Peers
 from jshard.errors import Preempted, RunFailed
 from jshard.restore import restore_parameters, restore_state
+from jshard.training.agreement import agree, facts_of
 from jshard.training.config import Config
 from jshard.training.data import batches, eval_batches
 from jshard.training.job import make_job, make_mesh
@@ -26,7 +29,11 @@ from jshard.training.throughput import Throughput
 
 
 def run(
-    recipe: Recipe, config: Config, workdir: Path, started: float | None = None
+    recipe: Recipe,
+    config: Config,
+    workdir: Path,
+    started: float | None = None,
+    peers: Peers | None = None,
 ) -> None:
     """Trains a recipe's model; leaves metrics, checkpoints and a report in `workdir`.
 
@@ -37,6 +44,7 @@ def run(
       config: The recipe's config, with every shared key.
       workdir: The run's folder.
       started: When the process started, as `time.time()`; by default, now.
+      peers: The processes that train together; by default, this one is alone.
 
     Raises:
       UserError: The config, the recipe, its data or the folder's run asks for what
@@ -46,43 +54,58 @@ def run(
       Preempted: A signal ended the run, and its state is saved.
     """
     started = started or time.time()
-    job = make_job(recipe, config, make_mesh(config))
+    peers = peers or Peers()
+    peers.limit(config.watch.silence, config.watch.stuck)
+    peers.open_log(workdir)
+    peers.at("setting up", 0)
+    hosts = peers.hosts if peers.count > 1 else None
+    job = make_job(recipe, config, make_mesh(config, hosts=hosts))
     fsdp, train_step = job.fsdp, job.train_step
     abstract_state = job.abstract_state()
     start = find_start(workdir, config)
 
     reader = {
         "batch_size": config.batch_size,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
+        # Its place in the mesh: rows of a batch lie where the mesh has them.
+        "process_index": _processes(fsdp.mesh).index(jax.process_index()),
+        "process_count": peers.count,
     }
     train_data = recipe.make_data(config, "train")
+    eval_data = recipe.make_data(config, "validation") if config.eval_every else None
+    data = {"train": train_data, "validation": eval_data}
+    agree(peers, facts_of(recipe, config, workdir, start, abstract_state, data))
     train_batches = batches(
         train_data, start_step=start.step, num_steps=config.steps, **reader
     )
+    peers.at("reading the first batch", start.step)
     first_batch = next(train_batches, None)
     if first_batch is None:
         print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
         return
-    eval_data = recipe.make_data(config, "validation") if config.eval_every else None
     references = recipe.references(config) if recipe.references else {}
     sample = recipe.sample(config) if recipe.sample else None
-    start_up = fsdp.describe(abstract_state, first_batch, train_step)
+    start_up = fsdp.describe(
+        abstract_state, first_batch, train_step, peers.hosts if hosts else None
+    )
+    peers.at("restoring", start.step)
     # Before the folder is touched: the checkpoint may be another model's.
     state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
 
-    writes = jax.process_index() == 0
+    writes = peers.index == 0
+    listening = config.checkpoint.every or peers.count > 1
     resume_from = start.step if start.resumes else None
     with (
         RunFolder(workdir, config, resume_from=resume_from, enabled=writes) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
         Saving(config, folder, display) as saving,
-        Preemption() if config.checkpoint.every else nullcontext() as preemption,
+        Preemption() if listening else nullcontext() as preemption,
+        peers.telling(),
     ):
         display.say("\n".join(filter(None, (start.message, start_up))))
         folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
 
         if state is None:
+            peers.at("making initial values", start.step)
             state = fsdp.init(job.make_model, job.optimizer, seed=config.seed)
             if config.checkpoint.restore:
                 state = _start_from(config, state, display)
@@ -92,6 +115,7 @@ def run(
         throughput = Throughput(first_batch, fsdp.mesh, flops)
 
         def evaluate(step: int) -> dict[str, float]:
+            peers.at("evaluating", step)
             values = _evaluate(eval_step, fsdp, state, eval_data, config, reader)
             folder.write(step, values)
             folder.report()
@@ -106,6 +130,7 @@ def run(
         for step, batch in enumerate(
             itertools.chain([first_batch], train_batches), first_step
         ):
+            peers.at("step" if step > first_step else "compiling", step)
             state, metrics = train_step(state, fsdp.shard_batch(batch))
             losses.append(metrics["loss"])
             # Two steps ahead keep the devices busy; more would fill their memory with
@@ -116,6 +141,11 @@ def run(
 
             last = step == config.steps
             preempted = preemption is not None and preemption.requested(step)
+            if preempted and not config.checkpoint.every:
+                raise RunFailed(
+                    f"{preemption and preemption.signal_name} at step {step}, and "
+                    "checkpoint.every=0 saves nothing"
+                )
             evaluating = eval_data is not None and (
                 last or step % config.eval_every == 0
             )
@@ -145,6 +175,7 @@ def run(
             if evaluating and (last or not preempted):
                 values |= evaluate(step)
             if save:
+                peers.at("saving", step)
                 saving.save(state, values)
             if preemption is not None and preempted and not last:
                 saving.finish()
@@ -153,14 +184,22 @@ def run(
                     f"with --workdir={workdir} goes on"
                 )
             throughput.restart()
+            peers.at("data", step)
 
         if sample is not None:
+            peers.at("sampling", config.steps)
             text = _generate(*sample, fsdp, state)
             folder.note(sample=text)
             display.say(f"\nsample:\n{text}\n")
+        peers.at("finishing", config.steps)
         saving.finish()
     took = format_duration(time.time() - started)
     display.say(f"done in {took}, report: {workdir / 'report.html'}")
+
+
+def _processes(mesh: Mesh) -> list[int]:
+    """The processes in the order of their rows of a batch."""
+    return list(dict.fromkeys(d.process_index for d in mesh.devices.flat))
 
 
 def _start_from(config: Config, state: Any, display: ProgressDisplay) -> Any:

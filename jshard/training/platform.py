@@ -29,6 +29,8 @@ def make_cpu_devices(count: int) -> None:
     Raises:
       UserError: JAX has made its devices already.
     """
+    # Between processes; one that is alone does not use it.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     flags = os.environ.get("XLA_FLAGS", "")
     if (
         "JAX_NUM_CPU_DEVICES" in os.environ

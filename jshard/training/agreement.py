@@ -1,0 +1,143 @@
+"""Before the first step: all processes of a job compare what they are about to do."""
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jshard.distributed import Peers
+from jshard.errors import UserError
+from jshard.training.config import Config, flatten
+from jshard.training.recipe import OWN_PACKAGES, Recipe
+from jshard.training.start import Start
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
+SHOWN = 3  # differences
+
+Facts = Mapping[str, Mapping[str, str]]
+
+
+def agree(peers: Peers, facts: Facts) -> None:
+    """Compares facts with those of all processes.
+
+    Args:
+      peers: the processes.
+      facts: of this one, by kind ("config", ...) and name, as short texts.
+
+    Raises:
+      UserError: the facts of a process differ from those of process 0; in all
+        processes, with the process, the first differences and both values.
+    """
+    if peers.count == 1:
+        return
+    theirs = json.loads(peers.publish("facts", json.dumps(facts)))
+    differences = _differences(facts, theirs)
+    found = peers.share("differences", differences)
+    other = {index: text for index, text in enumerate(found) if text}
+    if other:
+        first = next(iter(other))
+        more = f" (and {len(other) - 1} more processes)" if len(other) > 1 else ""
+        raise UserError(f"process {first} differs from process 0{more}: {other[first]}")
+
+
+def _differences(mine: Facts, theirs: Facts) -> str:
+    texts = []
+    for kind, facts in mine.items():
+        others = theirs.get(kind, {})
+        for name in sorted(facts.keys() | others.keys()):
+            here, there = facts.get(name, "absent"), others.get(name, "absent")
+            if here != there:
+                texts.append(f"{kind} {name}: {here}, not {there}")
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
+
+
+def facts_of(
+    recipe: Recipe,
+    config: Config,
+    workdir: Path,
+    start: Start,
+    state: Any,
+    datasets: Mapping[str, Any],
+) -> Facts:
+    """What must be the same in all processes of a job.
+
+    Args:
+      recipe: what to train.
+      config: with every shared key.
+      workdir: the run's folder.
+      start: where the run starts.
+      state: the abstract state.
+      datasets: by split; None where a split is not used.
+    """
+    checkpoint = start.checkpoint.name if start.checkpoint else "none"
+    return {
+        "--workdir": {"": str(workdir)},
+        "config": {key: repr(value) for key, value in flatten(config).items()},
+        "package": _packages(),
+        "code": _code(recipe),
+        "parameter": {
+            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+            for path, x in jax.tree_util.tree_leaves_with_path(state)
+        },
+        "checkpoint": {"to start from": checkpoint, "at step": str(start.step)},
+        "data": {
+            name: fact
+            for split, data in datasets.items()
+            if data is not None
+            for name, fact in _data(split, data).items()
+        },
+    }
+
+
+def _packages() -> dict[str, str]:
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **versions}
+
+
+def _code(recipe: Recipe) -> dict[str, str]:
+    """Digests of jshard, and of the recipe with what it imports of its own."""
+    package = Path(__file__).parents[1]
+    recipes = package / "recipes"  # of a wheel; the one that runs is told below
+    whole = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        if recipes in file.parents:
+            continue
+        whole.update(file.relative_to(package).as_posix().encode())
+        whole.update(file.read_bytes())
+    digests = {
+        "of jshard": whole.hexdigest()[:12],
+        recipe.file.name: _digest(recipe.file),
+    }
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name.partition(".")[0] in OWN_PACKAGES:
+            digests[name] = _digest(Path(file))
+    return digests
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def _data(split: str, data: Any) -> dict[str, str]:
+    """How many examples there are, and digests of the first, the last and others."""
+    count = len(data)
+    endless = count == sys.maxsize
+    last = 2**20 if endless else count - 1
+    found = {f"{split} examples": "endless" if endless else str(count)}
+    for index in sorted({0, last // 3, last // 2, last} if count else ()):
+        digest = hashlib.sha256()
+        for path, x in jax.tree_util.tree_leaves_with_path(data[index]):
+            array = np.asarray(x)
+            digest.update(f"{path} {array.dtype} {array.shape}".encode())
+            digest.update(array.tobytes())
+        found[f"{split} example {index}"] = digest.hexdigest()[:12]
+    return found
