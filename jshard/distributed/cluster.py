@@ -143,17 +143,21 @@ def _ids(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """How many GPUs of this host a process sees."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return len(list(filter(None, visible.split(","))))
+
+
 def _share_of_gpus(found: _Found, environ: Mapping[str, str]) -> tuple[int, ...] | None:
     """The GPUs of a host, dealt out to its processes where each sees all of them."""
     own = "SLURM_GPUS_PER_TASK" in environ  # SLURM has dealt them out itself
     if found.local is None or own:
         return None
     index, processes = found.local
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    else:
-        gpus = len(list(filter(None, visible.split(","))))
+    gpus = visible_gpus(environ)
     each = gpus // processes
     if processes == 1 or not each:  # no GPUs, or each process sees only its own
         return None

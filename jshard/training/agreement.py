@@ -51,7 +51,7 @@ def _differences(mine: Facts, theirs: Facts) -> str:
     texts = []
     for kind, facts in mine.items():
         others = theirs.get(kind, {})
-        for name in sorted(facts.keys() | others.keys()):
+        for name in {**facts, **others}:
             here, there = facts.get(name, "absent"), others.get(name, "absent")
             if here != there:
                 texts.append(f"{kind} {name}: {here}, not {there}")
@@ -128,16 +128,17 @@ def _digest(file: Path) -> str:
 
 
 def _data(split: str, data: Any) -> dict[str, str]:
-    """How many examples there are, and digests of the first, the last and others."""
+    """How many examples there are, and digests of some from first to last."""
     count = len(data)
     endless = count == sys.maxsize
     last = 2**20 if endless else count - 1
     found = {f"{split} examples": "endless" if endless else str(count)}
-    for index in sorted({0, last // 3, last // 2, last} if count else ()):
+    places = {"first": 0, "early": last // 3, "middle": last // 2, "last": last}
+    for place, index in places.items() if count else ():
         digest = hashlib.sha256()
         for path, x in jax.tree_util.tree_leaves_with_path(data[index]):
             array = np.asarray(x)
             digest.update(f"{path} {array.dtype} {array.shape}".encode())
             digest.update(array.tobytes())
-        found[f"{split} example {index}"] = digest.hexdigest()[:12]
+        found[f"{split}, {place} example"] = digest.hexdigest()[:12]
     return found

@@ -1,0 +1,254 @@
+"""Starts a job's processes: `python -m jshard.launch --num_processes=4 -- --config=F`.
+
+On this machine, or by ssh on hosts that share a file system with it, one process each.
+When the job fails, all processes are started again from its last checkpoint, if wished
+with fewer hosts.
+
+Exit codes: those of `jshard.train`; 1 where the job failed more often than allowed.
+"""
+
+import argparse
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from jshard.command import ArgumentParser, run_command
+from jshard.distributed.cluster import OPTIONS, visible_gpus
+from jshard.errors import RunFailed, UserError
+
+ENDING = 30.0  # seconds for processes to end by themselves when one has failed
+PROBE = 15.0  # seconds for a host to answer
+PASSED_ON = (
+    "JAX_",
+    "XLA_",
+    "JSHARD_",
+    "NCCL_",
+    "CUDA_",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+)
+NO_RESTART = (0, 2, 75)  # done, bad input, preempted
+
+# Runs a command where signals come as lines of standard input; its end, as when the
+# connection is cut, kills the command.
+_RUN = """
+exec 3<&0
+{command} </dev/null &
+pid=$!
+(while read -r name <&3; do kill -s "$name" $pid; done; kill -s KILL $pid) 2>/dev/null &
+reader=$!
+wait $pid
+code=$?
+kill $reader 2>/dev/null
+exit $code
+"""
+
+
+def main() -> None:
+    """Runs the command line; exits as the module says."""
+    run_command(_launch)
+
+
+def _launch(argv: list[str]) -> None:
+    options, words = _parse(argv)
+    launcher = Launcher(options, words)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: launcher.stop())
+    sys.exit(launcher.run())
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = ArgumentParser(
+        prog="python -m jshard.launch",
+        description="Starts the processes of a job, and starts them again.",
+        epilog="After -- come the words of jshard.train.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--num_processes", type=int, help="how many; by default one a host")
+    add("--hosts", help="A,B,...: hosts to start them on; by default this machine")
+    add("--rsh", default="ssh -o BatchMode=yes", help="runs a command on a host")
+    add("--port", type=int, help="of the coordinator; by default any")
+    add("--max_restarts", type=int, default=0, help="how often to start again; 0")
+    add(
+        "--min_hosts", type=int, help="go on with no fewer than so many; by default all"
+    )
+    cut = argv.index("--") if "--" in argv else len(argv)
+    options, words = parser.parse_args(argv[:cut]), argv[cut + 1 :]
+    if not any(word.startswith("--config") for word in words):
+        raise UserError("what to train? for example: ... -- --config=gpt.py")
+    for word in words:
+        if word.partition("=")[0].removeprefix("--") in OPTIONS:
+            raise UserError(f"{word}: jshard.launch sets it itself")
+    hosts = options.hosts.split(",") if options.hosts else []
+    if options.num_processes is None:
+        options.num_processes = len(hosts)
+    if options.num_processes < 1 or options.max_restarts < 0:
+        raise UserError("--num_processes must be at least 1, --max_restarts at least 0")
+    if hosts and options.num_processes % len(hosts):
+        raise UserError(
+            f"--num_processes={options.num_processes} does not divide over the "
+            f"{len(hosts)} hosts"
+        )
+    options.hosts = hosts
+    if options.min_hosts is None:
+        options.min_hosts = len(hosts)
+    if not any(word.partition("=")[0] == "--workdir" for word in words):
+        # The same in every try, which goes on where the last one ended.
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        words = [*words, f"--workdir=runs/launch-{stamp}"]
+    return options, words
+
+
+class Launcher:
+    """Starts a job's processes, waits for them, and starts them again."""
+
+    def __init__(self, options: argparse.Namespace, words: Sequence[str]):
+        """Starts nothing yet.
+
+        Args:
+          options: of this command.
+          words: of `jshard.train`.
+        """
+        self._options, self._words = options, list(words)
+        self._hosts: list[str] = options.hosts
+        self._each = options.num_processes // max(len(self._hosts), 1)
+        self._processes: list[subprocess.Popen[str]] = []
+        self._asked = False  # whether a signal asked for the end
+
+    def run(self) -> int:
+        """Runs the job to its end; returns its exit code."""
+        tries = 1 + self._options.max_restarts
+        for number in range(1, tries + 1):
+            code = self._run_once()
+            if code in NO_RESTART or self._asked:
+                return code
+            if number < tries:
+                self._hosts = self._that_answer()
+                _say(f"the job failed: restart {number} of {tries - 1}")
+        if tries > 1:
+            raise RunFailed(f"the job failed {tries} times: no more restarts")
+        return 1
+
+    def stop(self) -> None:
+        """Asks all processes to save and stop; the second time it kills them."""
+        self._send("KILL" if self._asked else "TERM")
+        self._asked = True
+
+    def _run_once(self) -> int:
+        count = self._each * max(len(self._hosts), 1)
+        # Another one each time: the last one's may still be in use.
+        port = self._options.port or random.randrange(20_000, 32_000)
+        first = self._hosts[0].rpartition("@")[2] if self._hosts else "127.0.0.1"
+        self._processes = []
+        for index in range(count):
+            job = [
+                f"--coordinator={first}:{port}",
+                f"--num_processes={count}",
+                f"--process_id={index}",
+                *self._share_of_gpus(index),
+            ]
+            self._processes.append(self._start(index, job))
+        deadline = None
+        while any(process.poll() is None for process in self._processes):
+            time.sleep(0.1)
+            codes = {process.poll() for process in self._processes}
+            if deadline is None and codes - {None, 0, 75}:
+                deadline = time.monotonic() + ENDING
+            if deadline is not None and time.monotonic() > deadline:
+                self._send("KILL")
+                deadline = time.monotonic() + ENDING
+        return _of_all([process.returncode for process in self._processes])
+
+    def _start(self, index: int, job: Sequence[str]) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "jshard.train", *self._words, *job]
+        if not self._hosts:
+            command = ["sh", "-c", _RUN.format(command=f"exec {shlex.join(words)}")]
+        else:
+            passed = [
+                f"{k}={v}" for k, v in os.environ.items() if k.startswith(PASSED_ON)
+            ]
+            there = shlex.join(["env", *passed, *words])
+            script = f"cd {shlex.quote(str(Path.cwd()))} && exec {there}"
+            script = _RUN.format(command=f"sh -c {shlex.quote(script)}")
+            host = self._hosts[index // self._each]
+            command = [*shlex.split(self._options.rsh), host, script]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def _share_of_gpus(self, index: int) -> list[str]:
+        """The GPUs of a process, where several of this machine share them."""
+        gpus = 0 if self._hosts else visible_gpus(os.environ)
+        if self._each == 1 or not gpus:
+            return []
+        if gpus % self._each:
+            raise UserError(
+                f"--num_processes={self._each}: the {gpus} GPUs of this machine do not "
+                "divide by it"
+            )
+        share = gpus // self._each
+        numbers = range(index * share, (index + 1) * share)
+        return [f"--local_device_ids={','.join(map(str, numbers))}"]
+
+    def _send(self, name: str) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(f"{name}\n")
+                process.stdin.flush()
+            except BrokenPipeError:  # it has ended
+                continue
+
+    def _that_answer(self) -> list[str]:
+        """The hosts that still run a command.
+
+        Raises:
+          RunFailed: they are too few.
+        """
+        answering = [host for host in self._hosts if self._answers(host)]
+        missing = [host for host in self._hosts if host not in answering]
+        if missing:
+            _say(f"no answer from {', '.join(missing)}")
+        if len(answering) < self._options.min_hosts:
+            raise RunFailed(
+                f"{len(answering)} of {len(self._hosts)} hosts answer, and --min_hosts="
+                f"{self._options.min_hosts}: the same command goes on from the last "
+                "checkpoint when they are back"
+            )
+        return answering
+
+    def _answers(self, host: str) -> bool:
+        command = [*shlex.split(self._options.rsh), host, "true"]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, timeout=PROBE, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+
+def _of_all(codes: Sequence[int]) -> int:
+    """The exit code of a job: bad input and failures before all else."""
+    for code in (2, 130, 143):
+        if code in codes:
+            return code
+    if all(code in (0, 75) for code in codes):
+        return max(codes)
+    return 1
+
+
+def _say(text: str) -> None:
+    print(f"jshard: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
