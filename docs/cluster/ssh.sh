@@ -1,0 +1,23 @@
+#!/bin/bash
+# Trains on hosts that ssh reaches, one process each: bash docs/cluster/ssh.sh a b c
+#
+# The hosts share a file system, with the environment and this folder in it. This is the
+# loop in its plainest form; `python -m jshard.launch --hosts=a,b,c -- ...` does the same,
+# passes signals on, and starts again after failures.
+set -euo pipefail
+ssh=${RSH:-ssh -tt}
+python=${PYTHON:-.venv/bin/python}
+port=${PORT:-8476}
+hosts=("$@")
+
+for index in "${!hosts[@]}"; do
+  $ssh "${hosts[index]}" "cd '$PWD' && exec '$python' -m jshard.train \
+    --coordinator=${hosts[0]}:$port --num_processes=${#hosts[@]} --process_id=$index \
+    ${ARGS:---config=gpt2_124m.py --workdir=runs/gpt}" &
+done
+
+code=0
+for job in $(jobs -p); do
+  wait "$job" || code=$?
+done
+exit "$code"
