@@ -21,7 +21,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # Helpers of the tests, whose assertions explain themselves like a test's own.
 pytest.register_assert_rewrite(
-    "checkpoints", "decoder", "exports", "hlo", "parity", "resumable", "runs"
+    "checkpoints",
+    "decoder",
+    "exports",
+    "failures",
+    "hlo",
+    "jobs",
+    "parity",
+    "resumable",
+    "runs",
 )
 
 # Compiling dwarfs any deadline. CI draws the same examples every time, so that a
@@ -109,3 +117,16 @@ def saved(state, tmp_path_factory):
 def folder(saved, tmp_path):
     """A copy of it."""
     return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """An uninterrupted run, of two processes with two devices each."""
+    from failures import WORDS
+    from jobs import Job, write_recipe
+
+    folder = tmp_path_factory.mktemp("whole")
+    write_recipe(folder)
+    with Job(folder, 2, 2, *WORDS) as job:
+        assert job.wait() == [0, 0], job.err()
+    return folder / "run"

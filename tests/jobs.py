@@ -131,18 +131,7 @@ class Job:
 
     def leftovers(self) -> list[int]:
         """Processes of the job that live."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                marked = f"{MARK}={self.mark}".encode() in (
-                    (folder / "environ").read_bytes().split(b"\0")
-                )
-                zombie = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
-            except OSError:
-                continue
-            if marked and not zombie:
-                found.append(int(folder.name))
-        return found
+        return marked(self.mark)
 
     def __enter__(self) -> Self:
         return self
@@ -164,6 +153,20 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that live and have a mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "environ").read_bytes().split(b"\0")
+            zombie = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
+        except OSError:  # it has ended
+            continue
+        if f"{MARK}={mark}".encode() in words and not zombie:
+            found.append(int(folder.name))
+    return found
 
 
 def children(pid: int) -> list[str]:

@@ -1,0 +1,101 @@
+"""What the processes of a job do not agree on is told in one line, by process 0."""
+
+import subprocess
+
+import pytest
+
+from failures import WORDS
+from jobs import Job, write_recipe
+from jshard.training.lock import lock_folder
+
+
+@pytest.mark.slow
+def test_a_mistake_that_only_one_process_can_see_ends_all_with_one_line(tmp_path):
+    write_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    with lock_folder(tmp_path / "run"), Job(tmp_path, 2, 2, *WORDS) as job:
+        assert job.wait(60) == [2, 2]
+    assert len(job.err().splitlines()) == 1, job.err()
+    assert "is training in --workdir=run" in job.err(0)
+
+
+@pytest.mark.slow
+def test_a_coordinator_port_that_is_taken_is_told_in_one_line(tmp_path):
+    write_recipe(tmp_path)
+    with Job(tmp_path, 2, 2, *WORDS) as job:
+        job.wait_for_step(tmp_path / "run", 1)
+        address = job.processes[0].args[3]
+        again = subprocess.run(
+            [*job.processes[0].args[:-1], "--workdir=other", address],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert again.returncode == 2
+    assert "cannot listen there: Address already in use" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
+
+
+# What one of two processes does differently, by the kind that is compared.
+ODD = """
+import os
+
+if os.environ.get("ODD") == "package":
+    from importlib import metadata
+    version = metadata.version
+    metadata.version = lambda name: "0.1" if name == "optax" else version(name)
+if os.environ.get("ODD") == "parameter":
+    small = make_model
+    def make_model(config, rngs):
+        return Model(2 * config.model.width, config.model.noise, rngs=rngs)
+if os.environ.get("ODD") == "data":
+    right = make_data
+    def make_data(config, split):
+        return right(config, split)[1:]
+if os.environ.get("ODD") == "checkpoint":
+    import dataclasses
+    import jshard.training.loop as loop
+    find = loop.find_start
+    loop.find_start = lambda *args: dataclasses.replace(find(*args), step=4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("config", "optimizer.peak: 0.5, not 0.01"),
+        ("package", "optax: 0.1, not"),
+        ("code", "tiny.py: "),
+        ("parameter", ".params['embed']['embedding'].value: float32[64, 32], not"),
+        ("data", "train, first example: "),
+        ("checkpoint", "at step: 4, not 0"),
+        ("--workdir", "other, not run"),
+    ],
+)
+def test_what_one_process_does_differently_is_named_before_the_first_step(
+    kind, name, tmp_path
+):
+    write_recipe(tmp_path, lambda recipe: recipe + ODD)
+    own = {
+        "config": ["--config.optimizer.peak=0.5"],
+        "code": ["--config=other/tiny.py"],
+        "--workdir": ["--workdir=other"],
+    }
+    if kind == "code":
+        (tmp_path / "other").mkdir()
+        write_recipe(tmp_path / "other", lambda recipe: recipe + ODD + "# new\n")
+    with Job(
+        tmp_path,
+        2,
+        2,
+        *WORDS,
+        each={1: own.get(kind, [])},
+        prefix=lambda index: ["env", f"ODD={kind if index else ''}"],
+    ) as job:
+        assert job.wait(60) == [2, 2], job.err()
+    assert len(job.err().splitlines()) == 1, job.err()
+    assert f"process 1 differs from process 0: {kind} " in job.err(0)
+    assert name in job.err(0)
+    assert "step 1/" not in job.out()

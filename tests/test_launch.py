@@ -1,0 +1,227 @@
+"""`python -m jshard.launch`: starts a job's processes, and starts them again."""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from failures import STEPS, slowly
+from jobs import MARK, children, environment, last_step, marked, write_recipe
+from resumable import read_metrics
+
+WORDS = (
+    "--config=tiny.py",
+    f"--config.steps={STEPS}",
+    "--config.mesh.cpu_devices=2",
+    "--config.eval_every=0",
+    "--config.model.noise=0",
+    "--workdir=run",
+)
+
+
+class Launched:
+    """The launcher, running in a folder."""
+
+    def __init__(self, folder: Path, *options: str, words: Sequence[str] = WORDS):
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.out, self.err = folder / "out", folder / "err"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jshard.launch", *options, "--", *words],
+                cwd=folder,
+                env=environment() | {MARK: self.mark},
+                stdout=out,
+                stderr=err,
+            )
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 90
+        metrics = self.folder / "run" / "metrics.jsonl"
+        while not metrics.exists() or last_step(metrics) < step:
+            assert time.monotonic() < deadline, self.err.read_text()
+            assert self.process.poll() is None, self.err.read_text()
+            time.sleep(0.01)
+
+    def worker(self, index: int) -> int:
+        """The process that trains: under its parent, under the shell."""
+        for pid in marked(self.mark):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            mine = {f"--process_id={index}", "jshard.train"} <= set(words)
+            if mine and not children(pid) and words[0] != "sh":
+                return pid
+        raise AssertionError(f"no process {index}")
+
+    def wait(self, timeout: float = 90) -> int:
+        return self.process.wait(timeout)
+
+
+@contextlib.contextmanager
+def launch(
+    folder: Path, *options: str, words: Sequence[str] = WORDS
+) -> Iterator[Launched]:
+    launched = Launched(folder, *options, words=words)
+    try:
+        yield launched
+    finally:
+        for pid in marked(launched.mark):
+            os.kill(pid, signal.SIGKILL)
+        launched.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_processes=2"], "what to train"),
+        (["--num_processes=2", "--", "--workdir=x"], "what to train"),
+        (["--", "--config=tiny.py"], "--num_processes must be at least 1"),
+        (["--hosts=a,b", "--num_processes=3", "--", "--config=x"], "over the 2 hosts"),
+        (["--hosts=a", "--", "--config=x", "--process_id=1"], "launch sets it itself"),
+        (["--num_process=2", "--", "--config=x"], "--num_process=2; see --help"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_in_one_line(words, message, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jshard.launch", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_a_job_is_started_again_after_a_kill_and_computes_the_same(whole, tmp_path):
+    write_recipe(tmp_path, slowly)
+    with launch(tmp_path, "--num_processes=2", "--max_restarts=2") as job:
+        job.wait_for_step(10)
+        os.kill(job.worker(1), signal.SIGKILL)
+        assert job.wait() == 0, job.err.read_text()
+        assert marked(job.mark) == []
+    assert "the job failed: restart 1 of 2" in job.err.read_text()
+    assert "restart 2" not in job.err.read_text()
+    assert "resuming run after step" in job.out.read_text()
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+
+
+@pytest.mark.slow
+def test_restarts_end_and_the_command_goes_on_later(tmp_path):
+    def fail(recipe: str) -> str:
+        late = "        if i == 100:\n            raise KeyError('bad example')\n"
+        return slowly(recipe).replace("        time.sleep(0.02)\n", late)
+
+    write_recipe(tmp_path, fail)
+    with launch(tmp_path, "--num_processes=2", "--max_restarts=1") as job:
+        assert job.wait() == 1
+    err = job.err.read_text()
+    assert err.count("KeyError: 'bad example'") == 2, err
+    assert err.endswith("jshard: error: the job failed 2 times: no more restarts\n")
+
+
+@pytest.mark.slow
+def test_bad_input_is_not_started_again(tmp_path):
+    write_recipe(tmp_path)
+    words = [*WORDS, "--config.batch_size=7"]
+    with launch(tmp_path, "--num_processes=2", "--max_restarts=3", words=words) as job:
+        assert job.wait() == 2
+    assert len(job.err.read_text().splitlines()) == 1
+    assert "batch_size=7" in job.err.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_saves_and_stops_all(number, whole, tmp_path):
+    write_recipe(tmp_path, slowly)
+    options = ["--num_processes=2", "--max_restarts=3"]
+    with launch(tmp_path, *options) as job:
+        job.wait_for_step(10)
+        job.process.send_signal(number)
+        assert job.wait(30) == 75, job.err.read_text()
+        assert marked(job.mark) == []
+    assert "saved; the same command" in job.err.read_text()
+    with launch(tmp_path, *options) as job:
+        assert job.wait() == 0
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+
+
+@pytest.mark.slow
+def test_a_second_signal_kills_and_a_killed_launcher_leaves_nothing(tmp_path):
+    write_recipe(tmp_path, slowly)
+    for twice in (True, False):
+        with launch(tmp_path, "--num_processes=2") as job:
+            job.wait_for_step(10)
+            if twice:
+                job.process.terminate()
+                time.sleep(0.1)
+                job.process.terminate()
+                assert job.wait(10) == 1
+            else:
+                job.process.kill()
+            deadline = time.monotonic() + 5
+            while marked(job.mark) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert marked(job.mark) == []
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+
+
+@pytest.fixture
+def rsh(tmp_path) -> str:
+    """Reaches hosts of this machine, until `dead/HOST` is there."""
+    script = tmp_path / "rsh"
+    script.write_text(
+        f"""#!/bin/sh
+        host=$1; shift
+        if [ -e {tmp_path}/dead/$host ]; then exit 255; fi
+        export JSHARD_HOST=$host
+        exec sh -c "$*"
+        """
+    )
+    script.chmod(0o755)
+    (tmp_path / "dead").mkdir()
+    return shlex.join([str(script)])
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_the_hosts_that_are_left(rsh, tmp_path):
+    """Host names are addresses of this machine: all of 127.0.0.0/8 is."""
+    write_recipe(tmp_path, slowly)
+    hosts = [f"127.0.0.{number}" for number in range(1, 5)]
+    options = [f"--hosts={','.join(hosts)}", f"--rsh={rsh}", "--max_restarts=1"]
+    words = [*WORDS[:2], "--config.mesh.cpu_devices=1", *WORDS[3:]]
+    with launch(tmp_path, *options, "--min_hosts=2", words=words) as job:
+        job.wait_for_step(10)
+        for number in (2, 4):
+            (tmp_path / "dead" / f"127.0.0.{number}").touch()
+        for index in (1, 3):
+            os.kill(job.worker(index), signal.SIGKILL)
+        assert job.wait() == 0, job.err.read_text()
+    assert "no answer from 127.0.0.2, 127.0.0.4" in job.err.read_text()
+    mesh = re.findall(r"mesh .*", job.out.read_text())
+    assert "4 x cpu: replica 1 x fsdp 4; 4 hosts" in mesh[0]
+    assert "2 x cpu: replica 1 x fsdp 2; 2 hosts" in mesh[1]
+    steps = [line["step"] for line in read_metrics(tmp_path / "run")]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_job_waits_for_no_host_it_cannot_do_without(rsh, tmp_path):
+    write_recipe(tmp_path, slowly)
+    options = ["--hosts=127.0.0.1,127.0.0.2", f"--rsh={rsh}", "--max_restarts=1"]
+    with launch(tmp_path, *options) as job:
+        job.wait_for_step(10)
+        (tmp_path / "dead" / "127.0.0.2").touch()
+        os.kill(job.worker(1), signal.SIGKILL)
+        assert job.wait() == 1
+    assert "1 of 2 hosts answer, and --min_hosts=2" in job.err.read_text()
