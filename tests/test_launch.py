@@ -208,7 +208,7 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(rsh, tmp_path):
             os.kill(job.worker(index), signal.SIGKILL)
         assert job.wait() == 0, job.err.read_text()
     assert "no answer from 127.0.0.2, 127.0.0.4" in job.err.read_text()
-    mesh = re.findall(r"mesh .*", job.out.read_text())
+    mesh = re.findall(r"^mesh .*", job.out.read_text(), re.MULTILINE)
     assert "4 x cpu: replica 1 x fsdp 4; 4 hosts" in mesh[0]
     assert "2 x cpu: replica 1 x fsdp 2; 2 hosts" in mesh[1]
     steps = [line["step"] for line in read_metrics(tmp_path / "run")]

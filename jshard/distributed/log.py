@@ -1,8 +1,8 @@
 """A process's own log: `logs/process-N.log` in the run's folder."""
 
 import faulthandler
-import os
 import time
+import warnings
 from pathlib import Path
 
 INTERVAL = 10.0  # seconds between two lines of steps
@@ -23,11 +23,22 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._phase, self._time = "", 0.0
+        self._lost = False  # whether the disk took no more
         self.write(title)
 
     def write(self, text: str) -> None:
         """Appends a line, with the time."""
-        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        try:
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError as error:
+            if not self._lost:
+                name = self._file.name
+                warnings.warn(
+                    f"cannot write {name}: {error.strerror}; training goes on, and its "
+                    "log has gaps",
+                    stacklevel=2,
+                )
+            self._lost = True
 
     def place(self, phase: str, step: int) -> None:
         """Appends where the process is; of steps no more than one in ten seconds."""
@@ -42,4 +53,3 @@ class Log:
         """Appends the Python stacks of all threads."""
         self.write(f"{why}\nPython stacks:")
         faulthandler.dump_traceback(self._file, all_threads=True)
-        os.fsync(self._file.fileno())

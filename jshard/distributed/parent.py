@@ -6,6 +6,7 @@ how it ended.
 """
 
 import collections
+import contextlib
 import json
 import os
 import re
@@ -29,9 +30,10 @@ PASSED_ON = (
     signal.SIGUSR2,
 )
 LAST_LINES = 30  # of standard error, shown where nothing else explains an end
+HINT = 30.0  # seconds of waiting for other processes, before it is told
 LEAVING = 20.0  # seconds that a worker may take to exit once it is through
 
-# Lines of XLA's log, and of Gloo.
+# Lines of XLA's log, and of Gloo. What follows an error belongs to it.
 _FROM_CPP = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d|\[Gloo\]|.* peer ranks is : ")
 _PEER_DIED = "JAX distributed service detected fatal errors"
 
@@ -68,7 +70,9 @@ class _Parent:
         self._heard: float | None = None  # when; None before the first sign of life
         self._log: IO[bytes] | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._waiting_since: float | None = None  # for the other processes
         self._fatal = False  # whether C++ told of a dead process
+        self._passed: set[int] = set()  # signals
         self._threads = [
             threading.Thread(target=self._read_status, args=[status], daemon=True),
             threading.Thread(target=self._read_errors, daemon=True),
@@ -79,14 +83,31 @@ class _Parent:
             signal.signal(number, lambda number, frame: self._pass_on(number))
         for thread in self._threads:
             thread.start()
-        why = ""
+        why, last = "", time.monotonic()
         while (code := self._poll()) is None:
+            pause = time.monotonic() - last - PERIOD
+            last += PERIOD + pause
+            if self._heard is not None and pause > PERIOD:  # this process was stopped
+                self._heard += pause
+            self._hint(last)
             why = why or self._overdue()
             if why:
                 self._worker.kill()
         for thread in self._threads:  # to the end of what it said
             thread.join(timeout=GRACE)
         return self._explain(code, why)
+
+    def _hint(self, now: float) -> None:
+        """Tells once of other processes that do not come."""
+        since = self._waiting_since
+        if self._heard is None and since is not None and now - since > HINT:
+            self._waiting_since = None
+            print(
+                f"jshard: process {self._index}: still waiting for all "
+                f"{self._cluster.num_processes} processes to start and reach "
+                f"{self._cluster.coordinator or 'process 0'}",
+                file=sys.stderr,
+            )
 
     def _poll(self) -> int | None:
         try:
@@ -96,6 +117,7 @@ class _Parent:
 
     def _pass_on(self, number: int) -> None:
         if self._worker.poll() is None:
+            self._passed.add(number)
             self._worker.send_signal(number)
 
     def _overdue(self) -> str:
@@ -113,29 +135,36 @@ class _Parent:
     def _read_status(self, pipe: int) -> None:
         with os.fdopen(pipe) as lines:
             for line in lines:
-                self._said |= json.loads(line)
+                said = json.loads(line)
+                self._said |= said
+                if "phase" in said:
+                    self._waiting_since = time.monotonic()
                 if "place" in self._said:
                     self._heard = time.monotonic()
                 path = self._said.get("log")
                 if path and self._log is None:
                     self._log = Path(path).open("ab", buffering=0)  # noqa: SIM115
-                    self._log.write("".join(self._lines).encode())
+                    self._write_log("".join(self._lines).encode())
+
+    def _write_log(self, text: bytes) -> None:
+        if self._log is not None:
+            # A full disk costs lines of the log: the worker's own log tells of it.
+            with contextlib.suppress(OSError):
+                self._log.write(text)
 
     def _read_errors(self) -> None:
         assert self._worker.stderr is not None
-        cpp = False  # whether this line belongs to a message of C++
+        error = False  # whether this line belongs to one of C++
         for raw in self._worker.stderr:
             line = raw.decode(errors="replace")
-            if self._log is not None:
-                self._log.write(raw)
+            self._write_log(raw)
             self._lines.append(line)
             self._fatal |= _PEER_DIED in line
-            if _FROM_CPP.match(line):
-                cpp = True
-            elif line.startswith(("jshard: ", "Traceback")):
-                cpp = False
+            from_cpp = _FROM_CPP.match(line) is not None
+            if from_cpp or line.startswith(("jshard: ", "Traceback")):
+                error = from_cpp and line.startswith(("E", "F"))
             ours = line.startswith("jshard: process ")
-            if not cpp and (self._index == 0 or ours):
+            if not (from_cpp or error) and (self._index == 0 or ours):
                 sys.stderr.write(line)
                 sys.stderr.flush()
 
@@ -146,6 +175,9 @@ class _Parent:
         if not why and code >= 0 and not self._fatal:
             self._show_errors(code)
             return code
+        if -code in self._passed:  # before it could listen
+            print(f"jshard: {signal.Signals(-code).name}: ended", file=sys.stderr)
+            return 128 - code
         where = self._said.get("place", "its start")
         why = why or self._of_signal(-code)
         places = self._said.get("places")

@@ -85,7 +85,7 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
         yield Peers()
         return
     end_with_parent()
-    report(phase="waiting for all processes to start")
+    report(phase="waiting")
     _initialize(cluster)
     peers = _Many(cluster)
     try:

@@ -23,6 +23,7 @@ PERIOD = 0.5  # seconds between beats
 GRACE = 2.0  # seconds that process 0 stays on, for the others to read why
 SILENCE = 8.0  # seconds without a sign of life
 STUCK = 1800.0  # seconds in which no process gets on
+SHOWN = 8  # places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,9 @@ def places(seen: Mapping[int, Seen]) -> str:
         at.setdefault(s.beat.place if s.beat else "its start", []).append(number)
     # The fewest first: who is somewhere else is who it is about.
     groups = sorted(at.items(), key=lambda item: len(item[1]))
-    return ", ".join(f"{processes(numbers)} at {place}" for place, numbers in groups)
+    texts = [f"{processes(numbers)} at {place}" for place, numbers in groups]
+    more = [f"{len(texts) - SHOWN} other places"] if len(texts) > SHOWN else []
+    return ", ".join(texts[:SHOWN] + more)
 
 
 class Watch:
