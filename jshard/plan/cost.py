@@ -4,7 +4,10 @@ Kernels by a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): the l
 their matrix products at ``MATMUL`` of the peak and their traffic at ``MEMORY`` of the
 memory's bandwidth, and ``LAUNCH`` each. Collectives by alpha-beta (Hockney 1994): a
 latency, and the bytes on the wire over the bandwidth of the slowest link they cross.
-Host copies by the bandwidth of the bus. The constants are stated, not fitted.
+The latency grows with the devices as in NCCL's own model of rings and trees with its
+Simple protocol (2.30.7, src/graph/tuning.cc: ``baseLatencies``, ``hwLatencies`` and
+``ncclTopoTuneModel``). Host copies by the bandwidth of the bus. The constants are
+stated, not fitted.
 """
 
 import dataclasses
@@ -17,7 +20,10 @@ from jshard.plan.topology import GPU, GPUS_A_HOST
 MATMUL = 0.72  # of the dense bf16 peak
 MEMORY = 0.85  # of the memory's bandwidth
 LAUNCH = 3e-6  # seconds a kernel
-LATENCY = 15e-6  # seconds a collective
+LATENCY = 8.4e-6  # seconds a collective, beside its steps
+STEP = 3.4e-6  # seconds from a device to the next one of a ring, over NVLink
+NETWORK_STEP = 14e-6  # the same over the network
+TREE = 0.92  # of a ring's bandwidth: NCCL's tree
 LINK = 370 / 450  # of NVLink's bandwidth: NCCL's bus bandwidth on 8 x H100
 NETWORK_PORT = 370e9 / 8  # bytes/s a GPU, of its 400 Gb/s port
 HOST_BUS = 55e9  # bytes/s, PCIe 5.0 x16, each way
@@ -50,6 +56,9 @@ def assumptions() -> dict[str, float]:
         "host_bus_bytes_per_second": HOST_BUS,
         "kernel_launch_seconds": LAUNCH,
         "collective_latency_seconds": LATENCY,
+        "nvlink_step_seconds": STEP,
+        "network_step_seconds": NETWORK_STEP,
+        "tree_of_ring_bandwidth": TREE,
     }
 
 
@@ -59,7 +68,9 @@ def assumed() -> str:
         f"matrix products at {MATMUL:.0%} of the dense bf16 peak, memory at "
         f"{MEMORY:.0%} of its bandwidth, NVLink at {LINK:.0%}, a network port of "
         f"{NETWORK_PORT / 1e9:.2f} GB/s a GPU, {HOST_BUS / 1e9:.0f} GB/s to the host, "
-        f"{LAUNCH * 1e6:.0f} us a kernel, {LATENCY * 1e6:.0f} us a collective"
+        f"{LAUNCH * 1e6:.0f} us a kernel, {LATENCY * 1e6:.1f} us a collective, and for "
+        f"each step of its ring {STEP * 1e6:.1f} us over NVLink, "
+        f"{NETWORK_STEP * 1e6:.0f} us over the network"
     )
 
 
@@ -115,16 +126,43 @@ class Transfer:
         """Whether it leaves the host."""
         return self.group > self.in_host
 
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that come in through a device's own network port.
+
+        A ring crosses the network once a host, so that the ports of its devices share
+        what each of them receives. In an all-to-all the other hosts' devices send to
+        each device what is its own; of a permutation all may come from another host.
+        """
+        if not self.network:
+            return 0
+        if self.kind in ("all-to-all", "ragged-all-to-all"):
+            others = self.group - self.in_host
+            return round(self.wire_bytes * others / (self.group - 1))
+        if self.kind == "collective-permute":
+            return self.wire_bytes
+        return round(self.wire_bytes / self.in_host)
+
     def seconds(self, gpu: GPU) -> float:
         """How long it runs with the links to itself.
 
-        Within a host over NVLink. Between hosts each of a host's devices in the group
-        brings one network port.
+        Along a ring of n devices on h hosts there are n - 1 steps, of which h - 1 cross
+        the network. An all-reduce goes round twice, or, where that is faster, up and
+        down a binary tree of hosts with a chain in each. A permutation is one step; an
+        all-to-all is taken to have those of a ring.
         """
-        speed = LINK * gpu.nvlink
-        if self.network:
-            speed = min(speed, self.in_host * NETWORK_PORT)
-        return LATENCY + self.wire_bytes / speed
+        hosts = math.ceil(self.group / self.in_host)
+        ring = (self.group - hosts) * STEP + (hosts - 1) * NETWORK_STEP
+        wire = max(
+            self.wire_bytes / (LINK * gpu.nvlink), self.network_bytes / NETWORK_PORT
+        )
+        if self.kind == "collective-permute":
+            return LATENCY + (NETWORK_STEP if self.network else STEP) + wire
+        if self.kind != "all-reduce":
+            return LATENCY + ring + wire
+        depth = hosts.bit_length() - 1
+        tree = 2 * ((self.in_host - 1) * STEP + depth * NETWORK_STEP)
+        return LATENCY + min(2 * ring + wire, tree + wire / TREE)
 
 
 def transfer(
