@@ -219,7 +219,10 @@ def test_traffic_is_counted_by_kind_dtype_and_link_with_loops_unrolled():
     assert gather.seconds == pytest.approx(3 * nvlink(GATHERED))
     assert (scatter.count, scatter.bytes, scatter.link) == (1, SCATTERED, NVLINK)
     assert (norm.count, norm.bytes, norm.link) == (1, SUMMED, NETWORK)
-    assert [row.seconds for row in count(MODULE, 16, None)] == [None] * 3
+    sent = {row.kind: row.network_bytes for row in count(MODULE, 16, H100)}
+    assert sent == {"all-gather": 0, "reduce-scatter": 0, "all-reduce": SUMMED // 8}
+    for row in count(MODULE, 16, None):
+        assert (row.seconds, row.network_bytes) == (None, 0)
 
 
 def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):
