@@ -202,9 +202,8 @@ def test_copies_on_hosts_send_only_sums_of_shards_over_the_network(tmp_path):
     assert found["mesh"] == {"replica": 2, "fsdp": 8}
     traffic = found["traffic"]
     links = {(row["kind"], row["link"], row["group"]) for row in traffic["rows"]}
-    assert links == {
-        ("all-gather", "NVLink", 8),
-        ("reduce-scatter", "NVLink", 8),
+    assert links >= {("all-gather", "NVLink", 8), ("reduce-scatter", "NVLink", 8)}
+    assert {link for link in links if link[1] == "network"} == {
         ("all-reduce", "network", 2),  # of the shards of gradients
         ("all-reduce", "network", 16),  # of what is whole on each device
     }
