@@ -10,16 +10,13 @@ from jshard.plan import hlo
 from jshard.plan.as_json import trace
 from jshard.plan.cost import (
     HOST_BUS,
-    LATENCY,
     LAUNCH,
     LINK,
     MATMUL,
     MEMORY,
     NETWORK_PORT,
-    NETWORK_STEP,
-    STEP,
-    TREE,
 )
+from jshard.plan.nccl import RINGS, TREES
 from jshard.plan.phases import Phases
 from jshard.plan.timeline import Timeline, replay
 from jshard.plan.topology import GPUS
@@ -101,7 +98,7 @@ def named(timeline: Timeline, name: str) -> list[Any]:
 
 
 def nvlink(nbytes: int) -> float:
-    return LATENCY + 7 * STEP + nbytes / (LINK * H100.nvlink)
+    return min(ring.seconds(7, 0, nbytes / (LINK * H100.nvlink)) for ring in RINGS)
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_memory(timeline):
@@ -145,9 +142,9 @@ def test_gaps_are_what_the_compute_stream_waits_and_say_for_what(timeline):
         ("norm", pytest.approx(named(timeline, "norm")[0].seconds)),
         ("scatter", pytest.approx(nvlink(SCATTERED))),
     ]
-    norm, last = timeline.gaps[-2:]
+    last = timeline.gaps[-1]
     assert (last.before.name, last.after.name) == ("scale", "update")
-    assert timeline.largest_gaps(1) == [norm]
+    assert timeline.largest_gaps(1) == [last]
 
 
 def test_exposed_communication_is_the_step_less_its_floor(timeline):
@@ -167,9 +164,9 @@ def test_a_collective_without_start_and_done_is_synchronous(timeline):
 
 def test_a_group_that_leaves_the_host_goes_through_the_network(timeline):
     (norm,) = named(timeline, "norm")
-    tree = 14 * STEP + 2 * NETWORK_STEP  # small: up and down, not round the ring
     wire = SUMMED / min(8 * NETWORK_PORT, LINK * 450e9)
-    assert norm.seconds == pytest.approx(LATENCY + tree + wire / TREE)
+    *_, tree = TREES  # small: by LL, up and down, not round the ring
+    assert norm.seconds == pytest.approx(tree.seconds(14, 2, wire, SUMMED))
 
 
 def test_a_copy_from_the_host_has_its_own_stream(timeline):

@@ -4,26 +4,23 @@ Kernels by a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): the l
 their matrix products at ``MATMUL`` of the peak and their traffic at ``MEMORY`` of the
 memory's bandwidth, and ``LAUNCH`` each. Collectives by alpha-beta (Hockney 1994): a
 latency, and the bytes on the wire over the bandwidth of the slowest link they cross.
-The latency grows with the devices as in NCCL's own model of rings and trees with its
-Simple protocol (2.30.7, src/graph/tuning.cc: ``baseLatencies``, ``hwLatencies`` and
-``ncclTopoTuneModel``). Host copies by the bandwidth of the bus. The constants are
-stated, not fitted.
+The latency grows with the devices as in NCCL's own model of rings and trees, with the
+fastest of its protocols (``jshard.plan.nccl``). Host copies by the bandwidth of the
+bus. The constants are stated, not fitted.
 """
 
 import dataclasses
 import math
 import re
+from typing import Any
 
+from jshard.plan import nccl
 from jshard.plan.hlo import HOST_SPACE, Computation, Instruction, Module
 from jshard.plan.topology import GPU, GPUS_A_HOST
 
 MATMUL = 0.72  # of the dense bf16 peak
 MEMORY = 0.85  # of the memory's bandwidth
 LAUNCH = 3e-6  # seconds a kernel
-LATENCY = 8.4e-6  # seconds a collective, beside its steps
-STEP = 3.4e-6  # seconds from a device to the next one of a ring, over NVLink
-NETWORK_STEP = 14e-6  # the same over the network
-TREE = 0.92  # of a ring's bandwidth: NCCL's tree
 LINK = 370 / 450  # of NVLink's bandwidth: NCCL's bus bandwidth on 8 x H100
 NETWORK_PORT = 370e9 / 8  # bytes/s a GPU, of its 400 Gb/s port
 HOST_BUS = 55e9  # bytes/s, PCIe 5.0 x16, each way
@@ -46,7 +43,7 @@ FREE = {
 _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
 
 
-def assumptions() -> dict[str, float]:
+def assumptions() -> dict[str, Any]:
     """The constants of the model by name: shares, seconds, and bytes a second."""
     return {
         "matrix_products_of_peak": MATMUL,
@@ -55,22 +52,26 @@ def assumptions() -> dict[str, float]:
         "network_bytes_per_second_a_gpu": NETWORK_PORT,
         "host_bus_bytes_per_second": HOST_BUS,
         "kernel_launch_seconds": LAUNCH,
-        "collective_latency_seconds": LATENCY,
-        "nvlink_step_seconds": STEP,
-        "network_step_seconds": NETWORK_STEP,
-        "tree_of_ring_bandwidth": TREE,
+        "network_post_seconds": nccl.POST,
+        "rings": [dataclasses.asdict(protocol) for protocol in nccl.RINGS],
+        "trees": [dataclasses.asdict(protocol) for protocol in nccl.TREES],
     }
 
 
 def assumed() -> str:
-    """The same in a sentence."""
+    """The same in a sentence, without trees."""
+    rings = ", ".join(
+        f"{ring.name} ({ring.latency * 1e6:.1f} us, {ring.step * 1e6:.1f} a step over "
+        f"NVLink, {ring.network_step * 1e6:.1f} over the network, {ring.share:.0%} of "
+        "the bandwidth)"
+        for ring in nccl.RINGS
+    )
     return (
         f"matrix products at {MATMUL:.0%} of the dense bf16 peak, memory at "
         f"{MEMORY:.0%} of its bandwidth, NVLink at {LINK:.0%}, a network port of "
         f"{NETWORK_PORT / 1e9:.2f} GB/s a GPU, {HOST_BUS / 1e9:.0f} GB/s to the host, "
-        f"{LAUNCH * 1e6:.0f} us a kernel, {LATENCY * 1e6:.1f} us a collective, and for "
-        f"each step of its ring {STEP * 1e6:.1f} us over NVLink, "
-        f"{NETWORK_STEP * 1e6:.0f} us over the network"
+        f"{LAUNCH * 1e6:.0f} us a kernel, and collectives by the fastest of NCCL's "
+        f"protocols: {rings}"
     )
 
 
@@ -147,22 +148,33 @@ class Transfer:
         """How long it runs with the links to itself.
 
         Along a ring of n devices on h hosts there are n - 1 steps, of which h - 1 cross
-        the network. An all-reduce goes round twice, or, where that is faster, up and
-        down a binary tree of hosts with a chain in each. A permutation is one step; an
-        all-to-all is taken to have those of a ring.
+        the network. An all-reduce goes round twice, or up and down a binary tree of
+        hosts with a chain in each. Of these ways and NCCL's protocols it takes the
+        fastest. What goes straight from device to device has the Simple protocol: a
+        permutation is one step; an all-to-all is taken to have those of a ring.
         """
         hosts = math.ceil(self.group / self.in_host)
-        ring = (self.group - hosts) * STEP + (hosts - 1) * NETWORK_STEP
+        inside, between = self.group - hosts, hosts - 1
         wire = max(
             self.wire_bytes / (LINK * gpu.nvlink), self.network_bytes / NETWORK_PORT
         )
         if self.kind == "collective-permute":
-            return LATENCY + (NETWORK_STEP if self.network else STEP) + wire
-        if self.kind != "all-reduce":
-            return LATENCY + ring + wire
-        depth = hosts.bit_length() - 1
-        tree = 2 * ((self.in_host - 1) * STEP + depth * NETWORK_STEP)
-        return LATENCY + min(2 * ring + wire, tree + wire / TREE)
+            return nccl.SIMPLE.seconds(not self.network, self.network, wire)
+        if self.kind in ("all-to-all", "ragged-all-to-all"):
+            return nccl.SIMPLE.seconds(inside, between, wire)
+        received = self.wire_bytes if self.network else 0
+        turns = 2 if self.kind == "all-reduce" else 1
+        times = [
+            ring.seconds(turns * inside, turns * between, wire, received)
+            for ring in nccl.rings(self.in_host, self.network)
+        ]
+        if self.kind == "all-reduce":
+            chain, depth = self.in_host - 1, hosts.bit_length() - 1
+            times += [
+                tree.seconds(2 * chain, 2 * depth, wire, received)
+                for tree in nccl.TREES
+            ]
+        return min(times)
 
 
 def transfer(
