@@ -1,8 +1,11 @@
 """What collectives take: steps that grow with the devices, and bytes on links."""
 
+import json
+
 import pytest
 
-from jshard.plan.cost import LINK, NETWORK_PORT, Transfer
+from jshard.plan import nccl
+from jshard.plan.cost import LINK, NETWORK_PORT, Transfer, assumed, assumptions
 from jshard.plan.nccl import POST, RINGS, SIMPLE, TREES
 from jshard.plan.topology import GPUS
 
@@ -30,6 +33,13 @@ def test_constants_are_those_of_nccl():
     assert [p.share for p in RINGS] == pytest.approx([1, 0.92, 141 / nvlink], rel=0.01)
     trees = [0.92, 0.92 * 120 / 128, 0.92 / 3.8]
     assert [p.share for p in TREES] == pytest.approx(trees, rel=0.01)
+
+
+def test_constants_are_told():
+    model = json.loads(json.dumps(assumptions()))
+    for told, protocols in (("rings", RINGS), ("trees", TREES)):
+        assert [nccl.Protocol(**protocol) for protocol in model[told]] == [*protocols]
+    assert "LL128 (14 us, 1.9 a step over NVLink, 4 over the network, 92%" in assumed()
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])

@@ -61,8 +61,8 @@ def assumptions() -> dict[str, Any]:
 def assumed() -> str:
     """The same in a sentence, without trees."""
     rings = ", ".join(
-        f"{ring.name} ({ring.latency * 1e6:.1f} us, {ring.step * 1e6:.1f} a step over "
-        f"NVLink, {ring.network_step * 1e6:.1f} over the network, {ring.share:.0%} of "
+        f"{ring.name} ({ring.latency * 1e6:.2g} us, {ring.step * 1e6:.2g} a step over "
+        f"NVLink, {ring.network_step * 1e6:.2g} over the network, {ring.share:.0%} of "
         "the bandwidth)"
         for ring in nccl.RINGS
     )
