@@ -29,7 +29,7 @@ SIZES = tuple(GPUS_A_HOST * 2**i for i in range(10))
 # where its line is the upper one, and named
 LINES = {
     "zero3": ("sharded over all GPUs", "#d55e00", 2048),
-    "hybrid": ("sharded within a host, copied across", "#0090d0", 256),
+    "hybrid": ("sharded within a host, copied across", "#0090d0", 1024),
 }
 WIDTH, HEIGHT = 800, 400  # px
 LEFT, RIGHT, TOP, BOTTOM = 70, 770, 70, 350
