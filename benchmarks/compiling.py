@@ -24,6 +24,7 @@ from jshard.mesh import BATCH
 from jshard.plan import compile_for, devices, hlo, tracing_for
 from jshard.plan.timeline import COLLECTIVES, replay
 from jshard.plan.topology import parse
+from jshard.plan.traffic import Traffic, count
 
 # Besides those that jshard gives its own steps (jshard/compiler.py).
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,7 +76,8 @@ class Row:
 def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
     """Of one device: bytes, by part and in all; seconds of a step, replayed.
 
-    "exposed" are those in which nothing hides a collective, "wire" the bytes received.
+    "exposed" are those in which nothing hides a collective, "wire" the bytes received,
+    "network" those of them that come through the device's own network port.
     """
     path = cache and cache / f"jax{jax.__version__}_{row.name()}.json"
     if path and path.exists():
@@ -93,7 +95,8 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     took = time.perf_counter() - start
     gpu, number = parse(row.topology)
-    timeline = replay(hlo.parse(compiled.as_text()), gpu, number)
+    module = hlo.parse(compiled.as_text())
+    timeline = replay(module, gpu, number)
     moved = [e for e in timeline.events if e.stream == COLLECTIVES]
     result = {
         "elements": sum(x.size for x in jax.tree.leaves(parameters)),
@@ -109,6 +112,7 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
         "step": timeline.seconds,
         "exposed": timeline.exposed,
         "wire": sum(e.bytes for e in moved),
+        "network": Traffic(count(module, number, gpu), {}).network_bytes,
         "synchronous": len(timeline.synchronous),
         "seconds": took,
         "row": dataclasses.asdict(row),

@@ -193,6 +193,30 @@ def test_a_llama_for_h100s_has_a_timeline_in_every_form(tmp_path):
 
 
 @pytest.mark.h100
+def test_copies_on_hosts_send_only_sums_of_shards_over_the_network(tmp_path):
+    words = [*LLAMA, "--topology=h100:16", "--config.batch_size=16"]
+    words += ["--config.mesh.replica=hosts", "--json=json", "--html=html"]
+    run = on_h100s(tmp_path, *words)
+    assert (run.returncode, run.stderr) == (0, "")
+    found = json.loads((tmp_path / "json").read_text())
+    assert found["mesh"] == {"replica": 2, "fsdp": 8}
+    traffic = found["traffic"]
+    links = {(row["kind"], row["link"], row["group"]) for row in traffic["rows"]}
+    assert links >= {("all-gather", "NVLink", 8), ("reduce-scatter", "NVLink", 8)}
+    assert {link for link in links if link[1] == "network"} == {
+        ("all-reduce", "network", 2),  # of the shards of gradients
+        ("all-reduce", "network", 16),  # of what is whole on each device
+    }
+    shards = sum(row["bytes"] for row in traffic["rows"] if row["group"] == 2)
+    small = traffic["network_bytes"] - shards
+    assert 0 <= small < 0.02 * shards
+    assert traffic["network_bytes"] < 0.2 * traffic["bytes"]
+    says = "over the network: .* a device, through its own port"
+    assert re.search(says, run.stdout)
+    assert re.search(says, (tmp_path / "html").read_text())
+
+
+@pytest.mark.h100
 def test_what_does_not_fit_exits_3(tmp_path):
     words = [*LLAMA, "--config.model.vocab_size=1048576", "--config.model.width=8192"]
     run = on_h100s(tmp_path, *words, "--config.model.hidden=65536")

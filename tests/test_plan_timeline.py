@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from jshard.plan import cost, hlo
+from jshard.plan import hlo
 from jshard.plan.as_json import trace
-from jshard.plan.cost import HOST_BUS, LATENCY, LAUNCH, LINK, MATMUL, MEMORY
+from jshard.plan.cost import (
+    HOST_BUS,
+    LAUNCH,
+    LINK,
+    MATMUL,
+    MEMORY,
+    NETWORK_PORT,
+)
+from jshard.plan.nccl import RINGS, TREES
 from jshard.plan.phases import Phases
 from jshard.plan.timeline import Timeline, replay
 from jshard.plan.topology import GPUS
@@ -90,7 +98,7 @@ def named(timeline: Timeline, name: str) -> list[Any]:
 
 
 def nvlink(nbytes: int) -> float:
-    return LATENCY + nbytes / (LINK * H100.nvlink)
+    return min(ring.seconds(7, 0, nbytes / (LINK * H100.nvlink)) for ring in RINGS)
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_memory(timeline):
@@ -156,8 +164,9 @@ def test_a_collective_without_start_and_done_is_synchronous(timeline):
 
 def test_a_group_that_leaves_the_host_goes_through_the_network(timeline):
     (norm,) = named(timeline, "norm")
-    ports = 8 * cost.NETWORK_PORT
-    assert norm.seconds == pytest.approx(LATENCY + SUMMED / min(ports, LINK * 450e9))
+    wire = SUMMED / min(8 * NETWORK_PORT, LINK * 450e9)
+    *_, tree = TREES  # small: by LL, up and down, not round the ring
+    assert norm.seconds == pytest.approx(tree.seconds(14, 2, wire, SUMMED))
 
 
 def test_a_copy_from_the_host_has_its_own_stream(timeline):
@@ -167,11 +176,11 @@ def test_a_copy_from_the_host_has_its_own_stream(timeline):
 
 
 def test_the_compute_stream_waits_for_a_copy_that_is_late():
-    late = TEXT.replace("f32[1024]", "f32[1048576]")
+    late = TEXT.replace("f32[1024]", "f32[4194304]")
     timeline = replay(hlo.parse(late), H100, 16)
     (copy,) = named(timeline, "from")
     (gap,) = [gap for gap in timeline.gaps if gap.waits_for is copy]
-    assert gap.end == pytest.approx(LAUNCH + 2**22 / HOST_BUS)
+    assert gap.end == pytest.approx(LAUNCH + 2**24 / HOST_BUS)
     assert timeline.waits_for_copies == pytest.approx(gap.seconds)
     assert timeline.floor == pytest.approx(timeline.seconds - timeline.exposed)
 
@@ -207,7 +216,10 @@ def test_traffic_is_counted_by_kind_dtype_and_link_with_loops_unrolled():
     assert gather.seconds == pytest.approx(3 * nvlink(GATHERED))
     assert (scatter.count, scatter.bytes, scatter.link) == (1, SCATTERED, NVLINK)
     assert (norm.count, norm.bytes, norm.link) == (1, SUMMED, NETWORK)
-    assert [row.seconds for row in count(MODULE, 16, None)] == [None] * 3
+    sent = {row.kind: row.network_bytes for row in count(MODULE, 16, H100)}
+    assert sent == {"all-gather": 0, "reduce-scatter": 0, "all-reduce": SUMMED // 8}
+    for row in count(MODULE, 16, None):
+        assert (row.seconds, row.network_bytes) == (None, 0)
 
 
 def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):

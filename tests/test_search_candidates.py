@@ -6,13 +6,21 @@ import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from ml_collections import ConfigDict
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
-from jshard.mesh import BATCH
-from jshard.plan.arithmetic import Estimate, memory_bound, state_size
+from jshard.mesh import AXES, BATCH
+from jshard.plan.arithmetic import (
+    Activity,
+    Estimate,
+    StateSize,
+    Weights,
+    estimate,
+    memory_bound,
+    state_size,
+)
 from jshard.plan.candidates import (
     CHANGING_KNOBS,
     DEFAULT_KNOBS,
@@ -21,8 +29,10 @@ from jshard.plan.candidates import (
     parse_search,
 )
 from jshard.plan.choosing import Choice
+from jshard.plan.cost import LINK, NETWORK_PORT
 from jshard.plan.memory import device_total
 from jshard.plan.outcomes import Outcome, pareto
+from jshard.plan.topology import GPUS
 from jshard.training.command_line import override
 from jshard.training.config import complete
 
@@ -185,6 +195,26 @@ def check_bound(policy, replica, layers, optimizer):
     compiled = step.lower(state, {"tokens": tokens, "targets": tokens}).compile()
     bound = memory_bound(state_size(state), policy)
     assert 0 < bound <= device_total(compiled)
+
+
+@pytest.mark.parametrize(
+    ("copies", "shards", "speed"),
+    [
+        (8, 8, NETWORK_PORT),  # a copy a host
+        (8, 16, NETWORK_PORT),
+        (4, 4, 2 * NETWORK_PORT),  # two copies a host share its ports
+        (2, 4, LINK * GPUS["h100"].nvlink),
+    ],
+)
+def test_sums_over_copies_come_through_the_ports_of_the_devices_that_hold_them(
+    copies, shards, speed
+):
+    only_shards = StateSize(0, 0, Weights(0, 0, 0, 0, trained_shards=1 << 30))
+    mesh = AbstractMesh((copies, shards), AXES)
+    idle = Activity(0, 0, 0)
+    guess = estimate(only_shards, jshard.Policy(), mesh, GPUS["h100"], idle, 1)
+    nbytes = 2 * (1 << 30) * (copies - 1) / copies
+    assert guess.seconds == pytest.approx(nbytes / speed)
 
 
 def outcome(rate, memory, **changes):

@@ -180,7 +180,9 @@ def estimate(
     sums = jnp.dtype(policy.precision.reduce or jnp.float32).itemsize
     wire += rounds * weights.elements * sums * away / slow
     if (copies := mesh.size // shards) > 1:
-        wire += 2 * weights.trained_shards * (copies - 1) / copies / _speed(16, gpu)
+        beside = max(GPUS_A_HOST // shards, 1)  # copies that share a host
+        speed = _speed(copies, gpu, beside)
+        wire += 2 * weights.trained_shards * (copies - 1) / copies / speed
     busy = activity.flops / (MATMUL * gpu.flops)
     # Of the shorter one some is never hidden: the ends of a step.
     seconds = max(busy, wire) + 0.1 * min(busy, wire)
@@ -190,12 +192,10 @@ def estimate(
     return Estimate(seconds, needed)
 
 
-def _speed(group: int, gpu: GPU) -> float:
-    """Bytes/s that a device of a group of neighbours receives."""
+def _speed(group: int, gpu: GPU, in_host: int = GPUS_A_HOST) -> float:
+    """Bytes/s that a device of a group receives, of which ``in_host`` share a host."""
     inside = LINK * gpu.nvlink
-    if group <= GPUS_A_HOST:
-        return inside
-    return min(inside, GPUS_A_HOST * NETWORK_PORT)
+    return inside if group <= in_host else min(inside, in_host * NETWORK_PORT)
 
 
 def activity(program: Program) -> Activity:

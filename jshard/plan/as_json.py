@@ -36,6 +36,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory": plan.memory.as_dict(),
         "traffic": {
             "bytes": plan.traffic.bytes,
+            "network_bytes": plan.traffic.network_bytes,
             "least_bytes": plan.traffic.least_bytes,
             "rows": [dataclasses.asdict(row) for row in plan.traffic.rows],
             "least": [

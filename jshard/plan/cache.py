@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from jshard.atomic import replace_file
-from jshard.plan import ahead_of_time, cost, hlo, measuring, memory, timeline, topology
+from jshard.plan import (
+    ahead_of_time,
+    cost,
+    hlo,
+    measuring,
+    memory,
+    nccl,
+    timeline,
+    topology,
+)
 from jshard.plan.program import Program
 
 # Packages whose version decides what a program compiles to.
@@ -20,7 +29,7 @@ _COMPILERS = (
     "nvidia-cuda-nvcc-cu13",
 )  # fmt: skip
 # Modules whose code, constants included, makes a result of a program.
-_MODEL = (ahead_of_time, cost, hlo, measuring, memory, timeline, topology)
+_MODEL = (ahead_of_time, cost, hlo, measuring, memory, nccl, timeline, topology)
 
 
 @dataclasses.dataclass(frozen=True)

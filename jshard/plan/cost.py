@@ -4,20 +4,23 @@ Kernels by a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): the l
 their matrix products at ``MATMUL`` of the peak and their traffic at ``MEMORY`` of the
 memory's bandwidth, and ``LAUNCH`` each. Collectives by alpha-beta (Hockney 1994): a
 latency, and the bytes on the wire over the bandwidth of the slowest link they cross.
-Host copies by the bandwidth of the bus. The constants are stated, not fitted.
+The latency grows with the devices as in NCCL's own model of rings and trees, with the
+fastest of its protocols (``jshard.plan.nccl``). Host copies by the bandwidth of the
+bus. The constants are stated, not fitted.
 """
 
 import dataclasses
 import math
 import re
+from typing import Any
 
+from jshard.plan import nccl
 from jshard.plan.hlo import HOST_SPACE, Computation, Instruction, Module
 from jshard.plan.topology import GPU, GPUS_A_HOST
 
 MATMUL = 0.72  # of the dense bf16 peak
 MEMORY = 0.85  # of the memory's bandwidth
 LAUNCH = 3e-6  # seconds a kernel
-LATENCY = 15e-6  # seconds a collective
 LINK = 370 / 450  # of NVLink's bandwidth: NCCL's bus bandwidth on 8 x H100
 NETWORK_PORT = 370e9 / 8  # bytes/s a GPU, of its 400 Gb/s port
 HOST_BUS = 55e9  # bytes/s, PCIe 5.0 x16, each way
@@ -40,7 +43,7 @@ FREE = {
 _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
 
 
-def assumptions() -> dict[str, float]:
+def assumptions() -> dict[str, Any]:
     """The constants of the model by name: shares, seconds, and bytes a second."""
     return {
         "matrix_products_of_peak": MATMUL,
@@ -49,17 +52,26 @@ def assumptions() -> dict[str, float]:
         "network_bytes_per_second_a_gpu": NETWORK_PORT,
         "host_bus_bytes_per_second": HOST_BUS,
         "kernel_launch_seconds": LAUNCH,
-        "collective_latency_seconds": LATENCY,
+        "network_post_seconds": nccl.POST,
+        "rings": [dataclasses.asdict(protocol) for protocol in nccl.RINGS],
+        "trees": [dataclasses.asdict(protocol) for protocol in nccl.TREES],
     }
 
 
 def assumed() -> str:
-    """The same in a sentence."""
+    """The same in a sentence, without trees."""
+    rings = ", ".join(
+        f"{ring.name} ({ring.latency * 1e6:.2g} us, {ring.step * 1e6:.2g} a step over "
+        f"NVLink, {ring.network_step * 1e6:.2g} over the network, {ring.share:.0%} of "
+        "the bandwidth)"
+        for ring in nccl.RINGS
+    )
     return (
         f"matrix products at {MATMUL:.0%} of the dense bf16 peak, memory at "
         f"{MEMORY:.0%} of its bandwidth, NVLink at {LINK:.0%}, a network port of "
         f"{NETWORK_PORT / 1e9:.2f} GB/s a GPU, {HOST_BUS / 1e9:.0f} GB/s to the host, "
-        f"{LAUNCH * 1e6:.0f} us a kernel, {LATENCY * 1e6:.0f} us a collective"
+        f"{LAUNCH * 1e6:.0f} us a kernel, and collectives by the fastest of NCCL's "
+        f"protocols: {rings}"
     )
 
 
@@ -115,16 +127,54 @@ class Transfer:
         """Whether it leaves the host."""
         return self.group > self.in_host
 
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that come in through a device's own network port.
+
+        A ring crosses the network once a host, so that the ports of its devices share
+        what each of them receives. In an all-to-all the other hosts' devices send to
+        each device what is its own; of a permutation all may come from another host.
+        """
+        if not self.network:
+            return 0
+        if self.kind in ("all-to-all", "ragged-all-to-all"):
+            others = self.group - self.in_host
+            return round(self.wire_bytes * others / (self.group - 1))
+        if self.kind == "collective-permute":
+            return self.wire_bytes
+        return round(self.wire_bytes / self.in_host)
+
     def seconds(self, gpu: GPU) -> float:
         """How long it runs with the links to itself.
 
-        Within a host over NVLink. Between hosts each of a host's devices in the group
-        brings one network port.
+        Along a ring of n devices on h hosts there are n - 1 steps, of which h - 1 cross
+        the network. An all-reduce goes round twice, or up and down a binary tree of
+        hosts with a chain in each. Of these ways and NCCL's protocols it takes the
+        fastest. What goes straight from device to device has the Simple protocol: a
+        permutation is one step; an all-to-all is taken to have those of a ring.
         """
-        speed = LINK * gpu.nvlink
-        if self.network:
-            speed = min(speed, self.in_host * NETWORK_PORT)
-        return LATENCY + self.wire_bytes / speed
+        hosts = math.ceil(self.group / self.in_host)
+        inside, between = self.group - hosts, hosts - 1
+        wire = max(
+            self.wire_bytes / (LINK * gpu.nvlink), self.network_bytes / NETWORK_PORT
+        )
+        if self.kind == "collective-permute":
+            return nccl.SIMPLE.seconds(not self.network, self.network, wire)
+        if self.kind in ("all-to-all", "ragged-all-to-all"):
+            return nccl.SIMPLE.seconds(inside, between, wire)
+        received = self.wire_bytes if self.network else 0
+        turns = 2 if self.kind == "all-reduce" else 1
+        times = [
+            ring.seconds(turns * inside, turns * between, wire, received)
+            for ring in nccl.rings(self.in_host, self.network)
+        ]
+        if self.kind == "all-reduce":
+            chain, depth = self.in_host - 1, hosts.bit_length() - 1
+            times += [
+                tree.seconds(2 * chain, 2 * depth, wire, received)
+                for tree in nccl.TREES
+            ]
+        return min(times)
 
 
 def transfer(

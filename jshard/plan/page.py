@@ -203,7 +203,10 @@ def _memory(memory: Memory) -> str:
 
 def _traffic(plan: Plan) -> str:
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
-    return _table(heading, terminal.traffic_rows(plan.traffic), "none")
+    found = _table(heading, terminal.traffic_rows(plan.traffic), "none")
+    if plan.traffic.network_bytes:
+        found += f'<p class="note">{escape(terminal.network(plan.traffic))}.</p>'
+    return found
 
 
 def _gaps(timeline: Timeline) -> str:

@@ -93,6 +93,14 @@ def _traffic(traffic: Traffic) -> Iterator[str]:
     for name, dtype, link, number, size, least, busy in traffic_rows(traffic):
         rows.append((name, dtype, link, number, size, least, busy))
     yield from _columns(rows, "<<<>>>>")
+    if traffic.network_bytes:
+        yield network(traffic)
+
+
+def network(traffic: Traffic) -> str:
+    """As "over the network: 6.8 GiB of 53.8 GiB a device, through its own port"."""
+    part, whole = format_bytes(traffic.network_bytes), format_bytes(traffic.bytes)
+    return f"over the network: {part} of {whole} a device, through its own port"
 
 
 def traffic_rows(traffic: Traffic) -> Iterator[tuple[str, ...]]:

@@ -40,6 +40,8 @@ class Row:
       group: devices that take part together.
       count: how many run in a step.
       bytes: that a device receives in a step.
+      network_bytes: of these, through its own network port: what is left to the ports
+        of its host's other devices comes on over NVLink.
       seconds: with the links to themselves; None where they are not known.
     """
 
@@ -49,6 +51,7 @@ class Row:
     group: int
     count: int
     bytes: int
+    network_bytes: int
     seconds: float | None
 
 
@@ -68,6 +71,11 @@ class Traffic:
     def bytes(self) -> int:
         """That a device receives in a step."""
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def network_bytes(self) -> int:
+        """Of these, through the device's own network port."""
+        return sum(row.network_bytes for row in self.rows)
 
     @property
     def least_bytes(self) -> int:
@@ -91,7 +99,8 @@ def count(module: Module, num_devices: int, gpu: GPU | None) -> tuple[Row, ...]:
         dtype = "+".join(sorted(name for name, _ in moved.dtypes))
         key = (moved.kind, dtype, link, moved.group)
         seconds = times * moved.seconds(gpu) if gpu else None
-        row = Row(*key, times, times * moved.wire_bytes, seconds)
+        network = times * moved.network_bytes if link == NETWORK else 0
+        row = Row(*key, times, times * moved.wire_bytes, network, seconds)
         found[key] = _add(found[key], row) if key in found else row
     return tuple(sorted(found.values(), key=lambda row: -row.bytes))
 
@@ -100,7 +109,10 @@ def _add(a: Row, b: Row) -> Row:
     seconds = None
     if a.seconds is not None and b.seconds is not None:
         seconds = a.seconds + b.seconds
-    total = {"count": a.count + b.count, "bytes": a.bytes + b.bytes}
+    total = {
+        name: getattr(a, name) + getattr(b, name)
+        for name in ("count", "bytes", "network_bytes")
+    }
     return dataclasses.replace(a, **total, seconds=seconds)
 
 

@@ -1,0 +1,142 @@
+"""Weak scaling on paper: fully sharded, or within hosts and copied across them.
+
+    JAX_PLATFORMS=cpu python benchmarks/scaling.py
+
+Steps of Llama 3 8B with one sequence a GPU, compiled for 8 to 4096 H100s that are not
+there; their schedules replayed with the cost model of docs/plan.md. Prints a markdown
+table: milliseconds of a step, those in which nothing hides a collective, GiB of a
+device's memory, and GB that come through its network port in a step. Writes a chart of
+the steps as SVG.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+from compiling import Row, compile_row
+
+from jshard.plan import GPUS
+from jshard.plan.cost import NETWORK_PORT
+from jshard.plan.topology import GPUS_A_HOST
+
+GIB = 2**30
+USABLE = 0.95 * GPUS["h100"].memory  # the rest is CUDA's, NCCL's and cuDNN's
+RECIPE, REMAT = "llama3_8b", "dots"
+SIZES = tuple(GPUS_A_HOST * 2**i for i in range(10))
+# strategy: its name, a color that shows on white and on black, and the number of GPUs
+# where its line is the upper one, and named
+LINES = {
+    "zero3": ("sharded over all GPUs", "#d55e00", 2048),
+    "hybrid": ("sharded within a host, copied across", "#0090d0", 1024),
+}
+WIDTH, HEIGHT = 800, 400  # px
+LEFT, RIGHT, TOP, BOTTOM = 70, 770, 70, 350
+TICKS = [*range(100, 1000, 100), *range(1000, 5000, 250)]  # ms
+GRAY = "#808080"  # shows on white and on black, too
+
+Found = dict[str, dict[int, dict[str, Any]]]
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    """The columns of one strategy."""
+    fits = "" if found["total"] <= USABLE else " (does not fit)"
+    return [
+        f"{found['step'] * 1e3:.1f}",
+        f"{found['exposed'] * 1e3:.1f}",
+        f"{found['total'] / GIB:.1f}{fits}",
+        f"{found['network'] / 1e9:.2f}",
+    ]
+
+
+def network() -> str:
+    """What the model takes the links to be."""
+    return (
+        f"H100s, {GPUS_A_HOST} a host; network {NETWORK_PORT / 1e9:.2f} GB/s a GPU; "
+        "collectives by the fastest of NCCL's protocols, by its own model"
+    )
+
+
+def chart(found: Found) -> str:
+    """Steps over GPUs, as SVG on no background."""
+    steps = {
+        strategy: {gpus: 1e3 * row["step"] for gpus, row in rows.items()}
+        for strategy, rows in found.items()
+    }
+    highest = max(max(line.values()) for line in steps.values())
+    lowest = min(min(line.values()) for line in steps.values())
+    y_ticks = [ms for ms in TICKS if 0.9 * lowest < ms < 1.1 * highest]
+    bottom, top = y_ticks[0], max(highest, y_ticks[-1])
+
+    def x(gpus: int) -> float:
+        share = math.log(gpus / min(SIZES)) / math.log(max(SIZES) / min(SIZES))
+        return round(LEFT + share * (RIGHT - LEFT), 1)
+
+    def y(ms: float) -> float:
+        share = math.log(ms / bottom) / math.log(top / bottom)
+        return round(BOTTOM - share * (BOTTOM - TOP), 1)
+
+    def text(x: float, y: float, words: str, more: str = f'fill="{GRAY}"') -> str:
+        return f'<text x="{x}" y="{y}" {more}>{words}</text>'
+
+    gray, middle = f'fill="{GRAY}"', 'text-anchor="middle"'
+    parts = [
+        text(LEFT, 22, f"{RECIPE}, one sequence of 8192 tokens a GPU, remat {REMAT}"),
+        text(LEFT, 42, network()),
+    ]
+    for tick in y_ticks:
+        line = f'stroke="{GRAY}" stroke-opacity="0.35"'
+        parts.append(f'<path {line} d="M{LEFT} {y(tick)}H{RIGHT}"/>')
+        end = f'{gray} text-anchor="end"'
+        parts.append(text(LEFT - 8, y(tick) + 4, f"{tick:g}", end))
+    for size in SIZES:
+        parts.append(text(x(size), BOTTOM + 20, str(size), f"{gray} {middle}"))
+    parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 42, "GPUs", f"{gray} {middle}"))
+    at = f'{gray} {middle} transform="rotate(-90 18 {(TOP + BOTTOM) / 2})"'
+    parts.append(text(18, (TOP + BOTTOM) / 2, "ms a step, predicted (log)", at))
+    for strategy, (name, color, named) in LINES.items():
+        line = steps[strategy]
+        points = [(x(gpus), y(ms)) for gpus, ms in line.items()]
+        corners = "L".join(f"{px} {py}" for px, py in points)
+        style = f'fill="none" stroke="{color}" stroke-width="2"'
+        parts.append(f'<path {style} d="M{corners}"/>')
+        for px, py in points:
+            parts.append(f'<circle cx="{px}" cy="{py}" r="3" fill="{color}"/>')
+        at = f'fill="{color}" text-anchor="end"'
+        parts.append(text(x(named) - 10, y(line[named]) - 10, name, at))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12" role="img" aria-label="Predicted time '
+        'of a step over the number of GPUs">\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chart", type=Path, default=Path("docs/scaling.svg"))
+    parser.add_argument("--cache", type=Path, help="folder of results to reuse")
+    options = parser.parse_args()
+
+    print(f"JAX {jax.__version__}; {RECIPE}, remat {REMAT}\n")
+    heads = ["ms", "exposed ms", "GiB", "network GB"]
+    heads = [f"{which} {head}" for which in ("all", "hosts") for head in heads]
+    print("| GPUs | " + " | ".join(heads) + " |")
+    print("|---" * (1 + len(heads)) + "|")
+    found: Found = {strategy: {} for strategy in LINES}
+    for size in SIZES:
+        for strategy, rows in found.items():
+            row = Row(
+                topology=f"h100:{size}",
+                strategy=strategy,
+                recipe=RECIPE,
+                remat=REMAT,
+            )
+            rows[size] = compile_row(row, options.cache)
+        line = [cell for rows in found.values() for cell in cells(rows[size])]
+        print(f"| {size} | " + " | ".join(line) + " |", flush=True)
+    options.chart.write_text(chart(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

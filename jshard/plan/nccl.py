@@ -1,0 +1,85 @@
+"""NCCL's protocols, as its own model has them: it takes the one that it finds fastest.
+
+Latencies, shares of the bandwidth and limits are those of NCCL 2.30.7,
+src/graph/tuning.cc (``ncclTunerConstantsDefaults`` and ``ncclTopoTuneModel``), for more
+than two hosts with Intel's CPUs. LL128 is on by default where NVLink joins the GPUs of
+a host and they reach their network ports over PCIe switches; from H100s on also over
+the CPU's chip-to-chip link, or through another GPU.
+"""
+
+import dataclasses
+
+POST = (
+    1e-6  # seconds to post what goes to the network: no shorter is a ring's step there
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """One of NCCL's protocols, on rings or on trees.
+
+    Attributes:
+      name: NCCL's.
+      latency: seconds a collective, beside its steps.
+      step: seconds from a device to the next one over NVLink.
+      network_step: the same over the network.
+      share: of the bandwidth of links.
+      network_most: bytes/s of a ring or tree between hosts, None for no limit.
+    """
+
+    name: str
+    latency: float
+    step: float
+    network_step: float
+    share: float
+    network_most: float | None = None
+
+    def seconds(
+        self, steps: int, network_steps: int, wire: float, network_bytes: int = 0
+    ) -> float:
+        """How long a collective takes.
+
+        Args:
+          steps: over NVLink.
+          network_steps: over the network.
+          wire: seconds of its bytes at all of the bandwidth.
+          network_bytes: that a device receives in one between hosts; 0 in a host.
+        """
+        moving = wire / self.share
+        if self.network_most is not None:
+            moving = max(moving, network_bytes / self.network_most)
+        walking = steps * self.step + network_steps * self.network_step
+        return self.latency + walking + moving
+
+
+SIMPLE = Protocol("Simple", 8.4e-6, 3.4e-6, 14e-6, 1.0)
+RINGS = (
+    SIMPLE,
+    Protocol("LL128", 14e-6, 1.9e-6, 4e-6, 0.92),
+    Protocol("LL", 6.6e-6, 0.6e-6, 2.7e-6, 0.38, 20.4e9),
+)
+TREES = (
+    Protocol("Simple", 8.4e-6, 4e-6, 14e-6, 0.92),
+    Protocol("LL128", 14e-6, 1.25e-6, 8.5e-6, 0.86),
+    Protocol("LL", 6.8e-6, 0.6e-6, 5e-6, 0.24, 20.4e9),
+)
+
+
+def rings(in_host: int, network: bool) -> tuple[Protocol, ...]:
+    """The protocols on rings.
+
+    Args:
+      in_host: devices of a ring on each host; where one is alone there, nothing hides
+        its step over the network, which is a tree's.
+      network: whether it leaves the host.
+    """
+    if not network:
+        return RINGS
+    return tuple(
+        dataclasses.replace(
+            ring,
+            step=max(ring.step, POST),
+            network_step=(tree if in_host == 1 else ring).network_step,
+        )
+        for ring, tree in zip(RINGS, TREES, strict=True)
+    )
