@@ -225,7 +225,7 @@ class _Many(Peers):
         if self._log is not None:
             self._log.stacks(why)
         if self.index == 0:
-            time.sleep(GRACE)  # the board is here: the others read why
+            self._watch.wait_for_others()  # the board is here
             if own:
                 self._unwound.wait(self._watch.silence)
         report(ending=code)

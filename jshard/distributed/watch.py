@@ -20,7 +20,7 @@ from jshard.distributed.board import Board
 from jshard.distributed.status import report
 
 PERIOD = 0.5  # seconds between beats
-GRACE = 2.0  # seconds that process 0 stays on, for the others to read why
+GRACE = 3.0  # seconds at most that process 0 stays on, for the others to read why
 SILENCE = 8.0  # seconds without a sign of life
 STUCK = 1800.0  # seconds in which no process gets on
 SHOWN = 8  # places
@@ -194,6 +194,16 @@ class Watch:
         while not self.ruling.done:
             time.sleep(PERIOD / 10)
 
+    def wait_for_others(self) -> None:
+        """In process 0: returns when all that live have read that the job ends."""
+        deadline = time.monotonic() + GRACE
+        quick = time.monotonic() - self.silence / 2
+        living = {i for i, s in self._seen.items() if i and s.heard > quick}
+        while time.monotonic() < deadline:
+            if living <= {int(name) for name in self._board.all_in("ended")}:
+                return
+            time.sleep(PERIOD / 10)
+
     def stop(self) -> None:
         """Ends the threads."""
         self._over.set()
@@ -260,6 +270,8 @@ class Watch:
         self.ruling = ruling
         if ruling.code is not None:
             self._over.set()
+            if self._index:
+                self._board.put(f"ended/{self._index}", "")
             self._end(ruling.code, ruling.why, True)
 
     def _guard(self) -> None:
