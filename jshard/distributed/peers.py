@@ -5,6 +5,7 @@ and every method returns at once.
 """
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -105,15 +106,15 @@ def _initialize(cluster: Cluster) -> None:
     if cluster.process_id == 0 and cluster.coordinator:
         # JAX would abort, in C++.
         port = int(cluster.coordinator.rpartition(":")[2])
-        with socket.socket(socket.AF_INET6) as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                free.bind(("::", port))
-            except OSError as error:
-                raise UserError(
-                    f"--coordinator={cluster.coordinator}: process 0 cannot listen "
-                    f"there: {error.strerror}"
-                ) from error
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+        except OSError as error:
+            raise UserError(
+                f"--coordinator={cluster.coordinator}: process 0 cannot listen there: "
+                f"{os.strerror(error.errno or 0)}"
+            ) from error
     jax.distributed.initialize(
         cluster.coordinator,
         cluster.num_processes,
@@ -130,7 +131,6 @@ class _Many(Peers):
         _keep_stdout_for_python(prints=self.index == 0)
         self._board = Board()
         self._log: Log | None = None
-        self._phase = ""
         self._told = threading.Event()  # whether this process's error is
         self._unwound = threading.Event()  # whether it left all its contexts
         self._watch = Watch(self._board, self.index, self.count, self._end)
@@ -154,10 +154,12 @@ class _Many(Peers):
 
     def share(self, name: str, text: str) -> list[str]:
         self._board.put(f"shared-{name}/{self.index}", text)
-        return [
-            self._board.get(f"shared-{name}/{index}", DAY)
-            for index in range(self.count)
-        ]
+        together = ""
+        if self.index == 0:  # it alone reads all: others read what it made of them
+            while len(found := self._board.all_in(f"shared-{name}")) < self.count:
+                time.sleep(PERIOD / 10)
+            together = json.dumps([found[str(i)] for i in range(self.count)])
+        return json.loads(self.publish(name, together))
 
     def publish(self, name: str, text: str) -> str:
         if self.index == 0:

@@ -68,7 +68,7 @@ def run(
         "batch_size": config.batch_size,
         # Its place in the mesh: rows of a batch lie where the mesh has them.
         "process_index": _processes(fsdp.mesh).index(jax.process_index()),
-        "process_count": peers.count,
+        "process_count": jax.process_count(),
     }
     train_data = recipe.make_data(config, "train")
     eval_data = recipe.make_data(config, "validation") if config.eval_every else None
@@ -91,8 +91,8 @@ def run(
     # Before the folder is touched: the checkpoint may be another model's.
     state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
 
-    writes = peers.index == 0
-    listening = config.checkpoint.every or peers.count > 1
+    writes = jax.process_index() == 0
+    listening = config.checkpoint.every or jax.process_count() > 1
     resume_from = start.step if start.resumes else None
     with (
         RunFolder(workdir, config, resume_from=resume_from, enabled=writes) as folder,
