@@ -23,7 +23,9 @@ from jshard.command import ArgumentParser, run_command
 from jshard.distributed.cluster import OPTIONS, visible_gpus
 from jshard.errors import RunFailed, UserError
 
-ENDING = 30.0  # seconds for processes to end by themselves when one has failed
+ENDING = 75.0  # seconds for processes to end by themselves when one has failed
+KILLING = 5.0  # and to end when they are killed
+RSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5"
 PROBE = 15.0  # seconds for a host to answer
 PASSED_ON = (
     "JAX_",
@@ -57,14 +59,19 @@ def main() -> None:
 
 
 def _launch(argv: list[str]) -> None:
-    options, words = _parse(argv)
+    options, words = parse(argv)
     launcher = Launcher(options, words)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: launcher.stop())
     sys.exit(launcher.run())
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options of the command, and the words of `jshard.train`.
+
+    Raises:
+      UserError: something lacks, or cannot be.
+    """
     parser = ArgumentParser(
         prog="python -m jshard.launch",
         description="Starts the processes of a job, and starts them again.",
@@ -74,7 +81,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--num_processes", type=int, help="how many; by default one a host")
     add("--hosts", help="A,B,...: hosts to start them on; by default this machine")
-    add("--rsh", default="ssh -o BatchMode=yes", help="runs a command on a host")
+    add("--rsh", default=RSH, help=f"runs a command on a host; {RSH}")
     add("--port", type=int, help="of the coordinator; by default any")
     add("--max_restarts", type=int, default=0, help="how often to start again; 0")
     add(
@@ -120,7 +127,7 @@ class Launcher:
         self._options, self._words = options, list(words)
         self._hosts: list[str] = options.hosts
         self._each = options.num_processes // max(len(self._hosts), 1)
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = False  # whether a signal asked for the end
 
     def run(self) -> int:
@@ -163,11 +170,13 @@ class Launcher:
             if deadline is None and codes - {None, 0, 75}:
                 deadline = time.monotonic() + ENDING
             if deadline is not None and time.monotonic() > deadline:
-                self._send("KILL")
-                deadline = time.monotonic() + ENDING
-        return _of_all([process.returncode for process in self._processes])
+                self._kill()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        return _of_all([process.wait() for process in self._processes])
 
-    def _start(self, index: int, job: Sequence[str]) -> subprocess.Popen[str]:
+    def _start(self, index: int, job: Sequence[str]) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "jshard.train", *self._words, *job]
         if not self._hosts:
             command = ["sh", "-c", _RUN.format(command=f"exec {shlex.join(words)}")]
@@ -181,7 +190,7 @@ class Launcher:
             host = self._hosts[index // self._each]
             command = [*shlex.split(self._options.rsh), host, script]
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, start_new_session=True
+            command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
         )
 
     def _share_of_gpus(self, index: int) -> list[str]:
@@ -202,10 +211,19 @@ class Launcher:
         for process in self._processes:
             assert process.stdin is not None
             try:
-                process.stdin.write(f"{name}\n")
-                process.stdin.flush()
+                process.stdin.write(f"{name}\n".encode())
             except BrokenPipeError:  # it has ended
                 continue
+
+    def _kill(self) -> None:
+        """Kills all processes, and then the connections to hosts that are dead."""
+        self._send("KILL")
+        until = time.monotonic() + KILLING
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
 
     def _that_answer(self) -> list[str]:
         """The hosts that still run a command.

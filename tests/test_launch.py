@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import jshard.launch
 from failures import STEPS, slowly
 from jobs import MARK, children, environment, last_step, marked, write_recipe
 from resumable import read_metrics
@@ -225,3 +226,17 @@ def test_a_job_waits_for_no_host_it_cannot_do_without(rsh, tmp_path):
         os.kill(job.worker(1), signal.SIGKILL)
         assert job.wait() == 1
     assert "1 of 2 hosts answer, and --min_hosts=2" in job.err.read_text()
+
+
+def test_a_connection_to_a_dead_host_is_given_up(tmp_path, monkeypatch):
+    """Its `rsh` neither ends nor passes anything on."""
+    script = tmp_path / "rsh"
+    script.write_text("#!/bin/sh\nif [ $1 = b ]; then exec sleep 1000; fi\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(jshard.launch, "ENDING", 0.5)
+    monkeypatch.setattr(jshard.launch, "KILLING", 0.5)
+    words = ["--hosts=a,b", f"--rsh={script}", "--", "--config=tiny.py"]
+    launcher = jshard.launch.Launcher(*jshard.launch.parse(words))
+    since = time.monotonic()
+    assert launcher.run() == 1
+    assert time.monotonic() - since < 10
