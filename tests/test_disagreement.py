@@ -37,6 +37,23 @@ def test_a_coordinator_port_that_is_taken_is_told_in_one_line(tmp_path):
     assert len(again.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
+def test_folders_that_are_not_shared_are_told_before_anything_is_lost(tmp_path):
+    """The same --workdir=run, on two machines: here, from two folders."""
+    folders = [tmp_path, tmp_path / "elsewhere"]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        write_recipe(folder)
+    prefix = [["env", f"--chdir={folder}"] for folder in folders]
+    with Job(tmp_path, 2, 2, *WORDS, prefix=lambda index: prefix[index]) as job:
+        assert job.wait(60) == [2, 2], job.err()
+    assert len(job.err().splitlines()) == 1, job.err()
+    assert "process 1 does not see what process 0 writes in --workdir" in job.err(0)
+    assert [file.name for file in (tmp_path / "run" / "logs").iterdir()] == [
+        "process-0.log"
+    ]
+
+
 # What one of two processes does differently, by the kind that is compared.
 ODD = """
 import os

@@ -4,7 +4,9 @@ import base64
 import hashlib
 import json
 import platform
+import secrets
 import sys
+import time
 import zlib
 from collections.abc import Mapping
 from importlib import metadata
@@ -22,6 +24,7 @@ from jshard.training.start import Start
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
 SHOWN = 3  # differences
+PATIENCE = 15.0  # seconds, for file systems that remember what was not there
 
 Facts = Mapping[str, Mapping[str, str]]
 
@@ -47,6 +50,36 @@ def agree(peers: Peers, facts: Facts) -> None:
         first = next(iter(other))
         more = f" (and {len(other) - 1} more processes)" if len(other) > 1 else ""
         raise UserError(f"process {first} differs from process 0{more}: {other[first]}")
+
+
+def check_shared(peers: Peers, folder: Path) -> None:
+    """Checks that all processes see one and the same folder, as checkpoints need.
+
+    Args:
+      peers: the processes; each has made the folder already.
+      folder: of this process.
+
+    Raises:
+      UserError: a process does not see what process 0 writes; in all processes.
+    """
+    if peers.count == 1:
+        return
+    file = folder / peers.publish("shared", f".shared-{secrets.token_hex(8)}")
+    if peers.index == 0:
+        file.touch()
+    peers.share("written", "")
+    deadline = time.monotonic() + PATIENCE
+    while not (seen := file.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = [i for i, text in enumerate(peers.share("seen", "x" * seen)) if not text]
+    if peers.index == 0:
+        file.unlink()
+    if blind:
+        raise UserError(
+            f"process {blind[0]} does not see what process 0 writes in --workdir: "
+            "checkpoints need a file system that all hosts share "
+            "(--config.checkpoint.every=0 trains without any)"
+        )
 
 
 def _pack(facts: Facts) -> str:

@@ -15,7 +15,7 @@ import jshard
 from jshard.distributed import Peers
 from jshard.errors import Preempted, RunFailed
 from jshard.restore import restore_parameters, restore_state
-from jshard.training.agreement import agree, facts_of
+from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config import Config
 from jshard.training.data import batches, eval_batches
 from jshard.training.job import make_job, make_mesh
@@ -74,6 +74,8 @@ def run(
     eval_data = recipe.make_data(config, "validation") if config.eval_every else None
     data = {"train": train_data, "validation": eval_data}
     agree(peers, facts_of(recipe, config, workdir, start, abstract_state, data))
+    if config.checkpoint.every:
+        check_shared(peers, workdir / "logs")
     train_batches = batches(
         train_data, start_step=start.step, num_steps=config.steps, **reader
     )
