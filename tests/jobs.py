@@ -119,7 +119,7 @@ class Job:
         """Returns when a run has logged a step."""
         deadline = time.monotonic() + timeout
         metrics = run / "metrics.jsonl"
-        while not metrics.exists() or last_step(metrics) < step:
+        while last_step(metrics) < step:
             assert time.monotonic() < deadline, self.err()
             ended = [p.poll() for p in self.processes]
             assert any(code is None for code in ended), f"{ended}\n{self.err()}"
@@ -176,6 +176,8 @@ def children(pid: int) -> list[str]:
 
 def last_step(metrics: Path) -> int:
     """The step of the last whole line of metrics; 0 where there is none."""
+    if not metrics.exists():
+        return 0
     lines = metrics.read_text().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     return json.loads(whole[-1])["step"] if whole else 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs import last_step
 from resumable import RECIPE, read_metrics
 
 
@@ -19,6 +20,16 @@ def wait_for_save(checkpoints: Path, process: subprocess.Popen, suffix: str) -> 
     """Until a save (or a deletion) is going on, or the process has ended."""
     while process.poll() is None and not any(checkpoints.glob(f"*{suffix}")):
         time.sleep(0.0005)
+
+
+def wait_a_while(metrics: Path, process: subprocess.Popen, seconds: float) -> None:
+    """Some seconds, or a few steps where they are fast: the kills are to come first."""
+    deadline = time.monotonic() + seconds
+    first = last_step(metrics)
+    while process.poll() is None and time.monotonic() < deadline:
+        if last_step(metrics) > first + 7:
+            return
+        time.sleep(0.002)
 
 
 def check_kills(kills: int, command, folder: Path, seed: int = 0) -> None:
@@ -38,7 +49,8 @@ def check_kills(kills: int, command, folder: Path, seed: int = 0) -> None:
             try:
                 kind = chance.choice(["anywhere", ".saving", ".saving", ".deleting"])
                 if done < kills and kind == "anywhere":
-                    time.sleep(chance.uniform(0, 6))
+                    metrics = folder / "killed/metrics.jsonl"
+                    wait_a_while(metrics, process, chance.uniform(0, 6))
                 elif done < kills:
                     wait_for_save(checkpoints, process, kind)
                     time.sleep(chance.uniform(0, 0.1))

@@ -47,7 +47,7 @@ class Launched:
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + 90
         metrics = self.folder / "run" / "metrics.jsonl"
-        while not metrics.exists() or last_step(metrics) < step:
+        while last_step(metrics) < step:
             assert time.monotonic() < deadline, self.err.read_text()
             assert self.process.poll() is None, self.err.read_text()
             time.sleep(0.01)
