@@ -31,6 +31,7 @@ PASSED_ON = (
 )
 LAST_LINES = 30  # of standard error, shown where nothing else explains an end
 HINT = 30.0  # seconds of waiting for other processes, before it is told
+SHOW_CURSOR = "\x1b[?25h\n"  # of a terminal
 LEAVING = 20.0  # seconds that a worker may take to exit once it is through
 
 # Lines of XLA's log, and of Gloo. What follows an error belongs to it.
@@ -95,6 +96,9 @@ class _Parent:
                 self._worker.kill()
         for thread in self._threads:  # to the end of what it said
             thread.join(timeout=GRACE)
+        if code and sys.stdout.isatty():  # it may have died in its live line
+            sys.stdout.write(SHOW_CURSOR)
+            sys.stdout.flush()
         return self._explain(code, why)
 
     def _hint(self, now: float) -> None:

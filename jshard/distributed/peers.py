@@ -274,4 +274,5 @@ def _may_be_another_ones(error: BaseException) -> bool:
 
 
 def _print(text: str) -> None:
-    os.write(2, f"jshard: {text}\n".encode())
+    below = "\n" if sys.stdout.isatty() else ""  # the live line
+    os.write(2, f"{below}jshard: {text}\n".encode())
