@@ -107,7 +107,7 @@ def test_what_cannot_be_launched_is_refused_in_one_line(words, message, tmp_path
 def test_a_job_is_started_again_after_a_kill_and_computes_the_same(whole, tmp_path):
     write_recipe(tmp_path, slowly)
     with launch(tmp_path, "--num_processes=2", "--max_restarts=2") as job:
-        job.wait_for_step(10)
+        job.wait_for_step(20)
         os.kill(job.worker(1), signal.SIGKILL)
         assert job.wait() == 0, job.err.read_text()
         assert marked(job.mark) == []
@@ -147,7 +147,7 @@ def test_a_signal_to_the_launcher_saves_and_stops_all(number, whole, tmp_path):
     write_recipe(tmp_path, slowly)
     options = ["--num_processes=2", "--max_restarts=3"]
     with launch(tmp_path, *options) as job:
-        job.wait_for_step(10)
+        job.wait_for_step(20)
         job.process.send_signal(number)
         assert job.wait(30) == 75, job.err.read_text()
         assert marked(job.mark) == []
@@ -162,7 +162,7 @@ def test_a_second_signal_kills_and_a_killed_launcher_leaves_nothing(tmp_path):
     write_recipe(tmp_path, slowly)
     for twice in (True, False):
         with launch(tmp_path, "--num_processes=2") as job:
-            job.wait_for_step(10)
+            job.wait_for_step(20)
             if twice:
                 job.process.terminate()
                 time.sleep(0.1)
@@ -202,7 +202,7 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(rsh, tmp_path):
     options = [f"--hosts={','.join(hosts)}", f"--rsh={rsh}", "--max_restarts=1"]
     words = [*WORDS[:2], "--config.mesh.cpu_devices=1", *WORDS[3:]]
     with launch(tmp_path, *options, "--min_hosts=2", words=words) as job:
-        job.wait_for_step(10)
+        job.wait_for_step(20)
         for number in (2, 4):
             (tmp_path / "dead" / f"127.0.0.{number}").touch()
         for index in (1, 3):
@@ -221,7 +221,7 @@ def test_a_job_waits_for_no_host_it_cannot_do_without(rsh, tmp_path):
     write_recipe(tmp_path, slowly)
     options = ["--hosts=127.0.0.1,127.0.0.2", f"--rsh={rsh}", "--max_restarts=1"]
     with launch(tmp_path, *options) as job:
-        job.wait_for_step(10)
+        job.wait_for_step(20)
         (tmp_path / "dead" / "127.0.0.2").touch()
         os.kill(job.worker(1), signal.SIGKILL)
         assert job.wait() == 1
