@@ -114,6 +114,19 @@ def test_sigterm_to_any_process_saves_the_same_step_in_all(victim, whole, tmp_pa
 
 
 @pytest.mark.slow
+def test_sigterm_ends_a_job_that_saves_nothing(tmp_path):
+    write_recipe(tmp_path, slowly)
+    with Job(tmp_path, 2, 2, *WORDS, "--config.checkpoint.every=0") as job:
+        job.wait_for_step(tmp_path / "run", 5)
+        job.processes[1].terminate()
+        check_end(job, time.monotonic())
+    assert re.fullmatch(
+        r"jshard: error: SIGTERM at step \d+, and checkpoint.every=0 saves nothing\n",
+        job.err(),
+    )
+
+
+@pytest.mark.slow
 def test_a_job_in_which_nobody_gets_on_ends_with_all_stacks(tmp_path):
     def hang(recipe: str) -> str:
         late = "        if i == 100 and jax.process_index() == 1:\n            nap()\n"

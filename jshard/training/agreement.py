@@ -40,8 +40,6 @@ def agree(peers: Peers, facts: Facts) -> None:
       UserError: the facts of a process differ from those of process 0; in all
         processes, with the process, the first differences and both values.
     """
-    if peers.count == 1:
-        return
     theirs = _unpack(peers.publish("facts", _pack(facts)))
     differences = _differences(facts, theirs)
     found = peers.share("differences", differences)
@@ -62,8 +60,6 @@ def check_shared(peers: Peers, folder: Path) -> None:
     Raises:
       UserError: a process does not see what process 0 writes; in all processes.
     """
-    if peers.count == 1:
-        return
     file = folder / peers.publish("shared", f".shared-{secrets.token_hex(8)}")
     if peers.index == 0:
         file.touch()

@@ -73,9 +73,10 @@ def run(
     train_data = recipe.make_data(config, "train")
     eval_data = recipe.make_data(config, "validation") if config.eval_every else None
     data = {"train": train_data, "validation": eval_data}
-    agree(peers, facts_of(recipe, config, workdir, start, abstract_state, data))
-    if config.checkpoint.every:
-        check_shared(peers, workdir / "logs")
+    if peers.count > 1:
+        agree(peers, facts_of(recipe, config, workdir, start, abstract_state, data))
+        if config.checkpoint.every:
+            check_shared(peers, workdir / "logs")
     train_batches = batches(
         train_data, start_step=start.step, num_steps=config.steps, **reader
     )
@@ -159,6 +160,7 @@ def run(
                 or step == first_step
                 or step % config.log_every == 0
             ):
+                peers.at("data", step)
                 continue
             fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
             check_finite(losses, step, fetched)
