@@ -139,6 +139,8 @@ class Launcher:
                 return code
             if number < tries:
                 self._hosts = self._that_answer()
+                if self._asked:  # meanwhile
+                    return code
                 _say(f"the job failed: restart {number} of {tries - 1}")
         if tries > 1:
             raise RunFailed(f"the job failed {tries} times: no more restarts")
@@ -171,10 +173,11 @@ class Launcher:
                 deadline = time.monotonic() + ENDING
             if deadline is not None and time.monotonic() > deadline:
                 self._kill()
-        for process in self._processes:
+        ended, self._processes = self._processes, []  # nobody is left to signal
+        for process in ended:
             assert process.stdin is not None
             process.stdin.close()
-        return _of_all([process.wait() for process in self._processes])
+        return _of_all([process.wait() for process in ended])
 
     def _start(self, index: int, job: Sequence[str]) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "jshard.train", *self._words, *job]

@@ -240,3 +240,19 @@ def test_a_connection_to_a_dead_host_is_given_up(tmp_path, monkeypatch):
     since = time.monotonic()
     assert launcher.run() == 1
     assert time.monotonic() - since < 10
+
+
+def test_a_signal_between_two_tries_is_the_end(tmp_path, monkeypatch):
+    script = tmp_path / "rsh"
+    script.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/started\nexit 1\n")
+    script.chmod(0o755)
+    words = ["--hosts=a", f"--rsh={script}", "--max_restarts=5", "--", "--config=x"]
+    launcher = jshard.launch.Launcher(*jshard.launch.parse(words))
+
+    def probe() -> list[str]:
+        launcher.stop()
+        return ["a"]
+
+    monkeypatch.setattr(launcher, "_that_answer", probe)
+    assert launcher.run() == 1
+    assert (tmp_path / "started").read_text() == "a\n"

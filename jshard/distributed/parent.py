@@ -147,7 +147,8 @@ class _Parent:
                     self._heard = time.monotonic()
                 path = self._said.get("log")
                 if path and self._log is None:
-                    self._log = Path(path).open("ab", buffering=0)  # noqa: SIM115
+                    with contextlib.suppress(OSError):  # as in `_write_log`
+                        self._log = Path(path).open("ab", buffering=0)  # noqa: SIM115
                     self._write_log("".join(self._lines).encode())
 
     def _write_log(self, text: bytes) -> None:

@@ -276,7 +276,8 @@ class Watch:
 
     def _guard(self) -> None:
         """Ends this process when process 0 is silent; talks to its parent alone."""
-        report(place=self._beat.place, places=self.ruling.places)
+        # A line longer than a pipe takes at once (4 KiB) would arrive in pieces.
+        report(place=self._beat.place, places=self.ruling.places[:2000])
         if time.monotonic() - self._heard <= self.silence + PERIOD:
             return
         self._over.set()

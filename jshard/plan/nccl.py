@@ -9,9 +9,8 @@ the CPU's chip-to-chip link, or through another GPU.
 
 import dataclasses
 
-POST = (
-    1e-6  # seconds to post what goes to the network: no shorter is a ring's step there
-)
+# Seconds to post what goes to the network: no shorter is a ring's step there.
+POST = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,9 +87,7 @@ def run(
         return
     references = recipe.references(config) if recipe.references else {}
     sample = recipe.sample(config) if recipe.sample else None
-    start_up = fsdp.describe(
-        abstract_state, first_batch, train_step, peers.hosts if hosts else None
-    )
+    start_up = fsdp.describe(abstract_state, first_batch, train_step, hosts)
     peers.at("restoring", start.step)
     # Before the folder is touched: the checkpoint may be another model's.
     state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
