@@ -6,17 +6,17 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jshard.calling import is_variable, variables
+from jshard.calling import is_variable
 from jshard.collectives import gather_leaf, vary
 from jshard.errors import UserError
 from jshard.layers import (
-    PLACEMENT,
     Stack,
     Unit,
     make_plain,
     own_parameters,
     run_layers,
 )
+from jshard.shards import shard_of
 from jshard.unit_weights import gather_before
 
 M = TypeVar("M", bound=nnx.Module)
@@ -83,14 +83,12 @@ def _gathered(unit: M, gather: Callable[[list], list]) -> M:
         raise UserError("jshard.gathered: a Stack gathers one layer at a time")
     if not isinstance(unit, Unit) or unit.unit_policy is None:
         return unit
-    own = own_parameters(unit)
-    shards = [v for path, v in variables(unit) if own(path, v)]
-    weights = gather([(v.get_value(), v.get_metadata(PLACEMENT)) for v in shards])
-    replaced: dict[int, nnx.Variable] = {}
-    for variable, weight in zip(shards, weights, strict=True):
-        replaced[id(variable)] = variable.copy(weight)
-        replaced[id(variable)].del_metadata(PLACEMENT)
+    graphdef, own, rest = nnx.split(unit, own_parameters(unit), ...)
+    variables, tree = jax.tree.flatten(own, is_leaf=is_variable)
+    shards = [shard for v in variables if (shard := shard_of(v))]
+    weights = gather([(shard.array, shard.place) for shard in shards])
+    full = [v.copy(w) for v, w in zip(variables, weights, strict=True)]
     # Variables that are not gathered stay the same objects: their updates count.
-    module = jax.tree.map(lambda v: replaced.get(id(v), v), unit, is_leaf=is_variable)
+    module = nnx.merge(graphdef, jax.tree.unflatten(tree, full), rest)
     make_plain(module)
     return module

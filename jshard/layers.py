@@ -1,16 +1,17 @@
 """Stack and Unit: the Flax modules that place the gathers.
 
-Outside a jshard step both are ordinary modules. Inside, ``FSDP`` has marked every
-parameter with its Placement and every Stack and Unit with its UnitPolicy (``place``);
-a unit then gathers its own parameters, those that no unit inside it owns, when it is
-called. Neither adds anything to parameter paths: a Unit *is* the module it wraps, with
-a class that gathers first, and a Stack is one layer whose variables have a leading
-layer dimension.
+Outside a jshard step both are ordinary modules. Inside, ``FSDP`` has made every
+parameter a Shard and given every Stack and Unit its UnitPolicy (``place``); a unit then
+gathers its own parameters, those that no unit inside it owns, when it is called.
+Neither adds anything to parameter paths: a Unit *is* the module it wraps, with a class
+that gathers first, and a Stack is one layer whose variables have a leading layer
+dimension.
 """
 
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.calling import call_method, is_variable, variables, variables_in
+from jshard.calling import call_method, is_variable, reachable, variables, variables_in
 from jshard.collectives import Placement, gather_leaf, is_float
 from jshard.embedding import is_cheaper, is_table, look_up, mark_table
 from jshard.errors import UserError
@@ -26,15 +27,16 @@ from jshard.partition import LAYER_DIMS
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
 from jshard.schedule import check_carry, run_unit, split_aux
+from jshard.shards import hide, is_shard, shard_of
 from jshard.stack_schedule import run_stack
 from jshard.taking_apart import take_apart
 from jshard.unit_weights import Reshard, UnitPolicy
 
 M = TypeVar("M", bound=nnx.Module)
-PLACEMENT = "placement"  # metadata of a parameter that is, here, a shard
 
 
-class Unit(nnx.Module):
+# These two are no pytrees, so that Flax leaves what they become as it is.
+class Unit(nnx.Module, pytree=False):
     """A submodule that gathers its parameters when called and drops them after.
 
     ``Unit(module)`` is ``module`` with a class that gathers: its attributes, methods,
@@ -59,7 +61,7 @@ class Unit(nnx.Module):
         mark_table(self)
 
 
-class Stack(nnx.Module):
+class Stack(nnx.Module, pytree=False):
     """Equal layers with stacked parameters, applied by a scan, one gather a layer.
 
     ``stack(x, *args)`` calls each layer with ``(x, *args)``; layers return ``x``, or
@@ -126,15 +128,24 @@ def _unit_class(cls: type) -> type:
         if name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
         if not isinstance(member, (staticmethod, type))
     }
-    return type(cls.__name__, (Unit, cls), methods | {"plain_class": cls})
+    return _subclass(cls.__name__, Unit, cls, methods)
 
 
 @functools.cache
 def _stack_class(cls: type) -> type:
-    return type(
-        f"{cls.__name__}Stack",
-        (Stack, cls),
-        {"__call__": Stack.__call__, "plain_class": cls},
+    return _subclass(f"{cls.__name__}Stack", Stack, cls, {"__call__": Stack.__call__})
+
+
+def _subclass(name: str, base: type, cls: type, methods: dict[str, Any]) -> type:
+    """A class of both, and a pytree only where ``cls`` is one."""
+    # A module that is none does not record which attributes hold arrays.
+    is_pytree = issubclass(cls, nnx.Pytree) and cls._pytree__is_pytree
+    members = methods | {"plain_class": cls}
+    return types.new_class(
+        name,
+        (base, cls),
+        {"pytree": is_pytree},
+        lambda namespace: namespace.update(members),
     )
 
 
@@ -159,15 +170,14 @@ def _own_paths(module: nnx.Module) -> set[tuple]:
     A parameter that a unit shares with its surroundings is theirs, though its path
     may lead through the unit.
     """
-    stop = lambda x: x is not module and (is_unit(x) or is_variable(x))
-    reached = {id(x) for x in jax.tree.leaves(module, is_leaf=stop)}
+    reached = {id(x) for x in reachable(module, stop=is_unit) if is_variable(x)}
     return {path for path, v in variables(module) if id(v) in reached}
 
 
 def own_parameters(module: nnx.Module) -> Callable[[tuple, Any], bool]:
     """Filter: parameters of ``module`` that are shards and no inner unit owns."""
     own = _own_paths(module)
-    return lambda path, v: path in own and PLACEMENT in v.get_metadata()
+    return lambda path, v: path in own and is_shard(v)
 
 
 def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
@@ -180,7 +190,7 @@ def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
 def place(
     model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
 ) -> None:
-    """Marks every parameter with its Placement and every unit with its policy."""
+    """Makes every parameter a Shard, and gives every unit its policy."""
     units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
     for path, module in list(nnx.iter_modules(model)):
         set_compute_dtype(module, policy.precision_at(path).compute)
@@ -193,7 +203,7 @@ def place(
                 module.unit_policy = in_turn
     for path, variable in variables(model):
         if path in placements:
-            variable.set_metadata(PLACEMENT, placements[path])
+            hide(variable, placements[path], ".".join(map(str, path)))
 
 
 def with_root(fn: Callable, reshard: Reshard) -> Callable:
@@ -207,7 +217,9 @@ def with_root(fn: Callable, reshard: Reshard) -> Callable:
             return _run_unit(model, fn, args, {}, UnitPolicy("none", reshard))
         own = own_parameters(model)
         for variable in [v for path, v in variables(model) if own(path, v)]:
-            _gather_variable(variable)
+            shard = shard_of(variable)
+            assert shard is not None
+            variable.set_raw_value(gather_leaf(shard.array, shard.place))
         return fn(model, *args)
 
     return call
@@ -223,12 +235,6 @@ def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
     ]
 
 
-def _gather_variable(variable: nnx.Variable) -> None:
-    where = variable.get_metadata(PLACEMENT)
-    variable.set_value(gather_leaf(variable.get_value(), where))
-    variable.del_metadata(PLACEMENT)
-
-
 def make_plain(module: Any) -> None:
     """Undoes Unit or Stack: the module as its author wrote it."""
     object.__setattr__(module, "__class__", type(module).plain_class)
@@ -240,27 +246,20 @@ class _Pieces:
     def __init__(self, unit: nnx.Module):
         self.unit = unit
         self.graphdef, own, rest = nnx.split(unit, own_parameters(unit), ...)
-        own, self._own_tree = jax.tree.flatten(own, is_leaf=is_variable)
-        self.places: list[Placement] = [v.get_metadata(PLACEMENT) for v in own]
-        self.shards = [v.get_value() for v in own]
-        self._own = own
+        self._own, self._own_tree = jax.tree.flatten(own, is_leaf=is_variable)
+        shards = [shard for v in self._own if (shard := shard_of(v))]
+        self.places: list[Placement] = [shard.place for shard in shards]
+        self.shards = [shard.array for shard in shards]
         # Shards of inner units, weights gathered outside, and state: what an earlier
         # call left there may depend on parameters.
-        self.rest, self._rest_tree = jax.tree.flatten(rest)
+        self.rest, self._rest_with = take_apart(rest)
         self.moving = list(map(is_float, self.rest))
 
     def module(self, weights: list, rest: list) -> nnx.Module:
         """The plain module over full weights and the given rest."""
         full = [v.copy(w) for v, w in zip(self._own, weights, strict=True)]
-        module = nnx.merge(
-            self.graphdef,
-            jax.tree.unflatten(self._own_tree, full),
-            jax.tree.unflatten(self._rest_tree, rest),
-            copy=True,
-        )
-        own = own_parameters(module)
-        for variable in [v for path, v in variables(module) if own(path, v)]:
-            variable.del_metadata(PLACEMENT)
+        own = jax.tree.unflatten(self._own_tree, full)
+        module = nnx.merge(self.graphdef, own, self._rest_with(rest))
         if is_unit(module):  # the root is not
             make_plain(module)
         return module

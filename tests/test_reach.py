@@ -1,0 +1,442 @@
+"""However model code reaches a weight, it is the whole one: the numbers of one device.
+
+Every way to reach a weight, for every place that a module can have in a model.
+"""
+
+# Layers take and return what they like.
+# pyright: reportIncompatibleMethodOverride=false
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from parity import make_mesh
+from zoo_layers import WIDTH, Dense, Residual, example, make_stack
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation", "x64"),
+    pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+]
+
+POLICY = jshard.Policy(min_shard_elements=0)
+
+# Places.
+
+
+class Opaque(nnx.Module, pytree=False):
+    """No pytree, so plain containers may hold its modules."""
+
+    def __init__(self, rngs):
+        self.dense = Dense(rngs)
+        self.more = [Dense(rngs), {"a": Residual(rngs)}]
+        self.pair = (Residual(rngs), "tanh")
+
+    def __call__(self, x):
+        return self.pair[0](self.more[1]["a"](self.more[0](self.dense(x))))
+
+
+class Holder(nnx.Module):
+    def __init__(self, rngs):
+        self.inner, self.own = Opaque(rngs), Dense(rngs)
+
+    def __call__(self, x):
+        return self.own(self.inner(x))
+
+
+class Nested(nnx.Module):
+    def __init__(self, rngs):
+        self.inner, self.own = jshard.Unit(Dense(rngs)), Dense(rngs)
+
+    def __call__(self, x):
+        return self.own(self.inner(x))
+
+
+class OpaqueNested(nnx.Module, pytree=False):
+    def __init__(self, rngs):
+        self.inner, self.own = [jshard.Unit(Opaque(rngs))], Dense(rngs)
+
+    def __call__(self, x):
+        return self.own(self.inner[0](x))
+
+
+class Shared(nnx.Module):
+    """One kernel in two Units, one of which is also reached by another name."""
+
+    def __init__(self, rngs):
+        self.one, self.two = jshard.Unit(Dense(rngs)), jshard.Unit(Dense(rngs))
+        self.two.kernel = self.one.kernel
+        self.alias = self.two
+
+    def __call__(self, x):
+        return self.alias(jnp.sin(self.one(x)))
+
+
+class Containers(nnx.Module):
+    def __init__(self, rngs):
+        inner = nnx.Dict(a=jshard.Unit(Opaque(rngs)))
+        self.all: Any = nnx.List([jshard.Unit(Dense(rngs)), inner])
+
+    def __call__(self, x):
+        return self.all[1]["a"](self.all[0](x))
+
+
+class ByVmap(nnx.Module):
+    """Layers that Flax stacked and runs; there are as many as devices."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=8)
+        @nnx.vmap
+        def make(rngs):
+            return Residual(rngs)
+
+        self.blocks = make(rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, b: b(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return run(x, self.blocks)
+
+
+PLACES: dict[str, Callable] = {
+    "root": Dense,
+    "unit": lambda rngs: jshard.Unit(Dense(rngs)),
+    "by type": Residual,
+    "opaque root": Opaque,
+    "opaque unit": lambda rngs: jshard.Unit(Opaque(rngs)),
+    "unit of opaque": lambda rngs: jshard.Unit(Holder(rngs)),
+    "nested unit": lambda rngs: jshard.Unit(Nested(rngs)),
+    "unit in opaque root": OpaqueNested,
+    "unit in opaque unit": lambda rngs: jshard.Unit(OpaqueNested(rngs)),
+    "stack": functools.partial(make_stack, Residual),
+    "opaque stack": functools.partial(make_stack, Opaque),
+    "unit in stack": functools.partial(make_stack, Nested),
+    "unit in opaque stack": functools.partial(make_stack, OpaqueNested),
+    "stacked by vmap": ByVmap,
+    "shared": Shared,
+    "containers": Containers,
+}
+
+
+# Ways.
+
+
+def params(module: Any) -> list[Any]:
+    return [v for _, v in nnx.to_flat_state(nnx.state(module, nnx.Param))]
+
+
+def squares(values: Any) -> Any:
+    return sum(jnp.sum(jnp.asarray(value) ** 2) for value in values)
+
+
+def leaves(module, x):
+    return squares(jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
+def mapped(module, x):
+    doubled = jax.tree.map(lambda p: 2 * p, nnx.state(module, nnx.Param))
+    return squares(jax.tree.leaves(doubled))
+
+
+def values(module, x):
+    return squares(v.get_value() for v in params(module))
+
+
+def indexed(module, x):
+    return squares(v[...] for v in params(module)) + squares(
+        v[0] for v in params(module)
+    )
+
+
+def raw(module, x):
+    return squares(v.get_raw_value() for v in params(module))
+
+
+def graph(module, x):
+    found = (v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Param))
+    return squares(found)
+
+
+def pure(module, x):
+    return squares(jax.tree.leaves(nnx.to_pure_dict(nnx.state(module, nnx.Param))))
+
+
+def operators(module, x):
+    return sum(
+        jnp.sum(v * 2 + 1 - (-v) / 3 + v.T.sum() ** 2 + jnp.vdot(v, v))
+        for v in params(module)
+    )
+
+
+def shapes(module, x):
+    numbers = [(v.size, v.ndim, len(v), *v.shape) for v in params(module)]
+    return jnp.asarray(sum(map(sum, numbers)), float)
+
+
+def by_path(module, x):
+    found = jax.tree_util.tree_leaves_with_path(nnx.state(module, nnx.Param))
+    kernels = [v for path, v in found if path[-2] == jax.tree_util.DictKey("kernel")]
+    assert kernels
+    return squares(kernels)
+
+
+def optax_norm(module, x):
+    return optax.tree.norm(nnx.state(module, nnx.Param))
+
+
+def merged(module, x):
+    graphdef, state, rest = nnx.split(module, nnx.Param, ...)
+    halves = jax.tree.map(lambda p: p / 2, state)
+    return leaves(nnx.merge(graphdef, halves, rest), x)
+
+
+def cloned(module, x):
+    return leaves(nnx.clone(module), x) + leaves(copy.deepcopy(module), x)
+
+
+def by_jit(module, x):
+    return nnx.jit(leaves)(module, x)
+
+
+def by_remat(module, x):
+    return nnx.remat(leaves)(module, x)
+
+
+def by_checkpoint(module, x):
+    graphdef, state = nnx.split(module)
+    return jax.checkpoint(lambda s: leaves(nnx.merge(graphdef, s), x))(state)
+
+
+def by_closure(module, x):
+    return jax.checkpoint(lambda y: y * leaves(module, x))(2.0)
+
+
+def by_grad(module, x):
+    return squares(jax.tree.leaves(nnx.grad(leaves)(module, x)))
+
+
+def by_cond(module, x):
+    other = lambda module, x: 0 * leaves(module, x)
+    return nnx.cond(True, leaves, other, module, x)
+
+
+def by_vmap(module, x):
+    each = nnx.vmap(lambda module, i: i * leaves(module, x), in_axes=(None, 0))
+    return each(module, jnp.arange(3.0)).sum()
+
+
+def by_scan(module, x):
+    start = 0 * leaves(module, x)
+    add = lambda total, i: (total + i * leaves(module, x), None)
+    return jax.lax.scan(add, start, jnp.arange(3.0))[0]
+
+
+def by_carry(module, x):
+    def add(carry, i):
+        module, total = carry
+        return module, total + i * leaves(module, x)
+
+    scan = nnx.scan(add, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return scan((module, 0 * leaves(module, x)), jnp.arange(3.0))[1]
+
+
+def mean(y: jax.Array) -> jax.Array:
+    return jshard.pmean(jnp.mean(jnp.sin(y)))
+
+
+def called(module, x):
+    return mean(module(x))
+
+
+def called_in_remat(module, x):
+    return mean(nnx.remat(lambda module, x: module(x))(module, x))
+
+
+def called_in_jit(module, x):
+    return mean(nnx.jit(lambda module, x: module(x))(module, x))
+
+
+def called_as_clone(module, x):
+    return mean(nnx.clone(module)(x))
+
+
+def called_unbound(module, x):
+    """A method of the class as its author wrote it, which gathers nothing."""
+    if isinstance(module, jshard.Stack):
+        return jnp.zeros(())
+    return mean(getattr(module, "plain_class", type(module)).__call__(module, x))
+
+
+WAYS = [
+    leaves, mapped, values, indexed, raw, graph, pure, operators, shapes, by_path,
+    optax_norm, merged, cloned, by_jit, by_remat, by_checkpoint, by_closure, by_grad,
+    by_cond, by_vmap, by_scan, by_carry, called, called_in_remat, called_in_jit,
+    called_as_clone, called_unbound,
+]  # fmt: skip
+
+
+# Programs.
+
+
+def make_model(place: str) -> Callable[[nnx.Rngs], nnx.Module]:
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.module, self.last = PLACES[place](rngs), jshard.Unit(Dense(rngs))
+
+    return Model
+
+
+def loss_fn(ways: list[Callable], model: Any, x: jax.Array) -> Any:
+    """A loss that depends on every way's value, and each value by its name."""
+    count = x.shape[0]
+    named = {
+        way.__name__: jshard.Mean(way(model.module, x) * count, count) for way in ways
+    }
+    loss = 1.0 * jshard.Mean(jnp.sum(jnp.sin(model.last(x)) ** 2), count)
+    for value in named.values():
+        loss = loss + 0.1 * value
+    return loss, named
+
+
+def plain(place: str, ways: list[Callable]) -> tuple[dict, Any]:
+    """(values, gradients) of the ordinary module."""
+    graphdef, state, rest = nnx.split(
+        make_model(place)(nnx.Rngs(jax.random.key(0))), nnx.Param, ...
+    )
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(state):
+        model = nnx.merge(graphdef, state, rest, copy=True)
+        loss, named = loss_fn(ways, model, example())
+        total = sum(weight * mean.compute() for weight, mean in loss.terms)
+        return total, {name: mean.compute() for name, mean in named.items()}
+
+    (total, named), grads = loss(state)
+    return named | {"loss": total}, grads
+
+
+def check(
+    place: str,
+    ways: list[Callable],
+    policy: jshard.Policy = POLICY,
+    mesh: tuple[int, int] = (2, 4),
+) -> None:
+    """One step gives the values and the gradients of the ordinary module."""
+    want, want_grads = plain(place, ways)
+    units = (Residual,) if place in ("by type", "stacked by vmap") else ()
+    fsdp = jshard.FSDP(make_mesh(*mesh), policy, units=units)
+    tx = optax.sgd(1.0)
+    state = fsdp.init(make_model(place), tx)
+    before = fsdp.unshard(state.params)
+    step = fsdp.train_step(functools.partial(loss_fn, ways), tx)
+    state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
+    for name, value in want.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-9, err_msg=name)
+    grads = jax.tree.map(lambda a, b: a - b, before, fsdp.unshard(state.params))
+    for (path, got), grad in zip(
+        jax.tree_util.tree_leaves_with_path(grads),
+        jax.tree.leaves(want_grads),
+        strict=True,
+    ):
+        bound = 1e-9 * np.abs(grad).max() + 1e-15
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(got, grad, rtol=0, atol=bound, err_msg=name)
+
+
+@pytest.mark.parametrize("place", ["unit", "opaque stack", "unit in opaque unit"])
+def test_a_weight_is_whole_however_it_is_reached(place):
+    check(place, WAYS)
+
+
+# What is told of a read.
+
+
+def read(place: str, way: Callable) -> None:
+    """Traces a step."""
+    fsdp = jshard.FSDP(make_mesh(1, 2), POLICY)
+    tx = optax.identity()
+    state = fsdp.abstract_state(make_model(place), tx)
+    step = fsdp.train_step(functools.partial(loss_fn, [way]), tx)
+    step.trace(state, example())
+
+
+@pytest.mark.parametrize("place", ["unit", "opaque stack"])
+def test_a_read_from_outside_a_unit_is_told_of_with_the_parameters_name(place):
+    message = r"parameter 'module.*kernel' is read outside .* jshard.gathered\(unit\)"
+    with pytest.warns(UserWarning, match=message):
+        read(place, indexed)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("place", ["unit", "unit in opaque unit", "opaque stack"])
+def test_a_unit_that_is_called_is_not_told_of(place):
+    read(place, called)
+
+
+def test_a_weight_that_is_set_in_part_is_refused_by_name():
+    def assign(module, x):
+        module.kernel[0] = jnp.zeros(WIDTH)
+        return leaves(module, x)
+
+    with pytest.raises(jshard.UserError, match=r"'module.kernel' is changed in part"):
+        read("unit", assign)
+
+
+@pytest.mark.parametrize("step", ["eval_step", "predict_step"])
+def test_evaluation_and_prediction_read_whole_weights_too(step):
+    fsdp = jshard.FSDP(make_mesh(2, 4), POLICY)
+    state = fsdp.init(make_model("unit"), optax.identity())
+    batch = fsdp.shard_batch(np.asarray(example()))
+    model = make_model("unit")(nnx.Rngs(jax.random.key(0)))
+    want = values(model, None)
+    if step == "eval_step":
+        loss_fn = lambda model, x: jshard.Mean(values(model, x) * len(x), len(x))
+        got = fsdp.eval_step(loss_fn)(state, batch).compute()["loss"]
+    else:
+        predict = lambda model, x: jnp.full(len(x), values(model, x))
+        got = fsdp.predict_step(predict)(state, batch)
+    np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_weight_is_whole_however_it_is_reached_in_every_place(place, mesh):
+    check(place, WAYS, mesh=mesh)
+
+
+@hypothesis.settings(max_examples=5)
+@hypothesis.given(
+    place=st.sampled_from(list(PLACES)),
+    ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=3, unique=True),
+    remat=st.sampled_from(["full", "dots", "none"]),
+    reshard=st.sampled_from([True, False, 2]),
+    accumulate=st.sampled_from([1, 2]),
+    defer_scatter=st.booleans(),
+    reshard_root=st.sampled_from([True, False]),
+    mesh=st.sampled_from([(1, 8), (2, 4), (1, 2)]),
+)
+def test_so_it_is_with_any_policy(
+    place, ways, remat, reshard, accumulate, defer_scatter, reshard_root, mesh
+):
+    reshard = reshard if mesh[1] > 1 else True
+    policy = jshard.Policy(
+        remat=remat,
+        reshard_after_forward=False if defer_scatter else reshard,
+        accumulate=accumulate,
+        defer_scatter=defer_scatter and accumulate > 1,
+        reshard_root=reshard_root and not defer_scatter,
+        min_shard_elements=0,
+    )
+    check(place, ways, policy, mesh)
