@@ -21,7 +21,7 @@ from jshard.checks import (
     warn_of_large_root,
 )
 from jshard.collectives import Placement
-from jshard.initial_values import make, prepare
+from jshard.initial_values import make, mark_layers, prepare
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
@@ -46,7 +46,9 @@ class FSDP:
       mesh: a mesh with axes "replica" and "fsdp" (``jshard.make_mesh``); the steps of
         an abstract one (``mesh.abstract_mesh``) can be traced.
       policy: what is gathered, kept and reduced, and in which dtypes.
-      units: module types whose instances become Units, the model unedited.
+      units: module types whose instances become Units, the model unedited. As a
+        mapping it says how many leading dimensions of a type's variables count layers
+        that ``nnx.vmap`` stacked: ``{Block: 1, nnx.Linear: 0}``.
       compiler_options: options of XLA for the jitted steps, over those that jshard
         gives them on GPUs (``jshard.compiler``); None leaves an option to XLA.
     """
@@ -56,7 +58,7 @@ class FSDP:
         mesh: Mesh | AbstractMesh,
         policy: Policy | None = None,
         *,
-        units: tuple[type, ...] = (),
+        units: tuple[type, ...] | Mapping[type, int] = (),
         compiler_options: Mapping[str, Any] | None = None,
     ):
         # What needs devices is not for an abstract one.
@@ -65,6 +67,7 @@ class FSDP:
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
         check_memory(self.policy, mesh)
         self.units = tuple(units)
+        self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
         self.compiler_options = compiler.compiler_options(
             platform(mesh), compiler_options
         )
@@ -131,6 +134,7 @@ class FSDP:
         # them. Variables without one stay as Flax makes them.
         with nnx.use_eager_sharding(False):
             model = make_model(nnx.Rngs(jax.random.key(seed)))
+        mark_layers(model, self.layer_dims)
         prepare(model, self.policy, self.mesh, self.units)
         graphdef, params, frozen, model_state = nnx.split(model, wrt, nnx.Param, ...)
         return TrainState(

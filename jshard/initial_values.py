@@ -4,7 +4,7 @@ What is born on the device may be made by one program. What goes to host memory 
 on the device first, so that a state that is larger than the device is made in parts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,12 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 
+from jshard import partition
+from jshard.calling import variables
 from jshard.embedding import make_by_rows, mark_table
+from jshard.errors import UserError
 from jshard.offload import HOST
-from jshard.partition import LOOKED_UP, is_annotated
+from jshard.partition import LAYER_DIMS, LOOKED_UP, is_annotated
 from jshard.policy import Policy
 from jshard.remat import without_dead_code
 
@@ -46,6 +49,41 @@ def prepare(
             value = variable.get_value()
             if jnp.issubdtype(value.dtype, jnp.floating):
                 variable.set_value(value.astype(dtype))
+
+
+def mark_layers(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
+    """Marks the layer dimensions of what ``nnx.vmap`` stacked, as a Stack's are.
+
+    Args:
+      model: changed in place, traced or not.
+      layer_dims: of the parameters of each module type, those of its submodules too.
+
+    Raises:
+      UserError: parameters of a module have no such dimensions, or differ in them.
+    """
+    dims: dict[int, int] = {}
+    for path, module in nnx.iter_modules(model):
+        number = max(
+            (n for t, n in layer_dims.items() if isinstance(module, t)), default=0
+        )
+        counts = set()
+        for inner, variable in variables(module):
+            if not number or not isinstance(variable, nnx.Param):
+                continue
+            shape = np.shape(variable.get_value())[partition.layer_dims(variable) :]
+            counts.add(shape[:number])
+            if len(shape) < number or len(counts) > 1:
+                name = ".".join(map(str, (*path, *inner)))
+                raise UserError(
+                    f"units: {name!r} of shape {shape} does not have the {number} "
+                    f"leading layer dimensions of {type(module).__name__}; give the "
+                    "number that nnx.vmap added"
+                )
+            dims[id(variable)] = max(number, dims.get(id(variable), 0))
+    for _, variable in variables(model):
+        if number := dims.get(id(variable), 0):
+            depth = partition.layer_dims(variable) + number
+            variable.set_metadata(LAYER_DIMS, depth)
 
 
 def make(

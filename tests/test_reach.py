@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jshard
 from parity import make_mesh
@@ -331,10 +332,10 @@ def check(
     ways: list[Callable],
     policy: jshard.Policy = POLICY,
     mesh: tuple[int, int] = (2, 4),
+    units: Any = (Residual,),
 ) -> None:
     """One step gives the values and the gradients of the ordinary module."""
     want, want_grads = plain(place, ways)
-    units = (Residual,) if place in ("by type", "stacked by vmap") else ()
     fsdp = jshard.FSDP(make_mesh(*mesh), policy, units=units)
     tx = optax.sgd(1.0)
     state = fsdp.init(make_model(place), tx)
@@ -407,6 +408,46 @@ def test_evaluation_and_prediction_read_whole_weights_too(step):
         predict = lambda model, x: jnp.full(len(x), values(model, x))
         got = fsdp.predict_step(predict)(state, batch)
     np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+# Layers that nnx.vmap stacked.
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("units", [(Residual,), {Residual: 1}], ids=["type", "dims"])
+def test_layers_stacked_by_vmap_are_those_of_one_device(units, remat):
+    policy = jshard.Policy(remat=remat, min_shard_elements=0)
+    check("stacked by vmap", [called, leaves], policy, (1, 8), units)
+
+
+@pytest.mark.parametrize(
+    ("small", "units", "kernel", "bias"),
+    [
+        (0, (Residual,), P("fsdp"), P("fsdp")),
+        (0, {Residual: 1, Dense: 0}, P(None, "fsdp"), P(None, "fsdp")),
+        (WIDTH + 1, {Residual: 1}, P(None, "fsdp"), P()),  # what a layer has counts
+    ],
+)
+def test_the_layer_dimension_is_not_sharded_where_units_tells_of_it(
+    small, units, kernel, bias
+):
+    policy = jshard.Policy(min_shard_elements=small)
+    fsdp = jshard.FSDP(make_mesh(1, 8), policy, units=units)
+    state = fsdp.abstract_state(make_model("stacked by vmap"), optax.adam(1e-3))
+    blocks: Any = state.params["module"]["blocks"]
+    assert blocks["kernel"].get_value().sharding.spec == kernel
+    assert blocks["bias"].get_value().sharding.spec == bias
+
+
+@pytest.mark.parametrize(
+    ("place", "units", "shape"),
+    [("stacked by vmap", {Residual: 3}, r"\(8, 8\)"), ("unit", {Dense: 2}, r"\(8,\)")],
+)
+def test_layer_dimensions_that_a_type_does_not_have_are_refused(place, units, shape):
+    fsdp = jshard.FSDP(make_mesh(1, 8), POLICY, units=units)
+    message = rf"units: '.*bias' of shape {shape} does not have the . leading"
+    with pytest.raises(jshard.UserError, match=message):
+        fsdp.abstract_state(make_model(place), optax.adam(1e-3))
 
 
 @pytest.mark.slow
