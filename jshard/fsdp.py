@@ -25,6 +25,7 @@ from jshard.initial_values import make, prepare
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
+from jshard.order import in_order
 from jshard.offload import check_memory, check_state, shardings, typed_as_device
 from jshard.partition import (
     manual_specs,
@@ -103,7 +104,8 @@ class FSDP:
             return jax.tree.leaves(self._create(make_model, optimizer, wrt, seed))
 
         seed_array = jnp.asarray(seed, jnp.uint32)
-        return jax.tree.unflatten(structure, make(create, seed_array, leaves))
+        arrays = make(self._in_order(create), seed_array, leaves)
+        return jax.tree.unflatten(structure, arrays)
 
     def abstract_state(
         self,
@@ -254,7 +256,11 @@ class FSDP:
         return self._jit(predict_step)
 
     def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
-        return jax.jit(step, compiler_options=self.compiler_options or None, **kwargs)
+        options = self.compiler_options or None
+        return jax.jit(self._in_order(step), compiler_options=options, **kwargs)
+
+    def _in_order(self, fn: Callable) -> Callable:
+        return in_order(fn) if platform(self.mesh) == "cpu" else fn
 
     def _checked_specs(self, state: TrainState) -> TrainState:
         specs = self._specs(state)
