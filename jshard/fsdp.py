@@ -25,8 +25,8 @@ from jshard.initial_values import make, prepare
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
-from jshard.order import in_order
 from jshard.offload import check_memory, check_state, shardings, typed_as_device
+from jshard.order import in_order
 from jshard.partition import (
     manual_specs,
     optimizer_specs,

@@ -1,20 +1,20 @@
 """One order of collectives on all devices, by data: for CPUs, whose runtime has none.
 
 XLA:CPU runs what is ready. Collectives of one sequence of thunks it starts in turn, but
-a loop passes for started once its first iteration is under way, whatever it has yet to
-exchange (collectives are tied by scheduling edges, not execution edges:
-xla/runtime/execution_graph.h), and in a program read back from a compilation cache a
-loop knows nothing of the collectives around it (each sequence is given a communicator of
-its own: xla/backends/cpu/runtime/thunk_proto_serdes.cc). So devices may enter different
+a loop passes for started, and so for ordered, before the collectives in it are: what
+ties them are scheduling edges, not execution edges (xla/runtime/execution_graph.h). And
+in a program read from a compilation cache a loop knows nothing of the collectives around
+it: each sequence is given a communicator of its own
+(xla/backends/cpu/runtime/thunk_proto_serdes.cc). So devices may enter different
 collectives, which meet under one key: they hang, or take each other's data. Only data
 orders them always.
 
 ``in_order`` runs a program with a token, an integer that is 0 though no compiler can
 tell: each collective reads what the one before it wrote. In ``shard_map``, where
 collectives are operations, they form one chain through all loops and branches. Outside,
-where XLA's partitioner may turn any operation into a collective, whatever has a sequence
-of its own (``shard_map``, loops, branches) takes turns: what it needs runs before it,
-all else after it. No value changes, not by a bit.
+where XLA's partitioner may turn any operation into a collective, whatever has a
+sequence of its own (``shard_map``, loops, branches) takes turns: what it needs runs
+before it, all else after it. No value changes, not by a bit.
 
 GPUs need none of this: each device runs one schedule, thunk by thunk
 (xla/backends/gpu/runtime/sequential_thunk.cc).
@@ -142,7 +142,9 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
         name, values = eqn.primitive.name, read(env, eqn.invars)
         with eqn.ctx.manager:
             if name in _COLLECTIVES:
-                results = _collective(eqn, [_tie(jnp.asarray(x), token) for x in values])
+                results = _collective(
+                    eqn, [_tie(jnp.asarray(x), token) for x in values]
+                )
                 token = _after(token, results)
             elif name == "pvary":
                 results = values
@@ -190,7 +192,9 @@ def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
 
     consts = list(traced.consts)
     inner = jax.make_jaxpr(with_consts)(consts, inputs).jaxpr
-    *results, token = eqn.primitive.bind(*consts, *inputs, **eqn.params | {"jaxpr": inner})
+    *results, token = eqn.primitive.bind(
+        *consts, *inputs, **eqn.params | {"jaxpr": inner}
+    )
     return results, token
 
 

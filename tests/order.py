@@ -1,10 +1,10 @@
 """Whether the collectives of a compiled program have one order on every device.
 
 What XLA:CPU guarantees, from its sources: thunks that use a buffer that another writes
-wait until that has ended (an execution edge). Collectives of one sequence start in turn,
-and each is over when it returns. Of a thunk that has a sequence of its own, a loop, a
-branch or a call, neither holds: it may return before its collectives have begun, and in
-a program that was read from a compilation cache it shares nothing with those around it.
+wait until that has ended (an execution edge). Collectives of one sequence start in
+turn, and each is over when it returns. Of a thunk that has a sequence of its own (a
+loop, a branch, a call) neither holds: it may return before its collectives have begun,
+and in a program that was read from a cache it shares nothing with those around it.
 """
 
 import itertools

@@ -6,8 +6,8 @@ with the losses of every other to the last bit, and those of one device within r
 
     python tests/stress.py --minutes=60 PYTHON [PYTHON ...]
 
-goes through all cells in an order of its own, with each of the interpreters in turn, and
-fails at the first that is wrong.
+goes through all cells in an order of its own, with each of the interpreters in turn,
+and fails at the first that is wrong.
 """
 
 import argparse
@@ -82,16 +82,16 @@ def losses(cell: Cell, cache: Path | None, python: str = sys.executable) -> list
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-    cores = sorted(os.sched_getaffinity(0))[: cell.cores]
     done = subprocess.run(
         [python, __file__, "--cell", json.dumps(dataclasses.asdict(cell))],
         env=environment,
         capture_output=True,
         text=True,
         timeout=LIMIT,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
-    assert done.returncode == 0, f"{cell}: exit {done.returncode}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"{cell}: exit {done.returncode}\n{done.stderr[-4000:]}"
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -113,6 +113,7 @@ def check(cell: Cell, runs: int, python: str = sys.executable) -> None:
 
 def run_cell(cell: Cell) -> list[str]:
     """In the process of its own: a small GPT, some steps."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: cell.cores])
     import jax
     import numpy as np
     import optax
