@@ -15,6 +15,7 @@ from jshard import ema, loss_scale
 from jshard.optim import sharded_update
 from jshard.partition import NUM_LAYERS, follow, layer_dims
 from jshard.policy import Policy
+from jshard.precision import for_update, updated_in
 from jshard.state import TrainState
 from jshard.streamed_update import streamed_update
 
@@ -43,7 +44,8 @@ def next_state(
       model_state: after the forward.
     """
     steps, finite, scale = state.step + 1, None, state.loss_scale
-    metrics = {"grad_norm": optax.tree.norm(grads)}
+    metrics = {"grad_norm": _norm(grads)}
+    grads = jax.tree.map(lambda g, p: g.astype(updated_in(p)), grads, state.params)
     if scale is not None:
         finite = jnp.isfinite(metrics["grad_norm"])
         model_state = loss_scale.select(finite, model_state, state.model_state)
@@ -87,7 +89,7 @@ def update(
     layer = _one_layer(params)
     cut = (
         layer,
-        jax.eval_shape(optimizer.init, layer),
+        jax.eval_shape(lambda layer: optimizer.init(for_update(layer)), layer),
         None if averages is None else jax.eval_shape(ema.start, layer),
     )
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -108,10 +110,17 @@ def _update(
     params, opt_state, averages = moving
     grads, steps, finite = given
     with sharded_update(mesh, policy):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        wide = for_update(params)
+        updates, opt_state = optimizer.update(grads, opt_state, wide)
     params = optax.apply_updates(params, updates)
     new = (params, opt_state, ema.update(averages, params, policy.ema_decay, steps))
     return new if finite is None else loss_scale.select(finite, new, moving)
+
+
+def _norm(grads: nnx.State) -> jax.Array:
+    """Of all gradients, in float32 or more, where squares and their sums fit."""
+    widen = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    return optax.tree.norm(jax.tree.map(widen, grads))
 
 
 def _one_layer(params: nnx.State) -> nnx.State:
