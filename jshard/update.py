@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jshard import ema, loss_scale
 from jshard.optim import sharded_update
-from jshard.partition import NUM_LAYERS, follow, layer_dims
+from jshard.partition import follow, layer_dims
 from jshard.policy import Policy
 from jshard.precision import for_update, updated_in
 from jshard.state import TrainState
@@ -124,17 +124,12 @@ def _norm(grads: nnx.State) -> jax.Array:
 
 
 def _one_layer(params: nnx.State) -> nnx.State:
-    """Abstract parameters with each Stack cut to one layer.
-
-    Their metadata remembers how many there are, which tells Stacks apart.
-    """
+    """Abstract parameters with each Stack cut to one layer."""
 
     def cut(variable: nnx.Variable) -> nnx.Variable:
         x = variable.get_value()
-        if not layer_dims(variable):
-            return variable.copy(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        layer = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-        return variable.copy(layer, **{NUM_LAYERS: x.shape[0]})
+        shape = (1, *x.shape[1:]) if layer_dims(variable) else x.shape
+        return variable.copy(jax.ShapeDtypeStruct(shape, x.dtype))
 
     is_variable = lambda v: isinstance(v, nnx.Variable)
     return jax.tree.map(cut, params, is_leaf=is_variable)
