@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jshard import description, ema, manifest
+from jshard import description, manifest
 from jshard.dropout import is_random
 from jshard.errors import UserError
 from jshard.older_names import renamed, stored_names
@@ -217,7 +217,16 @@ def _start_averages(state: TrainState) -> TrainState:
     """Starts averages, if the state has any, from its parameters."""
     if state.ema is None:
         return state
-    return dataclasses.replace(state, ema=ema.start(state.params))
+
+    def start(average: jax.Array, param: jax.Array) -> jax.Array:
+        dtype, place = average.dtype, average.sharding
+        average.delete()
+        # Either may be in host memory; a copy, since a step takes the buffers of both.
+        here = jax.device_put(param, jax.memory.Space.Device)
+        return jax.device_put(jnp.array(here, dtype, copy=True), place)
+
+    averages = jax.tree.map(start, state.ema, state.params)
+    return dataclasses.replace(state, ema=averages)
 
 
 def _anywhere(name: str) -> str:
