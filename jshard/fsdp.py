@@ -35,6 +35,7 @@ from jshard.partition import (
     replicated_specs,
 )
 from jshard.policy import Policy
+from jshard.precision import for_update
 from jshard.remat import checked_names
 from jshard.state import TrainState
 from jshard.update import next_state
@@ -140,7 +141,7 @@ class FSDP:
             params=params,
             frozen=frozen,
             model_state=model_state,
-            opt_state=optimizer.init(params),
+            opt_state=optimizer.init(for_update(params)),
             graphdef=graphdef,
             ema=None if self.policy.ema_decay is None else ema.start(params),
             loss_scale=loss_scale.start() if self.policy.loss_scale else None,

@@ -162,7 +162,7 @@ def test_names_hold_for_every_mesh_and_policy():
         )
     }
     assert len(names) == 1
-    assert "opt_state.1.stacked.4.inner_states.muon" in " ".join(names.pop())
+    assert "opt_state.1.stacked.layers.inner_states.muon" in " ".join(names.pop())
 
 
 def test_large_shards_are_stored_in_parts_and_stacks_in_layers(

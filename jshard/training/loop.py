@@ -85,14 +85,14 @@ def run(
     if first_batch is None:
         print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
         return
-    references = recipe.references(config) if recipe.references else {}
+    writes = jax.process_index() == 0  # and shows references, which take time to make
+    references = recipe.references(config) if writes and recipe.references else {}
     sample = recipe.sample(config) if recipe.sample else None
     start_up = fsdp.describe(abstract_state, first_batch, train_step, hosts)
     peers.at("restoring", start.step)
     # Before the folder is touched: the checkpoint may be another model's.
     state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
 
-    writes = jax.process_index() == 0
     listening = config.checkpoint.every or jax.process_count() > 1
     resume_from = start.step if start.resumes else None
     with (
