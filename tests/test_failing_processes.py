@@ -19,7 +19,8 @@ from failures import (
     train_until,
 )
 from jobs import Job, write_recipe
-from jshard.restore import CHECKPOINTS, find_steps
+from jshard.restore import CHECKPOINTS
+from jshard.step_folders import find_steps
 from resumable import read_metrics
 
 

@@ -18,7 +18,8 @@ import jshard
 from checkpoints import data_file, flip_bit, remount, small_disk
 from jshard.errors import Preempted, RunFailed
 from jshard.export import export
-from jshard.restore import find_damage, find_steps
+from jshard.restore import find_damage
+from jshard.step_folders import find_steps
 from jshard.training.progress import ProgressDisplay
 from resumable import read_metrics, train
 
@@ -126,12 +127,25 @@ def test_another_mesh_goes_on_with_the_same_data_within_rounding(
 
 def test_a_longer_run_goes_on_from_a_finished_one(whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/report.html").unlink()  # it names the folder
+    before = contents(tmp_path / "run")
     train(tmp_path, steps=20)
     assert "nothing to do" in capsys.readouterr().out
-    assert contents(tmp_path / "run") == contents(whole)
+    after = contents(tmp_path / "run")
+    assert "Checkpoints" in after.pop("report.html").decode()
+    assert after == before
     run = train(tmp_path, steps=22)
     assert "config differs from the run's: steps 20 -> 22" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(run)][-3:] == [21, 22, 22]
+
+
+def test_a_run_that_died_at_its_very_end_is_tidied_by_the_same_command(whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.copytree(run / "checkpoints/16", run / "checkpoints/12.deleting")
+    (run / "checkpoints/12.deleting/manifest.json").unlink()
+    train(tmp_path, steps=20)
+    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert steps == ["16", "20"]
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(run, whole, capsys):

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard import description
 from jshard.errors import Preempted
-from jshard.restore import CHECKPOINTS, find_damage, find_steps, restore_state
+from jshard.restore import CHECKPOINTS, find_damage, restore_state
+from jshard.step_folders import find_steps
 from jshard.training.saving import Saving
 from processes import Processes
 from resumable import read_metrics, train

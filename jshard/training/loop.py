@@ -19,7 +19,7 @@ from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config import Config
 from jshard.training.data import batches, eval_batches
 from jshard.training.job import make_job, make_mesh
-from jshard.training.metrics import RunFolder
+from jshard.training.metrics import RunFolder, finish_folder
 from jshard.training.preemption import Preemption
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
@@ -83,6 +83,8 @@ def run(
     peers.at("reading the first batch", start.step)
     first_batch = next(train_batches, None)
     if first_batch is None:
+        if jax.process_index() == 0:
+            finish_folder(workdir)
         print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
         return
     references = recipe.references(config) if recipe.references else {}

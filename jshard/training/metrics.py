@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from jshard import step_folders
 from jshard.atomic import replace_file
 from jshard.errors import RunFailed, UserError
+from jshard.restore import CHECKPOINTS
 from jshard.training.append import AppendedFile
 from jshard.training.config import Config
 from jshard.training.lock import lock_folder
@@ -158,6 +160,20 @@ class RunFolder:
             yield
         except OSError as error:
             raise RunFailed(f"cannot write to {self.path}: {_why(error)}") from error
+
+
+def finish_folder(path: Path) -> None:
+    """Does what a run that died at its very end left undone.
+
+    Raises:
+      UserError: The folder cannot be written, or is another process's.
+    """
+    try:
+        with lock_folder(path):
+            step_folders.tidy(path / CHECKPOINTS)
+            write_report(path)
+    except OSError as error:
+        raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:

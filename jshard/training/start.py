@@ -4,7 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from jshard.errors import UserError
-from jshard.restore import CHECKPOINTS, find_steps, newest_whole
+from jshard.restore import CHECKPOINTS, newest_whole
+from jshard.step_folders import find_steps
 from jshard.training.config import Config
 from jshard.training.report import read_metrics
 from jshard.training.resume import (
@@ -51,7 +52,7 @@ def find_start(workdir: Path, config: Config) -> Start:
     changes = changed_keys(read_config(workdir), config)
     check_changes(changes, config.checkpoint.accept)
     checkpoint = newest_whole(folder)
-    step = int(checkpoint.name)
+    step = int(checkpoint.stem)  # the name may have a suffix, of one that is aside
     messages = [f"resuming {workdir} after step {step}", describe_changes(changes)]
     if config.checkpoint.restore:
         messages.append("checkpoint.restore is for new runs: ignored")
