@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import shutil
 import signal
@@ -241,15 +240,11 @@ def test_a_save_that_dies_at_a_system_call_loses_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["the only step, which exists", "one that the new one makes superfluous"]
-)
 def test_a_save_that_dies_at_any_system_call_loses_nothing(
-    name, library, tmp_path, monkeypatch
+    library, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("LD_PRELOAD", str(library))
-    calls = itertools.count(1)
-    deaths = itertools.takewhile(
-        lambda call: check_death(name, tmp_path / str(call), call), calls
-    )
-    assert len(list(deaths)) > 40
+    call = 1
+    while check_death("the only step, which exists", tmp_path / str(call), call):
+        call += 1
+    assert call > 60

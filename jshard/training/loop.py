@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jshard
 from jshard.distributed import Peers
-from jshard.errors import Preempted, RunFailed
+from jshard.errors import Interrupted, Preempted, RunFailed
 from jshard.restore import restore_parameters, restore_state
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config import Config
@@ -51,6 +51,7 @@ def run(
         cannot be.
       RunFailed: The loss is not finite, or the metrics or the last state cannot be
         written.
+      Interrupted: A signal ended the run, and `checkpoint.every=0` saves nothing.
       Preempted: A signal ended the run, and its state is saved.
     """
     started = started or time.time()
@@ -95,15 +96,18 @@ def run(
     state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
 
     writes = jax.process_index() == 0
-    listening = config.checkpoint.every or jax.process_count() > 1
+    saves = bool(config.checkpoint.every)
+    preemption = Preemption(saves=saves)
     resume_from = start.step if start.resumes else None
     with (
+        ExitStack() as listening,  # to the end: also the report is to be whole
         RunFolder(workdir, config, resume_from=resume_from, enabled=writes) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
         Saving(config, folder, display) as saving,
-        Preemption() if listening else nullcontext() as preemption,
         peers.telling(),
     ):
+        if saves or jax.process_count() > 1:
+            listening.enter_context(preemption)
         display.say("\n".join(filter(None, (start.message, start_up))))
         folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
 
@@ -133,6 +137,9 @@ def run(
         for step, batch in enumerate(
             itertools.chain([first_batch], train_batches), first_step
         ):
+            last = step == config.steps
+            if last and not saves and jax.process_count() == 1:
+                listening.enter_context(preemption)  # what is nearly done is finished
             peers.at("step" if step > first_step else "compiling", step)
             state, metrics = train_step(state, fsdp.shard_batch(batch))
             losses.append(metrics["loss"])
@@ -142,11 +149,10 @@ def run(
             display.update(step)
             saving.report()
 
-            last = step == config.steps
-            preempted = preemption is not None and preemption.requested(step)
-            if preempted and not config.checkpoint.every:
-                raise RunFailed(
-                    f"{preemption and preemption.signal_name} at step {step}, and "
+            preempted = preemption.requested(step) and not last
+            if preempted and not saves:
+                raise Interrupted(
+                    f"{preemption.signal_name} at step {step}, and "
                     "checkpoint.every=0 saves nothing"
                 )
             evaluating = eval_data is not None and (
@@ -176,12 +182,12 @@ def run(
             display.log(step, values)
 
             # Who is preempted has no time: the resumed run evaluates.
-            if evaluating and (last or not preempted):
+            if evaluating and not preempted:
                 values |= evaluate(step)
             if save:
                 peers.at("saving", step)
                 saving.save(state, values)
-            if preemption is not None and preempted and not last:
+            if preempted:
                 saving.finish()
                 raise Preempted(
                     f"{preemption.signal_name} at step {step}: saved; the same command "
