@@ -133,6 +133,7 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         config: Mapping[str, Any] | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         """Starts to save a state, and returns once it may be donated.
 
@@ -144,6 +145,7 @@ class Checkpointer:
           state: whose ``step`` names the checkpoint; one of the same step is replaced.
           metrics: of this step; ``best`` looks there.
           config: anything JSON, for the description.
+          files: texts to keep beside it, process 0's, by the names of their files.
         """
         step = int(state.step)
         jax.block_until_ready(state)
@@ -169,7 +171,8 @@ class Checkpointer:
             size, problem = 0, ""
             try:
                 _wait_for_arrays(response, folder)
-                size = self._complete(step, folder, {"step": step, **content})
+                about = {"step": step, **content}
+                size = self._complete(folder, about, files or {})
             except Exception as error:
                 problem = _why(error)
                 _give_up(folder)
@@ -186,12 +189,16 @@ class Checkpointer:
         folder.mkdir()
         (folder / SOUND).touch()
 
-    def _complete(self, step: int, folder: Path, content: dict[str, Any]) -> int:
+    def _complete(
+        self, folder: Path, content: dict[str, Any], texts: Mapping[str, str]
+    ) -> int:
         """Makes a checkpoint of what Orbax has written; returns its bytes."""
         process, count = jax.process_index(), jax.process_count()
-        final = self.folder / str(step)
+        final = folder.with_suffix("")
         if process == 0:
             description.write(folder, content)
+            for name, text in texts.items():
+                replace_file(folder / name, text)
         files = manifest.checksum(folder, ARRAYS, process, count)
         if process > 0:
             replace_file(folder / _PART.format(process), json.dumps(files))
@@ -205,10 +212,11 @@ class Checkpointer:
             _wait_until(part.exists, folder)
             files |= json.loads(part.read_text(encoding="utf-8"))
             part.unlink()
-        files |= manifest.checksum(folder, description.FILE)
+        for name in (description.FILE, *texts):
+            files |= manifest.checksum(folder, name)
         manifest.write(folder, files)
         step_folders.put_in_place(folder)
-        self._retain(step)
+        self._retain(content["step"])
         return sum(file["bytes"] for file in files.values())
 
     def wait(self) -> None:

@@ -111,7 +111,13 @@ def run(
     resume_from = start.step if start.resumes else None
     with (
         ExitStack() as listening,  # to the end: also the report is to be whole
-        RunFolder(workdir, config, resume_from=resume_from, enabled=writes) as folder,
+        RunFolder(
+            workdir,
+            config,
+            resume_from=resume_from,
+            lines=start.metrics,
+            enabled=writes,
+        ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
         Saving(config, folder, display) as saving,
         peers.telling(),

@@ -17,6 +17,7 @@ from jshard.state import TrainState
 from jshard.training.config import Config
 from jshard.training.metrics import RunFolder
 from jshard.training.progress import ProgressDisplay
+from jshard.training.report import METRICS
 
 
 def check_room(workdir: Path, state: TrainState) -> None:
@@ -82,7 +83,12 @@ class Saving:
         """Starts to save a state, with the metrics of its step."""
         assert self._checkpointer is not None
         self._folder.flush()  # the steps up to here are not run again
-        self._checkpointer.save(state, metrics=metrics, config=self._config.to_dict())
+        self._checkpointer.save(
+            state,
+            metrics=metrics,
+            config=self._config.to_dict(),
+            files={METRICS: self._folder.metrics()},
+        )
 
     def report(self) -> None:
         """Tells of the saves that have ended since the last call."""
