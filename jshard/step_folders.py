@@ -19,7 +19,7 @@ SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"
 SOUND = ".sound"  # a file in the folder of a save, until that fails on any process
 
 _LATE = 1.0  # seconds without a trace of late writes, after which there are no more
-_LATEST = 60.0  # seconds after which whoever still writes there is left alone
+_LATEST = 20.0  # seconds after which whoever still writes there is left alone
 
 
 def find_steps(folder: Path) -> list[int]:
