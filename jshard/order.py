@@ -3,8 +3,8 @@
 XLA:CPU runs what is ready. Collectives of one sequence of thunks it starts in turn, but
 a loop passes for started, and so for ordered, before the collectives in it are: what
 ties them are scheduling edges, not execution edges (xla/runtime/execution_graph.h). And
-in a program read from a compilation cache a loop knows nothing of the collectives around
-it: each sequence is given a communicator of its own
+in a program read from a compilation cache a loop knows nothing of the collectives
+around it: each sequence is given a communicator of its own
 (xla/backends/cpu/runtime/thunk_proto_serdes.cc). So devices may enter different
 collectives, which meet under one key: they hang, or take each other's data. Only data
 orders them always.

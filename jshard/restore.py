@@ -18,19 +18,13 @@ from jshard.errors import UserError
 from jshard.older_names import renamed, stored_names
 from jshard.safetensors_read import is_safetensors, load_safetensors
 from jshard.state import TrainState
+from jshard.step_folders import find_steps, step_folder
 
 ARRAYS = "state"  # the folder in a step's folder that Orbax writes
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 
 
 # Finding.
-
-
-def find_steps(folder: Path) -> list[int]:
-    """The steps in a folder of checkpoints, ascending; not verified."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 def is_step(path: Path) -> bool:
@@ -80,14 +74,15 @@ def newest_whole(folder: Path) -> Path:
     """
     damaged = []
     for step in _steps_of_first(folder)[::-1]:
-        damage = find_damage(folder / str(step))
+        path = step_folder(folder, step)
+        damage = find_damage(path)
         if not damage:
             if damaged:
                 warnings.warn(
                     f"{'; '.join(damaged)} (in {folder}): step {step} is used instead",
                     stacklevel=2,
                 )
-            return folder / str(step)
+            return path
         damaged.append(f"step {step} is damaged: {damage}")
     if damaged:
         raise UserError(

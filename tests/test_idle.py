@@ -27,7 +27,7 @@ def test_a_step_that_is_stuck_is_named_before_xla_aborts(command, tmp_path):
         **command(tmp_path, "--config=stuck.py", *small, "--config.mesh.cpu_devices=2")
     ) as process:
         said = []
-        for line in process.stderr:
+        for line in process.stderr or ():
             said.append(line)
             if line.startswith("jshard: "):
                 break

@@ -25,7 +25,8 @@ from failures import WORDS
 from jobs import Job, write_recipe
 from jshard import description
 from jshard.errors import Preempted
-from jshard.restore import CHECKPOINTS, find_damage, find_steps, restore_state
+from jshard.restore import CHECKPOINTS, find_damage, restore_state
+from jshard.step_folders import find_steps
 from jshard.training.saving import Saving
 from processes import Processes
 from resumable import read_metrics, train

@@ -18,6 +18,7 @@ BUSY = 0.1  # of one core: a process that uses more is at work
 _AWAITED = {
     "data": "the recipe's data",
     "reading the first batch": "the recipe's data",
+    "reading the first evaluation batch": "the recipe's data",
     "restoring": "the disk",
     "saving": "the disk",
     "finishing": "the disk",

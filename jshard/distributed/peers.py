@@ -24,7 +24,7 @@ from jshard.distributed.idle import IdleWatch
 from jshard.distributed.log import Log
 from jshard.distributed.status import end_with_parent, report
 from jshard.distributed.watch import GRACE, PERIOD, Watch
-from jshard.errors import Preempted, RunFailed, UserError
+from jshard.errors import Interrupted, Preempted, RunFailed, UserError
 
 DAY = 86400.0  # seconds: as long as the watch lets a process wait
 LONGEST_TRACEBACK = 20_000  # characters
@@ -273,7 +273,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
     """The exit code and the text of an error."""
     if isinstance(error, UserError | RunFailed):
         text = " ".join(str(error).splitlines())
-        return (2 if isinstance(error, UserError) else 1), f"error: {text}"
+        code = 2 if isinstance(error, UserError) else 1
+        return 130 if isinstance(error, Interrupted) else code, f"error: {text}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "error: interrupted"
     lines = "".join(traceback.format_exception(error))
