@@ -145,8 +145,8 @@ def train(setting: Setting, size: dict[str, int]) -> dict[str, Any]:
 
         eval_step, total = fsdp.eval_step(recipe.loss_fn), None
         held_out = recipe.make_data(config, "validation")
-        for batch in eval_batches(held_out, batch_size=config.batch_size):
-            means = eval_step(state, fsdp.shard_batch(batch))
+        for factor, batch in eval_batches(held_out, batch_size=config.batch_size):
+            means = eval_step(state, fsdp.shard_batch(batch)).scaled(factor)
             total = means if total is None else total + means
             jax.block_until_ready(total)
     assert traced is not None

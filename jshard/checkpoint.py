@@ -2,9 +2,9 @@
 
 A step's folder is built under another name, ``100.saving``: the arrays by Orbax, every
 process its shards; then a description; then the manifest with a checksum of every file;
-and last it is renamed to ``100``. It is deleted by renaming it to ``100.deleting``
-first. So whatever the process dies in, a folder with a number for a name was once
-whole, and the manifest tells whether it still is.
+and last it is put in its place (jshard.step_folders). So whatever the process dies in,
+a folder with a number for a name was once whole, and the manifest tells whether it
+still is.
 
 Several processes meet in that folder. Each leaves the checksums of its part there for
 process 0, which does the rest; and a file that any of them removes when its save fails,
@@ -16,7 +16,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,21 +29,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jshard import description, manifest, orbax_noise
-from jshard.atomic import replace_file, sync_folder
+from jshard import description, manifest, orbax_noise, step_folders
+from jshard.atomic import replace_file
 from jshard.errors import UserError
-from jshard.restore import (
-    ARRAYS,
-    find_damage,
-    find_steps,
-    newest_whole,
-    restore_state,
-)
+from jshard.restore import ARRAYS, find_damage, newest_whole, restore_state
 from jshard.state import TrainState
+from jshard.step_folders import SAVING, SOUND, find_steps, step_folder
 
-_SAVING, _DELETING = ".saving", ".deleting"
 _PART = ".part-{}.json"  # a file in the folder of a save: checksums of one process
-_SOUND = ".sound"  # a file in the folder of a save, until that fails on any process
 # Bytes that a reader of one layer, or of other shards, may have to read around them.
 _CHUNK = 256 << 20
 _FILE = 256 << 20  # bytes: files are what processes and threads share out to verify
@@ -141,6 +133,7 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         config: Mapping[str, Any] | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         """Starts to save a state, and returns once it may be donated.
 
@@ -152,6 +145,7 @@ class Checkpointer:
           state: whose ``step`` names the checkpoint; one of the same step is replaced.
           metrics: of this step; ``best`` looks there.
           config: anything JSON, for the description.
+          files: texts to keep beside it, process 0's, by the names of their files.
         """
         step = int(state.step)
         jax.block_until_ready(state)
@@ -160,7 +154,7 @@ class Checkpointer:
         content = description.describe(
             state, config=config or {}, metrics=metrics or {}
         )
-        folder = self.folder / f"{step}{_SAVING}"
+        folder = self.folder / f"{step}{SAVING}"
         arrays = description.nest(description.arrays_by_name(state))
         try:
             _on_first(lambda: self._make(folder))
@@ -177,7 +171,8 @@ class Checkpointer:
             size, problem = 0, ""
             try:
                 _wait_for_arrays(response, folder)
-                size = self._complete(step, folder, {"step": step, **content})
+                about = {"step": step, **content}
+                size = self._complete(folder, about, files or {})
             except Exception as error:
                 problem = _why(error)
                 _give_up(folder)
@@ -192,14 +187,18 @@ class Checkpointer:
         """Makes a save's folder, for where Orbax cannot the others wait for minutes."""
         self._tidy()
         folder.mkdir()
-        (folder / _SOUND).touch()
+        (folder / SOUND).touch()
 
-    def _complete(self, step: int, folder: Path, content: dict[str, Any]) -> int:
+    def _complete(
+        self, folder: Path, content: dict[str, Any], texts: Mapping[str, str]
+    ) -> int:
         """Makes a checkpoint of what Orbax has written; returns its bytes."""
         process, count = jax.process_index(), jax.process_count()
-        final = self.folder / str(step)
+        final = folder.with_suffix("")
         if process == 0:
             description.write(folder, content)
+            for name, text in texts.items():
+                replace_file(folder / name, text)
         files = manifest.checksum(folder, ARRAYS, process, count)
         if process > 0:
             replace_file(folder / _PART.format(process), json.dumps(files))
@@ -213,14 +212,11 @@ class Checkpointer:
             _wait_until(part.exists, folder)
             files |= json.loads(part.read_text(encoding="utf-8"))
             part.unlink()
-        files |= manifest.checksum(folder, description.FILE)
+        for name in (description.FILE, *texts):
+            files |= manifest.checksum(folder, name)
         manifest.write(folder, files)
-        if final.exists():  # of a run that went back to an earlier step
-            self._delete(final)
-        folder.rename(final)
-        (final / _SOUND).unlink()
-        sync_folder(self.folder)
-        self._retain(step)
+        step_folders.put_in_place(folder)
+        self._retain(content["step"])
         return sum(file["bytes"] for file in files.values())
 
     def wait(self) -> None:
@@ -247,34 +243,23 @@ class Checkpointer:
         if self._best:
             kept |= self._best_step(steps)
         for step in sorted(set(steps) - kept):
-            try:
-                self._delete(self.folder / str(step))
-            except OSError as error:  # which is no reason to call the save failed
-                logging.getLogger("jshard").warning("cannot delete: %s", error)
+            step_folders.delete(step_folder(self.folder, step))
 
     def _best_step(self, steps: list[int]) -> set[int]:
         """The step with the best metric, if any has it."""
         found = {}
         for step in steps:
             with suppress(OSError, ValueError):  # a damaged one is not the best
-                metrics = description.read(self.folder / str(step))["metrics"]
+                folder = step_folder(self.folder, step)
+                metrics = description.read(folder)["metrics"]
                 if np.isfinite(metrics.get(self._best, np.nan)):
                     found[step] = metrics[self._best]
         best = max if self._highest else min
         return {best(found, key=lambda step: found[step])} if found else set()
 
-    def _delete(self, folder: Path) -> None:
-        leaving = folder.with_name(folder.name + _DELETING)
-        folder.rename(leaving)  # at once: never a half under a whole one's name
-        shutil.rmtree(leaving)
-
     def _tidy(self) -> None:
-        """Removes what saves and deletions left that failed, or in which all died."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for suffix in (_SAVING, _DELETING):
-            for path in self.folder.glob(f"*{suffix}"):
-                if path.name.removesuffix(suffix).isdigit():
-                    shutil.rmtree(path, ignore_errors=True)
+        step_folders.tidy(self.folder)
 
     # Restoring.
 
@@ -300,7 +285,7 @@ class Checkpointer:
             raise UserError(
                 f"no checkpoint of step {step} in {self.folder}; there are: {found}"
             )
-        folder = self.folder / str(step)
+        folder = step_folder(self.folder, step)
         if damage := find_damage(folder):
             raise UserError(f"checkpoint {folder} is damaged: {damage}")
         return restore_state(folder, abstract)
@@ -365,16 +350,16 @@ def _wait_for_arrays(response: Any, folder: Path) -> None:
 def _give_up(folder: Path) -> None:
     """Tells the others that a save has failed here, and removes it."""
     with suppress(OSError):
-        (folder / _SOUND).unlink()
+        (folder / SOUND).unlink()
     if jax.process_index() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        step_folders.give_up(folder)
 
 
 def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
     """Waits for other processes, until a save is given up by one of them."""
     deadline = time.monotonic() + _PATIENCE
     while True:
-        sound = (folder / _SOUND).exists()  # before: what ends well removes it too
+        sound = (folder / SOUND).exists()  # before: what ends well removes it too
         if condition():
             return
         if not sound:

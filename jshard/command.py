@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import jax
 
-from jshard.errors import Preempted, RunFailed, UserError
+from jshard.errors import Interrupted, Preempted, RunFailed, UserError
 
 
 def run_command(command: Callable[[list[str]], None]) -> None:
@@ -25,6 +25,8 @@ def run_command(command: Callable[[list[str]], None]) -> None:
         command(sys.argv[1:])
     except UserError as error:
         _exit(2, f"error: {error}")
+    except Interrupted as error:
+        _exit(130, f"error: {error}")
     except RunFailed as error:
         _exit(1, f"error: {error}")
     except Preempted as error:

@@ -39,7 +39,7 @@ def arrays_by_name(state: TrainState) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = _name(path)
+        name = array_name(path)
         if name in found:
             raise ValueError(f"two arrays of the state are named {name!r}")
         if np.prod(np.shape(leaf)):
@@ -51,12 +51,13 @@ def replace_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     """Returns ``state`` with those of its arrays replaced that ``arrays`` names."""
 
     def replace(path: tuple, leaf: Any) -> Any:
-        return arrays.get(_name(path), leaf)
+        return arrays.get(array_name(path), leaf)
 
     return jax.tree_util.tree_map_with_path(replace, state)
 
 
-def _name(path: tuple) -> str:
+def array_name(path: tuple) -> str:
+    """The name of an array of a state from its path."""
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     # A Flax variable is a node with one leaf, its value.
     return ".".join(parts[:-1] if parts[-1] == "value" and len(parts) > 1 else parts)

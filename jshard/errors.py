@@ -15,6 +15,13 @@ class RunFailed(RuntimeError):
     """
 
 
+class Interrupted(RunFailed):
+    """A run that a signal ended, and that saves nothing: it is lost.
+
+    The command line exits 130 with it.
+    """
+
+
 class Preempted(RuntimeError):
     """A run that a signal ended, after its state was saved: it can be resumed.
 

@@ -26,6 +26,7 @@ from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.offload import check_memory, check_state, shardings, typed_as_device
+from jshard.order import in_order
 from jshard.partition import (
     manual_specs,
     optimizer_specs,
@@ -34,6 +35,7 @@ from jshard.partition import (
     replicated_specs,
 )
 from jshard.policy import Policy
+from jshard.precision import for_update
 from jshard.remat import checked_names
 from jshard.state import TrainState
 from jshard.update import next_state
@@ -106,7 +108,8 @@ class FSDP:
             return jax.tree.leaves(self._create(make_model, optimizer, wrt, seed))
 
         seed_array = jnp.asarray(seed, jnp.uint32)
-        return jax.tree.unflatten(structure, make(create, seed_array, leaves))
+        arrays = make(self._in_order(create), seed_array, leaves)
+        return jax.tree.unflatten(structure, arrays)
 
     def abstract_state(
         self,
@@ -142,7 +145,7 @@ class FSDP:
             params=params,
             frozen=frozen,
             model_state=model_state,
-            opt_state=optimizer.init(params),
+            opt_state=optimizer.init(for_update(params)),
             graphdef=graphdef,
             ema=None if self.policy.ema_decay is None else ema.start(params),
             loss_scale=loss_scale.start() if self.policy.loss_scale else None,
@@ -258,7 +261,11 @@ class FSDP:
         return self._jit(predict_step)
 
     def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
-        return jax.jit(step, compiler_options=self.compiler_options or None, **kwargs)
+        options = self.compiler_options or None
+        return jax.jit(self._in_order(step), compiler_options=options, **kwargs)
+
+    def _in_order(self, fn: Callable) -> Callable:
+        return in_order(fn) if platform(self.mesh) == "cpu" else fn
 
     def _checked_specs(self, state: TrainState) -> TrainState:
         specs = self._specs(state)

@@ -10,7 +10,8 @@ from jshard import description, manifest
 from jshard.command import checkpoint_parser, run_command
 from jshard.describe import format_bytes
 from jshard.errors import UserError
-from jshard.restore import checkpoints_folder, find_damage, find_steps, is_step
+from jshard.restore import checkpoints_folder, find_damage, is_step
+from jshard.step_folders import find_steps, step_folder
 from jshard.training.config import flatten
 
 
@@ -35,7 +36,7 @@ def _inspect(argv: list[str]) -> None:
         folders = [path]
     else:
         folder = checkpoints_folder(path)
-        folders = [folder / str(step) for step in find_steps(folder)]
+        folders = [step_folder(folder, step) for step in find_steps(folder)]
         print(f"{folder}: {len(folders)} checkpoints, the newest is shown")
     print(show(folders[-1]))
     if arguments.verify:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.extend import core
 
 # Calls that only group equations; where nothing is differentiated, custom rules do too.
-_CALLS = {
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
 }
 
 
@@ -44,18 +44,27 @@ def has(eqn: Any, names: set[str]) -> bool:
     return eqn.primitive.name in names or any(contains(j, names) for j in inner)
 
 
-def evaluate(eqns: Iterable[Any], env: dict[Any, Any], outputs: Sequence[Any]) -> list:
+def read(env: dict[Any, Any], atoms: Iterable[Any]) -> list[Any]:
+    """The values of variables, from ``env``, and of literals."""
+    return [a.val if isinstance(a, core.Literal) else env[a] for a in atoms]
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    results = eqn.primitive.bind(*values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def evaluate(
+    eqns: Iterable[Any], env: dict[Any, Any], outputs: Sequence[Any] = ()
+) -> list:
     """Runs equations on the values in ``env``, which theirs join; reads ``outputs``."""
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
     for eqn in eqns:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        results = eqn.primitive.bind(*map(read, eqn.invars), **params)
-        results = results if eqn.primitive.multiple_results else [results]
+        with eqn.ctx.manager:
+            results = bind(eqn, read(env, eqn.invars))
         env.update(zip(eqn.outvars, results, strict=True))
-    return [jnp.asarray(read(atom)) for atom in outputs]
+    return list(map(jnp.asarray, read(env, outputs)))
 
 
 def flat_jaxpr(fn: Callable, leaves: Sequence[Any]) -> core.ClosedJaxpr:
@@ -71,20 +80,20 @@ def flat_jaxpr(fn: Callable, leaves: Sequence[Any]) -> core.ClosedJaxpr:
 def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list:
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= zip(jaxpr.invars, inputs, strict=True)
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
     for eqn in jaxpr.eqns:
-        inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-        if inner is None:
-            evaluate([eqn], env, ())
+        if eqn.primitive.name not in CALLS:
+            evaluate([eqn], env)
             continue
-        consts = getattr(inner, "consts", ())
-        inner = getattr(inner, "jaxpr", inner)
-        results = _inline(inner, consts, list(map(read, eqn.invars)))
+        inner = inner_jaxpr(eqn)
+        results = _inline(inner.jaxpr, inner.consts, read(env, eqn.invars))
         env.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return read(env, jaxpr.outvars)
+
+
+def inner_jaxpr(call: Any) -> core.ClosedJaxpr:
+    """What an equation of ``CALLS`` calls."""
+    inner = call.params[CALLS[call.primitive.name]]
+    return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:

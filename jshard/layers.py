@@ -23,7 +23,7 @@ from jshard.calling import call_method, is_variable, reachable, variables, varia
 from jshard.collectives import Placement, gather_leaf, is_float
 from jshard.embedding import is_cheaper, is_table, look_up, mark_table
 from jshard.errors import UserError
-from jshard.partition import LAYER_DIMS
+from jshard.partition import mark_layers
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
 from jshard.schedule import check_carry, run_unit, split_aux
@@ -99,8 +99,8 @@ class Stack(nnx.Module, pytree=False):
             return make_layer(rngs)
 
         layers = make(rngs)
-        for _, variable in variables(layers):
-            variable.set_metadata(LAYER_DIMS, variable.get_metadata(LAYER_DIMS, 0) + 1)
+        for path, variable in variables(layers):
+            mark_layers(variable, path)
         if isinstance(layers, (Unit, Stack)):
             raise UserError(
                 "Stack: its layers are Units or Stacks already; stack plain modules, "

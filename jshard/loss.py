@@ -135,6 +135,17 @@ class Means:
 
     __radd__ = __add__
 
+    def scaled(self, factor: float) -> "Means":
+        """As if each example had come ``factor`` times, which may be a negative one."""
+
+        def scale(mean: Mean) -> Mean:
+            return Mean(factor * mean.total, factor * mean.count)
+
+        return Means(
+            Loss(tuple((weight, scale(mean)) for weight, mean in self.loss.terms)),
+            {name: scale(mean) for name, mean in self.metrics.items()},
+        )
+
     def compute(self) -> dict[str, float]:
         """Floats by name, "loss" first."""
         loss = sum(float(w * mean.compute()) for w, mean in self.loss.terms)

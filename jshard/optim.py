@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.partition import LAYER_DIMS, NUM_LAYERS, layer_dims
+from jshard.partition import layer_dims, stack_of, without_layers
 from jshard.policy import Policy
 from jshard.whole_layers import map_layers
 
@@ -56,8 +56,8 @@ class PerLayerState(NamedTuple):
 
     Attributes:
       rest: the inner optimizer's state for parameters outside Stacks.
-      stacked: for each number of layers L, the inner state of one layer with a
-        leading (L,) on every leaf.
+      stacked: for each Stack, by its path in the model, the inner state of one layer
+        with a leading (L,) on every leaf.
     """
 
     rest: Any
@@ -79,36 +79,33 @@ def per_layer(
     all-to-all and hands the shards of the result back: no matrix is gathered, no work
     is done twice, and few full matrices are in memory.
 
+    Every Stack has a state of its own: what looks across the parameters it is given
+    (``optax.clip_by_global_norm``, say) sees those of one layer of one Stack.
+
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
     """
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> PerLayerState:
-        groups = {
-            key: jax.vmap(inner.init)(_lower(tree))
-            for key, tree, inner in _groups(params, tx)
+        stacked = {
+            name: jax.vmap(inner.init)(_lower(_of_stack(params, name)))
+            for name, inner in _stacks(params, tx)
         }
-        return PerLayerState(tx.init(_select(params, lambda v: not _depth(v))), groups)
+        return PerLayerState(tx.init(_of_stack(params, None)), stacked)
 
     def update(updates: Any, state: PerLayerState, params: Any = None, **extra: Any):
-        rest, rest_state = tx.update(
-            _select(updates, lambda v: not _depth(v)),
-            state.rest,
-            None if params is None else _select(params, lambda v: not _depth(v)),
-            **extra,
-        )
-        merged, stacked = rest, {}
-        for key, tree, inner in _groups(updates, tx):
-            layers = None
-            if params is not None:
-                layers = _lower(_select(params, lambda v, key=key: _depth(v) == key))
-            inner_update = _with_extra(inner, extra)
-            new, stacked[key] = _update_layers(
-                inner_update, _lower(tree), state.stacked[key], layers
+        of = lambda name: (_of_stack(updates, name), _of_stack(params, name))
+        grads, values = of(None)
+        merged, rest = tx.update(grads, state.rest, values, **extra)
+        stacked = {}
+        for name, inner in _stacks(updates, tx):
+            grads, values = map(_lower, of(name))
+            new, stacked[name] = _update_layers(
+                _with_extra(inner, extra), grads, state.stacked[name], values
             )
-            merged = _merge(merged, new, key, updates)
-        return merged, PerLayerState(rest_state, stacked)
+            merged = _merge(merged, new, name, updates)
+        return merged, PerLayerState(rest, stacked)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -121,64 +118,54 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _depth(variable: Any) -> str:
-    """The number of layers of a Stack's variable as a key, "" outside Stacks."""
-    if not _is_variable(variable) or not layer_dims(variable):
-        return ""
-    leaves = jax.tree.leaves(variable)
-    if not leaves:
-        return ""
-    return str(variable.get_metadata(NUM_LAYERS, leaves[0].shape[0]))
+def _stack(path: tuple, variable: Any) -> str | None:
+    """The name of the Stack that holds a variable; None outside, or masked."""
+    if not _is_variable(variable) or not jax.tree.leaves(variable):
+        return None
+    names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    stack = stack_of(tuple(names), variable)
+    return None if stack is None else ".".join(stack) or "model"
 
 
-def _select(tree: Any, wanted: Callable[[Any], bool]) -> Any:
-    """``tree`` with MaskedNodes in place of what is not wanted, as optax masks."""
+def _of_stack(tree: Any, name: str | None) -> Any:
+    """``tree`` with MaskedNodes, as optax masks, for what is of other Stacks."""
 
-    def pick(variable: Any) -> Any:
-        if not _is_variable(variable) or wanted(variable):
+    def pick(path: tuple, variable: Any) -> Any:
+        if not _is_variable(variable) or _stack(path, variable) == name:
             return variable
         return variable.copy(optax.MaskedNode())
 
-    return jax.tree.map(pick, tree, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(pick, tree, is_leaf=_is_variable)
 
 
-def _groups(tree: Any, tx: optax.GradientTransformationExtraArgs) -> Iterator[tuple]:
-    """(L, the variables of Stacks of L layers, the transformation of one layer)."""
-    variables = [
-        v for v in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(v)
-    ]
-    for key in sorted({_depth(v) for v in variables} - {""}):
-        members = [v for v in variables if _depth(v) == key]
-        nested = any(layer_dims(v) > 1 for v in members)
-        chosen = _select(tree, lambda v, key=key: _depth(v) == key)
-        yield key, chosen, per_layer(tx) if nested else tx
+def _stacks(tree: Any, tx: optax.GradientTransformationExtraArgs) -> Iterator[tuple]:
+    """(name, the transformation of one layer) of each Stack with variables there."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
+    named = [(_stack(path, leaf), leaf) for path, leaf in leaves]
+    for name in sorted({name for name, _ in named if name is not None}):
+        nested = any(layer_dims(leaf) > 1 for stack, leaf in named if stack == name)
+        yield name, per_layer(tx) if nested else tx
 
 
 def _lower(tree: Any) -> Any:
     """Marks variables as having one layer dimension less, for use under a map."""
 
     def lower(variable: Any) -> Any:
-        if not _is_variable(variable) or not layer_dims(variable):
-            return variable
-        lower = variable.copy(**{LAYER_DIMS: layer_dims(variable) - 1})
-        if NUM_LAYERS in lower.get_metadata():
-            lower.del_metadata(NUM_LAYERS)
-        return lower
+        stacked = _is_variable(variable) and layer_dims(variable)
+        return without_layers(variable) if stacked else variable
 
     return jax.tree.map(lower, tree, is_leaf=_is_variable)
 
 
-def _merge(into: Any, new: Any, key: str, like: Any) -> Any:
-    """Puts the variables of group ``key`` from ``new`` into ``into``."""
+def _merge(into: Any, new: Any, name: str, like: Any) -> Any:
+    """Puts the variables of a Stack from ``new`` into ``into``."""
 
-    def pick(variable: Any, old: Any, fresh: Any) -> Any:
-        if not _is_variable(variable):
-            return old
-        if _depth(variable) != key:
+    def pick(path: tuple, variable: Any, old: Any, fresh: Any) -> Any:
+        if _stack(path, variable) != name:
             return old
         return variable.copy(fresh.get_value())
 
-    return jax.tree.map(pick, like, into, new, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(pick, like, into, new, is_leaf=_is_variable)
 
 
 def _update_layers(update: Callable, updates: Any, state: Any, params: Any) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jshard.errors import UserError
@@ -16,7 +17,8 @@ class Precision:
     """Dtypes; None keeps what the module declares.
 
     Attributes:
-      param: dtype of the stored parameters (and of gradients and optimizer state).
+      param: dtype of the stored parameters, and of gradients and optimizer state;
+        those of float16 parameters are float32.
       gather: dtype on the wire of all-gathers; by default ``compute``. int8,
         float8_e4m3fn and float8_e5m2 are scaled in blocks (``jshard.quantized``).
       compute: dtype of the weights a layer sees; modules that declare a ``dtype``
@@ -56,6 +58,24 @@ def _dtype(name: str, value: Any) -> Any:
             f"precision.{name}: {value!r} is not one of {', '.join(possible)}"
         )
     return dtype
+
+
+def updated_in(param: Any) -> Any:
+    """The dtype of a parameter's gradient and optimizer state: its own, or float32.
+
+    Between 6e-8 and 65504 float16 has no room for squares and their sums.
+    """
+    return jnp.dtype(jnp.float32) if param.dtype == jnp.float16 else param.dtype
+
+
+def for_update(params: Any) -> Any:
+    """Parameters as their optimizer sees them, in the dtypes of ``updated_in``."""
+
+    def widen(param: Any) -> Any:
+        dtype = updated_in(param)
+        return param if param.dtype == dtype else param.astype(dtype)
+
+    return jax.tree.map(widen, params)
 
 
 def set_compute_dtype(module: Any, dtype: Any) -> None:

@@ -12,24 +12,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jshard import description, ema, manifest
+from jshard import description, manifest
 from jshard.dropout import is_random
 from jshard.errors import UserError
+from jshard.older_names import renamed, stored_names
 from jshard.safetensors_read import is_safetensors, load_safetensors
 from jshard.state import TrainState
+from jshard.step_folders import find_steps, step_folder
 
 ARRAYS = "state"  # the folder in a step's folder that Orbax writes
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 
 
 # Finding.
-
-
-def find_steps(folder: Path) -> list[int]:
-    """The steps in a folder of checkpoints, ascending; not verified."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 def is_step(path: Path) -> bool:
@@ -79,14 +74,15 @@ def newest_whole(folder: Path) -> Path:
     """
     damaged = []
     for step in _steps_of_first(folder)[::-1]:
-        damage = find_damage(folder / str(step))
+        path = step_folder(folder, step)
+        damage = find_damage(path)
         if not damage:
             if damaged:
                 warnings.warn(
                     f"{'; '.join(damaged)} (in {folder}): step {step} is used instead",
                     stacklevel=2,
                 )
-            return folder / str(step)
+            return path
         damaged.append(f"step {step} is damaged: {damage}")
     if damaged:
         raise UserError(
@@ -145,8 +141,10 @@ def restore_state(folder: Path, abstract: TrainState) -> TrainState:
     """
     wanted = description.arrays_by_name(abstract)
     stored = description.read(folder)["arrays"]
-    _check(folder, wanted, stored)
-    return description.replace_arrays(abstract, _load(folder, wanted, stored))
+    names = stored_names(abstract, stored)
+    _check(folder, wanted, renamed(stored, names))
+    loaded = _load(folder, wanted, names, stored)
+    return description.replace_arrays(abstract, loaded)
 
 
 def restore_parameters(
@@ -178,7 +176,9 @@ def restore_parameters(
         loaded = load_safetensors(path, jax.tree.map(_abstract, state))
         return _start_averages(description.replace_arrays(state, loaded))
     folder = find_step(path)
-    described = description.read(folder)["arrays"]
+    stored = description.read(folder)["arrays"]
+    names = stored_names(state, stored)
+    described = renamed(stored, names)
     kinds = ("params", "frozen", "model_state", *optimizer * ("opt_state", "ema"))
 
     def chosen(arrays: Mapping[str, Any], random: Collection[str]) -> dict[str, tuple]:
@@ -200,9 +200,8 @@ def restore_parameters(
     _check(folder, wanted, {key: entry for key, (_, entry) in sources.items()})
     for _, array in targets.values():
         array.delete()
-    loaded = _load(
-        folder, {sources[key][0]: array for key, array in wanted.items()}, described
-    )
+    targeted = {sources[key][0]: array for key, array in wanted.items()}
+    loaded = _load(folder, targeted, names, stored)
     state = description.replace_arrays(
         state, {name: loaded[sources[key][0]] for key, (name, _) in targets.items()}
     )
@@ -213,7 +212,16 @@ def _start_averages(state: TrainState) -> TrainState:
     """Starts averages, if the state has any, from its parameters."""
     if state.ema is None:
         return state
-    return dataclasses.replace(state, ema=ema.start(state.params))
+
+    def start(average: jax.Array, param: jax.Array) -> jax.Array:
+        dtype, place = average.dtype, average.sharding
+        average.delete()
+        # Either may be in host memory; a copy, since a step takes the buffers of both.
+        here = jax.device_put(param, jax.memory.Space.Device)
+        return jax.device_put(jnp.array(here, dtype, copy=True), place)
+
+    averages = jax.tree.map(start, state.ema, state.params)
+    return dataclasses.replace(state, ema=averages)
 
 
 def _anywhere(name: str) -> str:
@@ -264,12 +272,28 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _load(
-    folder: Path, wanted: Mapping[str, Any], stored: Iterable[str]
+    folder: Path,
+    wanted: Mapping[str, Any],
+    names: Mapping[str, str],
+    stored: Iterable[str],
 ) -> dict[str, jax.Array]:
-    """Reads arrays by the names that they are stored under; each device its shards."""
+    """Reads arrays by name, of which ``names`` has those stored under another one.
+
+    Each device reads its shards.
+    """
+    sources = {name: names.get(name, name) for name in wanted}
+    found = {sources[name]: array for name, array in wanted.items()}
     context = ocp.Context()
-    context.pytree.loading.partial_load = set(wanted) != set(stored)
+    context.pytree.loading.partial_load = set(found) != set(stored)
     with context:
-        tree = ocp.load((folder / ARRAYS).absolute(), description.nest(wanted))
-    names = jax.tree.leaves(description.nest({name: name for name in wanted}))
-    return dict(zip(names, jax.tree.leaves(tree), strict=True))
+        tree = ocp.load((folder / ARRAYS).absolute(), description.nest(found))
+    order = jax.tree.leaves(description.nest({name: name for name in found}))
+    loaded = dict(zip(order, jax.tree.leaves(tree), strict=True))
+    owner = {source: name for name, source in sources.items()}
+    # What several take is copied: a step donates the state's buffers, each once.
+    return {
+        name: loaded[source]
+        if owner[source] == name
+        else jnp.array(loaded[source], copy=True)
+        for name, source in sources.items()
+    }

@@ -103,7 +103,8 @@ def train(
         lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
     )
     if scale is not None:
-        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+        # In float16 the scale may be infinite, and what it is divided by zero.
+        grads = jax.tree.map(lambda g: _at_least_float32(g) / scale, grads)
     loss, metrics = _global(loss), _global(metrics)
     values: dict[str, Any] = {
         "loss": sum(weight * mean.compute() for weight, mean in loss.terms)

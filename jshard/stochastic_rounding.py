@@ -9,6 +9,7 @@ average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", se
 
 import functools
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,9 +47,10 @@ def bf16_moments(
     path, with its shape. Counts, scalars and factored statistics stay as they are.
     ``tx`` sees moments in float32; what it returns is rounded by ``round_to_bf16``.
 
-    The random bits depend on the seed, the step, the moment's name and the layer, and
-    so neither on the mesh nor on whether layers are updated together
-    (``jshard.per_layer`` inside or outside). They are made where the shards are.
+    The random bits depend on the seed, the step, the parameter, which of its moments it
+    is, the layer, and the place in it: neither on the mesh nor on whether layers are
+    updated together (``jshard.per_layer`` inside or outside). They are made where the
+    shards are.
 
     Args:
       tx: any optax transformation.
@@ -57,22 +59,22 @@ def bf16_moments(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Bf16MomentsState:
-        narrow = lambda path, depth, x: x.astype(jnp.bfloat16)
+        narrow = lambda name, depth, x: x.astype(jnp.bfloat16)
         inner = _map_moments(narrow, tx.init(params), params)
         return Bf16MomentsState(jnp.zeros((), jnp.int32), inner)
 
     def update(
         updates: Any, state: Bf16MomentsState, params: Any = None, **extra: Any
     ) -> tuple[Any, Bf16MomentsState]:
-        widen = lambda path, depth, x: x.astype(jnp.float32)
+        widen = lambda name, depth, x: x.astype(jnp.float32)
         wide = _map_moments(widen, state.inner, updates)
         new_updates, inner = tx.update(updates, wide, params, **extra)
         key = jax.random.key(seed, impl="threefry2x32")
         key = tuple(jax.random.key_data(jax.random.fold_in(key, state.step)))
 
-        def narrow(path: tuple, depth: int, x: jax.Array) -> jax.Array:
-            name = zlib.crc32(jax.tree_util.keystr(path).encode())
-            own = functools.reduce(fold, (name, *layers_here()), key)
+        def narrow(name: str, depth: int, x: jax.Array) -> jax.Array:
+            words = (zlib.crc32(name.encode()), *layers_here())
+            own = functools.reduce(fold, words, key)
             return round_to_bf16(x, random_bits(own, x.shape, depth))
 
         inner = _map_moments(narrow, inner, updates)
@@ -151,22 +153,30 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def _map_moments(
-    fn: Callable[[tuple, int, jax.Array], jax.Array], state: Any, params: Any
+    fn: Callable[[str, int, jax.Array], jax.Array], state: Any, params: Any
 ) -> Any:
-    """``fn(path, layer dimensions, leaf)`` of every moment in ``state``."""
+    """``fn(name, layer dimensions, leaf)`` of every moment in ``state``.
+
+    A name is the parameter's, and a number: the first, the second of its moments. What
+    is around and between them (``per_layer``, masks) has no part in it.
+    """
     is_variable = lambda x: isinstance(x, nnx.Variable)
     depths = [
         layer_dims(v) if is_variable(v) else 0
         for v in jax.tree.leaves(params, is_leaf=is_variable)
         for _ in jax.tree.leaves(v)
     ]
-    find = follow(params, depths)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    names = map(jax.tree_util.keystr, paths)
+    find = follow(params, list(zip(names, depths, strict=True)))
+    found: Counter[str] = Counter()
 
     def one(path: tuple, leaf: Any) -> Any:
-        depth = find(path, leaf)
+        name, depth = find(path, leaf) or ("", None)
         scalar = depth == jnp.ndim(leaf)  # of each layer: there is nothing to save
         if depth is None or scalar or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return fn(path, depth, leaf)
+        found[name] += 1
+        return fn(f"{name}{found[name]}", depth, leaf)
 
     return jax.tree_util.tree_map_with_path(one, state)

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from jshard import ema, loss_scale
 from jshard.optim import sharded_update
-from jshard.partition import NUM_LAYERS, follow, layer_dims
+from jshard.partition import follow, layer_dims
 from jshard.policy import Policy
+from jshard.precision import for_update, updated_in
 from jshard.state import TrainState
 from jshard.streamed_update import streamed_update
 
@@ -43,7 +44,8 @@ def next_state(
       model_state: after the forward.
     """
     steps, finite, scale = state.step + 1, None, state.loss_scale
-    metrics = {"grad_norm": optax.tree.norm(grads)}
+    metrics = {"grad_norm": _norm(grads)}
+    grads = jax.tree.map(lambda g, p: g.astype(updated_in(p)), grads, state.params)
     if scale is not None:
         finite = jnp.isfinite(metrics["grad_norm"])
         model_state = loss_scale.select(finite, model_state, state.model_state)
@@ -87,7 +89,7 @@ def update(
     layer = _one_layer(params)
     cut = (
         layer,
-        jax.eval_shape(optimizer.init, layer),
+        jax.eval_shape(lambda layer: optimizer.init(for_update(layer)), layer),
         None if averages is None else jax.eval_shape(ema.start, layer),
     )
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -108,24 +110,26 @@ def _update(
     params, opt_state, averages = moving
     grads, steps, finite = given
     with sharded_update(mesh, policy):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        wide = for_update(params)
+        updates, opt_state = optimizer.update(grads, opt_state, wide)
     params = optax.apply_updates(params, updates)
     new = (params, opt_state, ema.update(averages, params, policy.ema_decay, steps))
     return new if finite is None else loss_scale.select(finite, new, moving)
 
 
-def _one_layer(params: nnx.State) -> nnx.State:
-    """Abstract parameters with each Stack cut to one layer.
+def _norm(grads: nnx.State) -> jax.Array:
+    """Of all gradients, in float32 or more, where squares and their sums fit."""
+    widen = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    return optax.tree.norm(jax.tree.map(widen, grads))
 
-    Their metadata remembers how many there are, which tells Stacks apart.
-    """
+
+def _one_layer(params: nnx.State) -> nnx.State:
+    """Abstract parameters with each Stack cut to one layer."""
 
     def cut(variable: nnx.Variable) -> nnx.Variable:
         x = variable.get_value()
-        if not layer_dims(variable):
-            return variable.copy(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        layer = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-        return variable.copy(layer, **{NUM_LAYERS: x.shape[0]})
+        shape = (1, *x.shape[1:]) if layer_dims(variable) else x.shape
+        return variable.copy(jax.ShapeDtypeStruct(shape, x.dtype))
 
     is_variable = lambda v: isinstance(v, nnx.Variable)
     return jax.tree.map(cut, params, is_leaf=is_variable)

@@ -15,7 +15,8 @@ import jshard
 from checkpoints import OPTIMIZER, Model, make_fsdp
 from jshard import description, manifest
 from jshard.checkpoint import Checkpointer, Save
-from jshard.restore import find_damage, find_steps
+from jshard.restore import find_damage
+from jshard.step_folders import find_steps
 
 FILES = {"description.json", "manifest.json", "state"}
 

@@ -1,9 +1,12 @@
 """Checkpoints: whole or ignored, verified before they are read, on any mesh."""
 
 import dataclasses
+import errno
 import logging
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +165,7 @@ def test_names_hold_for_every_mesh_and_policy():
         )
     }
     assert len(names) == 1
-    assert "opt_state.1.stacked.4.inner_states.muon" in " ".join(names.pop())
+    assert "opt_state.1.stacked.layers.inner_states.muon" in " ".join(names.pop())
 
 
 def test_large_shards_are_stored_in_parts_and_stacks_in_layers(
@@ -223,6 +226,29 @@ def test_writes_that_end_after_a_failed_save_say_nothing_and_others_do(
     for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
         hook(SimpleNamespace(exc_value=error))  # pyright: ignore[reportArgumentType]
     assert [str(u.exc_value) for u in heard] == ["another"]
+
+
+def test_writes_that_outlive_a_failed_save_leave_nothing(state, tmp_path, monkeypatch):
+    writing: list[threading.Thread] = []
+
+    def fail_and_go_on(response: Any, folder: Path) -> None:
+        response.result()
+
+        def write() -> None:  # as TensorStore's threads do, which make folders, too
+            for i in range(40):
+                (folder / "state" / str(i)).mkdir(parents=True, exist_ok=True)
+                (folder / "state" / str(i) / "d").write_bytes(bytes(9))
+                time.sleep(0.01)
+
+        writing.append(threading.Thread(target=write))
+        writing[0].start()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr("jshard.checkpoint._wait_for_arrays", fail_and_go_on)
+        checkpointer.save(at_step(state, 1))
+    writing[0].join()
+    assert list(tmp_path.iterdir()) == []
 
 
 def free_bytes(folder: Path) -> int:

@@ -27,7 +27,7 @@ import jshard
 from checkpoints import flip_bit, make_fsdp, small_disk
 from jshard import description, manifest
 from jshard.checkpoint import Checkpointer, Save
-from jshard.restore import find_steps
+from jshard.step_folders import find_steps
 from known_states import abstract, check_whole, make_state, restore_step, save_steps
 from processes import Processes
 

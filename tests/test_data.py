@@ -153,6 +153,8 @@ def test_evaluation_sees_every_example_once_in_order_on_equally_many_batches(
         )
         for index in range(process_count)
     ]
+    assert {factor for part in parts for factor, _ in part} == {1}
+    parts = [[batch for _, batch in part] for part in parts]
     num_batches = min(math.ceil(count / batch_size), max_batches or math.inf)
     assert [len(part) for part in parts] == [num_batches] * process_count
     seen = []
@@ -166,14 +168,36 @@ def test_evaluation_sees_every_example_once_in_order_on_equally_many_batches(
     assert seen == list(range(min(count, num_batches * batch_size)))
 
 
-def test_evaluation_needs_weights_only_where_it_pads():
-    data = examples(6, weights=False)
-    assert len(list(eval_batches(data, batch_size=3))) == 2
-    assert len(list(eval_batches(data, batch_size=4, max_batches=1))) == 1
-    with pytest.raises(
-        UserError, match=r"batches of 4 do not divide the 6 .*'weights'"
-    ):
-        eval_batches(data, batch_size=4)
+@given(
+    count=st.integers(1, 30),
+    per_process=st.integers(1, 5),
+    process_count=st.sampled_from(PROCESS_COUNTS),
+    max_batches=st.none() | st.integers(1, 8),
+)
+def test_without_weights_sums_over_batches_are_sums_over_the_examples_all_the_same(
+    count, per_process, process_count, max_batches
+):
+    batch_size, total, lengths = per_process * process_count, 0.0, set()
+    for index in range(process_count):
+        read = eval_batches(
+            examples(count, weights=False),
+            batch_size=batch_size,
+            process_index=index,
+            process_count=process_count,
+            max_batches=max_batches,
+            num_threads=0,
+        )
+        pairs = list(read)
+        lengths.add(len(pairs))
+        for factor, batch in pairs:
+            assert x(batch).shape == (per_process,)
+            total += factor * np.sum(np.stack([x(batch) ** 2, 0 * x(batch) + 1]), 1)
+    rows = np.arange(min(count, batch_size * (max_batches or count)))
+    np.testing.assert_allclose(total, [np.sum(rows**2), len(rows)], rtol=1e-12)
+    assert len(lengths) == 1  # on every process
+    padded = count % batch_size and count < batch_size * (max_batches or count)
+    whole = min(math.ceil(count / batch_size), max_batches or count)
+    assert lengths == {whole + bool(padded)}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +206,7 @@ def test_evaluation_needs_weights_only_where_it_pads():
         (examples(4).repeat(), {}, r"infinite: leave out \.repeat\(\)"),
         (examples(4)[:0], {}, "no examples"),
         (examples(4), {"max_batches": 0}, "max_batches=0"),
+        (None, {}, "make_data returned None .*eval_every=0"),
     ],
 )
 def test_evaluation_refuses(dataset, options, message):

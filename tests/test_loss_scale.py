@@ -96,6 +96,105 @@ def test_a_step_that_overflows_changes_only_the_scale_and_the_step():
     assert [h["loss_scale"] for h in history][1:] == [2.0**15, 2.0**14]
 
 
+# Parameters in float16.
+
+HALF = jshard.Precision(param="float16", compute="float16", reduce="float16")
+LOW = {
+    "float16": dataclasses.replace(POLICY, precision=HALF),
+    "in micro-batches": dataclasses.replace(POLICY, precision=HALF, accumulate=2),
+    "scattered late": dataclasses.replace(POLICY, precision=HALF, defer_scatter=True),
+    "offloaded": dataclasses.replace(
+        POLICY, precision=HALF, offload="optimizer", ema_decay=0.9
+    ),
+    "bfloat16": dataclasses.replace(POLICY, precision=jshard.Precision("bfloat16")),
+}
+
+
+class Low:
+    """Trains with a loss times ``weight``."""
+
+    def __init__(self, policy, weight, optimizer):
+        self.fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
+        self.step = self.fsdp.train_step(lambda m, b: weight * loss_fn(m, b), optimizer)
+        self.start = self.fsdp.init(Model, optimizer)
+
+    def run(self, scale=None, steps=3):
+        """Some steps from the start, with this loss scale at first."""
+        copy = lambda x: jax.device_put(np.asarray(x), x.sharding)
+        state = jax.tree.map(copy, self.start)
+        if scale is not None:
+            start = dataclasses.replace(scale_of(state), scale=jnp.float32(scale))
+            state = dataclasses.replace(state, loss_scale=start)
+        history = []
+        for batch in make_batches(steps):
+            state, metrics = self.step(state, self.fsdp.shard_batch(batch))
+            history.append(jax.device_get(metrics))
+        return state, history
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", LOW)
+def test_low_precision_parameters_follow_float32_at_any_scale(name):
+    # Gradients of about 1e-3, which float16 holds times 1 and times 2**24.
+    plain = jshard.Policy(min_shard_elements=0)
+    optimizer = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+    wide, low = (Low(policy, 2e-3, optimizer) for policy in (plain, LOW[name]))
+    want, reference = wide.run()
+    for a, b in zip(params(wide.start), params(want), strict=True):
+        assert np.abs(b - a).max() > 0.02
+    for scale in (1, 2**15, 2**16, 2**17, 2**24):
+        got, history = low.run(scale)
+        assert [h["skipped_steps"] for h in history] == [0, 0, 0]
+        for ours, theirs in zip(history, reference, strict=True):
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+        for a, b in zip(params(got), params(want), strict=True):
+            np.testing.assert_allclose(a.astype(np.float32), b, atol=0.01)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", LOW)
+def test_an_overflow_of_float16_parameters_is_skipped_and_none_is_a_zero(name):
+    # Gradients of about 1: in float16 they are infinite until the scale has fallen.
+    low = Low(LOW[name], 1.0, optax.adam(1e-2))
+    after, history = low.run(2**24, steps=20)
+    skipped = int(history[-1]["skipped_steps"])
+    assert [h["skipped_steps"] for h in history] == [
+        min(t, skipped) for t in range(1, 21)
+    ]
+    assert (0 < skipped < 19) == (name != "bfloat16")
+    assert [bool(np.isfinite(h["grad_norm"])) for h in history] == [
+        t >= skipped for t in range(20)
+    ]
+    assert all(h["grad_norm"] != 0 for h in history)
+    assert int(optax.tree.get(after.opt_state, "count")) == 20 - skipped
+    for a, b in zip(params(after), params(low.start), strict=True):
+        assert np.isfinite(a.astype(np.float32)).all()
+        assert (a != b).any()
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_gradient_norm_above_float16s_range_of_squares_is_not_infinite(scaled):
+    policy = dataclasses.replace(LOW["float16"], loss_scale=scaled)
+    plain = dataclasses.replace(POLICY, loss_scale=False)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    want, reference = Low(plain, 2000.0, clipped).run()
+    got, history = Low(policy, 2000.0, clipped).run(1 if scaled else None)
+    for ours, theirs in zip(history, reference, strict=True):
+        assert theirs["grad_norm"] > 256  # whose square is above 65504
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.01)
+    for a, b in zip(params(got), params(want), strict=True):
+        np.testing.assert_allclose(a.astype(np.float32), b, atol=0.003)
+
+
+def test_optimizer_state_of_float16_parameters_is_float32():
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), LOW["float16"])
+    state = fsdp.abstract_state(Model, optax.adam(1e-2))
+    dtypes = lambda tree: {str(x.dtype) for x in jax.tree.leaves(tree)}
+    assert dtypes(state.params) == {"float16"}
+    assert dtypes(state.opt_state[0].mu) == dtypes(state.opt_state[0].nu) == {"float32"}
+
+
 def test_the_scale_grows_after_many_good_steps_and_stays_in_bounds():
     state = loss_scale.start()
     state = dataclasses.replace(state, good_steps=jnp.int32(loss_scale.PATIENCE - 1))

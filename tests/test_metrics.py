@@ -216,7 +216,7 @@ def test_peak_flops_are_those_of_the_device(device_kind, peak):
 
 
 def test_without_a_terminal_each_log_is_one_plain_line(capsys):
-    with ProgressDisplay(20, {"bigram entropy": 2.2}) as display:
+    with ProgressDisplay(20, {"bigram model": 2.2}) as display:
         display.say("8 devices")
         display.update(1)
         display.log(1, {"loss": 5.5, "time_to_first_step": 8.25})
@@ -227,7 +227,7 @@ def test_without_a_terminal_each_log_is_one_plain_line(capsys):
         "8 devices",
         "step 1/20  loss 5.5000  after 8.2 s",
         "step 10/20  loss 2.5000  51.2k tokens/s  1:01 left",
-        "step 10/20  eval_loss 2.0000  bigram entropy 2.2000",
+        "step 10/20  eval_loss 2.0000  bigram model 2.2000",
         "step 20/20  loss 1.5000  51.2k tokens/s  1:01 left  eval 2.0000",
     ]
 

@@ -69,11 +69,11 @@ LINES = [
 
 
 def test_the_final_numbers_stand_beside_the_references(tmp_path):
-    page = write_run(tmp_path, LINES, {"references": {"bigram entropy": 2.2134}})
+    page = write_run(tmp_path, LINES, {"references": {"bigram model": 2.2134}})
     results = dict(zip(page.text["span"], page.text["b"], strict=False))
     assert results == {
         "validation loss at step 20": "2.0000",
-        "bigram entropy; validation is 0.2134 below": "2.2134",
+        "bigram model; validation is 0.2134 below": "2.2134",
         "training loss at step 20": "1.5000",
         "time to first step": "8.2 s",
         "tokens a second, median": "51k",
@@ -82,7 +82,7 @@ def test_the_final_numbers_stand_beside_the_references(tmp_path):
 
 
 def test_each_metric_has_a_chart_and_the_loss_has_both_curves(tmp_path):
-    page = write_run(tmp_path, LINES, {"references": {"bigram entropy": 2.2134}})
+    page = write_run(tmp_path, LINES, {"references": {"bigram model": 2.2134}})
     titles = page.text["figcaption"]
     assert titles == ["Loss", "Gradient norm", "Tokens a second", "MFU"]
     data = [json.loads(text) for text in page.text["script"][:-1]]
@@ -91,7 +91,7 @@ def test_each_metric_has_a_chart_and_the_loss_has_both_curves(tmp_path):
         "validation": [[10, 2.25], [20, 2.0]],
     }
     assert data[1]["lines"] == {"training": [[1, 2.0], [10, 1.0]]}
-    assert "bigram entropy 2.213" in page.text["text"]
+    assert "bigram model 2.213" in page.text["text"]
 
 
 def test_notes_and_config_are_shown(tmp_path):

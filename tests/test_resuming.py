@@ -18,7 +18,8 @@ import jshard
 from checkpoints import data_file, flip_bit, remount, small_disk
 from jshard.errors import Preempted, RunFailed
 from jshard.export import export
-from jshard.restore import find_damage, find_steps
+from jshard.restore import find_damage
+from jshard.step_folders import find_steps
 from jshard.training.progress import ProgressDisplay
 from resumable import read_metrics, train
 
@@ -126,12 +127,25 @@ def test_another_mesh_goes_on_with_the_same_data_within_rounding(
 
 def test_a_longer_run_goes_on_from_a_finished_one(whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/report.html").unlink()  # it names the folder
+    before = contents(tmp_path / "run")
     train(tmp_path, steps=20)
     assert "nothing to do" in capsys.readouterr().out
-    assert contents(tmp_path / "run") == contents(whole)
+    after = contents(tmp_path / "run")
+    assert "Checkpoints" in after.pop("report.html").decode()
+    assert after == before
     run = train(tmp_path, steps=22)
     assert "config differs from the run's: steps 20 -> 22" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(run)][-3:] == [21, 22, 22]
+
+
+def test_a_run_that_died_at_its_very_end_is_tidied_by_the_same_command(whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.copytree(run / "checkpoints/16", run / "checkpoints/12.deleting")
+    (run / "checkpoints/12.deleting/manifest.json").unlink()
+    train(tmp_path, steps=20)
+    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert steps == ["16", "20"]
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(run, whole, capsys):
@@ -161,6 +175,74 @@ def test_the_same_checkpoints_are_kept_as_without_a_stop(tmp_path):
     assert steps == find_steps(tmp_path / "whole/checkpoints")
     losses = {m["step"]: m["eval_loss"] for m in read_metrics(run) if "eval_loss" in m}
     assert {8, 16, 20, min(losses, key=lambda step: losses[step])} == set(steps)
+
+
+# Metrics and checkpoints that are gone.
+
+
+@pytest.mark.parametrize(
+    ("damage", "steps"),
+    [
+        (lambda lines: None, "1 to 10"),
+        (lambda lines: "", "1 to 10"),
+        (lambda lines: "".join(lines[3:]), "1 to 3"),
+        (lambda lines: "".join(lines[:2]) + lines[2][:9], "3 to 10"),
+    ],
+    ids=["deleted", "emptied", "begins later", "cut"],
+)
+def test_metrics_that_are_gone_come_back_from_the_checkpoint_and_it_is_said(
+    damage, steps, run, whole, capsys
+):
+    metrics = run / "metrics.jsonl"
+    left = damage(metrics.read_text().splitlines(keepends=True))
+    metrics.unlink()
+    if left is not None:
+        metrics.write_text(left)
+    train(run.parent, steps=20)
+    told = f"; metrics.jsonl lacked lines of steps {steps}: they are taken from the"
+    assert f"resuming {run} after step 10{told}" in capsys.readouterr().out
+    assert read_metrics(run) == read_metrics(whole)
+
+
+def test_metrics_that_are_lost_with_an_older_checkpoint_are_told_of(run, capsys):
+    for step in (8, 10):
+        checkpoint = run / "checkpoints" / str(step)
+        (checkpoint / "metrics.jsonl").unlink()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        del manifest["files"]["metrics.jsonl"]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]))
+    train(run.parent, steps=11)
+    assert (
+        "; metrics.jsonl lacks steps 5 to 10: they are lost" in capsys.readouterr().out
+    )
+
+
+def test_a_newest_checkpoint_that_is_gone_is_told_of(run, whole, capsys):
+    assert '"step": 10, "checkpoint_blocked"' in (run / "metrics.jsonl").read_text()
+    shutil.rmtree(run / "checkpoints/10")
+    train(run.parent, steps=20)
+    told = "after step 8; the checkpoints of later steps are gone that were saved: 10\n"
+    assert told in capsys.readouterr().out
+    assert read_metrics(run) == read_metrics(whole)
+
+
+def test_metrics_that_are_deleted_while_the_run_goes_on_come_back(
+    whole, tmp_path, monkeypatch
+):
+    say = ProgressDisplay.say
+
+    def delete(self, text):
+        say(self, text)
+        if "checkpoint saved" in text:
+            (tmp_path / "run/metrics.jsonl").unlink(missing_ok=True)
+
+    monkeypatch.setattr(ProgressDisplay, "say", delete)
+    run = train_to(10, tmp_path)
+    monkeypatch.undo()
+    train(tmp_path, steps=20)
+    assert read_metrics(run) == read_metrics(whole)
 
 
 # Runs that must not.

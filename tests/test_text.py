@@ -1,14 +1,12 @@
-"""Text as windows of tokens: what they hold, and how much they tell."""
-
-import math
+"""Text as windows of tokens: what they hold."""
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
-from jshard.training.text import bigram_entropy, decode, encode
-from texts import enough, epoch, text, tokens_of, window
+from jshard.training.text import decode, encode
+from texts import epoch, text, tokens_of, window
 
 # Windows.
 
@@ -75,38 +73,7 @@ def test_one_file_holds_out_its_end(tmp_path):
     assert decode(held_out) == "b" * 100
 
 
-# Entropy and bytes.
-
-
-def test_a_cycle_has_no_bigram_entropy():
-    assert bigram_entropy(np.tile([3, 1, 2], 50), 4) == pytest.approx(0, abs=1e-12)
-
-
-def test_bigram_entropy_of_a_markov_chain_is_its_closed_form():
-    # After 0 comes 0 or 1, equally often; after 1 always 0: 4 of 6 pairs begin with 0.
-    tokens = np.append(np.tile([0, 0, 1], 50), 0)
-    expected = 2 / 3 * math.log(2)
-    assert bigram_entropy(tokens, 2) == pytest.approx(expected, rel=1e-12)
-
-
-def test_bigram_entropy_of_independent_tokens_approaches_log_k():
-    tokens = np.random.default_rng(0).integers(0, 8, 200_000)
-    assert bigram_entropy(tokens, 256) == pytest.approx(math.log(8), abs=1e-3)
-
-
-def test_bigram_entropy_counts_windows_by_their_weights(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 4, 1000).astype(np.uint16)
-    tokens.tofile(tmp_path / "a.bin")
-    data = text(tmp_path / "a.bin", "validation", validation_fraction=0.5)
-    assert len(data) * 8 > 499  # the last window is padded
-    assert bigram_entropy(data, 4) == pytest.approx(bigram_entropy(tokens[500:], 4))
-
-
-def test_bigram_entropy_refuses_what_it_cannot_count(tmp_path):
-    with pytest.raises(ValueError, match="infinite"):
-        bigram_entropy(text(enough(tmp_path)), 256)
-    with pytest.raises(ValueError, match="no pair"):
-        bigram_entropy(np.array([1]), 256)
+# Bytes.
 
 
 @given(st.text())

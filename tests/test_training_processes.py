@@ -21,9 +21,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from failures import WORDS
+from jobs import Job, write_recipe
 from jshard import description
 from jshard.errors import Preempted
-from jshard.restore import CHECKPOINTS, find_damage, find_steps, restore_state
+from jshard.restore import CHECKPOINTS, find_damage, restore_state
+from jshard.step_folders import find_steps
 from jshard.training.saving import Saving
 from processes import Processes
 from resumable import read_metrics, train
@@ -192,3 +195,24 @@ def test_a_killed_run_goes_on_in_other_processes(
         results = processes.call(record, tmp_path)
     np.testing.assert_array_equal(tokens_of(results), tokens_of(uninterrupted)[step:])
     check_metrics(tmp_path / "run", run)
+
+
+REFERENCES = """
+
+def references(config):
+    with open("references", "a") as file:
+        file.write(f"process {jax.process_index()}\\n")
+    return {"mine": 1.25}
+"""
+
+
+def test_references_are_made_by_process_0_alone(tmp_path):
+    write_recipe(tmp_path, lambda recipe: recipe + REFERENCES)
+    with Job(
+        tmp_path, 2, 1, *WORDS, "--config.steps=2", "--config.eval_every=1"
+    ) as job:
+        assert job.wait() == [0, 0], job.err()
+    assert (tmp_path / "references").read_text() == "process 0\n"
+    assert "mine 1.2500" in job.out(0)
+    notes = json.loads((tmp_path / "run" / "notes.json").read_text())
+    assert notes["references"] == {"mine": 1.25}

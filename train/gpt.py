@@ -12,7 +12,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.text import BYTE_VOCAB, bigram_entropy, decode, encode, text_data
+from jshard.training.bigram import bigram_reference
+from jshard.training.text import BYTE_VOCAB, decode, encode, text_data
 from models.gpt import GPT, GPTConfig, generate
 
 
@@ -107,8 +108,16 @@ def make_data(config, split):
 
 
 def references(config):
-    entropy = bigram_entropy(make_data(config, "validation"), config.model.vocab_size)
-    return {"bigram entropy": entropy}
+    """The loss of a model of pairs of bytes, on what evaluations see."""
+    if not config.eval_every:
+        return {}
+    windows = config.eval_batches * config.batch_size
+    return bigram_reference(
+        config.data.path,
+        validation_fraction=config.data.validation_fraction,
+        token_dtype=config.data.token_dtype,
+        targets=windows * config.model.sequence_length or None,
+    )
 
 
 def flops_per_token(config):

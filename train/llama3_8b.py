@@ -18,7 +18,7 @@ loss_fn = llama2_7b.loss_fn
 make_data = llama2_7b.make_data
 learning_rate = llama2_7b.learning_rate
 flops_per_token = llama2_7b.flops_per_token
-# No references: a table of all pairs of so many tokens fills no machine's memory.
+references = llama2_7b.references
 
 
 def get_config() -> ConfigDict:

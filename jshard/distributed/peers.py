@@ -20,10 +20,11 @@ import jax
 
 from jshard.distributed.board import Board
 from jshard.distributed.cluster import Cluster
+from jshard.distributed.idle import IdleWatch
 from jshard.distributed.log import Log
 from jshard.distributed.status import end_with_parent, report
 from jshard.distributed.watch import GRACE, PERIOD, Watch
-from jshard.errors import Preempted, RunFailed, UserError
+from jshard.errors import Interrupted, Preempted, RunFailed, UserError
 
 DAY = 86400.0  # seconds: as long as the watch lets a process wait
 LONGEST_TRACEBACK = 20_000  # characters
@@ -83,7 +84,8 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
       SystemExit: with 75, in others than process 0, when the job is preempted.
     """
     if cluster is None:
-        yield Peers()
+        with IdleWatch(_print) as idle:
+            yield _Alone(idle)
         return
     end_with_parent()
     report(phase="waiting")
@@ -121,6 +123,16 @@ def _initialize(cluster: Cluster) -> None:
         cluster.process_id,
         list(cluster.local_device_ids or ()),  # empty: all; None: JAX takes but one
     )
+
+
+class _Alone(Peers):
+    """A process that is alone, and watched."""
+
+    def __init__(self, idle: IdleWatch):
+        self._idle = idle
+
+    def at(self, phase: str, step: int) -> None:
+        self._idle.at(phase, step)
 
 
 class _Many(Peers):
@@ -261,7 +273,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
     """The exit code and the text of an error."""
     if isinstance(error, UserError | RunFailed):
         text = " ".join(str(error).splitlines())
-        return (2 if isinstance(error, UserError) else 1), f"error: {text}"
+        code = 2 if isinstance(error, UserError) else 1
+        return 130 if isinstance(error, Interrupted) else code, f"error: {text}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "error: interrupted"
     lines = "".join(traceback.format_exception(error))

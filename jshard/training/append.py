@@ -13,7 +13,7 @@ class AppendedFile:
         Raises:
           OSError: It cannot be opened.
         """
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
         self._waiting = b""
 
     def write(self, data: bytes) -> str:
@@ -29,6 +29,11 @@ class AppendedFile:
         except OSError as error:
             return error.strerror or str(error)
         return ""
+
+    def read(self) -> bytes:
+        """Returns all of the file, and what waits; also of one that was deleted."""
+        self._file.seek(0)  # appends go to the end all the same
+        return self._file.readall() + self._waiting
 
     def sync(self) -> str:
         """Waits for the disk; returns why some of the file is not on it, or ""."""

@@ -69,15 +69,16 @@ def eval_batches(
     max_batches: int | None = None,
     num_threads: int = 4,
     prefetch: int = 8,
-) -> Iterator[Any]:
+) -> Iterator[tuple[float, Any]]:
     """Iterates once, in order, over this process's part of all examples.
 
-    Every process gets the same number of batches, all of full size: the last global
-    batch is filled up with examples whose "weights" are zero.
+    Every process gets the same number of batches, all of full size. Where `batch_size`
+    does not divide the examples, the last global batch is filled up: with copies whose
+    "weights" are zero, or, where examples have no "weights", with copies of the last
+    example; a batch of that one alone follows then, whose factor takes them out again.
 
     Args:
-      dataset: Finite; dicts of numpy arrays. They need "weights" only where
-        `batch_size` does not divide their number.
+      dataset: Finite; trees of numpy arrays.
       batch_size: B, the global batch size, a multiple of `process_count`.
       process_index: p, which process this is.
       process_count: P, how many processes read.
@@ -86,13 +87,20 @@ def eval_batches(
       prefetch: How many batches they are ahead.
 
     Returns:
-      An iterator over dicts like the examples, their leaves stacked to [B/P, ...].
+      An iterator over pairs: how often a batch counts, and trees like the examples,
+      their leaves stacked to [B/P, ...]. Sums over batches, each times its factor, are
+      sums over the examples.
 
     Raises:
-      UserError: `dataset` is empty or infinite, must be padded and has no "weights",
-        or the batch does not divide over the processes.
+      UserError: `dataset` is None, empty or infinite, or the batch does not divide
+        over the processes.
     """
     _check(batch_size, process_index, process_count)
+    if dataset is None:
+        raise UserError(
+            "make_data returned None for split 'validation': return a dataset, or "
+            "train without evaluations by --config.eval_every=0"
+        )
     num_examples = len(dataset)
     if num_examples == 0:
         raise UserError("the evaluation dataset has no examples: check data.path")
@@ -106,32 +114,44 @@ def eval_batches(
     num_batches = math.ceil(num_examples / batch_size)
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
-    if num_batches * batch_size > num_examples:
-        example = dataset[0]
-        if not isinstance(example, dict) or "weights" not in example:
-            raise UserError(
-                f"batches of {batch_size} do not divide the {num_examples} evaluation "
-                "examples, and without 'weights' padding would count: give each "
-                "example 'weights' in make_data, or change batch_size"
-            )
-
-        def zero_padding(index: int, example: dict) -> dict:
-            if index < num_examples:
-                return example
-            return {**example, "weights": np.zeros_like(example["weights"])}
-
-        # Past its end the dataset starts again: copies, to be padding.
-        dataset = dataset.repeat().map_with_index(zero_padding)
-    return batches(
+    factors = [1.0] * num_batches
+    padding = num_batches * batch_size - num_examples
+    if padding > 0:
+        dataset, weighted = _fill_up(dataset)
+        factors += [] if weighted else [-padding / batch_size]
+    read = batches(
         dataset,
         batch_size=batch_size,
         start_step=0,
-        num_steps=num_batches,
+        num_steps=len(factors),
         process_index=process_index,
         process_count=process_count,
         num_threads=num_threads,
         prefetch=prefetch,
     )
+    return zip(factors, read, strict=True)
+
+
+def _fill_up(dataset: grain.MapDataset) -> tuple[grain.MapDataset, bool]:
+    """Goes on past a dataset's end with examples that are no examples.
+
+    Returns:
+      The dataset, and whether they weigh nothing; else all are the last example.
+    """
+    num_examples, first = len(dataset), dataset[0]
+    if not (isinstance(first, dict) and "weights" in first):
+        endless = grain.MapDataset.range(num_examples).repeat()
+        return endless.map_with_index(
+            lambda index, _: dataset[min(index, num_examples - 1)]
+        ), False
+
+    def zero_padding(index: int, example: dict) -> dict:
+        if index < num_examples:
+            return example
+        return {**example, "weights": np.zeros_like(example["weights"])}
+
+    # Past its end the dataset starts again: copies, to be padding.
+    return dataset.repeat().map_with_index(zero_padding), True
 
 
 def _check(batch_size: int, process_index: int, process_count: int) -> None:

@@ -2,8 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import jshard
 from jshard.distributed import Peers
-from jshard.errors import Preempted, RunFailed
+from jshard.errors import Interrupted, Preempted, RunFailed
 from jshard.restore import restore_parameters, restore_state
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config import Config
-from jshard.training.data import batches, eval_batches
+from jshard.training.data import batches
+from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.job import make_job, make_mesh
-from jshard.training.metrics import RunFolder
+from jshard.training.metrics import RunFolder, finish_folder
 from jshard.training.preemption import Preemption
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
-from jshard.training.saving import Saving
+from jshard.training.saving import Saving, check_room
 from jshard.training.start import find_start
 from jshard.training.throughput import Throughput
 
@@ -51,6 +51,7 @@ def run(
         cannot be.
       RunFailed: The loss is not finite, or the metrics or the last state cannot be
         written.
+      Interrupted: A signal ended the run, and `checkpoint.every=0` saves nothing.
       Preempted: A signal ended the run, and its state is saved.
     """
     started = started or time.time()
@@ -83,25 +84,46 @@ def run(
     peers.at("reading the first batch", start.step)
     first_batch = next(train_batches, None)
     if first_batch is None:
+        if jax.process_index() == 0:
+            finish_folder(workdir)
         print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
         return
-    references = recipe.references(config) if recipe.references else {}
-    sample = recipe.sample(config) if recipe.sample else None
+    writes = jax.process_index() == 0  # and shows references, which take time to make
+    references = recipe.references(config) if writes and recipe.references else {}
     start_up = fsdp.describe(abstract_state, first_batch, train_step, hosts)
+    sample = recipe.sample(config) if recipe.sample else None
+    if sample is not None:
+        sample = prepare_sample(*sample, fsdp, abstract_state)
+    peers.at("reading the first evaluation batch", start.step)
+    evaluation = None
+    if config.eval_every:
+        evaluation = prepare_evaluation(
+            recipe.loss_fn, fsdp, abstract_state, eval_data, config, reader
+        )
+    if config.checkpoint.every:
+        check_room(workdir, abstract_state)
     peers.at("restoring", start.step)
     # Before the folder is touched: the checkpoint may be another model's.
-    state = start.checkpoint and restore_state(start.checkpoint, abstract_state)
+    state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
 
-    writes = jax.process_index() == 0
-    listening = config.checkpoint.every or jax.process_count() > 1
+    saves = bool(config.checkpoint.every)
+    preemption = Preemption(saves=saves)
     resume_from = start.step if start.resumes else None
     with (
-        RunFolder(workdir, config, resume_from=resume_from, enabled=writes) as folder,
+        ExitStack() as listening,  # to the end: also the report is to be whole
+        RunFolder(
+            workdir,
+            config,
+            resume_from=resume_from,
+            lines=start.metrics,
+            enabled=writes,
+        ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
         Saving(config, folder, display) as saving,
-        Preemption() if listening else nullcontext() as preemption,
         peers.telling(),
     ):
+        if saves or jax.process_count() > 1:
+            listening.enter_context(preemption)
         display.say("\n".join(filter(None, (start.message, start_up))))
         folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
 
@@ -110,14 +132,14 @@ def run(
             state = fsdp.init(job.make_model, job.optimizer, seed=config.seed)
             if config.checkpoint.restore:
                 state = _start_from(config, state, display)
-        eval_step = fsdp.eval_step(recipe.loss_fn)
         schedule = recipe.learning_rate(config) if recipe.learning_rate else None
         flops = recipe.flops_per_token(config) if recipe.flops_per_token else None
         throughput = Throughput(first_batch, fsdp.mesh, flops)
 
         def evaluate(step: int) -> dict[str, float]:
+            assert evaluation is not None
             peers.at("evaluating", step)
-            values = _evaluate(eval_step, fsdp, state, eval_data, config, reader)
+            values = evaluation(state)
             folder.write(step, values)
             folder.report()
             display.evaluated(step, values)
@@ -131,6 +153,9 @@ def run(
         for step, batch in enumerate(
             itertools.chain([first_batch], train_batches), first_step
         ):
+            last = step == config.steps
+            if last and not saves and jax.process_count() == 1:
+                listening.enter_context(preemption)  # what is nearly done is finished
             peers.at("step" if step > first_step else "compiling", step)
             state, metrics = train_step(state, fsdp.shard_batch(batch))
             losses.append(metrics["loss"])
@@ -140,14 +165,13 @@ def run(
             display.update(step)
             saving.report()
 
-            last = step == config.steps
-            preempted = preemption is not None and preemption.requested(step)
-            if preempted and not config.checkpoint.every:
-                raise RunFailed(
-                    f"{preemption and preemption.signal_name} at step {step}, and "
+            preempted = preemption.requested(step) and not last
+            if preempted and not saves:
+                raise Interrupted(
+                    f"{preemption.signal_name} at step {step}, and "
                     "checkpoint.every=0 saves nothing"
                 )
-            evaluating = eval_data is not None and (
+            evaluating = evaluation is not None and (
                 last or step % config.eval_every == 0
             )
             save = preempted or saving.due(step, evaluated=evaluating)
@@ -174,12 +198,12 @@ def run(
             display.log(step, values)
 
             # Who is preempted has no time: the resumed run evaluates.
-            if evaluating and (last or not preempted):
+            if evaluating and not preempted:
                 values |= evaluate(step)
             if save:
                 peers.at("saving", step)
                 saving.save(state, values)
-            if preemption is not None and preempted and not last:
+            if preempted:
                 saving.finish()
                 raise Preempted(
                     f"{preemption.signal_name} at step {step}: saved; the same command "
@@ -190,7 +214,7 @@ def run(
 
         if sample is not None:
             peers.at("sampling", config.steps)
-            text = _generate(*sample, fsdp, state)
+            text = sample(state)
             folder.note(sample=text)
             display.say(f"\nsample:\n{text}\n")
         peers.at("finishing", config.steps)
@@ -242,41 +266,3 @@ def check_finite(
                 f"the loss is {loss} at step {step - len(losses) + 1 + index}: lower "
                 "the learning rate, clip gradients, or look at that step's data"
             )
-
-
-def _evaluate(eval_step, fsdp, state, data, config, reader) -> dict[str, float]:
-    """Returns the means over the validation data, as `eval_loss` and so on.
-
-    With averages of the parameters theirs come too, as `eval_ema_loss`.
-    """
-    states = {"eval": state}
-    if state.ema is not None:
-        states["eval_ema"] = state.with_ema_params()
-    values = {}
-    for prefix, state in states.items():
-        total: Any = 0
-        for batch in eval_batches(
-            data, max_batches=config.eval_batches or None, **reader
-        ):
-            previous, total = total, total + eval_step(state, fsdp.shard_batch(batch))
-            jax.block_until_ready(previous)  # one batch ahead, as in training
-        means = total.compute()
-        values |= {f"{prefix}_{name}": value for name, value in means.items()}
-    return values
-
-
-def _generate(
-    generate: Callable, prompts: Any, decode: Callable, fsdp: jshard.FSDP, state: Any
-) -> str:
-    """Generates from the recipe's prompts; returns the text of the first."""
-    local_devices = fsdp.mesh.size // jax.process_count()
-
-    def fill_devices(rows: np.ndarray) -> np.ndarray:
-        count = -(-len(rows) // local_devices) * local_devices
-        return np.resize(rows, (count, *rows.shape[1:]))  # repeats them
-
-    prompts = fsdp.shard_batch(jax.tree.map(fill_devices, prompts))
-    tokens = fsdp.predict_step(generate)(state, prompts)
-    text = decode(np.asarray(tokens.addressable_shards[0].data)[0])
-    # A young model may say anything, also what would command the user's terminal.
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

@@ -3,17 +3,19 @@
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from jshard import step_folders
 from jshard.atomic import replace_file
 from jshard.errors import RunFailed, UserError
+from jshard.restore import CHECKPOINTS
 from jshard.training.append import AppendedFile
 from jshard.training.config import Config
 from jshard.training.lock import lock_folder
-from jshard.training.report import read_metrics, write_report
+from jshard.training.report import METRICS, read_metrics, write_report
 from jshard.training.tensorboard import EventFile
 
 
@@ -36,6 +38,7 @@ class RunFolder:
         config: Config,
         *,
         resume_from: int | None = None,
+        lines: Sequence[Mapping[str, Any]] | None = None,
         enabled: bool = True,
     ):
         """Opens the folder, once everything in it was checked, and writes the config.
@@ -45,6 +48,7 @@ class RunFolder:
           config: The run's config.
           resume_from: The step after which the folder's run goes on: what it wrote of
             later steps goes. 0 starts it again; None is a new run.
+          lines: The metrics to go on from; by default those of the folder.
           enabled: False writes nothing at all: only the first process writes.
 
         Raises:
@@ -61,13 +65,18 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as undo:
                 self._lock = undo.enter_context(lock_folder(path))
-                self._open(config, resume_from)
+                self._open(config, resume_from, lines)
                 undo.pop_all()
         except OSError as error:
             raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
 
-    def _open(self, config: Config, resume_from: int | None) -> None:
-        metrics = self.path / "metrics.jsonl"
+    def _open(
+        self,
+        config: Config,
+        resume_from: int | None,
+        lines: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        metrics = self.path / METRICS
         if resume_from is None:
             if metrics.exists() and metrics.stat().st_size:
                 raise UserError(
@@ -75,7 +84,7 @@ class RunFolder:
                     "to resume it from: give another, or remove it"
                 )
         else:
-            lines = read_metrics(self.path)
+            lines = read_metrics(self.path) if lines is None else lines
             kept = [_json(line) + "\n" for line in lines if line["step"] <= resume_from]
             self._notes = _read_object(self.path / "notes.json")
             replace_file(metrics, "".join(kept))
@@ -92,6 +101,10 @@ class RunFolder:
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         line = _json({"step": step, **finite}) + "\n"
         self._tell(self._metrics.write(line.encode()), self._events.add(step, values))
+
+    def metrics(self) -> str:
+        """Returns all lines so far, as text."""
+        return self._metrics.read().decode() if self._enabled else ""
 
     def flush(self) -> None:
         """Waits until all metrics are on the disk.
@@ -158,6 +171,20 @@ class RunFolder:
             yield
         except OSError as error:
             raise RunFailed(f"cannot write to {self.path}: {_why(error)}") from error
+
+
+def finish_folder(path: Path) -> None:
+    """Does what a run that died at its very end left undone.
+
+    Raises:
+      UserError: The folder cannot be written, or is another process's.
+    """
+    try:
+        with lock_folder(path):
+            step_folders.tidy(path / CHECKPOINTS)
+            write_report(path)
+    except OSError as error:
+        raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:

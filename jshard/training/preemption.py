@@ -31,8 +31,14 @@ class Preemption:
       signal_name: The signal that was the request; None before there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
+        """Prepares to listen.
+
+        Args:
+          saves: Whether the run can save its state; for what the user is told.
+        """
         self.signal_name: str | None = None
+        self._does = "finishing the step and saving" if saves else "finishing the step"
         self._alone = jax.process_count() == 1
 
     def requested(self, step: int) -> bool:
@@ -94,8 +100,7 @@ class Preemption:
                 os._exit(128 + number[0])
             self.signal_name = name
             print(
-                f"jshard: {name}: finishing the step and saving; once more exits at "
-                "once",
+                f"jshard: {name}: {self._does}; once more exits at once",
                 file=sys.stderr,
                 flush=True,
             )

@@ -34,7 +34,7 @@ class Recipe:
       learning_rate: Optional; `learning_rate(config)` returns the optax schedule that
         is logged beside the loss.
       references: Optional; `references(config)` returns named losses, in nats, to show
-        beside the evaluation loss.
+        beside the evaluation loss. It is called by process 0 alone.
       flops_per_token: Optional; `flops_per_token(config)` returns the model FLOPs of
         one token, forward and backward, from which MFU follows.
       sample: Optional; `sample(config)` returns `(generate, prompt, decode)`:

@@ -22,6 +22,9 @@ _NOT_DRAWN = ("step", "step_time", "time_to_first_step")
 _NOT_CURVES = ("eval_", "checkpoint_")  # beside the training's curve, or in a table
 
 
+METRICS = "metrics.jsonl"  # of a run, and as far as it was then, of a checkpoint
+
+
 def write_report(workdir: Path) -> None:
     """Writes `report.html` from the run's config, metrics and notes.
 
@@ -38,10 +41,13 @@ def write_report(workdir: Path) -> None:
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """Reads `metrics.jsonl`; leaves out a last line that was cut short.
 
+    Args:
+      workdir: The run's folder, or one of its checkpoints.
+
     Raises:
       UserError: Another line is no JSON object with a step.
     """
-    path = workdir / "metrics.jsonl"
+    path = workdir / METRICS
     text = path.read_bytes() if path.exists() else b""
     *lines, _ = text.split(b"\n")  # what follows the last newline was cut
     metrics = []

@@ -1,16 +1,46 @@
 """A run's checkpoints: saved while it goes on, reported when they are whole."""
 
 import queue
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
+
+import jax
+import numpy as np
 
 from jshard.checkpoint import Checkpointer, Save
 from jshard.describe import format_bytes
-from jshard.errors import RunFailed
+from jshard.errors import RunFailed, UserError
 from jshard.restore import CHECKPOINTS
+from jshard.state import TrainState
 from jshard.training.config import Config
 from jshard.training.metrics import RunFolder
 from jshard.training.progress import ProgressDisplay
+from jshard.training.report import METRICS
+
+
+def check_room(workdir: Path, state: TrainState) -> None:
+    """Checks that the disk of a run's folder has room for one checkpoint.
+
+    Args:
+      workdir: The run's folder, which need not exist.
+      state: What is to be saved, or its shapes.
+
+    Raises:
+      UserError: It has not, so that no save could succeed.
+    """
+    place = workdir.absolute()
+    while not place.is_dir():
+        place = place.parent
+    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    disk = shutil.disk_usage(place)
+    if disk.total and size > disk.free:  # some network disks tell nothing
+        raise UserError(
+            f"--workdir={workdir}: a checkpoint takes {format_bytes(size)}, and the "
+            f"disk has {format_bytes(disk.free)} left: make room, give another, or "
+            "train without checkpoints by --config.checkpoint.every=0"
+        )
 
 
 class Saving:
@@ -53,7 +83,12 @@ class Saving:
         """Starts to save a state, with the metrics of its step."""
         assert self._checkpointer is not None
         self._folder.flush()  # the steps up to here are not run again
-        self._checkpointer.save(state, metrics=metrics, config=self._config.to_dict())
+        self._checkpointer.save(
+            state,
+            metrics=metrics,
+            config=self._config.to_dict(),
+            files={METRICS: self._folder.metrics()},
+        )
 
     def report(self) -> None:
         """Tells of the saves that have ended since the last call."""

@@ -1,18 +1,24 @@
 """Where a run starts: at its first step, or after a checkpoint in its folder."""
 
 import dataclasses
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from jshard.errors import UserError
-from jshard.restore import CHECKPOINTS, find_steps, newest_whole
+from jshard.restore import CHECKPOINTS, newest_whole
+from jshard.step_folders import find_steps
 from jshard.training.config import Config
-from jshard.training.report import read_metrics
+from jshard.training.report import METRICS, read_metrics
 from jshard.training.resume import (
     changed_keys,
     check_changes,
     describe_changes,
     read_config,
 )
+
+_Line: TypeAlias = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Start:
       step: Updates made so far.
       checkpoint: The step's folder to restore, verified; None starts with new values.
       resumes: Whether the folder holds the run already.
+      metrics: The lines of the run up to `step`; None where it starts at 0.
       unevaluated: Whether the run was stopped before the evaluation due at `step`.
       message: What to tell the user; empty for a new run.
     """
@@ -30,6 +37,7 @@ class Start:
     step: int = 0
     checkpoint: Path | None = None
     resumes: bool = False
+    metrics: Sequence[Mapping[str, Any]] | None = None
     unevaluated: bool = False
     message: str = ""
 
@@ -51,19 +59,62 @@ def find_start(workdir: Path, config: Config) -> Start:
     changes = changed_keys(read_config(workdir), config)
     check_changes(changes, config.checkpoint.accept)
     checkpoint = newest_whole(folder)
-    step = int(checkpoint.name)
-    messages = [f"resuming {workdir} after step {step}", describe_changes(changes)]
+    step = int(checkpoint.stem)  # the name may have a suffix, of one that is aside
+    found = read_metrics(workdir)
+    metrics, gone = _metrics_up_to(checkpoint, step, found)
+    messages = [
+        f"resuming {workdir} after step {step}",
+        describe_changes(changes),
+        _tell_of_gone_checkpoints(folder, found),
+        gone,
+    ]
     if config.checkpoint.restore:
         messages.append("checkpoint.restore is for new runs: ignored")
     due = config.eval_every and step % config.eval_every == 0
-    evaluated = {line["step"] for line in read_metrics(workdir) if "eval_loss" in line}
+    evaluated = {line["step"] for line in metrics if "eval_loss" in line}
     return Start(
         step,
         checkpoint,
         resumes=True,
+        metrics=metrics,
         unevaluated=bool(due and step not in evaluated),
         message="; ".join(filter(None, messages)),
     )
+
+
+def _metrics_up_to(
+    checkpoint: Path, step: int, found: Sequence[_Line]
+) -> tuple[list[_Line], str]:
+    """The lines up to a checkpoint, which keeps them, and what to tell of gone ones."""
+    found = [line for line in found if line["step"] <= step]
+    kept, there = read_metrics(checkpoint), {json.dumps(line) for line in found}
+    gone = [line["step"] for line in kept if json.dumps(line) not in there]
+    if gone:
+        known = {json.dumps(line) for line in kept}
+        more = [line for line in found if json.dumps(line) not in known]
+        message = (
+            f"{METRICS} lacked lines of {_span(min(gone), max(gone))}: they are taken "
+            "from the checkpoint"
+        )
+        return sorted(kept + more, key=lambda line: line["step"]), message
+    last = max((line["step"] for line in found if "loss" in line), default=0)
+    if last < step:  # a step that is saved is logged
+        return found, f"{METRICS} lacks {_span(last + 1, step)}: they are lost"
+    return found, ""
+
+
+def _tell_of_gone_checkpoints(folder: Path, metrics: Sequence[_Line]) -> str:
+    steps = find_steps(folder)
+    saved = {line["step"] for line in metrics if "checkpoint_bytes" in line}
+    gone = sorted(step for step in saved if step > steps[-1])
+    if not gone:
+        return ""
+    listed = ", ".join(map(str, gone))
+    return f"the checkpoints of later steps are gone that were saved: {listed}"
+
+
+def _span(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _start_again(workdir: Path, config: Config) -> Start:

@@ -2,7 +2,6 @@
 
 import bisect
 import itertools
-import sys
 from collections.abc import Sequence
 
 import grain
@@ -165,43 +164,6 @@ class Windows:
                 "raise the model's, or check data.token_dtype"
             )
         return tokens
-
-
-def bigram_entropy(data: grain.MapDataset | np.ndarray, vocab_size: int) -> float:
-    """Returns the entropy of a token given the one before it, H(x_t | x_t-1).
-
-    It is the loss of the best model that sees only one token back, fitted to this very
-    text: a model below it has learnt more than pairs.
-
-    Args:
-      data: A finite dataset of windows, as `text_data` makes, whose weights count; or
-        tokens, integers [n].
-      vocab_size: Every token is below it; the table of counts is its square.
-
-    Returns:
-      Nats per token.
-
-    Raises:
-      ValueError: `data` is infinite, or has no pair of tokens that counts.
-    """
-    counts = np.zeros((vocab_size, vocab_size))
-    if isinstance(data, np.ndarray):
-        np.add.at(counts, (data[:-1], data[1:]), 1)
-    elif len(data) == sys.maxsize:
-        raise ValueError("the dataset is infinite: take the validation split")
-    else:
-        for window in data.to_iter_dataset(grain.ReadOptions(0, 0)):
-            pairs = (window["inputs"], window["targets"])
-            np.add.at(counts, pairs, window["weights"])
-    total = counts.sum()
-    if total == 0:
-        raise ValueError("no pair of tokens to count")
-
-    def entropy(counts: np.ndarray) -> float:
-        p = counts[counts > 0] / total
-        return -float(p @ np.log(p))
-
-    return entropy(counts) - entropy(counts.sum(axis=1))  # of pairs, of the first
 
 
 def encode(text: str) -> np.ndarray:

@@ -1,0 +1,314 @@
+"""One order of collectives on all devices, by data: for CPUs, whose runtime has none.
+
+XLA:CPU runs what is ready. Collectives of one sequence of thunks it starts in turn, but
+a loop passes for started, and so for ordered, before the collectives in it are: what
+ties them are scheduling edges, not execution edges (xla/runtime/execution_graph.h). And
+in a program read from a compilation cache a loop knows nothing of the collectives
+around it: each sequence is given a communicator of its own
+(xla/backends/cpu/runtime/thunk_proto_serdes.cc). So devices may enter different
+collectives, which meet under one key: they hang, or take each other's data. Only data
+orders them always.
+
+``in_order`` runs a program with a token, an integer that is 0 though no compiler can
+tell: each collective reads what the one before it wrote. In ``shard_map``, where
+collectives are operations, they form one chain through all loops and branches. Outside,
+where XLA's partitioner may turn any operation into a collective, whatever has a
+sequence of its own (``shard_map``, loops, branches) takes turns: what it needs runs
+before it, all else after it. No value changes, not by a bit.
+
+GPUs need none of this: each device runs one schedule, thunk by thunk
+(xla/backends/gpu/runtime/sequential_thunk.cc).
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import partial_eval as pe
+from jax.sharding import PartitionSpec
+
+from jshard.errors import UserError
+from jshard.jaxprs import (
+    CALLS,
+    bind,
+    evaluate,
+    flat_jaxpr,
+    has,
+    inner_jaxpr,
+    read,
+    read_by,
+    scan_sizes,
+    variables,
+)
+
+# Results of a program's equations, and the token after them.
+Results = tuple[list[Any], jax.Array]
+
+_COLLECTIVES = {
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "ragged_all_to_all",
+    "reduce_scatter",
+}
+_LOOPS_AND_BRANCHES = {"scan", "while", "cond"}
+_SEQUENCES = _LOOPS_AND_BRANCHES | {"shard_map"}
+
+
+def in_order(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with one order of collectives, for ``jit`` on CPUs.
+
+    Derivatives are taken inside ``fn``, not of the result: types of varying values are
+    gone from it.
+
+    Args:
+      fn: a function of pytrees of arrays, one of which is an integer (a step, a seed).
+
+    Raises:
+      UserError: (when called) there is no integer among the arguments.
+    """
+
+    @functools.wraps(fn)
+    def ordered(*args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        closed, result = jax.make_jaxpr(fn, return_shape=True)(*args)
+        outputs, _ = _take_turns(closed, leaves, _zero(leaves))
+        return jax.tree.unflatten(jax.tree.structure(result), outputs)
+
+    return ordered
+
+
+def _zero(leaves: Iterable[Any]) -> jax.Array:
+    """A zero that no compiler folds: bits above the count of an integer's bits."""
+    for x in leaves:
+        if jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            bits = lax.population_count(jnp.asarray(x)).astype(jnp.int32)
+            return lax.shift_right_logical(bits, jnp.int32(8))
+    raise UserError("in_order: needs an integer among its arguments, such as the step")
+
+
+# The token. All of these are the identity while it is 0.
+
+
+def _tie(x: jax.Array, token: jax.Array) -> jax.Array:
+    """``x``, once the token is there: one element is written again, in place."""
+    if not x.size:
+        return x
+    element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+    written = lax.select(_like(token == 0, element), element, lax.full_like(element, 0))
+    return lax.dynamic_update_slice(x, written, (0,) * x.ndim)
+
+
+def _tie_sharded(x: jax.Array, token: jax.Array) -> jax.Array:
+    """The same of a global array, of which no device could tell the first element."""
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        return x
+    return lax.select(_like(token == 0, x), x, lax.full_like(x, 0))
+
+
+def _like(x: jax.Array, other: jax.Array) -> jax.Array:
+    return lax.broadcast(x, other.shape)
+
+
+def _after(token: jax.Array, results: Iterable[jax.Array]) -> jax.Array:
+    """The token once ``results`` are there."""
+    for x in results:
+        if x.size:
+            element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+            changed = (element != jnp.zeros((), x.dtype)).astype(token.dtype)
+            token = lax.select(token == 0, token, changed)
+    return token
+
+
+# Inside shard_map: one chain.
+
+
+def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> Results:
+    """Runs a program of one device's values, each collective after the one before.
+
+    All is traced again: inner programs would bring types of varying values along.
+    """
+    env = _environment(jaxpr, inputs)
+    for eqn in jaxpr.jaxpr.eqns:
+        name, values = eqn.primitive.name, read(env, eqn.invars)
+        with eqn.ctx.manager:
+            if name in _COLLECTIVES:
+                results = _collective(
+                    eqn, [_tie(jnp.asarray(x), token) for x in values]
+                )
+                token = _after(token, results)
+            elif name == "pvary":
+                results = values
+            elif name in _LOOPS_AND_BRANCHES:
+                results, token = _turn(_chain, eqn, values, token)
+            elif name == "remat2":
+                results, token = _remat(eqn, values, token)
+            elif name in CALLS:
+                results, token = _chain(inner_jaxpr(eqn), values, token)
+            elif has(eqn, _COLLECTIVES):
+                raise UserError(
+                    f"collectives inside of {name} cannot be put in the one order that "
+                    "CPUs need; move them out of it"
+                )
+            else:
+                results = bind(eqn, values)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return read(env, jaxpr.jaxpr.outvars), token
+
+
+def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Without types of varying values there is one kind of each."""
+    params = eqn.params
+    if eqn.primitive.name == "psum_invariant":
+        return list(lax.psum(tuple(values), params["axes"]))
+    if eqn.primitive.name == "all_gather_invariant":
+        axis, tiled = params["all_gather_dimension"], params["tiled"]
+        (x,) = values
+        return [lax.all_gather(x, params["axis_name"], axis=axis, tiled=tiled)]
+    return bind(eqn, values)
+
+
+def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    """A recomputation, which stays apart from what it recomputes."""
+    inputs = [*values, token]
+
+    def run(*inputs: Any) -> list[Any]:
+        results, token = _chain(inner_jaxpr(eqn), inputs[:-1], inputs[-1])
+        return [*results, token]
+
+    traced = jax.make_jaxpr(run)(*inputs)
+
+    def with_consts(consts: list[Any], inputs: list[Any]) -> list[Any]:
+        return core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, consts))(*inputs)
+
+    consts = list(traced.consts)
+    inner = jax.make_jaxpr(with_consts)(consts, inputs).jaxpr
+    *results, token = eqn.primitive.bind(
+        *consts, *inputs, **eqn.params | {"jaxpr": inner}
+    )
+    return results, token
+
+
+# Outside: turns.
+
+
+def _take_turns(
+    jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array
+) -> Results:
+    """Runs a program of global values, one sequence of operations at a time."""
+    jaxpr = _without_dead_code(flat_jaxpr(core.jaxpr_as_fun(jaxpr), inputs))
+    env = _environment(jaxpr, inputs)
+    outputs = jaxpr.jaxpr.outvars
+    left = dict(enumerate(jaxpr.jaxpr.eqns))
+    maker = {v: i for i, eqn in left.items() for v in eqn.outvars}
+
+    def needed(wanted: Iterable[Any]) -> list[int]:
+        """What is left of the equations that make ``wanted``, in their order."""
+        found: set[int] = set()
+        stack = variables(wanted)
+        while stack:
+            index = maker.get(stack.pop())
+            if index in left and index not in found:
+                found.add(index)
+                stack += variables(left[index].invars)
+        return sorted(found)
+
+    for index in [i for i, e in left.items() if e.primitive.name in _SEQUENCES]:
+        evaluate([left.pop(i) for i in needed(left[index].invars)], env)
+        eqn = left.pop(index)
+        values = read(env, eqn.invars)
+        with eqn.ctx.manager:
+            if eqn.primitive.name == "shard_map":
+                results, token = _shard_map(eqn, values, token)
+            else:
+                results, token = _turn(_take_turns, eqn, values, token)
+        env.update(zip(eqn.outvars, results, strict=True))
+        # All that follows waits, and with it what the partitioner makes of it.
+        for v in env.keys() & read_by(left.values()).union(variables(outputs)):
+            env[v] = _tie_sharded(env[v], token)
+    evaluate(left.values(), env)
+    return read(env, outputs), token
+
+
+def _shard_map(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    params = eqn.params
+    jaxpr = _without_dead_code(core.ClosedJaxpr(params["jaxpr"], ()))
+    run = jax.shard_map(
+        lambda token, *values: _chain(jaxpr, values, token),
+        mesh=params["mesh"],
+        in_specs=(PartitionSpec(), *params["in_specs"]),
+        out_specs=(list(params["out_specs"]), PartitionSpec()),
+        axis_names=params["newly_manual_axes"],
+        check_vma=False,
+    )
+    return run(token, *values)
+
+
+# Both.
+
+Run = Callable[[core.ClosedJaxpr, Sequence[Any], jax.Array], Results]
+
+
+def _turn(run: Run, eqn: Any, values: list[Any], token: jax.Array) -> Results:
+    """A loop or branch, whose inner programs ``run`` runs, with the token."""
+    params = eqn.params
+    if eqn.primitive.name == "cond":
+        branches = [
+            lambda values, token, inner=inner: _passed_on(run(inner, values, token))
+            for inner in params["branches"]
+        ]
+        return lax.switch(values[0], branches, values[1:], token)
+    if eqn.primitive.name == "scan":
+        num_consts, num_carry = scan_sizes(eqn)
+        consts, values = values[:num_consts], values[num_consts:]
+
+        def step(state: Any, slices: list[Any]) -> tuple[Any, list[Any]]:
+            carry, token = state
+            inputs = [*consts, *carry, *slices]
+            results, token = _passed_on(run(params["jaxpr"], inputs, token))
+            return (results[:num_carry], token), results[num_carry:]
+
+        static = {key: params[key] for key in ("length", "reverse", "unroll")}
+        state = (values[:num_carry], token)
+        (carry, token), ys = lax.scan(step, state, values[num_carry:], **static)
+        return [*carry, *ys], token
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = values[:first], values[first:][:second]
+
+    def goes_on(state: Any) -> jax.Array:
+        (predicate,), _ = run(params["cond_jaxpr"], [*cond_consts, *state[0]], state[1])
+        return predicate
+
+    def body(state: Any) -> Any:
+        values, token = state
+        return _passed_on(run(params["body_jaxpr"], [*body_consts, *values], token))
+
+    return lax.while_loop(goes_on, body, (values[first + second :], token))
+
+
+def _passed_on(results: Results) -> Results:
+    """What a loop or branch hands on: a token that it has changed, to the compiler."""
+    values, token = results
+    return values, lax.select(token == 0, token, token + 1)
+
+
+def _environment(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> dict[Any, Any]:
+    env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    return env | dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+
+
+def _without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """What nobody reads goes: the chain would keep its collectives alive."""
+    used = [True] * len(jaxpr.jaxpr.outvars)
+    inner, consts, _ = pe.dce_jaxpr_consts(jaxpr.jaxpr, used, instantiate=True)
+    live = [x for x, is_used in zip(jaxpr.consts, consts, strict=True) if is_used]
+    return core.ClosedJaxpr(inner, live)

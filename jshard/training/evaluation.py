@@ -1,0 +1,109 @@
+"""Evaluations and samples, prepared before the first step: mistakes are told then."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+import jshard
+from jshard.errors import UserError
+from jshard.training.config import Config, nearest
+from jshard.training.data import eval_batches
+
+
+def prepare_evaluation(
+    loss_fn: Callable,
+    fsdp: jshard.FSDP,
+    abstract_state: jshard.TrainState,
+    data: Any,
+    config: Config,
+    reader: Mapping[str, int],
+) -> Callable[[jshard.TrainState], dict[str, float]]:
+    """Makes a recipe's evaluation, and tries it without computing anything.
+
+    Args:
+      loss_fn: The recipe's.
+      fsdp: How the model is sharded.
+      abstract_state: Like the states to evaluate.
+      data: The validation data.
+      config: The run's config.
+      reader: The arguments of `eval_batches` that say what this process reads.
+
+    Returns:
+      A function of a state: the means over all examples, as `eval_loss` and so on;
+      with averages of the parameters theirs, too, as `eval_ema_loss`.
+
+    Raises:
+      UserError: The data cannot be evaluated on, or `checkpoint.best` names none of
+        the means.
+    """
+    eval_step = fsdp.eval_step(loss_fn)
+    limit = config.eval_batches or None
+
+    def evaluate(state: jshard.TrainState) -> dict[str, float]:
+        states = {"eval": state}
+        if state.ema is not None:
+            states["eval_ema"] = state.with_ema_params()
+        values = {}
+        for prefix, one in states.items():
+            total: Any = 0
+            for factor, batch in eval_batches(data, max_batches=limit, **reader):
+                previous = total
+                means = eval_step(one, fsdp.shard_batch(batch))
+                total = total + (means if factor == 1 else means.scaled(factor))
+                jax.block_until_ready(previous)  # one batch ahead, as in training
+            means = total.compute()
+            values |= {f"{prefix}_{name}": value for name, value in means.items()}
+        return values
+
+    first = eval_batches(data, max_batches=limit, num_threads=0, **reader)
+    batch = fsdp.shard_batch(next(first)[1])
+    means = jax.eval_shape(eval_step, abstract_state, batch)
+    prefixes = ["eval"] if abstract_state.ema is None else ["eval", "eval_ema"]
+    names = [f"{p}_{name}" for p in prefixes for name in ("loss", *means.metrics)]
+    best = config.checkpoint.best
+    if best and best not in names:
+        raise UserError(
+            f"--config.checkpoint.best={best}: evaluations have no such metric; they "
+            f"have {', '.join(names)}{nearest(best, names)}"
+        )
+    return evaluate
+
+
+def prepare_sample(
+    generate: Callable,
+    prompts: Any,
+    decode: Callable,
+    fsdp: jshard.FSDP,
+    abstract_state: jshard.TrainState,
+) -> Callable[[jshard.TrainState], str]:
+    """Makes what generates a recipe's sample, and tries it without computing anything.
+
+    Args:
+      generate: Of the model and prompts, as the recipe's `sample` returns it.
+      prompts: A tree of arrays with a prompt in each row.
+      decode: Makes a text of what is generated for a prompt.
+      fsdp: How the model is sharded.
+      abstract_state: Like the state to generate from.
+
+    Returns:
+      A function of a state: the text that follows the first prompt.
+    """
+    local_devices = fsdp.mesh.size // jax.process_count()
+
+    def fill_devices(rows: np.ndarray) -> np.ndarray:
+        count = -(-len(rows) // local_devices) * local_devices
+        return np.resize(rows, (count, *rows.shape[1:]))  # repeats them
+
+    predict_step = fsdp.predict_step(generate)
+    batch = fsdp.shard_batch(jax.tree.map(fill_devices, prompts))
+    jax.eval_shape(predict_step, abstract_state, batch)
+
+    def sample(state: jshard.TrainState) -> str:
+        tokens = predict_step(state, batch)
+        text = decode(np.asarray(tokens.addressable_shards[0].data)[0])
+        # A young model may say anything, also what would command the user's terminal.
+        return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+    return sample
