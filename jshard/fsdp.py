@@ -21,7 +21,7 @@ from jshard.checks import (
     warn_of_large_root,
 )
 from jshard.collectives import Placement
-from jshard.initial_values import make, mark_layers, prepare
+from jshard.initial_values import make, mark_stacked, prepare
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
@@ -137,7 +137,7 @@ class FSDP:
         # them. Variables without one stay as Flax makes them.
         with nnx.use_eager_sharding(False):
             model = make_model(nnx.Rngs(jax.random.key(seed)))
-        mark_layers(model, self.layer_dims)
+        mark_stacked(model, self.layer_dims)
         prepare(model, self.policy, self.mesh, self.units)
         graphdef, params, frozen, model_state = nnx.split(model, wrt, nnx.Param, ...)
         return TrainState(

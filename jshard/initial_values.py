@@ -18,7 +18,7 @@ from jshard.calling import variables
 from jshard.embedding import make_by_rows, mark_table
 from jshard.errors import UserError
 from jshard.offload import HOST
-from jshard.partition import LAYER_DIMS, LOOKED_UP, is_annotated
+from jshard.partition import LOOKED_UP, is_annotated
 from jshard.policy import Policy
 from jshard.remat import without_dead_code
 
@@ -51,7 +51,7 @@ def prepare(
                 variable.set_value(value.astype(dtype))
 
 
-def mark_layers(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
+def mark_stacked(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
     """Marks the layer dimensions of what ``nnx.vmap`` stacked, as a Stack's are.
 
     Args:
@@ -61,7 +61,7 @@ def mark_layers(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
     Raises:
       UserError: parameters of a module have no such dimensions, or differ in them.
     """
-    dims: dict[int, int] = {}
+    stacked: dict[int, tuple[int, tuple]] = {}  # dimensions, and the path in a layer
     for path, module in nnx.iter_modules(model):
         number = max(
             (n for t, n in layer_dims.items() if isinstance(module, t)), default=0
@@ -79,11 +79,15 @@ def mark_layers(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
                     f"leading layer dimensions of {type(module).__name__}; give the "
                     "number that nnx.vmap added"
                 )
-            dims[id(variable)] = max(number, dims.get(id(variable), 0))
+            found = (number, tuple(map(str, inner)))
+            stacked[id(variable)] = max(
+                found,
+                stacked.get(id(variable), found),
+                key=lambda found: (found[0], len(found[1])),  # of the outermost module
+            )
     for _, variable in variables(model):
-        if number := dims.get(id(variable), 0):
-            depth = partition.layer_dims(variable) + number
-            variable.set_metadata(LAYER_DIMS, depth)
+        if id(variable) in stacked:
+            partition.mark_stacked(variable, *stacked[id(variable)])
 
 
 def make(

@@ -67,6 +67,19 @@ def mark_layers(variable: nnx.Variable, path: tuple[Any, ...]) -> None:
     variable.set_metadata(LAYER_DIMS, layer_dims(variable) + 1)
 
 
+def mark_stacked(variable: nnx.Variable, number: int, path: tuple[str, ...]) -> None:
+    """Marks dimensions that count layers inside of those marked already.
+
+    Args:
+      variable: changed in place.
+      number: of dimensions.
+      path: of the variable in a layer.
+    """
+    outer = variable.get_metadata(IN_LAYER, ())
+    variable.set_metadata(IN_LAYER, (*outer, *[path] * number))
+    variable.set_metadata(LAYER_DIMS, layer_dims(variable) + number)
+
+
 def without_layers(variable: nnx.Variable) -> nnx.Variable:
     """One layer's variable of a Stack's, with one layer dimension less."""
     inner = variable.get_metadata(IN_LAYER, ())[1:]

@@ -439,6 +439,15 @@ def test_the_layer_dimension_is_not_sharded_where_units_tells_of_it(
     assert blocks["bias"].get_value().sharding.spec == bias
 
 
+def test_per_layer_keeps_a_state_for_layers_that_units_tells_of():
+    fsdp = jshard.FSDP(make_mesh(1, 8), POLICY, units={Residual: 1})
+    optimizer = jshard.per_layer(optax.scale_by_adam())
+    state: Any = fsdp.abstract_state(make_model("stacked by vmap"), optimizer)
+    (key,) = state.opt_state.stacked
+    assert key == "module.blocks"
+    assert state.opt_state.stacked[key].count.shape == (8,)
+
+
 @pytest.mark.parametrize(
     ("place", "units", "shape"),
     [("stacked by vmap", {Residual: 3}, r"\(8, 8\)"), ("unit", {Dense: 2}, r"\(8,\)")],
