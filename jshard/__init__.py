@@ -14,6 +14,7 @@ from jshard.layers import Stack, Unit
 from jshard.loss import Loss, Mean, Means
 from jshard.mesh import make_mesh
 from jshard.optim import per_layer
+from jshard.order import in_order
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.remat import Names, Offload
@@ -42,6 +43,7 @@ __all__ = [
     "gathered",
     "gathered_before",
     "gathered_during",
+    "in_order",
     "make_mesh",
     "per_layer",
     "pmean",

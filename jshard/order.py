@@ -60,6 +60,7 @@ _COLLECTIVES = {
     "ragged_all_to_all",
     "reduce_scatter",
 }
+_SUMS = {"pmax", "pmin", "psum", "psum_invariant"}
 _LOOPS_AND_BRANCHES = {"scan", "while", "cond"}
 _SEQUENCES = _LOOPS_AND_BRANCHES | {"shard_map"}
 
@@ -99,34 +100,34 @@ def _zero(leaves: Iterable[Any]) -> jax.Array:
 # The token. All of these are the identity while it is 0.
 
 
-def _tie(x: jax.Array, token: jax.Array) -> jax.Array:
-    """``x``, once the token is there: one element is written again, in place."""
+def _here(token: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
+    """True, once the token and ``last`` are there."""
+    true = token == 0
+    for x in last:
+        true |= _first(x).reshape(()) != 0
+    return true
+
+
+def _first(x: jax.Array) -> jax.Array:
+    return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+
+
+def _tie(x: jax.Array, here: jax.Array) -> jax.Array:
+    """``x``, once that is there: one element is written again, in place."""
     if not x.size:
         return x
-    element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
-    written = lax.select(_like(token == 0, element), element, lax.full_like(element, 0))
+    written = _select(here, _first(x))
     return lax.dynamic_update_slice(x, written, (0,) * x.ndim)
 
 
-def _tie_sharded(x: jax.Array, token: jax.Array) -> jax.Array:
+def _tie_sharded(x: jax.Array, here: jax.Array) -> jax.Array:
     """The same of a global array, of which no device could tell the first element."""
-    if jax.typeof(x).memory_space == jax.memory.Space.Host:
-        return x
-    return lax.select(_like(token == 0, x), x, lax.full_like(x, 0))
+    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return x if on_host else _select(here, x)
 
 
-def _like(x: jax.Array, other: jax.Array) -> jax.Array:
-    return lax.broadcast(x, other.shape)
-
-
-def _after(token: jax.Array, results: Iterable[jax.Array]) -> jax.Array:
-    """The token once ``results`` are there."""
-    for x in results:
-        if x.size:
-            element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-            changed = (element != jnp.zeros((), x.dtype)).astype(token.dtype)
-            token = lax.select(token == 0, token, changed)
-    return token
+def _select(here: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.select(lax.broadcast(here, x.shape), x, lax.full_like(x, 0))
 
 
 # Inside shard_map: one chain.
@@ -138,23 +139,33 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
     All is traced again: inner programs would bring types of varying values along.
     """
     env = _environment(jaxpr, inputs)
+    last: list[jax.Array] = []  # of the collective before
+    sums: set[Any] | None = None  # what depends on the sums before; no sums come last
+    here = token == 0
     for eqn in jaxpr.jaxpr.eqns:
         name, values = eqn.primitive.name, read(env, eqn.invars)
+        exchanges = has(eqn, _COLLECTIVES)
+        # Sums that do not wait for each other stay neighbours, which XLA combines.
+        joins = (
+            name in _SUMS
+            and sums is not None
+            and sums.isdisjoint(variables(eqn.invars))
+        )
+        if exchanges and not joins:
+            here, sums = _here(token, last), set() if name in _SUMS else None
         with eqn.ctx.manager:
             if name in _COLLECTIVES:
-                results = _collective(
-                    eqn, [_tie(jnp.asarray(x), token) for x in values]
-                )
-                token = _after(token, results)
+                results = _collective(eqn, [_tie(jnp.asarray(x), here) for x in values])
+                last = [x for x in results if x.size] + (last if joins else [])
             elif name == "pvary":
                 results = values
-            elif name in _LOOPS_AND_BRANCHES:
-                results, token = _turn(_chain, eqn, values, token)
-            elif name == "remat2":
-                results, token = _remat(eqn, values, token)
-            elif name in CALLS:
-                results, token = _chain(inner_jaxpr(eqn), values, token)
-            elif has(eqn, _COLLECTIVES):
+            elif name in _INNER and exchanges:
+                token = lax.select(here, token, jnp.ones_like(token))
+                results, token = _INNER[name](eqn, values, token)
+                last = []
+            elif name in _INNER:
+                results, _ = _INNER[name](eqn, values, token)
+            elif exchanges:
                 raise UserError(
                     f"collectives inside of {name} cannot be put in the one order that "
                     "CPUs need; move them out of it"
@@ -162,6 +173,11 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
             else:
                 results = bind(eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
+        if sums is not None and (
+            exchanges or not sums.isdisjoint(variables(eqn.invars))
+        ):
+            sums.update(eqn.outvars)
+    token = lax.select(_here(token, last), token, jnp.ones_like(token))
     return read(env, jaxpr.jaxpr.outvars), token
 
 
@@ -175,6 +191,10 @@ def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
         (x,) = values
         return [lax.all_gather(x, params["axis_name"], axis=axis, tiled=tiled)]
     return bind(eqn, values)
+
+
+def _call(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    return _chain(inner_jaxpr(eqn), values, token)
 
 
 def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
@@ -196,6 +216,17 @@ def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
         *consts, *inputs, **eqn.params | {"jaxpr": inner}
     )
     return results, token
+
+
+def _loop_or_branch(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    return _turn(_chain, eqn, values, token)
+
+
+_INNER: dict[str, Callable[..., Results]] = {
+    **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(_LOOPS_AND_BRANCHES, _loop_or_branch),
+    "remat2": _remat,
+}
 
 
 # Outside: turns.
@@ -233,8 +264,9 @@ def _take_turns(
                 results, token = _turn(_take_turns, eqn, values, token)
         env.update(zip(eqn.outvars, results, strict=True))
         # All that follows waits, and with it what the partitioner makes of it.
-        for v in env.keys() & read_by(left.values()).union(variables(outputs)):
-            env[v] = _tie_sharded(env[v], token)
+        later = read_by(left.values()).union(variables(outputs))
+        for v in filter(later.__contains__, list(env)):  # not in the order of a set
+            env[v] = _tie_sharded(env[v], token == 0)
     evaluate(left.values(), env)
     return read(env, outputs), token
 

@@ -136,6 +136,15 @@ def test_optimizers_order_their_collectives(optimizer):
     assert_ordered(fsdp.train_step(loss_fn, optimizer).trace(state, batch))
 
 
+def test_a_program_is_the_same_each_time_it_is_traced():
+    """Or no cache would hold it, and processes could compile different ones."""
+    texts = []
+    for _ in range(4):
+        fsdp, optimizer, state, loss_fn, batch = setup("two stacks", optimizer=muon())
+        texts.append(fsdp.train_step(loss_fn, optimizer).lower(state, batch).as_text())
+    assert len(set(texts)) == 1
+
+
 @pytest.mark.parametrize("model", MAKERS)
 def test_evaluation_orders_its_collectives(model):
     fsdp, _, state, loss_fn, batch = setup(model)

@@ -8,6 +8,7 @@ Every way to reach a weight, for every place that a module can have in a model.
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -460,8 +461,9 @@ def test_layer_dimensions_that_a_type_does_not_have_are_refused(place, units, sh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (4, 1)], ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "mesh"), list(zip(PLACES, itertools.cycle([(1, 8), (2, 4), (4, 1)])))
+)
 def test_a_weight_is_whole_however_it_is_reached_in_every_place(place, mesh):
     check(place, WAYS, mesh=mesh)
 
