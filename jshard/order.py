@@ -155,8 +155,11 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
             here, sums = _here(token, last), set() if name in _SUMS else None
         with eqn.ctx.manager:
             if name in _COLLECTIVES:
-                results = _collective(eqn, [_tie(jnp.asarray(x), here) for x in values])
+                tied = [_tie(jnp.asarray(x), here) for x in values]
+                results = _collective(eqn, tied)
                 last = [x for x in results if x.size] + (last if joins else [])
+                if name in _SUMS and not joins:
+                    here = _here(token, [x for x in tied if x.size])
             elif name == "pvary":
                 results = values
             elif name in _INNER and exchanges:
@@ -236,7 +239,9 @@ def _take_turns(
     jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array
 ) -> Results:
     """Runs a program of global values, one sequence of operations at a time."""
-    jaxpr = _without_dead_code(flat_jaxpr(core.jaxpr_as_fun(jaxpr), inputs))
+    if any(e.primitive.name in CALLS and has(e, _SEQUENCES) for e in jaxpr.jaxpr.eqns):
+        jaxpr = flat_jaxpr(core.jaxpr_as_fun(jaxpr), inputs)
+    jaxpr = _without_dead_code(jaxpr)
     env = _environment(jaxpr, inputs)
     outputs = jaxpr.jaxpr.outvars
     left = dict(enumerate(jaxpr.jaxpr.eqns))
@@ -273,7 +278,7 @@ def _take_turns(
 
 def _shard_map(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
     params = eqn.params
-    jaxpr = _without_dead_code(core.ClosedJaxpr(params["jaxpr"], ()))
+    jaxpr = core.ClosedJaxpr(params["jaxpr"], ())
     run = jax.shard_map(
         lambda token, *values: _chain(jaxpr, values, token),
         mesh=params["mesh"],
@@ -295,8 +300,10 @@ def _turn(run: Run, eqn: Any, values: list[Any], token: jax.Array) -> Results:
     params = eqn.params
     if eqn.primitive.name == "cond":
         branches = [
-            lambda values, token, inner=inner: _passed_on(run(inner, values, token))
-            for inner in params["branches"]
+            lambda values, token, i=i, inner=inner: _passed_on(
+                run(inner, values, token), i
+            )
+            for i, inner in enumerate(params["branches"])
         ]
         return lax.switch(values[0], branches, values[1:], token)
     if eqn.primitive.name == "scan":
@@ -327,10 +334,13 @@ def _turn(run: Run, eqn: Any, values: list[Any], token: jax.Array) -> Results:
     return lax.while_loop(goes_on, body, (values[first + second :], token))
 
 
-def _passed_on(results: Results) -> Results:
-    """What a loop or branch hands on: a token that it has changed, to the compiler."""
+def _passed_on(results: Results, branch: int = 0) -> Results:
+    """What a loop or branch hands on: a token that it has changed, to the compiler.
+
+    Each branch in a way of its own: what all do XLA does after them, or before.
+    """
     values, token = results
-    return values, lax.select(token == 0, token, token + 1)
+    return values, lax.select(token == 0, token, token + (1 + branch))
 
 
 def _environment(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> dict[Any, Any]:
