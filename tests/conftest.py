@@ -40,6 +40,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jshard")
 
 
+def pytest_addoption(parser):
+    """CI has 90 minutes on machines of any speed: it takes a part of the slow tests."""
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts alone")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Every N-th test, so that each file has some in every part."""
+    if part := config.getoption("--part"):
+        index, count = map(int, part.split("/"))
+        kept = items[index - 1 :: count]
+        config.hook.pytest_deselected(items=[x for x in items if x not in set(kept)])
+        items[:] = kept
+
+
 @pytest.fixture
 def x64():
     """Run the test in 64-bit precision, as parity tests do."""
