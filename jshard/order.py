@@ -295,7 +295,7 @@ def _shard_map(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
 Run = Callable[[core.ClosedJaxpr, Sequence[Any], jax.Array], Results]
 
 
-def _turn(run: Run, eqn: Any, values: list[Any], token: jax.Array) -> Results:
+def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
     """A loop or branch, whose inner programs ``run`` runs, with the token."""
     params = eqn.params
     if eqn.primitive.name == "cond":
@@ -317,8 +317,8 @@ def _turn(run: Run, eqn: Any, values: list[Any], token: jax.Array) -> Results:
             return (results[:num_carry], token), results[num_carry:]
 
         static = {key: params[key] for key in ("length", "reverse", "unroll")}
-        state = (values[:num_carry], token)
-        (carry, token), ys = lax.scan(step, state, values[num_carry:], **static)
+        state = (list(values[:num_carry]), token)
+        (carry, token), ys = lax.scan(step, state, list(values[num_carry:]), **static)
         return [*carry, *ys], token
     first, second = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = values[:first], values[first:][:second]
@@ -331,7 +331,7 @@ def _turn(run: Run, eqn: Any, values: list[Any], token: jax.Array) -> Results:
         values, token = state
         return _passed_on(run(params["body_jaxpr"], [*body_consts, *values], token))
 
-    return lax.while_loop(goes_on, body, (values[first + second :], token))
+    return lax.while_loop(goes_on, body, (list(values[first + second :]), token))
 
 
 def _passed_on(results: Results, branch: int = 0) -> Results:
