@@ -1,6 +1,7 @@
 """Jaxprs taken apart: which equations read and make what, and how to run a few."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -56,12 +57,22 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+@contextlib.contextmanager
+def context(eqn: Any) -> Iterator[None]:
+    """What an equation was traced in: its settings, and the scopes of its name."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eqn.ctx.manager)
+        if scopes := str(eqn.source_info.name_stack):
+            stack.enter_context(jax.named_scope(scopes))
+        yield
+
+
 def evaluate(
     eqns: Iterable[Any], env: dict[Any, Any], outputs: Sequence[Any] = ()
 ) -> list:
     """Runs equations on the values in ``env``, which theirs join; reads ``outputs``."""
     for eqn in eqns:
-        with eqn.ctx.manager:
+        with context(eqn):
             results = bind(eqn, read(env, eqn.invars))
         env.update(zip(eqn.outvars, results, strict=True))
     return list(map(jnp.asarray, read(env, outputs)))
@@ -85,7 +96,8 @@ def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> 
             evaluate([eqn], env)
             continue
         inner = inner_jaxpr(eqn)
-        results = _inline(inner.jaxpr, inner.consts, read(env, eqn.invars))
+        with context(eqn):
+            results = _inline(inner.jaxpr, inner.consts, read(env, eqn.invars))
         env.update(zip(eqn.outvars, results, strict=True))
     return read(env, jaxpr.outvars)
 

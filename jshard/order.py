@@ -35,6 +35,7 @@ from jshard.errors import UserError
 from jshard.jaxprs import (
     CALLS,
     bind,
+    context,
     evaluate,
     flat_jaxpr,
     has,
@@ -105,7 +106,11 @@ def _here(token: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
     true = token == 0
     for x in last:
         true |= _first(x).reshape(()) != 0
-    return true
+    if len(last) < 2:
+        return true
+    # XLA's fusions repeat what is cheap in each that reads it, but not a remainder.
+    zero = lax.select(true, token, jnp.ones_like(token))
+    return lax.rem(zero, token + 2) == 0
 
 
 def _first(x: jax.Array) -> jax.Array:
@@ -127,7 +132,7 @@ def _tie_sharded(x: jax.Array, here: jax.Array) -> jax.Array:
 
 
 def _select(here: jax.Array, x: jax.Array) -> jax.Array:
-    return lax.select(lax.broadcast(here, x.shape), x, lax.full_like(x, 0))
+    return lax.select(here, x, lax.full_like(x, 0))
 
 
 # Inside shard_map: one chain.
@@ -153,7 +158,7 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
         )
         if exchanges and not joins:
             here, sums = _here(token, last), set() if name in _SUMS else None
-        with eqn.ctx.manager:
+        with context(eqn):
             if name in _COLLECTIVES:
                 tied = [_tie(jnp.asarray(x), here) for x in values]
                 results = _collective(eqn, tied)
@@ -262,7 +267,7 @@ def _take_turns(
         evaluate([left.pop(i) for i in needed(left[index].invars)], env)
         eqn = left.pop(index)
         values = read(env, eqn.invars)
-        with eqn.ctx.manager:
+        with context(eqn):
             if eqn.primitive.name == "shard_map":
                 results, token = _shard_map(eqn, values, token)
             else:

@@ -320,6 +320,8 @@ def equation_dependencies(
         return _scan(eqn, entering, by_value)
     if by_value and eqn.primitive.name == "optimization_barrier":
         return entering
+    if by_value and eqn.primitive.name == "select_n" and not eqn.invars[0].aval.shape:
+        entering = entering[1:]
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
     if isinstance(inner, core.Jaxpr) and len(inner.invars) == len(entering):

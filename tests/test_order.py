@@ -274,6 +274,21 @@ def test_in_order_keeps_no_collective_that_nobody_reads():
     assert not exchanging(compiled.as_text())
 
 
+def test_programs_of_many_sums_stay_small():
+    spec = PartitionSpec("x")
+    run = jax.shard_map(
+        lambda step, x: [lax.psum(jnp.sin(x + i), "x") * step for i in range(100)],
+        mesh=MESH,
+        in_specs=(PartitionSpec(), spec),
+        out_specs=PartitionSpec(),
+    )
+    lines = [
+        len(jax.jit(fn).lower(1, jnp.ones(8)).compile().as_text().splitlines())
+        for fn in (in_order(run), run)
+    ]
+    assert lines[0] < 4 * lines[1]
+
+
 def test_in_order_needs_an_integer():
     with pytest.raises(jshard.UserError, match="an integer among its arguments"):
         jax.jit(in_order(jnp.sum))(jnp.ones(3))
