@@ -265,7 +265,8 @@ class FSDP:
         return jax.jit(self._in_order(step), compiler_options=options, **kwargs)
 
     def _in_order(self, fn: Callable) -> Callable:
-        return in_order(fn) if platform(self.mesh) == "cpu" else fn
+        several = self.mesh.size > 1 and platform(self.mesh) == "cpu"
+        return in_order(fn) if several else fn
 
     def _checked_specs(self, state: TrainState) -> TrainState:
         specs = self._specs(state)
