@@ -18,7 +18,7 @@ import jax
 from compiling import Row, compile_row
 
 from jshard.plan import GPUS
-from jshard.plan.cost import NETWORK_PORT
+from jshard.plan.constants import STATED
 from jshard.plan.topology import GPUS_A_HOST
 
 GIB = 2**30
@@ -53,8 +53,8 @@ def cells(found: dict[str, Any]) -> list[str]:
 def network() -> str:
     """What the model takes the links to be."""
     return (
-        f"H100s, {GPUS_A_HOST} a host; network {NETWORK_PORT / 1e9:.2f} GB/s a GPU; "
-        "collectives by the fastest of NCCL's protocols, by its own model"
+        f"H100s, {GPUS_A_HOST} a host; network {STATED.network_port / 1e9:.2f} GB/s a "
+        "GPU; collectives by the fastest of NCCL's protocols, by its own model"
     )
 
 

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from jshard.plan import nccl
-from jshard.plan.cost import LINK, NETWORK_PORT, Transfer, assumed, assumptions
+from jshard.plan.constants import STATED
+from jshard.plan.cost import Transfer, assumed, assumptions
 from jshard.plan.nccl import POST, RINGS, SIMPLE, TREES
 from jshard.plan.topology import GPUS
 
 H100 = GPUS["h100"]
-NVLINK = LINK * H100.nvlink
+NVLINK = STATED.link * H100.nvlink
 MIB = 1 << 20
 _, LL128, LL = RINGS
 
@@ -66,7 +67,7 @@ def test_steps_of_a_ring_with_one_device_a_host_are_those_of_a_tree():
 )
 def test_a_gather_takes_the_protocol_that_is_fastest_for_its_size(mib, protocol):
     nbytes = round(mib * MIB)
-    wire = nbytes / min(NVLINK, 8 * NETWORK_PORT)
+    wire = nbytes / min(NVLINK, 8 * STATED.network_port)
     step = max(protocol.step, POST)
     walking = protocol.latency + 56 * step + 7 * protocol.network_step
     moving = wire / protocol.share
@@ -84,7 +85,7 @@ def test_a_small_all_reduce_between_hosts_takes_the_depth_of_a_tree(hosts, depth
 
 def test_a_large_all_reduce_goes_round_the_ring_at_all_of_the_bandwidth():
     nbytes = 1 << 30
-    expected = SIMPLE.latency + 14 * SIMPLE.network_step + nbytes / NETWORK_PORT
+    expected = SIMPLE.latency + 14 * SIMPLE.network_step + nbytes / STATED.network_port
     assert seconds("all-reduce", 8, 1, nbytes) == pytest.approx(expected)
 
 
@@ -118,7 +119,7 @@ def test_what_comes_through_the_port_of_a_device(kind, in_host, share):
 def test_bytes_take_as_long_as_the_slower_of_nvlink_and_network():
     nbytes = 6300 * MIB
     steps = SIMPLE.latency + 56 * SIMPLE.step + 7 * SIMPLE.network_step
-    ring = nbytes / min(NVLINK, 8 * NETWORK_PORT)
+    ring = nbytes / min(NVLINK, 8 * STATED.network_port)
     assert seconds("all-gather", 64, 8, nbytes) == pytest.approx(steps + ring)
-    direct = 5600 * MIB / NETWORK_PORT
+    direct = 5600 * MIB / STATED.network_port
     assert seconds("all-to-all", 64, 8, nbytes) == pytest.approx(steps + direct)

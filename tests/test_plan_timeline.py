@@ -8,14 +8,7 @@ import pytest
 
 from jshard.plan import hlo
 from jshard.plan.as_json import trace
-from jshard.plan.cost import (
-    HOST_BUS,
-    LAUNCH,
-    LINK,
-    MATMUL,
-    MEMORY,
-    NETWORK_PORT,
-)
+from jshard.plan.constants import STATED
 from jshard.plan.nccl import RINGS, TREES
 from jshard.plan.phases import Phases
 from jshard.plan.timeline import Timeline, replay
@@ -84,7 +77,8 @@ GATHERED = 7 * 128 * 1024 * 2
 SCATTERED = 1048576 * 4 * 7 // 8
 SUMMED = 2 * 1024 * 4 * 15 // 16
 PRODUCT = max(
-    2 * 1024**3 / (MATMUL * H100.flops), 3 * 1024**2 * 2 / (MEMORY * H100.bandwidth)
+    2 * 1024**3 / (STATED.matmul * H100.flops),
+    3 * 1024**2 * 2 / (STATED.memory * H100.bandwidth),
 )
 
 
@@ -98,12 +92,14 @@ def named(timeline: Timeline, name: str) -> list[Any]:
 
 
 def nvlink(nbytes: int) -> float:
-    return min(ring.seconds(7, 0, nbytes / (LINK * H100.nvlink)) for ring in RINGS)
+    return min(
+        ring.seconds(7, 0, nbytes / (STATED.link * H100.nvlink)) for ring in RINGS
+    )
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_memory(timeline):
     for event in named(timeline, "product"):
-        assert event.seconds == pytest.approx(PRODUCT + LAUNCH)
+        assert event.seconds == pytest.approx(PRODUCT + STATED.launch)
         assert event.flops == 2 * 1024**3
         assert event.bytes == 3 * 1024**2 * 2
 
@@ -112,7 +108,7 @@ def test_an_elementwise_kernel_takes_as_long_as_its_traffic(timeline):
     (event,) = named(timeline, "scale")
     assert event.bytes == 3 * 2**22
     assert event.seconds == pytest.approx(
-        LAUNCH + 3 * 2**22 / (MEMORY * H100.bandwidth)
+        STATED.launch + 3 * 2**22 / (STATED.memory * H100.bandwidth)
     )
 
 
@@ -134,7 +130,7 @@ def test_loops_run_as_often_as_xla_found_and_events_know_their_trips(timeline):
 
 
 def test_gaps_are_what_the_compute_stream_waits_and_say_for_what(timeline):
-    short = nvlink(GATHERED) - (PRODUCT + LAUNCH)
+    short = nvlink(GATHERED) - (PRODUCT + STATED.launch)
     assert short > 0
     gaps = [(gap.waits_for.name, gap.seconds) for gap in timeline.gaps]
     assert gaps == [
@@ -149,7 +145,7 @@ def test_gaps_are_what_the_compute_stream_waits_and_say_for_what(timeline):
 
 def test_exposed_communication_is_the_step_less_its_floor(timeline):
     exposed = sum(gap.seconds for gap in timeline.gaps)
-    kernels = 6 * (PRODUCT + LAUNCH) + sum(
+    kernels = 6 * (PRODUCT + STATED.launch) + sum(
         named(timeline, name)[0].seconds for name in ("scale", "update")
     )
     assert timeline.exposed == pytest.approx(exposed)
@@ -164,7 +160,7 @@ def test_a_collective_without_start_and_done_is_synchronous(timeline):
 
 def test_a_group_that_leaves_the_host_goes_through_the_network(timeline):
     (norm,) = named(timeline, "norm")
-    wire = SUMMED / min(8 * NETWORK_PORT, LINK * 450e9)
+    wire = SUMMED / min(8 * STATED.network_port, STATED.link * 450e9)
     *_, tree = TREES  # small: by LL, up and down, not round the ring
     assert norm.seconds == pytest.approx(tree.seconds(14, 2, wire, SUMMED))
 
@@ -172,7 +168,7 @@ def test_a_group_that_leaves_the_host_goes_through_the_network(timeline):
 def test_a_copy_from_the_host_has_its_own_stream(timeline):
     (copy,) = named(timeline, "from")
     assert (copy.stream, copy.bytes, copy.start) == ("from host", 4096, 0.0)
-    assert copy.seconds == pytest.approx(LAUNCH + 4096 / HOST_BUS)
+    assert copy.seconds == pytest.approx(STATED.launch + 4096 / STATED.host_bus)
 
 
 def test_the_compute_stream_waits_for_a_copy_that_is_late():
@@ -180,7 +176,7 @@ def test_the_compute_stream_waits_for_a_copy_that_is_late():
     timeline = replay(hlo.parse(late), H100, 16)
     (copy,) = named(timeline, "from")
     (gap,) = [gap for gap in timeline.gaps if gap.waits_for is copy]
-    assert gap.end == pytest.approx(LAUNCH + 2**24 / HOST_BUS)
+    assert gap.end == pytest.approx(STATED.launch + 2**24 / STATED.host_bus)
     assert timeline.waits_for_copies == pytest.approx(gap.seconds)
     assert timeline.floor == pytest.approx(timeline.seconds - timeline.exposed)
 

@@ -29,7 +29,7 @@ from jshard.plan.candidates import (
     parse_search,
 )
 from jshard.plan.choosing import Choice
-from jshard.plan.cost import LINK, NETWORK_PORT
+from jshard.plan.constants import STATED
 from jshard.plan.memory import device_total
 from jshard.plan.outcomes import Outcome, pareto
 from jshard.plan.topology import GPUS
@@ -200,10 +200,10 @@ def check_bound(policy, replica, layers, optimizer):
 @pytest.mark.parametrize(
     ("copies", "shards", "speed"),
     [
-        (8, 8, NETWORK_PORT),  # a copy a host
-        (8, 16, NETWORK_PORT),
-        (4, 4, 2 * NETWORK_PORT),  # two copies a host share its ports
-        (2, 4, LINK * GPUS["h100"].nvlink),
+        (8, 8, STATED.network_port),  # a copy a host
+        (8, 16, STATED.network_port),
+        (4, 4, 2 * STATED.network_port),  # two copies a host share its ports
+        (2, 4, STATED.link * GPUS["h100"].nvlink),
     ],
 )
 def test_sums_over_copies_come_through_the_ports_of_the_devices_that_hold_them(

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.mesh import FSDP
 from jshard.offload import HOST
 from jshard.partition import layer_dims
-from jshard.plan.cost import HOST_BUS, LINK, MATMUL, MEMORY, NETWORK_PORT
 from jshard.plan.liveness import SAVED, WORKSPACE
 from jshard.plan.memory import memory
 from jshard.plan.program import Program
@@ -183,19 +182,22 @@ def estimate(
         beside = max(GPUS_A_HOST // shards, 1)  # copies that share a host
         speed = _speed(copies, gpu, beside)
         wire += 2 * weights.trained_shards * (copies - 1) / copies / speed
-    busy = activity.flops / (MATMUL * gpu.flops)
+    reached = gpu.constants
+    busy = activity.flops / (reached.matmul * gpu.flops)
     # Of the shorter one some is never hidden: the ends of a step.
     seconds = max(busy, wire) + 0.1 * min(busy, wire)
     # Activations leave beside the forward; the optimizer's state comes and goes.
-    seconds = max(seconds, 2 * activity.hosted * examples / HOST_BUS)
-    seconds += 2 * size.device / (MEMORY * gpu.bandwidth) + size.host / HOST_BUS
+    seconds = max(seconds, 2 * activity.hosted * examples / reached.host_bus)
+    seconds += 2 * size.device / (reached.memory * gpu.bandwidth)
+    seconds += size.host / reached.host_bus
     return Estimate(seconds, needed)
 
 
 def _speed(group: int, gpu: GPU, in_host: int = GPUS_A_HOST) -> float:
     """Bytes/s that a device of a group receives, of which ``in_host`` share a host."""
-    inside = LINK * gpu.nvlink
-    return inside if group <= in_host else min(inside, in_host * NETWORK_PORT)
+    inside = gpu.constants.link * gpu.nvlink
+    ports = in_host * gpu.constants.network_port
+    return inside if group <= in_host else min(inside, ports)
 
 
 def activity(program: Program) -> Activity:

@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from jshard.plan import cost
+from jshard.plan.constants import STATED
 from jshard.plan.phases import Phases
 from jshard.plan.planning import Plan
 from jshard.plan.terminal import options
@@ -49,7 +50,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {"name": name, "value": value, "reason": reason}
             for name, value, reason in options(plan)
         ],
-        "model": cost.assumptions(),
+        "model": cost.assumptions(program.gpu.constants if program.gpu else STATED),
     }
 
 

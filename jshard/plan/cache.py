@@ -13,6 +13,7 @@ from typing import Any
 from jshard.atomic import replace_file
 from jshard.plan import (
     ahead_of_time,
+    constants,
     cost,
     hlo,
     measuring,
@@ -29,7 +30,17 @@ _COMPILERS = (
     "nvidia-cuda-nvcc-cu13",
 )  # fmt: skip
 # Modules whose code, constants included, makes a result of a program.
-_MODEL = (ahead_of_time, cost, hlo, measuring, memory, nccl, timeline, topology)
+_MODEL = (
+    ahead_of_time,
+    constants,
+    cost,
+    hlo,
+    measuring,
+    memory,
+    nccl,
+    timeline,
+    topology,
+)
 
 
 @dataclasses.dataclass(frozen=True)

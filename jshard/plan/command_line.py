@@ -21,6 +21,7 @@ from jshard.command import run_command
 from jshard.errors import UserError
 from jshard.plan import as_json, page, terminal
 from jshard.plan.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, parse_search
+from jshard.plan.constants import STATED, read_constants
 from jshard.plan.cost import assumed
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import ATTACHED, Program, trace
@@ -36,6 +37,7 @@ DOES_NOT_FIT = 3
 USAGE = f"""\
 usage: python -m jshard.plan --config=FILE --topology=GPU:NUMBER
                              [--config.KEY=VALUE ...]
+                             [--constants=FILE]
                              [--json=FILE] [--html=FILE] [--trace=FILE] [--hlo=FILE]
                              [--search[=KNOB,...] [--search.KEY=A,B] [--limit=50]]
 
@@ -47,6 +49,7 @@ input.
   --config.KEY=VALUE  sets one of the recipe's keys, e.g. --config.policy.remat=dots
   --topology=h100:64  so many GPUs, eight a host: {", ".join(GPUS)}; or
                       {ATTACHED}: the devices at hand (no timeline on CPUs)
+  --constants=FILE    how fast the GPU is, as benchmarks/gpu.py measured it
   --json=FILE         everything below as data, with all gaps
   --html=FILE         a page with the timeline to look at
   --trace=FILE        the timeline for ui.perfetto.dev
@@ -75,9 +78,11 @@ def main() -> None:
 def _plan(argv: list[str]) -> None:
     searched = [word for word in argv if re.match(r"--search(\W|$)", word)]
     words = [word for word in argv if word not in searched]
-    own = ("topology", *_FILES, *(["limit"] if searched else []))
+    own = ("topology", "constants", *_FILES, *(["limit"] if searched else []))
     arguments = parse_arguments(words, own)
     topology = arguments.options.get("topology")
+    given = arguments.options.get("constants")
+    constants = Path(given) if given is not None else None
     if arguments.recipe is None:
         if not arguments.help:
             raise UserError(
@@ -91,7 +96,7 @@ def _plan(argv: list[str]) -> None:
         _check_files(arguments.options)
     _choose_platform(topology)
     if searched and not arguments.help:
-        _search(searched, arguments, file, topology or "")
+        _search(searched, arguments, file, topology or "", constants)
         return
     with open_recipe(file) as recipe:
         plan = None
@@ -101,7 +106,8 @@ def _plan(argv: list[str]) -> None:
                 override(config, arguments.overrides, file.name)
                 check(config)
                 make_cpu_devices(config.mesh.cpu_devices)
-                program = trace(recipe, config, topology or "")
+                speed = STATED if constants is None else read_constants(constants)
+                program = trace(recipe, config, topology or "", speed)
                 _check_card(program, arguments.options)
                 plan = make_plan(program)
         if plan is None:
@@ -113,7 +119,13 @@ def _plan(argv: list[str]) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-def _search(words: list[str], arguments: Arguments, file: Path, topology: str) -> None:
+def _search(
+    words: list[str],
+    arguments: Arguments,
+    file: Path,
+    topology: str,
+    constants: Path | None,
+) -> None:
     options = arguments.options
     for name in ("html", "trace", "hlo"):
         if name in options:
@@ -133,6 +145,7 @@ def _search(words: list[str], arguments: Arguments, file: Path, topology: str) -
             topology,
             allowed,
             limit=int(limit),
+            constants=constants,
         )
     if "json" in options:
         content = json.dumps(found.as_dict(), indent=1) + "\n"

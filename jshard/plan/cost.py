@@ -1,12 +1,12 @@
 """What an instruction costs: the model behind the timeline.
 
 Kernels by a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): the longer of
-their matrix products at ``MATMUL`` of the peak and their traffic at ``MEMORY`` of the
-memory's bandwidth, and ``LAUNCH`` each. Collectives by alpha-beta (Hockney 1994): a
+their matrix products at a share of the peak and their traffic at a share of the
+memory's bandwidth, and a launch each. Collectives by alpha-beta (Hockney 1994): a
 latency, and the bytes on the wire over the bandwidth of the slowest link they cross.
 The latency grows with the devices as in NCCL's own model of rings and trees, with the
 fastest of its protocols (``jshard.plan.nccl``). Host copies by the bandwidth of the
-bus. The constants are stated, not fitted.
+bus. The constants are ``jshard.plan.constants``.
 """
 
 import dataclasses
@@ -15,15 +15,9 @@ import re
 from typing import Any
 
 from jshard.plan import nccl
+from jshard.plan.constants import STATED, Constants
 from jshard.plan.hlo import HOST_SPACE, Computation, Instruction, Module
 from jshard.plan.topology import GPU, GPUS_A_HOST
-
-MATMUL = 0.72  # of the dense bf16 peak
-MEMORY = 0.85  # of the memory's bandwidth
-LAUNCH = 3e-6  # seconds a kernel
-LINK = 370 / 450  # of NVLink's bandwidth: NCCL's bus bandwidth on 8 x H100
-NETWORK_PORT = 370e9 / 8  # bytes/s a GPU, of its 400 Gb/s port
-HOST_BUS = 55e9  # bytes/s, PCIe 5.0 x16, each way
 
 KINDS = (
     "all-gather",
@@ -43,22 +37,24 @@ FREE = {
 _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
 
 
-def assumptions() -> dict[str, Any]:
+def assumptions(constants: Constants = STATED) -> dict[str, Any]:
     """The constants of the model by name: shares, seconds, and bytes a second."""
     return {
-        "matrix_products_of_peak": MATMUL,
-        "memory_of_bandwidth": MEMORY,
-        "nvlink_of_bandwidth": LINK,
-        "network_bytes_per_second_a_gpu": NETWORK_PORT,
-        "host_bus_bytes_per_second": HOST_BUS,
-        "kernel_launch_seconds": LAUNCH,
+        "source": constants.source,
+        "matrix_products_of_peak": constants.matmul,
+        "attention_of_peak": constants.attention,
+        "memory_of_bandwidth": constants.memory,
+        "nvlink_of_bandwidth": constants.link,
+        "network_bytes_per_second_a_gpu": constants.network_port,
+        "host_bus_bytes_per_second": constants.host_bus,
+        "kernel_launch_seconds": constants.launch,
         "network_post_seconds": nccl.POST,
         "rings": [dataclasses.asdict(protocol) for protocol in nccl.RINGS],
         "trees": [dataclasses.asdict(protocol) for protocol in nccl.TREES],
     }
 
 
-def assumed() -> str:
+def assumed(constants: Constants = STATED) -> str:
     """The same in a sentence, without trees."""
     rings = ", ".join(
         f"{ring.name} ({ring.latency * 1e6:.2g} us, {ring.step * 1e6:.2g} a step over "
@@ -67,11 +63,13 @@ def assumed() -> str:
         for ring in nccl.RINGS
     )
     return (
-        f"matrix products at {MATMUL:.0%} of the dense bf16 peak, memory at "
-        f"{MEMORY:.0%} of its bandwidth, NVLink at {LINK:.0%}, a network port of "
-        f"{NETWORK_PORT / 1e9:.2f} GB/s a GPU, {HOST_BUS / 1e9:.0f} GB/s to the host, "
-        f"{LAUNCH * 1e6:.0f} us a kernel, and collectives by the fastest of NCCL's "
-        f"protocols: {rings}"
+        f"matrix products at {constants.matmul:.0%} of the dense bf16 peak, attention "
+        f"at {constants.attention:.0%}, memory at {constants.memory:.0%} of its "
+        f"bandwidth, NVLink at {constants.link:.0%}, a network port of "
+        f"{constants.network_port / 1e9:.2f} GB/s a GPU, "
+        f"{constants.host_bus / 1e9:.0f} GB/s to the host, "
+        f"{constants.launch * 1e6:.2g} us a kernel ({constants.source}), and "
+        f"collectives by the fastest of NCCL's protocols: {rings}"
     )
 
 
@@ -93,12 +91,14 @@ class Work:
 
     def seconds(self, gpu: GPU) -> float:
         """How long it runs."""
+        reached = gpu.constants
+        share = reached.attention if self.kind == "attention" else reached.matmul
         busy = max(
-            self.flops / (MATMUL * gpu.flops),
-            self.bytes / (MEMORY * gpu.bandwidth),
-            self.host_bytes / HOST_BUS,
+            self.flops / (share * gpu.flops),
+            self.bytes / (reached.memory * gpu.bandwidth),
+            self.host_bytes / reached.host_bus,
         )
-        return busy + LAUNCH
+        return busy + reached.launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,8 @@ class Transfer:
         hosts = math.ceil(self.group / self.in_host)
         inside, between = self.group - hosts, hosts - 1
         wire = max(
-            self.wire_bytes / (LINK * gpu.nvlink), self.network_bytes / NETWORK_PORT
+            self.wire_bytes / (gpu.constants.link * gpu.nvlink),
+            self.network_bytes / gpu.constants.network_port,
         )
         if self.kind == "collective-permute":
             return nccl.SIMPLE.seconds(not self.network, self.network, wire)

@@ -45,8 +45,9 @@ def render(plan: Plan) -> str:
             for name, value, reason in terminal.options(plan)
         }
         sections.append(section("Options of XLA", table(rows)))
-    if plan.timeline is not None:
-        model = escape(f"{assumed()}. What runs at the same time does not slow down.")
+    if plan.program.gpu is not None:
+        model = assumed(plan.program.gpu.constants)
+        model = escape(f"{model}. What runs at the same time does not slow down.")
         sections.append(section("Model", f'<p class="note">{model}</p>'))
     return document(
         terminal.heading(plan),

@@ -12,6 +12,7 @@ import jshard
 from jshard.errors import UserError
 from jshard.mesh import BATCH
 from jshard.plan.ahead_of_time import compile_for
+from jshard.plan.constants import STATED, Constants
 from jshard.plan.topology import GPU, GPUS, devices, parse
 from jshard.plan.without_gpu import tracing_for
 from jshard.training.config import Config
@@ -69,13 +70,16 @@ class Program:
         return needed / (self.gpu.flops * self.mesh.size)
 
 
-def trace(recipe: Recipe, config: Config, topology: str) -> Program:
+def trace(
+    recipe: Recipe, config: Config, topology: str, constants: Constants = STATED
+) -> Program:
     """Traces a recipe's step as training would on the devices of a topology.
 
     Args:
       recipe: what to train.
       config: its config, with every shared key.
       topology: "h100:64", or "attached" for the devices at hand.
+      constants: of the cost model.
 
     Raises:
       UserError: the topology is not known, or the config asks for what cannot be.
@@ -84,6 +88,8 @@ def trace(recipe: Recipe, config: Config, topology: str) -> Program:
         there, gpu = jax.devices(), _card(jax.devices()[0].device_kind)
     else:
         there, gpu = devices(topology), parse(topology)[0]
+    if gpu is not None:
+        gpu = dataclasses.replace(gpu, constants=constants)
     mesh = make_mesh(config, there)
     check_batch_size(config, mesh)
     # Absent devices have no memory kinds; an abstract mesh lets arrays be on the host.

@@ -20,6 +20,7 @@ from jshard.plan.arithmetic import Activity, Estimate, StateSize
 from jshard.plan.cache import default_folder
 from jshard.plan.candidates import REMAT, Candidate, Settings, candidates
 from jshard.plan.choosing import Choice
+from jshard.plan.constants import read_constants
 from jshard.plan.memory import USABLE
 from jshard.plan.outcomes import Outcome, Search
 from jshard.plan.program import check_batch_size
@@ -56,6 +57,7 @@ def search(
     processes: int | None = None,
     timeout: float = 600.0,
     cache: Path | None = None,
+    constants: Path | None = None,
     report: Callable[[int, int, Outcome], None] = lambda *_: None,
 ) -> Search:
     """Compiles the promising ways to run a recipe's job on a topology.
@@ -69,15 +71,18 @@ def search(
       processes: how many compile at once, by default as many as there are cores.
       timeout: seconds that one may take.
       cache: the folder of results, by default ``~/.cache/jshard/plan``.
+      constants: a file of the cost model's, by default those that are stated.
       report: called with (how many are done, of how many, the outcome).
 
     Raises:
       UserError: the topology, a key or a value is not possible.
     """
     gpu, number = parse(topology)
+    if constants is not None:
+        gpu = dataclasses.replace(gpu, constants=read_constants(constants))
     there = devices(topology)
     processes = processes or os.cpu_count() or 1
-    workers = _workers(file, topology, processes, timeout)
+    workers = _workers(file, topology, constants, processes, timeout)
     with open_recipe(file) as recipe, workers:
         given = make_config(recipe, dict(overrides))
         for key, values in allowed.items():
@@ -150,9 +155,12 @@ def _sift(
     return promising, refused, too_large
 
 
-def _workers(file: Path, topology: str, processes: int, timeout: float) -> Workers:
+def _workers(
+    file: Path, topology: str, constants: Path | None, processes: int, timeout: float
+) -> Workers:
+    given = [str(file), topology, *([str(constants)] if constants else [])]
     return Workers(
-        [sys.executable, "-m", "jshard.plan.worker", str(file), topology],
+        [sys.executable, "-m", "jshard.plan.worker", *given],
         processes=processes,
         timeout=timeout,
         environment=os.environ

@@ -32,6 +32,7 @@ def run_search(
     allowed: Mapping[str, Sequence[str] | None],
     *,
     limit: int = 50,
+    constants: Path | None = None,
     out: TextIO | None = None,
 ) -> tuple[int, Search]:
     """Searches, and prints what it found; progress goes to standard error.
@@ -43,6 +44,7 @@ def run_search(
       topology: "h100:64".
       allowed: what varies (``jshard.plan.candidates.parse_search``).
       limit: how many candidates to compile.
+      constants: a file of the cost model's.
       out: where to print, by default standard output.
 
     Returns:
@@ -52,7 +54,15 @@ def run_search(
       UserError: bad input, exit code 2.
     """
     with progress() as report:
-        found = search(file, overrides, topology, allowed, limit=limit, report=report)
+        found = search(
+            file,
+            overrides,
+            topology,
+            allowed,
+            limit=limit,
+            constants=constants,
+            report=report,
+        )
     for warning in found.warnings:
         print(f"jshard: warning: {warning}", file=sys.stderr)
     print(describe(found, name, overrides, allowed), file=out or sys.stdout)

@@ -39,9 +39,10 @@ def lines(plan: Plan) -> Iterator[str]:
             yield from textwrap.wrap(
                 reason, 96, initial_indent="    ", subsequent_indent="    "
             )
-    if plan.timeline is not None:
+    if plan.program.gpu is not None:
         yield ""
-        yield from textwrap.wrap(f"MODEL: {assumed()}; docs/plan.md has its limits", 96)
+        model = assumed(plan.program.gpu.constants)
+        yield from textwrap.wrap(f"MODEL: {model}; docs/plan.md has its limits", 96)
     yield ""
     yield verdict(plan)
 

@@ -12,7 +12,7 @@ the other down.
 import dataclasses
 from collections.abc import Callable
 
-from jshard.plan.cost import FREE, HOST_BUS, LAUNCH, Transfer, is_start, transfer, work
+from jshard.plan.cost import FREE, Transfer, is_start, transfer, work
 from jshard.plan.hlo import HOST_SPACE, Computation, Instruction, Module
 from jshard.plan.topology import GPU
 
@@ -234,7 +234,9 @@ class _Streams:
         self, x: Instruction, moved: Transfer
     ) -> Callable[[dict[str, Event]], None]:
         """On the stream of collectives; the compute stream goes on, if it may."""
-        seconds = moved.seconds(self.gpu) if moved.group > 1 else LAUNCH
+        alone = moved.group == 1
+        launch = self.gpu.constants.launch
+        seconds = launch if alone else moved.seconds(self.gpu)
         waits = not is_start(x)
 
         def run(flying: dict[str, Event]) -> None:
@@ -252,7 +254,8 @@ class _Streams:
         """Between host and device."""
         nbytes = computation.by_name[x.operands[0]].arrays[0].bytes
         stream = _bus(computation, x)
-        seconds = LAUNCH + nbytes / HOST_BUS
+        reached = self.gpu.constants
+        seconds = reached.launch + nbytes / reached.host_bus
 
         def run(flying: dict[str, Event]) -> None:
             flying[x.name] = self.occupy(stream, x, "copy", seconds, nbytes)

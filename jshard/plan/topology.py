@@ -9,6 +9,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jshard.errors import UserError
+from jshard.plan.constants import STATED, Constants
 from jshard.training.throughput import PEAK_FLOPS
 
 GPUS_A_HOST = 8
@@ -33,6 +34,7 @@ class GPU:
       shared: shared memory in bytes, a block, a core, and a block that opts in.
       flops: FLOP/s of dense bf16 matrix products, the vendor's figure.
       nvlink: bytes/s in one direction.
+      constants: what of all this programs reach.
     """
 
     name: str
@@ -46,6 +48,7 @@ class GPU:
     shared: tuple[int, int, int]
     flops: float
     nvlink: float
+    constants: Constants = STATED
 
 
 _A100_SHARED = (49152, 167936, 166912)

@@ -1,4 +1,6 @@
-"""A process that compiles candidates: ``python -m jshard.plan.worker RECIPE TOPOLOGY``.
+"""A process that compiles candidates.
+
+    python -m jshard.plan.worker RECIPE TOPOLOGY [CONSTANTS]
 
 A line of JSON on its standard input is a task, a line on its standard output the reply,
 until its input ends. What libraries print goes to its standard error.
@@ -18,6 +20,7 @@ from jshard.errors import UserError
 from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
 from jshard.plan.arithmetic import activity
 from jshard.plan.cache import Cache, program_key
+from jshard.plan.constants import STATED, Constants, read_constants
 from jshard.plan.measuring import measure
 from jshard.plan.program import Program, trace
 from jshard.remat import names_in
@@ -38,7 +41,12 @@ def make_config(recipe: Recipe, settings: dict[str, str]) -> Config:
     return config
 
 
-def do(recipe: Recipe, topology: str, task: dict[str, Any]) -> dict[str, Any]:
+def do(
+    recipe: Recipe,
+    topology: str,
+    task: dict[str, Any],
+    constants: Constants = STATED,
+) -> dict[str, Any]:
     """Does one task.
 
     Args:
@@ -46,13 +54,14 @@ def do(recipe: Recipe, topology: str, task: dict[str, Any]) -> dict[str, Any]:
       topology: on what.
       task: "settings", text by key; and "cache", a folder. Without the latter the
         program is only traced.
+      constants: of the cost model.
 
     Returns:
       Of a traced program the "activity" (``jshard.plan.arithmetic.Activity``) and the
       "names" of its activations. Of a compiled one its ``measure``, the "rate" in
       a "unit" (tokens) a second, "mfu", and whether it was "cached".
     """
-    program = trace(recipe, make_config(recipe, task["settings"]), topology)
+    program = trace(recipe, make_config(recipe, task["settings"]), topology, constants)
     if "cache" not in task:
         return _look(program)
     lowered = lower_for_gpus(program.traced)
@@ -81,12 +90,16 @@ def main() -> None:
     """Serves tasks until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    file, topology = sys.argv[1:]
+    file, topology, *rest = sys.argv[1:]
+    constants = read_constants(Path(rest[0])) if rest else STATED
     tasks: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
     with open_recipe(Path(file)) as recipe:
         while True:
-            print(json.dumps(_answer(recipe, topology, tasks.get())), file=replies)
+            print(
+                json.dumps(_answer(recipe, topology, tasks.get(), constants)),
+                file=replies,
+            )
             replies.flush()
 
 
@@ -96,12 +109,14 @@ def _listen(lines: TextIO, tasks: SimpleQueue) -> None:
     os._exit(0)  # also in the middle of compiling: nobody waits any more
 
 
-def _answer(recipe: Recipe, topology: str, task: dict[str, Any]) -> dict[str, Any]:
+def _answer(
+    recipe: Recipe, topology: str, task: dict[str, Any], constants: Constants
+) -> dict[str, Any]:
     """The reply, warnings included; an exception is one, too, and told in full."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
-            reply = do(recipe, topology, task)
+            reply = do(recipe, topology, task, constants)
         except UserError as error:
             reply = {"error": str(error), "refused": True}
         except Exception as error:

@@ -1,0 +1,73 @@
+"""Constants of the cost model, from a file."""
+
+import dataclasses
+import json
+
+import pytest
+
+import jshard
+from jshard.plan.constants import STATED, read_constants
+from jshard.plan.cost import Transfer, Work, assumed, assumptions
+from jshard.plan.topology import GPUS
+
+H100 = GPUS["h100"]
+PRODUCT = Work("matrix product", 1e15, 0)
+ATTENTION = Work("attention", 1e15, 0)
+GATHER = Transfer("all-gather", (("bf16", 2**30),), 8, 8)
+
+
+def test_what_a_file_leaves_out_stays_as_stated(tmp_path):
+    file = tmp_path / "h100.json"
+    file.write_text(json.dumps({"matmul": 0.36, "source": "an H100, 2026-11-22"}))
+    constants = read_constants(file)
+    assert constants == dataclasses.replace(
+        STATED, matmul=0.36, source="an H100, 2026-11-22"
+    )
+    assert assumptions(constants)["matrix_products_of_peak"] == 0.36
+    assert "(an H100, 2026-11-22)" in assumed(constants)
+
+
+def test_the_file_is_the_source_of_constants_that_name_none(tmp_path):
+    file = tmp_path / "h100.json"
+    file.write_text("{}")
+    assert read_constants(file) == dataclasses.replace(STATED, source=str(file))
+
+
+def test_times_follow_the_constants():
+    halved = dataclasses.replace(
+        STATED, matmul=0.36, link=STATED.link / 2, launch=STATED.launch / 2
+    )
+    slow = dataclasses.replace(H100, constants=halved)
+    both = PRODUCT.seconds(slow) - halved.launch, PRODUCT.seconds(H100) - STATED.launch
+    assert both[0] == pytest.approx(2 * both[1])
+    assert ATTENTION.seconds(slow) == pytest.approx(
+        ATTENTION.seconds(H100) - STATED.launch / 2
+    )
+    assert GATHER.seconds(slow) == pytest.approx(2 * GATHER.seconds(H100), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "must be an object of names and numbers"),
+        ('{"matmull": 1}', "'matmull' is no constant; possible: matmul, attention"),
+        ('{"matmul": 0}', "matmul=0 must be a number above 0"),
+        ('{"launch": "3"}', "launch='3' must be a number above 0"),
+        ('{"memory": NaN}', "memory=nan must be a number above 0"),
+        ('{"memory": true}', "memory=True must be a number above 0"),
+        ('{"source": 3}', "source=3 must be text"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_in_one_line(text, said, tmp_path):
+    file = tmp_path / "h100.json"
+    file.write_text(text)
+    with pytest.raises(jshard.UserError, match=said) as caught:
+        read_constants(file)
+    assert str(caught.value).startswith(f"--constants={file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(jshard.UserError, match="No such file"):
+        read_constants(tmp_path / "h100.json")
