@@ -31,16 +31,8 @@ _COMPILERS = (
 )  # fmt: skip
 # Modules whose code, constants included, makes a result of a program.
 _MODEL = (
-    ahead_of_time,
-    constants,
-    cost,
-    hlo,
-    measuring,
-    memory,
-    nccl,
-    timeline,
-    topology,
-)
+    ahead_of_time, constants, cost, hlo, measuring, memory, nccl, timeline, topology,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
