@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jshard.jaxprs import scan_body, scan_sizes
+from jshard.jaxprs import CALLS, scan_body, scan_sizes
 from jshard.plan.values import PARAMETERS, REST, Step, Value, mark_gradients, place
 from jshard.remat import equation_dependencies
 from jshard.state import TrainState
@@ -23,8 +23,7 @@ SAVED, WORKSPACE, HOST = "saved activations", "workspace", "host"
 # Bytes by kind; those in host memory come besides.
 Held = collections.Counter[str]
 
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-_CALLS += ("checkpoint", "remat2", "shard_map", "core_call")
+_CALLS = {*CALLS, "shard_map"}
 
 
 @dataclasses.dataclass(frozen=True)
