@@ -27,6 +27,7 @@ from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.offload import check_memory, check_state, shardings, typed_as_device
 from jshard.order import in_order
+from jshard.pacing import Paced
 from jshard.partition import (
     manual_specs,
     optimizer_specs,
@@ -262,11 +263,15 @@ class FSDP:
 
     def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
         options = self.compiler_options or None
-        return jax.jit(self._in_order(step), compiler_options=options, **kwargs)
+        jitted = jax.jit(self._in_order(step), compiler_options=options, **kwargs)
+        return Paced(jitted) if self._on_cpus else jitted  # pyright: ignore[reportReturnType]
 
     def _in_order(self, fn: Callable) -> Callable:
-        several = self.mesh.size > 1 and platform(self.mesh) == "cpu"
-        return in_order(fn) if several else fn
+        return in_order(fn) if self._on_cpus else fn
+
+    @property
+    def _on_cpus(self) -> bool:
+        return self.mesh.size > 1 and platform(self.mesh) == "cpu"
 
     def _checked_specs(self, state: TrainState) -> TrainState:
         specs = self._specs(state)

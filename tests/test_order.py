@@ -3,6 +3,8 @@
 import functools
 import itertools
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -329,3 +331,34 @@ def test_a_program_read_from_a_cache_runs_like_the_one_that_was_compiled():
 )
 def test_training_ends_with_the_same_losses_however_it_is_started(cell):
     check(cell)
+
+
+@pytest.mark.parametrize(
+    ("devices", "calls"),
+    [
+        (2, "train"),
+        (8, "both"),
+        pytest.param(2, "eval", marks=pytest.mark.slow),
+        pytest.param(8, "train", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_that_never_waits_for_a_step_ends(devices, calls):
+    """Before JAX 0.12, XLA:CPU hangs where more than 32 programs are under way."""
+    script = Path(__file__).with_name("ahead.py")
+    words = [sys.executable, str(script), str(devices), calls]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_step_can_be_lowered_and_traced_like_any_jitted_function():
+    fsdp = jshard.FSDP(jshard.make_mesh(), POLICIES["full"])
+    state = fsdp.init(TwoStacks, optax.sgd(0.1))
+    step: Any = fsdp.eval_step(squared)
+    batch = fsdp.shard_batch({"x": np.ones((8, 32), np.float32)})
+    shapes = jax.tree.leaves(jax.eval_shape(step, state, batch))
+    outside = jax.tree.leaves(step(state, batch))
+    inside = jax.tree.leaves(jax.jit(lambda *args: step(*args))(state, batch))
+    assert [x.shape for x in shapes] == [x.shape for x in outside]
+    np.testing.assert_allclose(inside, outside, rtol=1e-6)
+    assert step.__name__ == "eval_step"
+    assert step.lower(state, batch).compile().memory_analysis() is not None
