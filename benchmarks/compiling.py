@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gspmd
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+import gspmd
 import jshard
 from jshard.mesh import BATCH
 from jshard.plan import compile_for, devices, hlo, tracing_for

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from compiling import Row, compile_row
 
+from compiling import Row, compile_row
 from jshard.plan import GPUS
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""The same Llama trained as MaxText trains it: annotations, and GSPMD decides.
+"""The same Llama or GPT trained as MaxText trains it: annotations, and GSPMD decides.
 
 Nothing of jshard's step is used. The model's own modules run as plain Flax code under
 ``jit``; parameters are sharded as MaxText's rules say for its "fsdp" axis (the
@@ -9,9 +9,11 @@ of the sharding.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
@@ -102,8 +104,18 @@ def checkpointed(fn: Any, remat: str) -> Any:
     return jax.checkpoint(fn, policy=policy, prevent_cse=False)
 
 
-def loss(model: Any, batch: Any, mesh: Mesh, remat: str) -> jax.Array:
-    """The mean cross-entropy, over the tokens that count."""
+def loss(
+    model: Any, batch: Any, mesh: Mesh, remat: str, chunk: int | None = None
+) -> jax.Array:
+    """The mean cross-entropy, over the tokens that count.
+
+    Args:
+      model: a Llama, or a GPT without dropout.
+      batch: "inputs", "targets" and "weights".
+      mesh: what the batch is split over.
+      remat: MaxText's policy around a layer.
+      chunk: tokens whose logits exist at a time; None is all, as in MaxText.
+    """
     constrain = functools.partial(
         lax.with_sharding_constraint, shardings=NamedSharding(mesh, BATCH)
     )
@@ -114,35 +126,70 @@ def loss(model: Any, batch: Any, mesh: Mesh, remat: str) -> jax.Array:
         object.__setattr__(block, "__class__", type(model.blocks).plain_class)
         return constrain(block(x_BTD)), None
 
-    x_BTD = constrain(model.embed(batch["inputs"]))
-    x_BTD, _ = lax.scan(checkpointed(layer, remat), x_BTD, stacked)
+    x_BTD = model.embed(batch["inputs"])
+    if hasattr(model, "positions"):
+        x_BTD = x_BTD + model.positions(jnp.arange(x_BTD.shape[1]))
+    x_BTD, _ = lax.scan(checkpointed(layer, remat), constrain(x_BTD), stacked)
     x_BTD = model.norm(x_BTD)
+    if hasattr(model, "head"):
+        head_DV = model.head.kernel.get_value()
+    else:  # tied
+        head_DV = model.embed.embedding.get_value().T
     # All tokens are one chunk: the first dimension stays split over the devices, and a
     # device has the logits of its own tokens, as many as in jshard's chunk.
     mean = jshard.cross_entropy(
         x_BTD,
-        model.head.kernel.get_value(),
+        head_DV,
         batch["targets"],
         batch["weights"],
-        chunk=batch["targets"].size,
+        chunk=chunk or batch["targets"].size,
     )
     return mean.compute()
 
 
 def train_step(
-    graphdef: Any, optimizer: Any, mesh: Mesh, remat: str, state: Any
+    graphdef: Any,
+    optimizer: Any,
+    mesh: Mesh,
+    remat: str,
+    state: Any,
+    accumulate: int = 1,
+    chunk: int | None = None,
 ) -> Any:
     """The jitted ``state, loss = step(state, batch)``; the state is donated."""
 
     def step(state, batch):
         params, opt_state = state
 
-        def of_params(params):
-            return loss(nnx.merge(graphdef, params, copy=True), batch, mesh, remat)
+        def of_params(params, batch):
+            model = nnx.merge(graphdef, params, copy=True)
+            return loss(model, batch, mesh, remat, chunk)
 
-        value, grads = jax.value_and_grad(of_params)(params)
+        differentiate = jax.value_and_grad(of_params)
+        if accumulate > 1:
+            differentiate = accumulated(differentiate, mesh, accumulate)
+        value, grads = differentiate(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def accumulated(differentiate: Callable, mesh: Mesh, accumulate: int) -> Callable:
+    """Means over micro-batches of equal weight, one after another; sums in float32."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, *BATCH))
+
+    def split(x):
+        x = x.reshape(accumulate, -1, *x.shape[1:])
+        return lax.with_sharding_constraint(x, sharding)
+
+    def of_batch(params, batch):
+        def add(sums, micro_batch):
+            return jax.tree.map(jnp.add, sums, differentiate(params, micro_batch)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
+        sums, _ = lax.scan(add, zeros, jax.tree.map(split, batch))
+        return jax.tree.map(lambda x: x / accumulate, sums)
+
+    return of_batch

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
 from compiling import STRATEGIES, Row, compile_row
 
 GIB = 2**30

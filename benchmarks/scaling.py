@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from compiling import Row, compile_row
 
+from compiling import Row, compile_row
 from jshard.plan import GPUS
 from jshard.plan.constants import STATED
 from jshard.plan.topology import GPUS_A_HOST

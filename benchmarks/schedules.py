@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
 from compiling import STRATEGIES, Row, compile_row, make_mesh, trace
 
 GIB = 2**30

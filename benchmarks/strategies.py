@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from compiling import Row, compile_row, make_mesh, trace
 
+from compiling import Row, compile_row, make_mesh, trace
 from jshard.describe import traffic
 
 GIB = 2**30

@@ -1,0 +1,131 @@
+"""What is trained: the models of the stages, for a card, or tiny ones for a CPU."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jshard.training.config import Config, complete
+from jshard.training.recipe import Recipe
+
+# Llama 3.2 1B: github.com/meta-llama/llama-models, models/llama3_2/MODEL_CARD.md, and
+# its params.json: 16 layers of 2048, 32 heads, 8 of keys and values, tied.
+_ONE_B = {
+    "model.num_layers": 16,
+    "model.width": 2048,
+    "model.hidden": 8192,
+    "model.tied": True,
+    "model.sequence_length": 4096,
+}
+_OFFLOADED = "offload:qkv+attended+hidden"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job that is measured and planned.
+
+    Attributes:
+      name: unique.
+      recipe: a file of ``train/``.
+      changes: of its config, by flat key.
+    """
+
+    name: str
+    recipe: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, recipe: Recipe) -> Config:
+        """The recipe's config with the changes."""
+        config = complete(recipe.get_config(), self.recipe)
+        with config.unlocked(), config.ignore_type():
+            config.update_from_flattened_dict(self.changes)
+        return config
+
+
+def gpt2(card: str | None) -> Job:
+    """GPT-2 124M as the recipe has it: half a million tokens a step."""
+    if card is None:
+        tiny = {"model.vocab_size": 256, **_tiny_model(), **_tiny_steps(8)}
+        return Job("gpt2", "gpt2_124m.py", tiny | {"policy.accumulate": 2})
+    return Job("gpt2", "gpt2_124m.py")
+
+
+def llamas(card: str | None) -> list[Job]:
+    """1B whole, 7B and 8B as deep as fits, by remat and offload; the targets first.
+
+    What is compared has one depth and one batch: those that fit with remat "none".
+    """
+    large = "141GB" if card in ("h200", "b200") else "80GB"
+    return [
+        llama(model, layers, batch, **policy)
+        for model, layers, batch, policy in _SIZES["tiny" if card is None else large]
+    ]
+
+
+def llama(model: str, layers: int | None, batch: int, **policy: Any) -> Job:
+    """A Llama without micro-batches.
+
+    Args:
+      model: "1b", "7b", "8b" or "tiny".
+      layers: how many of them; None is all.
+      batch: sequences a step.
+      policy: of the recipe's config.
+    """
+    recipe = "llama2_7b.py" if model == "7b" else "llama3_8b.py"
+    changes = dict(_ONE_B) if model == "1b" else {}
+    if model == "tiny":
+        changes = {**_tiny_model(), "model.hidden": 128, "model.num_kv_heads": 2}
+        changes |= {"model.vocab_size": 256, **_tiny_steps(batch)}
+    if layers:
+        changes["model.num_layers"] = layers
+    changes |= {"batch_size": batch, "policy.accumulate": 1}
+    changes |= {f"policy.{name}": value for name, value in policy.items()}
+    depth = f"-{layers}-layers" if layers else ""
+    knobs = [str(value).split(":")[0] for value in policy.values()]
+    if "offload" in policy:
+        knobs[-1] = f"offload-{knobs[-1]}"
+    return Job(f"llama-{model}{depth}-b{batch}-{'-'.join(knobs)}", recipe, changes)
+
+
+def _tiny_model() -> dict[str, Any]:
+    return {
+        "model.sequence_length": 64,
+        "model.num_layers": 2,
+        "model.num_heads": 4,
+        "model.width": 64,
+        "model.loss_chunk": 128,
+    }
+
+
+def _tiny_steps(batch: int) -> dict[str, Any]:
+    return {"batch_size": batch, "eval_batches": 1, "checkpoint.every": 0}
+
+
+# model, layers (None is all), sequences a step, policy; the planner says that they fit.
+_SIZES: dict[str, list[tuple[str, int | None, int, dict[str, Any]]]] = {
+    "tiny": [
+        ("tiny", None, 4, {"remat": "full", "offload": "optimizer"}),
+        ("tiny", None, 4, {"remat": _OFFLOADED}),
+    ],
+    "141GB": [
+        ("1b", None, 8, {"remat": "dots"}),
+        ("7b", None, 4, {"remat": "full"}),
+        ("7b", None, 2, {"remat": "dots"}),
+        *(("1b", None, 8, {"remat": remat}) for remat in ("full", "none")),
+        *(("7b", 16, 4, {"remat": remat}) for remat in ("full", "dots", "none")),
+        *(("8b", 12, 2, {"remat": remat}) for remat in ("full", "dots", "none")),
+        *(("7b", 16, 4, {"remat": "full", "offload": x}) for x in ("optimizer", "all")),
+        ("7b", 16, 4, {"remat": _OFFLOADED}),
+        *(("8b", 12, 2, {"remat": "full", "offload": x}) for x in ("optimizer", "all")),
+        ("8b", 12, 2, {"remat": _OFFLOADED}),
+    ],
+    "80GB": [
+        ("1b", None, 4, {"remat": "dots"}),
+        ("7b", 16, 4, {"remat": "full"}),
+        *(("1b", None, 4, {"remat": remat}) for remat in ("full", "none")),
+        *(("7b", 10, 2, {"remat": remat}) for remat in ("full", "dots", "none")),
+        *(("8b", 8, 1, {"remat": remat}) for remat in ("full", "dots", "none")),
+        *(("7b", 10, 2, {"remat": "full", "offload": x}) for x in ("optimizer", "all")),
+        ("7b", 10, 2, {"remat": _OFFLOADED}),
+        *(("8b", 8, 1, {"remat": "full", "offload": x}) for x in ("optimizer", "all")),
+        ("8b", 8, 1, {"remat": _OFFLOADED}),
+    ],
+}
