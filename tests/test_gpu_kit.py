@@ -1,5 +1,6 @@
 """benchmarks/gpu.py: nothing measured is lost, and all compiles for an absent GPU."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.profiler import ProfileData
 from jax.sharding import Mesh, NamedSharding
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -19,8 +21,8 @@ from jshard.plan.memory import device_total
 from jshard.plan.topology import GPUS
 from jshard.plan.traffic import count
 from kit import check, fitting, jax_peer, jobs, kernels, peers, planning  # pyright: ignore[reportMissingImports]
-from kit.machine import Machine  # pyright: ignore[reportMissingImports]
-from kit.results import DONE, FAILED, TOO_LONG, Results  # pyright: ignore[reportMissingImports]
+from kit.machine import Machine, find_machine  # pyright: ignore[reportMissingImports]
+from kit.results import DONE, FAILED, TOO_LONG, Recorder, Results  # pyright: ignore[reportMissingImports]
 from kit.running import Part, run_stage  # pyright: ignore[reportMissingImports]
 from kit.summary import summarize  # pyright: ignore[reportMissingImports]
 
@@ -101,6 +103,51 @@ def test_a_summary_tells_each_measurement_and_each_failure(tmp_path):
     assert "ValueError: no more memory" in text
 
 
+def test_the_driver_tells_the_card_and_its_memory(tmp_path, monkeypatch):
+    values = (
+        "NVIDIA H200, 580.159.03, 143771 MiB, 1980 MHz, 345 MHz, 3201 MHz, 700.00 W"
+    )
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\necho '{values}, 76.10 W, 30'\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    machine = find_machine()
+    assert (machine.card, machine.count) == ("h200", 1)
+    assert machine.memory == 143771 * 2**20
+    assert machine.facts["temperature.gpu"] == "30"
+
+
+# A profile of three steps: a product twice, a kernel that no operation has, a copy, and
+# a line that sums others up.
+PROFILE = """
+planes {
+  name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "nvjet_hsh" } }
+  event_metadata { key: 2 value { id: 2 name: "memset" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  lines {
+    name: "Stream #7(Compute)"
+    events { metadata_id: 1 duration_ps: 6000000 stats { metadata_id: 1 str_value: "gemm.1" } }
+    events { metadata_id: 1 duration_ps: 3000000 stats { metadata_id: 1 str_value: "gemm.1" } }
+    events { metadata_id: 2 duration_ps: 1500000 }
+  }
+  lines {
+    name: "XLA Ops"
+    events { metadata_id: 1 duration_ps: 9000000 stats { metadata_id: 1 str_value: "gemm.1" } }
+  }
+}
+planes { name: "/host:CPU" lines { name: "python" events { duration_ps: 5 } } }
+"""  # noqa: E501
+
+
+def test_a_profile_gives_the_kernels_of_a_step():
+    found = planning.kernels(ProfileData.from_text_proto(PROFILE))
+    assert found == {
+        "gemm.1": (pytest.approx(9e-6 / planning.PROFILED), "nvjet_hsh"),
+        "memset": (pytest.approx(1.5e-6 / planning.PROFILED), "memset"),
+    }
+
+
 def test_fitted_constants_are_what_the_kernels_reached_and_the_planner_reads_them(
     tmp_path,
 ):
@@ -172,6 +219,23 @@ def test_a_job_fits_an_h200(job, absent):
     plan = planning.plan_job(job, "h200")
     assert plan.fits
     assert plan.timeline is not None
+
+
+@pytest.mark.h100
+@pytest.mark.usefixtures("absent")
+def test_a_plan_is_compared_with_what_was_measured(tmp_path):
+    job = jobs.llamas("h200")[0]
+    Recorder(tmp_path, "llama", job.name)(job.name, step_seconds=2.0, peak_bytes=10**11)
+    (tmp_path / "constants.json").write_text(kernels.as_json({"matmul": 0.36}))
+    record = Recorder(tmp_path, "plan", "plan")
+    planning.compare(record, job=job, stage="llama", card="h200")
+    (found,) = record.of("plan")["plan"].values()
+    planned, off = found["planned_seconds"], found["error_per_cent"]
+    assert planned["stated"] < planned["fitted"] < 2 * planned["stated"]
+    assert off["fitted"] == pytest.approx(100 * (planned["fitted"] / 2.0 - 1))
+    assert found["memory_error_per_cent"] == pytest.approx(
+        100 * (found["planned_bytes"] / 10**11 - 1)
+    )
 
 
 @pytest.mark.h100

@@ -29,24 +29,25 @@ def gpt2_parts(card: str | None) -> list[Part]:
     """GPT-2: by the command line, and step by step."""
     job, steps = gpt2(card), 200 if card else 4
     return [
-        Part("steps", partial(measure, job=job), 240, _cached()),
-        Part("train", partial(train, job=job, steps=steps), 450, _cached()),
+        Part("steps", partial(measure, job=job), 240, _cache(card)),
+        Part("train", partial(train, job=job, steps=steps), 450, _cache(card)),
     ]
 
 
 def llama_parts(card: str | None) -> list[Part]:
     """A part for each job."""
     return [
-        Part(job.name, partial(measure, job=job), 180, _cached())
+        Part(job.name, partial(measure, job=job), 180, _cache(card))
         for job in llamas(card)
     ]
 
 
-def _cached() -> dict[str, str]:
-    """Programs that one part compiled are not compiled again by the next."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "jshard-gpu")
-    }
+def _cache(card: str | None) -> dict[str, str | None]:
+    """Programs for a GPU that one part compiled are not compiled again by the next."""
+    if card is None:
+        return {}
+    folder = Path(tempfile.gettempdir()) / "jshard-gpu"
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder)}
 
 
 def train(record: Recorder, *, job: Job, steps: int) -> None:
@@ -78,8 +79,7 @@ def measure(record: Recorder, *, job: Job) -> None:
         config = job.config(recipe)
         program = trace(recipe, config, "attached")
         made = program.job
-        compiled = made.train_step.lower(program.state, _abstract(program)).compile()
-        planned = device_total(compiled)
+        planned = device_total(program.compile())
         read = batches(
             recipe.make_data(config, "train"),
             batch_size=config.batch_size,
@@ -120,11 +120,6 @@ def measure(record: Recorder, *, job: Job) -> None:
             compiled_bytes=planned,
             losses=losses,
         )
-
-
-def _abstract(program: Program) -> Any:
-    """The batch that a program is traced with."""
-    return program.traced.args_info[0][1]
 
 
 def _rates(
