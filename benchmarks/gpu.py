@@ -65,6 +65,8 @@ def main() -> int:
         return 0
     out.mkdir(parents=True, exist_ok=True)
     set_environment(tiny=arguments.tiny)
+    if arguments.tiny:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(out / "programs")
     words = [sys.executable, __file__, "--out", str(out)]
     words += ["--tiny"] * arguments.tiny + ["--part"]
     whole = True

@@ -103,7 +103,6 @@ def _tiny_steps(batch: int) -> dict[str, Any]:
 _SIZES: dict[str, list[tuple[str, int | None, int, dict[str, Any]]]] = {
     "tiny": [
         ("tiny", None, 4, {"remat": "full", "offload": "optimizer"}),
-        ("tiny", None, 4, {"remat": _OFFLOADED}),
     ],
     "141GB": [
         ("1b", None, 8, {"remat": "dots"}),
