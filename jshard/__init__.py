@@ -20,6 +20,7 @@ from jshard.precision import Precision
 from jshard.remat import Names, Offload
 from jshard.state import TrainState
 from jshard.stochastic_rounding import bf16_moments
+from jshard.version import __version__
 
 __all__ = [
     "FSDP",
@@ -36,6 +37,7 @@ __all__ = [
     "TrainState",
     "Unit",
     "UserError",
+    "__version__",
     "bf16_moments",
     "cross_entropy",
     "dot_product_attention",

@@ -18,10 +18,11 @@ from jshard.dropout import is_random
 from jshard.partition import layer_dims
 from jshard.state import TrainState
 from jshard.tensor_names import stack_paths
+from jshard.version import __version__
 
 FILE = "description.json"
 
-_PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
 
 def arrays_by_name(state: TrainState) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def describe(
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that write checkpoints."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), "jshard": __version__, **found}
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> None:

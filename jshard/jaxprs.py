@@ -13,7 +13,7 @@ CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # the name of closed_call since JAX 0.11
+    "eval_jaxpr": "call_jaxpr",  # the name of closed_call since JAX 0.11.1
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",

@@ -1,10 +1,10 @@
 """Few calls of jitted functions under way at a time: for CPUs.
 
-XLA:CPU lets a device have 32 programs under way. The thread that would start one more
-waits, and it is of the pool that runs those under way: with as few cores as devices all
-threads wait, and the process hangs (JAX before 0.12; ``compute_reservation`` in
-xla/pjrt/cpu/cpu_client.cc). So a loop must not run far ahead of its devices. GPUs need
-none of this: there the thread that waits is the caller's.
+On JAX before 0.12 a loop of more than 32 calls that never waits for one hangs on CPUs
+(measured: docs/log.md, 2026-11-22). The sources suggest why: XLA:CPU lets a device have
+32 programs under way, and the thread that would start one more waits although it is of
+the pool that runs them (``compute_reservation`` in xla/pjrt/cpu/cpu_client.cc). On GPUs
+it is the caller's thread that waits, which is harmless.
 """
 
 import collections
@@ -37,8 +37,8 @@ class Paced:
         arrays = [x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)]
         if not arrays or any(isinstance(x, Tracer) for x in arrays):
             return outputs
-        # The smallest, to keep no memory; the last of these, a metric, since the next
-        # step takes the state's over.
+        # The smallest, to keep little memory; the last of these, a metric, since the
+        # next step takes the state's over.
         _under_way.append(min(reversed(arrays), key=lambda x: x.size))
         while len(_under_way) > _AHEAD:
             before = _under_way.popleft()

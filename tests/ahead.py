@@ -12,7 +12,6 @@ from flax import nnx
 import jshard
 
 LOOPS = 400
-CALLS = ("train", "eval", "both")
 
 
 class Model(nnx.Module):

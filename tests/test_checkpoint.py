@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,19 @@ def test_a_checkpoint_describes_itself(saved):
     assert (kernel["dtype"], kernel["layer_dims"]) == ("float32", 1)
     assert about["arrays"]["model_state.noise.rngs.key"]["random"]
     assert not about["arrays"]["model_state.mean"]["random"]
+
+
+def test_a_checkout_that_nobody_installed_knows_its_version(monkeypatch):
+    def version(name):
+        if name == "jshard":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    installed = metadata.version("jshard")
+    monkeypatch.setattr(metadata, "version", version)
+    found = description.versions()
+    assert (found["jshard"], found["jax"]) == (installed, "1.0")
+    assert jshard.__version__ == installed
 
 
 def test_names_hold_for_every_mesh_and_policy():

@@ -32,7 +32,7 @@ WORKER = """
 import os, sys, time
 sys.path[:0] = {paths}
 from pathlib import Path
-from kit.results import Recorder  # pyright: ignore[reportMissingImports]
+from kit.results import Recorder
 stage, part = sys.argv[1].split("/")
 record = Recorder(Path("{out}"), stage, part)
 if not record.has("first"):
@@ -117,8 +117,8 @@ def test_the_driver_tells_the_card_and_its_memory(tmp_path, monkeypatch):
     assert machine.facts["temperature.gpu"] == "30"
 
 
-# A profile of three steps: a product twice, a kernel that no operation has, a copy, and
-# a line that sums others up.
+# A profile of three steps: a product twice, a kernel that no operation has, and a line
+# that sums others up.
 PROFILE = """
 planes {
   name: "/device:GPU:0"

@@ -175,7 +175,11 @@ def attend_and_back(
 def make_step(
     mesh: Any, tiny: bool, **knobs: Any
 ) -> tuple[jshard.FSDP, optax.GradientTransformation, Any, Any]:
-    """A small Llama in bfloat16: (fsdp, optimizer, make_model, train_step)."""
+    """A small Llama in float32: (fsdp, optimizer, make_model, train_step).
+
+    In bfloat16, or by TF32, weights that differ in the last bit may round to
+    neighbours, and gradients would be 5e-4 off.
+    """
     width, length = (64, 64) if tiny else (1024, 1024)
     config = LlamaConfig(
         vocab_size=1024,
@@ -186,12 +190,14 @@ def make_step(
         width=width,
         hidden=4 * width,
     )
-    precision = jshard.Precision(compute="bfloat16")
-    fsdp = jshard.FSDP(mesh, jshard.Policy(precision=precision, **knobs))
+    fsdp = jshard.FSDP(mesh, jshard.Policy(**knobs))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    step = fsdp.train_step(
-        lambda model, batch: model.loss(batch["x"], batch["y"], batch["w"]), optimizer
-    )
+
+    def loss_fn(model: Llama, batch: dict[str, jax.Array]) -> jshard.Mean:
+        with jax.default_matmul_precision("highest"):
+            return model.loss(batch["x"], batch["y"], batch["w"])
+
+    step = fsdp.train_step(loss_fn, optimizer)
     return fsdp, optimizer, lambda rngs: Llama(config, rngs=rngs), step
 
 

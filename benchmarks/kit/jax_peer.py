@@ -27,6 +27,7 @@ from jshard.training.config import Config
 from jshard.training.job import make_job, make_mesh
 from jshard.training.recipe import Recipe, find_recipe, open_recipe
 from kit.jobs import Job
+from kit.training import peak_bytes
 from kit.turns import WARM_UP, open_answers, random_batch, take_turns
 
 
@@ -76,7 +77,7 @@ def main() -> None:
 
     seconds, loss = run(WARM_UP)
     answer(ready=seconds[-1], compile_seconds=compile_seconds, loss=loss)
-    take_turns(answer, run, _peak_bytes)
+    take_turns(answer, run, peak_bytes)
 
 
 def jshard_program(recipe: Recipe, config: Config, mesh: Mesh) -> Program:
@@ -170,12 +171,6 @@ def _abstract_batch(config: Config, mesh: Mesh) -> Any:
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     return {"inputs": tokens, "targets": tokens, "weights": weights}
-
-
-def _peak_bytes() -> int | None:
-    """Of the fullest device; XLA does not count on CPUs."""
-    counted = [device.memory_stats() for device in jax.local_devices()]
-    return max((x["peak_bytes_in_use"] for x in counted if x), default=None)
 
 
 if __name__ == "__main__":

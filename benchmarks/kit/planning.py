@@ -17,11 +17,11 @@ from jshard.plan.constants import Constants, read_constants
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
 from jshard.plan.timeline import replay
-from jshard.training.data import batches
 from jshard.training.recipe import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
 from kit.results import Recorder
 from kit.running import Part
+from kit.training import opened
 
 PROFILED = 3  # steps
 TOP = 10  # kernels
@@ -106,19 +106,11 @@ def profile(record: Recorder, *, job: Job) -> None:
     The planner replays the very program that runs, so that its kernels have the
     profile's names.
     """
-    with open_recipe(find_recipe(job.recipe)) as recipe:
-        config = job.config(recipe)
-        program = trace(recipe, config, "attached")
+    with opened(job, 1) as (_, config, program, read):
         made = program.job
         plan = make_plan(program)
         state = made.fsdp.init(made.make_model, made.optimizer, seed=config.seed)
-        read = batches(
-            recipe.make_data(config, "train"),
-            batch_size=config.batch_size,
-            start_step=0,
-            num_steps=1,
-        )
-        batch = made.fsdp.shard_batch(next(read))
+        batch = next(read)
         state, metrics = made.train_step(state, batch)  # compiles
         jax.block_until_ready((state, metrics))
         with tempfile.TemporaryDirectory() as folder:

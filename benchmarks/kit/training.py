@@ -1,5 +1,6 @@
 """Stages gpt2 and llama: training jobs as ``jshard.train`` runs them, timed."""
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -7,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,6 +25,15 @@ from kit.results import Recorder
 from kit.running import Part
 
 WARM_UP, STEPS = 3, 10
+
+
+class Opened(NamedTuple):
+    """A recipe, its config, the traced step, and batches on the devices."""
+
+    recipe: Recipe
+    config: Any
+    program: Program
+    batches: Iterator[Any]
 
 
 def gpt2_parts(card: str | None) -> list[Part]:
@@ -73,23 +84,31 @@ def train(record: Recorder, *, job: Job, steps: int) -> None:
     )
 
 
-def measure(record: Recorder, *, job: Job) -> None:
-    """Times the steps of a job on the devices at hand."""
+@contextlib.contextmanager
+def opened(job: Job, steps: int) -> Iterator[Opened]:
+    """A job on the devices at hand, and its first batches."""
     with open_recipe(find_recipe(job.recipe)) as recipe:
         config = job.config(recipe)
         program = trace(recipe, config, "attached")
-        made = program.job
-        planned = device_total(program.compile())
+        shard_batch = program.job.fsdp.shard_batch
         read = batches(
             recipe.make_data(config, "train"),
             batch_size=config.batch_size,
             start_step=0,
-            num_steps=2,
+            num_steps=steps,
         )
+        yield Opened(recipe, config, program, map(shard_batch, read))
+
+
+def measure(record: Recorder, *, job: Job) -> None:
+    """Times the steps of a job on the devices at hand."""
+    with opened(job, 2) as (recipe, config, program, read):
+        made = program.job
+        planned = device_total(program.compile())
         state = made.fsdp.init(made.make_model, made.optimizer, seed=config.seed)
         jax.block_until_ready(state)
-        before = _memory("peak_bytes_in_use")
-        given = itertools.cycle([made.fsdp.shard_batch(batch) for batch in read])
+        before = peak_bytes()
+        given = itertools.cycle(list(read))
         losses = []
         for _ in range(WARM_UP):
             state, metrics = made.train_step(state, next(given))
@@ -115,7 +134,7 @@ def measure(record: Recorder, *, job: Job) -> None:
             **_rates(recipe, config, program, seconds),
             steps_alone=_spread(alone),
             python_seconds=statistics.median(python),
-            peak_bytes=_memory("peak_bytes_in_use"),
+            peak_bytes=peak_bytes(),
             peak_bytes_before_steps=before,
             compiled_bytes=planned,
             losses=losses,
@@ -141,7 +160,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def _memory(name: str) -> int | None:
+def peak_bytes() -> int | None:
     """Of the fullest device; XLA does not count on CPUs."""
-    counted = [d.memory_stats() for d in jax.local_devices()]
-    return max((x[name] for x in counted if x), default=None)
+    counted = [device.memory_stats() for device in jax.local_devices()]
+    return max((x["peak_bytes_in_use"] for x in counted if x), default=None)
