@@ -146,7 +146,7 @@ def test_a_group_as_a_key_is_an_error_that_lists_its_members(config):
         ("steps", "", "a whole number"),
         ("steps", "None", "a whole number"),
         ("limit", "many", "a whole number"),
-        ("optimizer.learning_rate", "fast", "a number"),
+        ("optimizer.learning_rate", "fast", "a finite number"),
         ("model.dropout", "1", "true or false"),
         ("model.widths", "8,8.5", "tuple such as"),
         ("optimizer.betas", "(0.9,", "tuple such as"),

@@ -5,6 +5,7 @@ any text by --config.data.path=FILE_OR_FOLDER (also .bin files of tokens).
 """
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -12,7 +13,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
+from jshard.training.keys import Key
 from jshard.training.text import BYTE_VOCAB, decode, encode, text_data
 from models.gpt import GPT, GPTConfig, generate
 
@@ -28,15 +31,23 @@ def get_config() -> ConfigDict:
             "eval_batches": 0,
             "checkpoint": {"every": 100},
             "model": {
-                "vocab_size": BYTE_VOCAB,
-                "sequence_length": 128,
-                "num_layers": 4,
-                "num_heads": 4,
-                "width": 128,
-                "dropout": 0.0,
-                "tied": False,
-                "loss_chunk": 1024,
-                "attention": "auto",
+                "vocab_size": Key(BYTE_VOCAB, "number of tokens", at_least=2),
+                "sequence_length": Key(128, "tokens of an example", at_least=1),
+                "num_layers": Key(4, "number of blocks", at_least=1, at_most=10_000),
+                "num_heads": Key(4, "attention heads, which divide width", at_least=1),
+                "width": Key(
+                    128, "of the residual stream", at_least=1, at_most=1_000_000
+                ),
+                "dropout": Key(
+                    0.0, "rate, on embeddings and every branch", at_least=0, below=1
+                ),
+                "tied": Key(False, "whether the head is the transposed embedding"),
+                "loss_chunk": Key(
+                    1024, "tokens of a device whose logits exist at a time", at_least=1
+                ),
+                "attention": Key(
+                    "auto", "the kernel; auto is the fastest", choices=IMPLEMENTATIONS
+                ),
             },
             "optimizer": {
                 "learning_rate": 3e-3,
@@ -44,14 +55,31 @@ def get_config() -> ConfigDict:
                 "weight_decay": 0.1,
                 "clip_norm": 1.0,
                 "b2": 0.95,
-                "moment_dtype": "float32",  # or bfloat16
+                "moment_dtype": Key(
+                    "float32", "of AdamW's state", choices=("float32", "bfloat16")
+                ),
             },
             "data": {
-                "path": "",
-                "token_dtype": "uint16",
-                "validation_fraction": 0.05,
+                "path": Key(
+                    "",
+                    "text, or .bin files of tokens: a file or folder; by default the "
+                    "source of Python's standard library",
+                    kind=Path,
+                ),
+                "token_dtype": Key(
+                    "uint16", "of .bin files", choices=("uint16", "uint32")
+                ),
+                "validation_fraction": Key(
+                    0.05, "of the data, where none is named so", at_least=0, below=1
+                ),
             },
-            "sample": {"prompt": "def ", "length": 120, "temperature": 0.7},
+            "sample": {
+                "prompt": Key("def ", "what the text shown at the end begins with"),
+                "length": Key(120, "tokens to add to it; 0 is no sample", at_least=0),
+                "temperature": Key(
+                    0.7, "of the softmax that tokens are drawn from", at_least=0.01
+                ),
+            },
         }
     )
 
@@ -78,11 +106,6 @@ def make_optimizer(config):
     )
     if options.moment_dtype == "bfloat16":
         adamw = jshard.bf16_moments(adamw, seed=config.seed)
-    elif options.moment_dtype != "float32":
-        raise jshard.UserError(
-            f"--config.optimizer.moment_dtype={options.moment_dtype}: "
-            "possible: float32, bfloat16"
-        )
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
 
 
@@ -130,7 +153,14 @@ def flops_per_token(config):
 
 def sample(config):
     options = config.sample
+    if not options.length:
+        return None
     prompt = encode(options.prompt)
+    if not 0 < len(prompt) < config.model.sequence_length:
+        raise jshard.UserError(
+            f"--config.sample.prompt: has {len(prompt)} bytes; must have at least 1, "
+            f"and fewer than model.sequence_length={config.model.sequence_length}"
+        )
     batch = {
         "tokens": np.asarray(prompt[None], np.int32),
         "seed": np.asarray([config.seed], np.uint32),

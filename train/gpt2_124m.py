@@ -31,17 +31,13 @@ def get_config() -> ConfigDict:
         "accumulate": 8,
         "precision": {"compute": "bfloat16", "reduce": "float32"},
     }
-    config.model = {
-        "vocab_size": 50304,  # 50257, up to a multiple of 128
-        "sequence_length": 1024,
-        "num_layers": 12,
-        "num_heads": 12,
-        "width": 768,
-        "dropout": 0.0,
-        "tied": True,
-        "loss_chunk": 8192,
-        "attention": "auto",
-    }
+    config.model.vocab_size = 50304  # 50257, up to a multiple of 128
+    config.model.sequence_length = 1024
+    config.model.num_layers = 12
+    config.model.num_heads = 12
+    config.model.width = 768
+    config.model.tied = True
+    config.model.loss_chunk = 8192
     config.optimizer.learning_rate = 6e-4
     config.optimizer.warmup_steps = 700
     return config

@@ -8,6 +8,7 @@ bytes of Python's standard library; for the real thing point it at token files:
 
 from ml_collections import ConfigDict
 
+from jshard.training.keys import Key
 from models.llama import Llama, LlamaConfig
 from train import gpt
 
@@ -30,20 +31,27 @@ def get_config() -> ConfigDict:
         "accumulate": 4,
         "precision": {"compute": "bfloat16", "reduce": "float32"},
     }
-    config.model = {
-        "vocab_size": 32000,
-        "sequence_length": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_kv_heads": 32,
-        "width": 4096,
-        "hidden": 11008,
-        "rope_theta": 10000.0,
-        "norm_eps": 1e-5,
-        "tied": False,
-        "loss_chunk": 4096,
-        "attention": "auto",
-    }
+    del config.model.dropout
+    config.model.update(
+        {
+            "vocab_size": 32000,
+            "sequence_length": 4096,
+            "num_layers": 32,
+            "num_heads": 32,
+            "num_kv_heads": Key(
+                32, "heads of keys and values, which divide num_heads", at_least=1
+            ),
+            "width": 4096,
+            "hidden": Key(
+                11008, "width of the gated MLP", at_least=1, at_most=1_000_000
+            ),
+            "rope_theta": Key(
+                10000.0, "base of the wavelengths of rotary positions", above=0
+            ),
+            "norm_eps": Key(1e-5, "added to mean squares", above=0, at_most=1),
+            "loss_chunk": 4096,
+        }
+    )
     # Touvron et al. 2023, arXiv:2307.09288, section 2.2.
     config.optimizer.learning_rate = 3e-4
     config.optimizer.warmup_steps = 2000

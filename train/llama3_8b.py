@@ -30,20 +30,12 @@ def get_config() -> ConfigDict:
         # Gradients leave in float32, as in section 3.3.2.
         "precision": {"compute": "bfloat16", "reduce": "float32"},
     }
-    config.model = {
-        "vocab_size": 128256,
-        "sequence_length": 8192,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "width": 4096,
-        "hidden": 14336,
-        "rope_theta": 500_000.0,
-        "norm_eps": 1e-5,
-        "tied": False,
-        "loss_chunk": 1024,
-        "attention": "auto",
-    }
+    config.model.vocab_size = 128256
+    config.model.sequence_length = 8192
+    config.model.num_kv_heads = 8
+    config.model.hidden = 14336
+    config.model.rope_theta = 500_000.0
+    config.model.loss_chunk = 1024
     config.data.token_dtype = "uint32"
     config.optimizer.learning_rate = 3e-4
     config.optimizer.warmup_steps = 8000

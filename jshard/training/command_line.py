@@ -4,11 +4,14 @@ import ast
 import dataclasses
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from jshard.distributed import cluster
 from jshard.errors import UserError
-from jshard.training.config import Config, flatten, nearest
+from jshard.training.config import Config, declarations, flatten, nearest
+from jshard.training.keys import Key
+from jshard.training.shared_keys import DEFAULTS, REQUIRED
 
 USAGE = """\
 usage: python -m jshard.train --config=FILE [--config.KEY=VALUE ...] [--workdir=DIR]
@@ -28,6 +31,7 @@ hand, the same command for each (docs/cluster; python -m jshard.launch starts th
   --process_id=I           which one this is, from 0
   --local_device_ids=0,1   its GPUs; by default all that it sees
 """
+_INDENTED: Any = {"initial_indent": " " * 10, "subsequent_indent": " " * 10}
 
 
 @dataclasses.dataclass
@@ -97,7 +101,7 @@ def override(config: Config, overrides: dict[str, str], recipe: str) -> None:
     Raises:
       UserError: A key is unknown, or a value is not of its key's type.
     """
-    keys = flatten(config)
+    keys, declared = flatten(config), declarations(config)
     for key, text in overrides.items():
         if key not in keys:
             members = [name for name in keys if name.startswith(f"{key}.")]
@@ -112,15 +116,33 @@ def override(config: Config, overrides: dict[str, str], recipe: str) -> None:
         group = config
         for part in groups:
             group = group[part]
-        kind = group.get_type(name)
         try:
-            group[name] = parse_value(text, keys[key], kind)
+            value = _parse(text, declared[key], keys[key])
         except ValueError:
-            expected = _expected(keys[key], kind)
             raise UserError(
-                f"--config.{key}={text}: expected {expected} "
+                f"--config.{key}={text}: expected {declared[key].expected()} "
                 f"(the default is {keys[key]!r})"
             ) from None
+        with group.ignore_type():  # it is of the declared type, not of the default's
+            group[name] = value
+
+
+def _parse(text: str, key: Key, default: Any) -> Any:
+    """Reads the value of a key.
+
+    Raises:
+      ValueError: The text is not of its type.
+    """
+    for value in key.also:
+        if text == str(value) or (
+            isinstance(value, bool) and text == str(value).lower()
+        ):
+            return value
+    kind = {Path: str, object: None}.get(key.kind, key.kind)
+    value = parse_value(text, default, kind)
+    if not key.is_type_of(value) or not key.is_number(value):
+        raise ValueError(text)
+    return value
 
 
 def parse_value(text: str, default: Any, kind: type | None = None) -> Any:
@@ -184,19 +206,30 @@ def _parse_untyped(text: str) -> Any:
     return text
 
 
-def _expected(default: Any, kind: type) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number"}
-    if kind in (tuple, list):
-        return f"{kind.__name__} such as {default!r}"
-    return names.get(kind, kind.__name__)
-
-
 def help_text(
     config: Config | None = None, recipe: str = "", usage: str = USAGE
 ) -> str:
     """Returns the usage, with a recipe's keys and defaults when one is given."""
     if config is None:
         return usage
-    lines = [f"--config.{key}={value}" for key, value in flatten(config).items()]
-    keys = textwrap.indent("\n".join(lines), "  ")
-    return f"{usage}\nkeys of {recipe}, with their defaults:\n\n{keys}\n"
+    return f"{usage}\nkeys of {recipe}, with their defaults:\n{_describe(config)}"
+
+
+def _describe(config: Config) -> str:
+    """Every key, its default, meaning and limits; the recipe's own groups first."""
+    keys, declared = flatten(config), declarations(config)
+    groups: dict[str, list[str]] = {"": []}
+    for key in sorted(keys, key=lambda key: (key in DEFAULTS, key not in REQUIRED)):
+        group, dot, _ = key.partition(".")
+        groups.setdefault(group if dot else "", []).append(key)
+    lines = []
+    for members in groups.values():
+        lines.append("")
+        for key in members:
+            lines.append(f"  --config.{key}={keys[key]}")
+            about = declared[key].help
+            if limits := declared[key].limits():
+                about = f"{about} ({limits})" if about else limits
+            if about:
+                lines.append(textwrap.fill(about, 88, **_INDENTED))
+    return "\n".join(lines) + "\n"

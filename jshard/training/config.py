@@ -1,4 +1,4 @@
-"""The config of a run: the keys that every recipe shares."""
+"""The config of a run: a recipe's own keys, and those that every recipe shares."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,87 +7,15 @@ from typing import Any, TypeAlias
 from ml_collections import ConfigDict, FieldReference
 
 from jshard.errors import UserError
+from jshard.training.keys import Key
+from jshard.training.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
 
 # An ml_collections.ConfigDict; type checkers cannot know its keys.
 Config: TypeAlias = Any
 
-# Keys that every recipe has; a recipe that does not name one gets this default.
-SHARED_DEFAULTS = {
-    "seed": 0,
-    "log_every": 10,
-    "eval_every": 0,  # 0 is never
-    "eval_batches": 0,  # at most so many; 0 is all of the validation data
-    "mesh": {
-        "fsdp": -1,  # shards of a parameter; -1 is all devices that replica leaves
-        "replica": 1,  # copies of the sharded model, or "hosts": one a host
-        "cpu_devices": 8,  # of each process, where there are no others
-    },
-    "policy": {
-        "remat": "full",  # or dots, none, names:A+B, offload:A+B
-        "first_k": None,  # layers of a Stack that remat applies to; None is all
-        "reshard_after_forward": True,  # or False, or a group of so many devices
-        "keep_last": 0,  # last layers of a Stack that keep their gathered weights
-        "prefetch": None,  # transfers beside the neighbouring layer; None is on GPUs
-        "reshard_root": False,
-        "accumulate": 1,
-        "defer_scatter": False,
-        "loss_scale": False,
-        "min_shard_elements": 4096,
-        "ema_decay": None,  # None is no averages
-        "offload": None,  # to host memory: optimizer, or all (parameters, too)
-        "precision": {
-            "param": None,
-            "gather": None,
-            "compute": None,
-            "reduce": None,
-            "sum": None,
-        },
-        "overrides": (),  # PATTERN:KEY=VALUE, e.g. blocks.norm*:compute=float32
-    },
-    "compiler_options": (),  # NAME=VALUE, over those of jshard/compiler.py
-    "checkpoint": {
-        "every": 500,  # steps; 0 never saves
-        "keep": 3,  # the newest so many
-        "keep_every": 0,  # and every step that this divides; 0 is none
-        "best": "",  # and the best by this metric of evaluations, e.g. "eval_loss"
-        "best_is": "lowest",  # or "highest"
-        # Start from another run's parameters: its folder, a step's, or safetensors.
-        "restore": "",
-        "restore_optimizer": False,  # and from its optimizer state
-        "accept": (),  # keys, or groups, that may differ from the run that is resumed
-    },
-    "watch": {  # over the processes of a job, where there are several
-        "silence": 8.0,  # seconds without a sign of life of one, and all end
-        "stuck": 1800.0,  # seconds in which none gets on, and all end; 0 is never
-    },
-}
-REQUIRED_KEYS = ("steps", "batch_size")
-
-# Keys that take values of several types: a number, a boolean, a name.
-ANY_TYPE = ("policy.reshard_after_forward", "policy.reshard_root", "mesh.replica")
-
 # Keys and groups that say what is trained, and on which data in which order: a run
 # that goes on with others is another run.
 MEANING = ("model", "data", "batch_size", "seed")
-
-MINIMA = {
-    "steps": 1,
-    "batch_size": 1,
-    "seed": 0,
-    "log_every": 1,
-    "eval_every": 0,
-    "eval_batches": 0,
-    "mesh.cpu_devices": 1,
-    "policy.accumulate": 1,
-    "policy.keep_last": 0,
-    "policy.min_shard_elements": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "checkpoint.keep_every": 0,
-    "watch.silence": 2,
-    "watch.stuck": 0,
-}
-MAXIMA = {"watch.silence": 60}  # JAX itself gives up after 100 seconds
 
 
 def complete(config: Config, recipe: str) -> Config:
@@ -101,27 +29,105 @@ def complete(config: Config, recipe: str) -> Config:
       A config with every shared key.
 
     Raises:
-      UserError: The config is no `ConfigDict` or lacks a required key.
+      UserError: The config is no `ConfigDict`, lacks a required key, has an unknown
+        one among the shared, or one of the wrong type.
     """
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"get_config() of recipe {recipe} returns {type(config).__name__}; "
             "it must return an ml_collections.ConfigDict"
         )
-    for key in REQUIRED_KEYS:
+    for key in REQUIRED:
         if key not in config:
             raise UserError(f"get_config() of recipe {recipe} lacks the key {key!r}")
-    completed: Config = ConfigDict(SHARED_DEFAULTS)
-    for key in ANY_TYPE:
-        group, name = key.split(".")
-        default = FieldReference(completed[group][name], field_type=object)
-        with completed.ignore_type():
-            completed[group][name] = default
+    values: dict[str, Any] = {}
+    for key, declaration in DEFAULTS.items():
+        _set(values, key, declaration.get())
     try:
-        completed.update(config)
-    except TypeError as error:
-        raise UserError(f"get_config() of recipe {recipe}: {error}") from error
-    return completed.lock()
+        _merge(values, config)
+    except ValueError as error:
+        raise UserError(f"get_config() of recipe {recipe}: {error}") from None
+    return ConfigDict(values).lock()
+
+
+def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
+    """Puts a recipe's values over the shared ones.
+
+    Raises:
+      ValueError: A key or a value cannot be.
+    """
+    for name, value in config.items(preserve_field_references=True):
+        key = f"{prefix}{name}"
+        plain = value.get() if isinstance(value, FieldReference) else value
+        if members := [shared for shared in SHARED if shared.startswith(f"{key}.")]:
+            if not isinstance(plain, ConfigDict):
+                raise ValueError(
+                    f"{key}={plain!r}: {key} is a group: {', '.join(members)}"
+                )
+            _merge(values, plain, f"{key}.")
+        elif key in SHARED:
+            declaration = SHARED[key]
+            if not declaration.is_type_of(plain):
+                raise ValueError(f"{key}={plain!r}: expected {declaration.expected()}")
+            _set(values, key, value)
+        elif hint := _misspelt(key, config, prefix):
+            raise ValueError(f"unknown key {key!r}{hint}")
+        else:
+            values[name] = value
+
+
+def _misspelt(key: str, config: Config, prefix: str) -> str:
+    """What a key that is not shared should have been; empty for a recipe's own."""
+    if prefix:  # within a shared group, where no recipe has its own
+        members = [shared for shared in SHARED if shared.startswith(prefix)]
+        return nearest(key, members) or f"; possible: {', '.join(members)}"
+    names = {shared.split(".")[0] for shared in SHARED}
+    return nearest(key, names - set(config), cutoff=0.8)
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a shared key in nested dicts; references of the recipe stay references."""
+    *groups, name = key.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+    if not isinstance(value, FieldReference):
+        declaration = SHARED[key]
+        if declaration.kind is float and type(value) is int:
+            value = float(value)
+        if declaration.also:
+            value = FieldReference(value, field_type=object)
+    values[name] = value
+
+
+def declarations(config: Config, prefix: str = "") -> dict[str, Key]:
+    """Returns what is declared of every key, by its flattened name.
+
+    Args:
+      config: With every shared key.
+      prefix: Of the names.
+    """
+    found: dict[str, Key] = {}
+    for name, value in config.items(preserve_field_references=True):
+        key = f"{prefix}{name}"
+        if isinstance(value, ConfigDict):
+            found |= declarations(value, f"{key}.")
+        elif key in SHARED:
+            found[key] = SHARED[key]
+        elif isinstance(value, Key):
+            found[key] = value
+        elif key in COMMON and COMMON[key].is_type_of(config[name]):
+            found[key] = COMMON[key]
+        else:
+            found[key] = _undeclared(config[name], config.get_type(name))
+    return found
+
+
+def _undeclared(value: Any, kind: type) -> Key:
+    """A plain value, which bounds nothing but its type."""
+    if kind is type(None):
+        kind = object
+    also = (None,) if value is None or kind is str else ()
+    return Key(value, "", kind=kind, also=also)
 
 
 def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
@@ -140,21 +146,18 @@ def is_within(key: str, groups: Iterable[str]) -> bool:
     return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns "; did you mean X?" for the most similar name, or ""."""
-    matches = difflib.get_close_matches(name, names, n=1)
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def check(config: Config) -> None:
-    """Raises a UserError for shared keys that are out of range or at odds."""
+    """Raises a UserError for keys that are out of range or at odds."""
     flat = flatten(config)
-    for key, minimum in MINIMA.items():
-        if flat[key] < minimum:
-            raise UserError(f"--config.{key}={flat[key]}: must be at least {minimum}")
-    for key, maximum in MAXIMA.items():
-        if flat[key] > maximum:
-            raise UserError(f"--config.{key}={flat[key]}: must be at most {maximum}")
+    for key, declaration in declarations(config).items():
+        if problem := declaration.problem(flat[key]):
+            raise UserError(f"--config.{key}={flat[key]}: {problem}")
     _check_best(config)
     _check_restore(config.checkpoint)
     for entry in map(str, config.checkpoint.accept):
@@ -166,11 +169,7 @@ def check(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    best, best_is = config.checkpoint.best, config.checkpoint.best_is
-    if best_is not in ("lowest", "highest"):
-        raise UserError(
-            f"--config.checkpoint.best_is={best_is}: must be lowest or highest"
-        )
+    best = config.checkpoint.best
     if not best:
         return
     if not best.startswith("eval_"):
