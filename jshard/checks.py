@@ -8,10 +8,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard.calling import variables
 from jshard.errors import UserError
 from jshard.layers import Stack, root_variables
 from jshard.mesh import FSDP, REPLICA
-from jshard.partition import param_spec
+from jshard.partition import layer_dims, param_spec
 from jshard.policy import Policy
 from jshard.state import TrainState
 
@@ -31,16 +32,30 @@ def check_trained(params: nnx.State) -> None:
 
 
 def check_layer_counts(policy: Policy, model: nnx.Module) -> None:
-    """Raises UserError where ``policy`` counts a Stack's layers and there is none."""
-    counts = {"first_k": policy.first_k is not None, "keep_last": policy.keep_last > 0}
+    """Raises UserError where ``policy`` counts layers of a Stack that are not there."""
     stacks = [m for _, m in nnx.iter_modules(model) if isinstance(m, Stack)]
-    given = [name for name, is_given in counts.items() if is_given]
-    if given and not stacks:
-        raise UserError(
-            f"policy.{given[0]} counts the layers of a jshard.Stack, and the model has "
-            "none; name its Units in policy.overrides, with remat or "
-            "reshard_after_forward"
-        )
+    sizes = [
+        n for _, v in variables(model) for n in np.shape(v.get_value())[: layer_dims(v)]
+    ]
+    most = max(sizes, default=0)
+    overrides = policy.overrides.items()
+    for where, fields in [
+        ("", {"first_k": policy.first_k, "keep_last": policy.keep_last}),
+        *((f"overrides[{pattern!r}].", fields) for pattern, fields in overrides),
+    ]:
+        for name in ("first_k", "keep_last"):
+            count = fields.get(name)
+            if not stacks and (count or (name == "first_k" and count is not None)):
+                raise UserError(
+                    f"policy.{where}{name} counts the layers of a jshard.Stack, and "
+                    "the model has none; name its Units in policy.overrides, with "
+                    "remat or reshard_after_forward"
+                )
+            if count and count > most:
+                raise UserError(
+                    f"policy.{where}{name}={count} is more layers than the model has: "
+                    f"its largest Stack has {most}"
+                )
 
 
 def warn_of_large_root(

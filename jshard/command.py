@@ -10,6 +10,7 @@ from typing import NoReturn
 import jax
 
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
+from jshard.paths import path_problem
 
 
 def run_command(command: Callable[[list[str]], None]) -> None:
@@ -47,6 +48,33 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """A type for `add_argument`: whole numbers of a range.
+
+    Args:
+      least: the smallest.
+      most: the largest.
+    """
+
+    def parse(text: str) -> int:
+        digits = text.removeprefix("-")
+        # Python reads no more than 4300 of them.
+        if not digits.isdecimal() or len(digits) > 99 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be a whole number from {least} to {most}"
+            )
+        return int(text)
+
+    return parse
+
+
+def file_path(text: str) -> Path:
+    """A type for `add_argument`: paths that a file can have."""
+    if problem := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)
+
+
 def checkpoint_parser(name: str, description: str) -> ArgumentParser:
     """The parser of a command that reads a checkpoint, and computes nothing.
 
@@ -59,7 +87,7 @@ def checkpoint_parser(name: str, description: str) -> ArgumentParser:
     parser.add_argument(
         "path",
         metavar="PATH",
-        type=Path,
+        type=file_path,
         help="a run's folder, a folder of checkpoints, or one checkpoint",
     )
     return parser

@@ -10,7 +10,9 @@ Exit codes: those of `jshard.train`; 1 where the job failed more often than allo
 import argparse
 import os
 import random
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +21,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from jshard.command import ArgumentParser, run_command
+from jshard.command import ArgumentParser, run_command, whole_number
 from jshard.distributed.cluster import OPTIONS, visible_gpus
 from jshard.errors import RunFailed, UserError
+from jshard.paths import path_problem
 
 ENDING = 75.0  # seconds for processes to end by themselves when one has failed
 KILLING = 5.0  # and to end when they are killed
@@ -79,13 +82,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--num_processes", type=int, help="how many; by default one a host")
+    many, port = whole_number(1, 65_536), whole_number(1, 65_535)
+    add("--num_processes", type=many, help="how many; by default one a host")
     add("--hosts", help="A,B,...: hosts to start them on; by default this machine")
     add("--rsh", default=RSH, help=f"runs a command on a host; {RSH}")
-    add("--port", type=int, help="of the coordinator; by default any")
-    add("--max_restarts", type=int, default=0, help="how often to start again; 0")
+    add("--port", type=port, help="of the coordinator; by default any")
     add(
-        "--min_hosts", type=int, help="go on with no fewer than so many; by default all"
+        "--max_restarts",
+        type=whole_number(0, 1_000_000),
+        default=0,
+        help="how often to start again; 0",
+    )
+    add(
+        "--min_hosts",
+        type=many,
+        help="go on with no fewer than so many; by default all",
     )
     cut = argv.index("--") if "--" in argv else len(argv)
     options, words = parser.parse_args(argv[:cut]), argv[cut + 1 :]
@@ -94,11 +105,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for word in words:
         if word.partition("=")[0].removeprefix("--") in OPTIONS:
             raise UserError(f"{word}: jshard.launch sets it itself")
-    hosts = options.hosts.split(",") if options.hosts else []
+    hosts = [] if options.hosts is None else options.hosts.split(",")
+    _check_hosts(hosts, options)
+    if options.num_processes is None and not hosts:
+        raise UserError("--num_processes must be at least 1")
     if options.num_processes is None:
         options.num_processes = len(hosts)
-    if options.num_processes < 1 or options.max_restarts < 0:
-        raise UserError("--num_processes must be at least 1, --max_restarts at least 0")
     if hosts and options.num_processes % len(hosts):
         raise UserError(
             f"--num_processes={options.num_processes} does not divide over the "
@@ -112,6 +124,29 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         words = [*words, f"--workdir=runs/launch-{stamp}"]
     return options, words
+
+
+def _check_hosts(hosts: Sequence[str], options: argparse.Namespace) -> None:
+    """Raises UserError for hosts that cannot be, or cannot be reached."""
+    for host in hosts:
+        if not re.fullmatch(r"[^\s-]\S{0,254}", host):
+            raise UserError(
+                f"--hosts={options.hosts}: {host!r} is no name of a host; must be "
+                "A,B,... or USER@A,..."
+            )
+    if options.min_hosts is not None and options.min_hosts > len(hosts):
+        raise UserError(
+            f"--min_hosts={options.min_hosts}: must be at most the {len(hosts)} of "
+            "--hosts"
+        )
+    try:
+        words = shlex.split(options.rsh)
+    except ValueError as error:
+        raise UserError(f"--rsh={options.rsh}: {error}") from error
+    if not words or path_problem(words[0]):
+        raise UserError(f"--rsh={options.rsh}: must be a command, like {RSH}")
+    if (hosts or options.rsh != RSH) and shutil.which(words[0]) is None:
+        raise UserError(f"--rsh={options.rsh}: there is no command {words[0]}")
 
 
 class Launcher:
@@ -177,7 +212,16 @@ class Launcher:
         for process in ended:
             assert process.stdin is not None
             process.stdin.close()
-        return _of_all([process.wait() for process in ended])
+        codes = [process.wait() for process in ended]
+        if self._hosts:  # what failed may be the connection, and say nothing
+            self._tell_of_failures(codes)
+        return _of_all(codes)
+
+    def _tell_of_failures(self, codes: Sequence[int]) -> None:
+        for index, code in enumerate(codes):
+            if code not in (0, 75):
+                host = self._hosts[index // self._each]
+                _say(f"process {index} on {host} ended with exit code {code}")
 
     def _start(self, index: int, job: Sequence[str]) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "jshard.train", *self._words, *job]

@@ -142,9 +142,21 @@ def restore_state(folder: Path, abstract: TrainState) -> TrainState:
     wanted = description.arrays_by_name(abstract)
     stored = description.read(folder)["arrays"]
     names = stored_names(abstract, stored)
-    _check(folder, wanted, renamed(stored, names))
+    check_fits(folder, abstract)
     loaded = _load(folder, wanted, names, stored)
     return description.replace_arrays(abstract, loaded)
+
+
+def check_fits(folder: Path, abstract: TrainState) -> None:
+    """Raises UserError unless a verified step could be restored; arrays are not read.
+
+    Args:
+      folder: of the step.
+      abstract: the state to make, as ``restore_state`` takes it.
+    """
+    stored = description.read(folder)["arrays"]
+    described = renamed(stored, stored_names(abstract, stored))
+    _check(folder, description.arrays_by_name(abstract), described)
 
 
 def restore_parameters(

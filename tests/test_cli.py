@@ -185,6 +185,7 @@ def test_the_same_seed_gives_bitwise_the_same_metrics_and_another_seed_others(
 @pytest.mark.parametrize(
     ("words", "env", "devices"),
     [
+        ([], {}, 2),  # as get_config says
         (["--config.mesh.cpu_devices=4"], {}, 4),
         ([], {"JAX_NUM_CPU_DEVICES": "1"}, 1),
         ([], {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, 1),

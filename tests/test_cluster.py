@@ -91,7 +91,11 @@ def test_a_process_finds_its_place_in_a_job(options, environ, cluster):
         ({"num_processes": "two"}, {}, "--num_processes=two: must be a whole number"),
         ({"num_processes": "0"}, {}, "must be a whole number from 1"),
         ({"coordinator": "host0"}, SLURM, "must be HOST:PORT"),
-        ({**AT, "local_device_ids": "a"}, SLURM, "must be numbers, like 0,1,2,3"),
+        (
+            {**AT, "local_device_ids": "a"},
+            SLURM,
+            "must be different numbers",
+        ),
         ({}, OPEN_MPI, "where is process 0"),
         (
             {},

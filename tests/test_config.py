@@ -13,6 +13,7 @@ from jshard.training.command_line import (
     parse_value,
 )
 from jshard.training.config import check, complete, flatten
+from jshard.training.keys import Key
 
 
 @pytest.fixture
@@ -63,6 +64,22 @@ def test_help_lists_every_key_with_its_default(config):
     text = help_text(config, "mlp.py")
     for key, value in flatten(config).items():
         assert f"--config.{key}={value}\n" in text
+
+
+def test_help_says_what_each_key_means_and_what_it_may_be():
+    own = {"width": Key(8, "of the residual stream", at_least=1), "name": "mlp"}
+    config = complete(
+        ConfigDict({"steps": 10, "batch_size": 8, "model": own}), "mlp.py"
+    )
+    text = help_text(config, "mlp.py")
+    assert (
+        "  --config.model.width=8\n          of the residual stream (at least 1)\n"
+        in text
+    )
+    assert "--config.steps=10\n          updates of the parameters (at least 1)" in text
+    assert "optimizer or all)" in text  # policy.offload
+    assert text.index("model.name") < text.index("checkpoint.every")  # its own first
+    assert max(map(len, text.splitlines())) <= 88
 
 
 # The config.
@@ -220,6 +237,72 @@ def test_keys_and_groups_of_the_recipe_can_be_accepted(config):
     accepted = "model,data,optimizer.betas,batch_size,seed"
     override(config, {"checkpoint.accept": accepted}, "mlp.py")
     check(config)
+
+
+# Declarations.
+
+
+def own_config(**keys):
+    return complete(ConfigDict({"steps": 10, "batch_size": 8} | keys), "mlp.py")
+
+
+def test_a_declared_key_is_read_and_set_like_a_plain_value():
+    config = own_config(model={"width": Key(8, "width", at_least=1), "depth": 2})
+    assert dict(**config.model) == {"width": 8, "depth": 2}
+    override(config, {"model.width": "4"}, "mlp.py")
+    assert config.model.width == 4
+    assert config.to_dict()["model"] == {"width": 4, "depth": 2}
+    override(config, {"model.width": "0", "model.depth": "-3"}, "mlp.py")
+    with pytest.raises(UserError, match=r"--config.model.width=0: must be at least 1"):
+        check(config)
+    config.model.width = 1
+    check(config)  # a plain value has no bounds
+
+
+def test_a_declared_value_may_be_of_several_kinds():
+    config = own_config(rate=Key(None, "", kind=float, also=(None, "auto"), above=0))
+    for text, value in (("2", 2.0), ("auto", "auto"), ("None", None)):
+        override(config, {"rate": text}, "mlp.py")
+        check(config)
+        assert config.rate == value
+    with pytest.raises(UserError, match="expected a finite number, None or auto"):
+        override(config, {"rate": "none"}, "mlp.py")
+    override(config, {"rate": "-1"}, "mlp.py")
+    with pytest.raises(UserError, match=r"rate=-1\.0: must be None, auto, or above 0"):
+        check(config)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_nan_and_infinities_are_refused_unless_they_are_the_default(text):
+    config = own_config(limit=float("inf"), rate=0.5)
+    with pytest.raises(UserError, match=rf"--config.rate={text}: expected a finite"):
+        override(config, {"rate": text}, "mlp.py")
+    override(config, {"limit": text}, "mlp.py")
+    check(config)
+
+
+def test_a_reference_to_another_key_still_follows_it():
+    own = ConfigDict({"steps": 10, "batch_size": 8, "eval_every": 1})
+    own.warmup = own.get_ref("steps") // 5
+    own.eval_every = own.get_ref("steps") // 2
+    config = complete(own, "mlp.py")
+    override(config, {"steps": "20"}, "mlp.py")
+    check(config)
+    assert (config.warmup, config.eval_every) == (4, 10)
+
+
+@pytest.mark.parametrize("value", [None, "cosine", (1e-3, 1e-4)])
+def test_a_recipe_may_mean_something_else_by_a_common_name(value):
+    check(own_config(optimizer={"learning_rate": value}))
+
+
+def test_a_common_number_has_its_range_without_a_declaration():
+    config = own_config(optimizer={"learning_rate": 1, "clip_norm": None})
+    override(config, {"optimizer.learning_rate": "0.1"}, "mlp.py")
+    assert config.optimizer.learning_rate == 0.1
+    override(config, {"optimizer.learning_rate": "-0.1"}, "mlp.py")
+    with pytest.raises(UserError, match=r"learning_rate=-0\.1: must be at least 0"):
+        check(config)
 
 
 # Values.

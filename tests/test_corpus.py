@@ -256,7 +256,7 @@ def dangling(tmp_path: Path) -> Path:
         ),
         (enough, {"split": "test"}, "split 'test' is unknown: use 'train' or"),
         (enough, {"token_dtype": "int16"}, "data.token_dtype 'int16' is unknown: use"),
-        (enough, {"sequence_length": 0}, "data.sequence_length=0: use"),
+        (enough, {"sequence_length": 0}, "sequence_length=0: use"),
         (enough, {"validation_fraction": 1}, "data.validation_fraction=1: use"),
         (enough, {"seed": -1}, "seed=-1: use"),
         (enough, {"vocab_size": 57}, r"a\.txt: token 57 at position 9 is not below"),

@@ -228,6 +228,18 @@ def test_a_job_waits_for_no_host_it_cannot_do_without(rsh, tmp_path):
     assert "1 of 2 hosts answer, and --min_hosts=2" in job.err.read_text()
 
 
+def test_a_host_that_fails_without_a_word_is_named(tmp_path, capsys):
+    script = tmp_path / "rsh"
+    script.write_text("#!/bin/sh\nexit 255\n")
+    script.chmod(0o755)
+    words = ["--hosts=a,b", f"--rsh={script}", "--", "--config=tiny.py"]
+    assert jshard.launch.Launcher(*jshard.launch.parse(words)).run() == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "jshard: process 0 on a ended with exit code 255",
+        "jshard: process 1 on b ended with exit code 255",
+    ]
+
+
 def test_a_connection_to_a_dead_host_is_given_up(tmp_path, monkeypatch):
     """Its `rsh` neither ends nor passes anything on."""
     script = tmp_path / "rsh"

@@ -159,6 +159,16 @@ def test_layers_are_counted_where_there_is_a_stack(knobs):
     check(error, f"policy.{name} counts the layers of a jshard.Stack", "overrides")
 
 
+@pytest.mark.parametrize("name", ["first_k", "keep_last"])
+def test_more_layers_than_there_are_is_an_error(name):
+    with pytest.raises(jshard.UserError) as error:
+        abstract_state(jshard.Policy(**{name: 99}))
+    check(error, f"policy.{name}=99 is more layers than the model has", "largest Stack")
+    with pytest.raises(jshard.UserError) as error:
+        abstract_state(jshard.Policy(overrides={"blocks": {name: 99}}))
+    check(error, f"policy.overrides['blocks'].{name}=99 is more layers")
+
+
 @pytest.mark.parametrize(
     ("pattern", "fields", "said"),
     [

@@ -88,8 +88,8 @@ def find_cluster(
             "where is process 0? give --coordinator=HOST:PORT, a host that all reach "
             "and a free port of it"
         )
-    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
-        raise UserError(f"--coordinator={coordinator}: must be HOST:PORT")
+    if coordinator is not None:
+        _check_address(coordinator)
     given = options.get("local_device_ids") or environ.get("JAX_LOCAL_DEVICE_IDS")
     devices = _ids(given) if given else _share_of_gpus(found, environ)
     return Cluster(process_id, num_processes, coordinator, devices, by)
@@ -131,15 +131,30 @@ def _number(options: Mapping[str, str], name: str, least: int) -> int | None:
     text = options.get(name)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"--{name}={text}: must be a whole number from {least}")
+    if not text.isdecimal() or len(text) > 9 or int(text) < least:
+        raise UserError(
+            f"--{name}={text}: must be a whole number from {least} to 999999999"
+        )
     return int(text)
+
+
+def _check_address(coordinator: str) -> None:
+    match = re.fullmatch(r"(\S{1,255}):(\d{1,5})", coordinator)
+    if match is None:
+        raise UserError(f"--coordinator={coordinator}: must be HOST:PORT")
+    if not 1 <= int(match[2]) <= 65_535:
+        raise UserError(
+            f"--coordinator={coordinator}: the port must be from 1 to 65535"
+        )
 
 
 def _ids(text: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise UserError(f"--local_device_ids={text}: must be numbers, like 0,1,2,3")
+    numbered = all(part.isdecimal() and len(part) <= 9 for part in parts)
+    if not numbered or len(set(map(int, parts))) < len(parts):
+        raise UserError(
+            f"--local_device_ids={text}: must be different numbers, like 0,1,2,3"
+        )
     return tuple(map(int, parts))
 
 

@@ -94,6 +94,7 @@ def _plan(argv: list[str]) -> None:
     if not arguments.help:
         _check_topology(topology)
         _check_files(arguments.options)
+    speed = STATED if constants is None else read_constants(constants)
     _choose_platform(topology)
     if searched and not arguments.help:
         _search(searched, arguments, file, topology or "", constants)
@@ -106,7 +107,6 @@ def _plan(argv: list[str]) -> None:
                 override(config, arguments.overrides, file.name)
                 check(config)
                 make_cpu_devices(config.mesh.cpu_devices)
-                speed = STATED if constants is None else read_constants(constants)
                 program = trace(recipe, config, topology or "", speed)
                 _check_card(program, arguments.options)
                 plan = make_plan(program)
@@ -134,7 +134,7 @@ def _search(
                 "it finds"
             )
     limit = options.get("limit", "50")
-    if not limit.isdigit() or limit == "0":
+    if not limit.isdecimal() or len(limit) > 9 or int(limit) < 1:
         raise UserError(f"--limit={limit}: must be a number of candidates")
     allowed = parse_search(words, arguments.overrides)
     with without_remarks():

@@ -83,7 +83,7 @@ def parse(spec: str) -> tuple[GPU, int]:
       UserError: the spec is not of this form, the GPU is not known, or the number does
         not fill hosts of eight.
     """
-    match = re.fullmatch(r"(\w+):(\d+)", spec)
+    match = re.fullmatch(r"(\w+):(\d{1,6})", spec)
     if match is None:
         raise UserError(f"topology: {spec!r} is not GPU:NUMBER, like h100:64")
     name, number = match[1].lower(), int(match[2])

@@ -9,6 +9,7 @@ from typing import Any
 
 from jshard.distributed import cluster
 from jshard.errors import UserError
+from jshard.paths import path_problem
 from jshard.training.config import Config, declarations, flatten, nearest
 from jshard.training.keys import Key
 from jshard.training.shared_keys import DEFAULTS, REQUIRED
@@ -31,6 +32,15 @@ hand, the same command for each (docs/cluster; python -m jshard.launch starts th
   --process_id=I           which one this is, from 0
   --local_device_ids=0,1   its GPUs; by default all that it sees
 """
+_PATHS = (
+    "--config",
+    "--workdir",
+    "--constants",
+    "--json",
+    "--html",
+    "--trace",
+    "--hlo",
+)
 _INDENTED: Any = {"initial_indent": " " * 10, "subsequent_indent": " " * 10}
 
 
@@ -81,6 +91,8 @@ def parse_arguments(
         value = value if equals else next(words, "")
         if not value and not (equals and option.startswith("--config.")):
             raise UserError(f"{option} needs a value: {option}=...")
+        if option in _PATHS and (problem := path_problem(value)):
+            raise UserError(f"{option}={value}: {problem}")
         if option == "--config":
             arguments.recipe = value
         elif option in own:

@@ -2,12 +2,13 @@
 
 import math
 import operator
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ml_collections import FieldReference
+
+from jshard.paths import path_problem
 
 _LARGEST: dict[Any, float] = {int: 2**31 - 1, float: 3.4e38}  # of int32 and float32
 _NAMES = {
@@ -136,22 +137,7 @@ class Key(FieldReference):
         )
 
 
-def path_problem(path: str) -> str:
-    """Why no file can have a name, as "is too long for a path"; empty where one can.
-
-    Args:
-      path: As the user gave it.
-    """
-    if "\0" in path:
-        return "must be a path, and holds a zero byte"
-    parts = os.path.expanduser(path).split(os.sep)
-    longest = max(len(os.fsencode(part)) for part in parts)
-    if longest > 255 or sum(len(os.fsencode(part)) + 1 for part in parts) > 4095:
-        return "is too long for a path"
-    return ""
-
-
 def _either(words: list[str]) -> str:
-    """ "a, b or c"."""
+    """Words as in "a, b or c"."""
     *some, last = words
     return f"{', '.join(some)} or {last}" if some else last

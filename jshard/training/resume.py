@@ -1,7 +1,7 @@
 """What changed between a run and the command that resumes it."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,20 @@ def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]
     }
 
 
-def check_changes(changes: Changes, accept: Iterable[str]) -> None:
+def check_changes(
+    changes: Changes, accept: Iterable[str], obstacle: Callable[[], str] = lambda: ""
+) -> None:
     """Refuses changes that would make the resumed run another one.
 
     Args:
       changes: What `changed_keys` returned.
       accept: The user's `checkpoint.accept`: keys and groups that may change.
+      obstacle: Called where a change is refused: why it cannot be accepted either; ""
+        where it can.
 
     Raises:
       UserError: Lists the changes of model, data, batch size and seed that are not
-        accepted, and the flag that accepts them.
+        accepted, and the flag that accepts them if that can be.
     """
     accept = tuple(accept)
     refused = {
@@ -80,6 +84,11 @@ def check_changes(changes: Changes, accept: Iterable[str]) -> None:
     }
     if not refused:
         return
+    if why := obstacle():
+        raise UserError(
+            f"the run in --workdir has another config: {_listed(refused)}; it cannot "
+            f"go on with this one: {why}; another --workdir starts anew"
+        )
     # A key that is no more can only be named by its group.
     names = [
         key.split(".")[0] if now is ABSENT else key for key, (_, now) in refused.items()

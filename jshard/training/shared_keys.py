@@ -72,7 +72,7 @@ DEFAULTS = {
         also=(None,), above=0, below=1,
     ),
     "policy.offload": Key(
-        None, "what waits in host memory: optimizer is its state, all is parameters too",
+        None, "held in host memory: the optimizer's state, or all (parameters, too)",
         kind=str, also=(None,), choices=("optimizer", "all"),
     ),
     "policy.precision.param": Key(
@@ -100,7 +100,7 @@ DEFAULTS = {
         "blocks.norm*:compute=float32",
     ),
     "compiler_options": Key((), "options of XLA: NAME=VALUE,..."),
-    "checkpoint.every": Key(500, "steps between two checkpoints; 0 is none", at_least=0),
+    "checkpoint.every": Key(500, "steps between two saves; 0 is never", at_least=0),
     "checkpoint.keep": Key(3, "how many of the newest stay", at_least=1),
     "checkpoint.keep_every": Key(
         0, "of steps that this divides all stay; 0 is none", at_least=0

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jshard.errors import UserError
-from jshard.restore import CHECKPOINTS, newest_whole
+from jshard.restore import CHECKPOINTS, check_fits, newest_whole
+from jshard.state import TrainState
 from jshard.step_folders import find_steps
 from jshard.training.config import Config
 from jshard.training.report import METRICS, read_metrics
@@ -42,12 +43,16 @@ class Start:
     message: str = ""
 
 
-def find_start(workdir: Path, config: Config) -> Start:
+def find_start(
+    workdir: Path, config: Config, abstract_state: TrainState | None = None
+) -> Start:
     """Looks for the run's newest whole checkpoint; nothing is written.
 
     Args:
       workdir: The run's folder, which need not exist.
       config: What the run is to go on with.
+      abstract_state: What is to be restored; changes of the config that make it
+        another model's cannot be accepted. None does not look.
 
     Raises:
       UserError: The config changes what the run is about, or no checkpoint is whole
@@ -57,7 +62,9 @@ def find_start(workdir: Path, config: Config) -> Start:
     if not find_steps(folder):
         return _start_again(workdir, config)
     changes = changed_keys(read_config(workdir), config)
-    check_changes(changes, config.checkpoint.accept)
+    check_changes(
+        changes, config.checkpoint.accept, lambda: _obstacle(folder, abstract_state)
+    )
     checkpoint = newest_whole(folder)
     step = int(checkpoint.stem)  # the name may have a suffix, of one that is aside
     found = read_metrics(workdir)
@@ -80,6 +87,16 @@ def find_start(workdir: Path, config: Config) -> Start:
         unevaluated=bool(due and step not in evaluated),
         message="; ".join(filter(None, messages)),
     )
+
+
+def _obstacle(folder: Path, abstract_state: TrainState | None) -> str:
+    """Why a run's checkpoint cannot become this state; "" where it can."""
+    if abstract_state is not None:
+        try:
+            check_fits(newest_whole(folder), abstract_state)
+        except UserError as error:
+            return str(error)
+    return ""
 
 
 def _metrics_up_to(

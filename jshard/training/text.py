@@ -71,7 +71,7 @@ def text_data(
             f"data.token_dtype {token_dtype!r} is unknown: use 'uint16' or 'uint32'"
         )
     if sequence_length < 1:
-        raise UserError(f"data.sequence_length={sequence_length}: use 1 token or more")
+        raise UserError(f"sequence_length={sequence_length}: use 1 token or more")
     if not 0 <= validation_fraction < 1:
         raise UserError(
             f"data.validation_fraction={validation_fraction}: use a number in [0, 1)"
@@ -88,7 +88,7 @@ def text_data(
         raise UserError(
             f"{path or 'built-in text'}: the {split} split has {num_tokens} tokens, "
             f"and needs {needed} with sequence_length={sequence_length}; give more "
-            "text, shorten data.sequence_length or change data.validation_fraction"
+            "text, shorten sequence_length or change data.validation_fraction"
         )
     windows = Windows(pieces, sequence_length, pad=not training, vocab_size=vocab_size)
     dataset = grain.MapDataset.source(windows)
@@ -161,7 +161,7 @@ class Windows:
             raise UserError(
                 f"{piece.file}: token {tokens[at]} at position "
                 f"{piece.start + start + at} is not below the vocabulary size {limit}; "
-                "raise the model's, or check data.token_dtype"
+                "raise the model's vocab_size, or check data.token_dtype"
             )
         return tokens
 
