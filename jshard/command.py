@@ -1,6 +1,7 @@
 """What the command lines share: arguments, one-line errors, exit codes."""
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -107,5 +108,8 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 
 def _exit(code: int, message: str) -> NoReturn:
-    print("jshard:", " ".join(message.splitlines()), file=sys.stderr)
+    line = " ".join(message.splitlines())
+    # What a user gave by mistake may be a file's whole text.
+    line = re.sub(r"(\S{80})\S{300,}(\S{20})", r"\1...\2", line)
+    print("jshard:", line, file=sys.stderr)
     sys.exit(code)

@@ -84,6 +84,7 @@ def refused(monkeypatch, capsys):
         assert (end.value.code, out) == (2, ""), words
         assert err.startswith("jshard: error: "), err[:500]
         assert err.count("\n") == 1, err
+        assert len(err) < 1500, err
         assert any(name in err for name in named), (words, err)
 
     return run

@@ -1,5 +1,8 @@
 """A recipe's config, and how the command line sets it."""
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,7 +15,7 @@ from jshard.training.command_line import (
     parse_arguments,
     parse_value,
 )
-from jshard.training.config import check, complete, flatten
+from jshard.training.config import check, complete, declarations, flatten
 from jshard.training.keys import Key
 
 
@@ -257,6 +260,17 @@ def test_a_declared_key_is_read_and_set_like_a_plain_value():
         check(config)
     config.model.width = 1
     check(config)  # a plain value has no bounds
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_of_a_config_keeps_its_declarations(copied):
+    config = copied(own_config(model={"width": Key(8, "width", at_least=1)}))
+    assert declarations(config)["model.width"].help == "width"
+    override(config, {"model.width": "0"}, "mlp.py")
+    with pytest.raises(UserError, match=r"--config.model.width=0: must be at least 1"):
+        check(config)
 
 
 def test_a_declared_value_may_be_of_several_kinds():

@@ -36,17 +36,19 @@ def get_config() -> ConfigDict:
                 "num_layers": Key(4, "number of blocks", at_least=1, at_most=10_000),
                 "num_heads": Key(4, "attention heads, which divide width", at_least=1),
                 "width": Key(
-                    128, "of the residual stream", at_least=1, at_most=1_000_000
+                    128, "width of the residual stream", at_least=1, at_most=1_000_000
                 ),
                 "dropout": Key(
-                    0.0, "rate, on embeddings and every branch", at_least=0, below=1
+                    0.0, "dropout rate, on embeddings and branches", at_least=0, below=1
                 ),
                 "tied": Key(False, "whether the head is the transposed embedding"),
                 "loss_chunk": Key(
                     1024, "tokens of a device whose logits exist at a time", at_least=1
                 ),
                 "attention": Key(
-                    "auto", "the kernel; auto is the fastest", choices=IMPLEMENTATIONS
+                    "auto",
+                    "its kernel; auto is the fastest there is",
+                    choices=IMPLEMENTATIONS,
                 ),
             },
             "optimizer": {
@@ -56,7 +58,7 @@ def get_config() -> ConfigDict:
                 "clip_norm": 1.0,
                 "b2": 0.95,
                 "moment_dtype": Key(
-                    "float32", "of AdamW's state", choices=("float32", "bfloat16")
+                    "float32", "dtype of AdamW's state", choices=("float32", "bfloat16")
                 ),
             },
             "data": {
@@ -67,17 +69,17 @@ def get_config() -> ConfigDict:
                     kind=Path,
                 ),
                 "token_dtype": Key(
-                    "uint16", "of .bin files", choices=("uint16", "uint32")
+                    "uint16", "dtype of .bin files", choices=("uint16", "uint32")
                 ),
                 "validation_fraction": Key(
-                    0.05, "of the data, where none is named so", at_least=0, below=1
+                    0.05, "held out, where no file is named so", at_least=0, below=1
                 ),
             },
             "sample": {
                 "prompt": Key("def ", "what the text shown at the end begins with"),
                 "length": Key(120, "tokens to add to it; 0 is no sample", at_least=0),
                 "temperature": Key(
-                    0.7, "of the softmax that tokens are drawn from", at_least=0.01
+                    0.7, "of the softmax from which tokens are drawn", at_least=0.01
                 ),
             },
         }

@@ -12,7 +12,7 @@ from jshard.errors import UserError
 from jshard.paths import path_problem
 from jshard.training.config import Config, declarations, flatten, nearest
 from jshard.training.keys import Key
-from jshard.training.shared_keys import DEFAULTS, REQUIRED
+from jshard.training.shared_keys import DEFAULTS, REQUIRED, SHARED
 
 USAGE = """\
 usage: python -m jshard.train --config=FILE [--config.KEY=VALUE ...] [--workdir=DIR]
@@ -230,8 +230,9 @@ def help_text(
 def _describe(config: Config) -> str:
     """Every key, its default, meaning and limits; the recipe's own groups first."""
     keys, declared = flatten(config), declarations(config)
+    own = [key for key in keys if key not in SHARED]
     groups: dict[str, list[str]] = {"": []}
-    for key in sorted(keys, key=lambda key: (key in DEFAULTS, key not in REQUIRED)):
+    for key in (*REQUIRED, *own, *DEFAULTS):
         group, dot, _ = key.partition(".")
         groups.setdefault(group if dot else "", []).append(key)
     lines = []

@@ -76,6 +76,10 @@ class Key(FieldReference):
         plain = str if self.kind is Path else self.kind
         super().__init__(default, field_type=object if self.also else plain)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of what was pickled."""
+        vars(self).update(state)
+
     def is_special(self, value: Any) -> bool:
         """Whether a value is one of `also`."""
         return any(type(value) is type(one) and value == one for one in self.also)

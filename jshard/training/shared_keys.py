@@ -16,7 +16,7 @@ REQUIRED = {
 # A recipe that leaves one out gets its default.
 DEFAULTS = {
     "seed": Key(
-        0, "of initial values, dropout, data", at_least=0, at_most=_SEED
+        0, "seed of initial values, dropout and data", at_least=0, at_most=_SEED
     ),
     "log_every": Key(10, "steps between two lines of metrics", at_least=1),
     "eval_every": Key(0, "steps between two evaluations; 0 is never", at_least=0),
