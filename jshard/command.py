@@ -10,10 +10,13 @@ from typing import NoReturn
 import jax
 
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
+from jshard.user_code import describe_user_error
 
 
 def run_command(command: Callable[[list[str]], None]) -> None:
     """Runs a command line; what the user can mend is one line, not a traceback.
+
+    An error in the user's own functions shows their lines alone.
 
     It exits 0 done, 1 failed, 2 bad input, 75 saved and to be resumed, 130 Ctrl-C.
 
@@ -32,9 +35,14 @@ def run_command(command: Callable[[list[str]], None]) -> None:
     except Preempted as error:
         _exit(75, str(error))
     except Exception as error:
-        if not _is_interrupt(error):
+        if _is_interrupt(error):
+            _exit(130, "error: interrupted")
+        described = describe_user_error(error)
+        if described is None:
             raise
-        _exit(130, "error: interrupted")
+        line, lines = described
+        print(lines, end="", file=sys.stderr)
+        _exit(1, f"error: {line}")
     except KeyboardInterrupt:
         _exit(130, "error: interrupted")
 
