@@ -55,6 +55,13 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
+def folder(text: str) -> Path:
+    """The type of an argument that names a folder: "" is not the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got an empty text")
+    return Path(text)
+
+
 def checkpoint_parser(name: str, description: str) -> ArgumentParser:
     """The parser of a command that reads a checkpoint, and computes nothing.
 
@@ -67,7 +74,7 @@ def checkpoint_parser(name: str, description: str) -> ArgumentParser:
     parser.add_argument(
         "path",
         metavar="PATH",
-        type=Path,
+        type=folder,
         help="a run's folder, a folder of checkpoints, or one checkpoint",
     )
     return parser

@@ -16,7 +16,7 @@ import numpy as np
 import tensorstore
 
 from jshard import description
-from jshard.command import checkpoint_parser, run_command
+from jshard.command import checkpoint_parser, folder, run_command
 from jshard.errors import RunFailed, UserError
 from jshard.restore import ARRAYS, find_step
 from jshard.safetensors_write import DTYPES, INDEX, SafetensorsWriter, nbytes
@@ -43,7 +43,7 @@ def _export(argv: list[str]) -> None:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        type=Path,
+        type=folder,
         required=True,
         help="where to write: a folder without an export in it",
     )

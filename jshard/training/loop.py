@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
-from jshard.restore import restore_parameters, restore_state
+from jshard.restore import find_parameters, read_parameters, restore_state
 from jshard.training import returns
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config import Config
@@ -108,6 +108,7 @@ def run(
     peers.at("restoring", start.step)
     # Before the folder is touched: the checkpoint may be another model's.
     state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
+    source = None if state is not None else _find_source(config, abstract_state)
 
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
@@ -133,8 +134,10 @@ def run(
         if state is None:
             peers.at("making initial values", start.step)
             state = fsdp.init(job.make_model, job.optimizer, seed=config.seed)
-            if config.checkpoint.restore:
-                state = _start_from(config, state, display)
+            if source is not None:
+                with_optimizer = config.checkpoint.restore_optimizer
+                state = read_parameters(source, state, optimizer=with_optimizer)
+                display.say(f"starting from the parameters of {source}")
         throughput = Throughput(first_batch, fsdp.mesh, flops)
 
         def evaluate(step: int) -> dict[str, float]:
@@ -235,10 +238,10 @@ def _processes(mesh: Mesh) -> list[int]:
     return list(dict.fromkeys(d.process_index for d in mesh.devices.flat))
 
 
-def _start_from(config: Config, state: Any, display: ProgressDisplay) -> Any:
-    """Starts from the parameters of another run, or of safetensors files."""
+def _find_source(config: Config, abstract_state: Any) -> Path | None:
+    """What to start from: another run's parameters, or safetensors files, checked."""
     options = config.checkpoint
+    if not options.restore:
+        return None
     path = Path(options.restore).expanduser()
-    state = restore_parameters(path, state, optimizer=options.restore_optimizer)
-    display.say(f"starting from the parameters of {path}")
-    return state
+    return find_parameters(path, abstract_state, optimizer=options.restore_optimizer)
