@@ -1,8 +1,9 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX."""
 
-import jshard.quiet  # noqa: F401  # first: it imports JAX
+from typing import TYPE_CHECKING, Any
+
+import jshard.quiet  # noqa: F401  # first: commands import JAX there
 from jshard.attention import dot_product_attention
-from jshard.checkpoint import Checkpointer
 from jshard.collectives import gather, pmean
 from jshard.cross_entropy import cross_entropy
 from jshard.dropout import Dropout
@@ -21,6 +22,23 @@ from jshard.remat import Names, Offload
 from jshard.state import TrainState
 from jshard.stochastic_rounding import bf16_moments
 from jshard.version import __version__
+
+if TYPE_CHECKING:
+    from jshard.checkpoint import Checkpointer
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports what needs Orbax, which takes longest of all, once it is used."""
+        if name == "Checkpointer":
+            from jshard.checkpoint import Checkpointer
+
+            return Checkpointer
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __all__ = [
     "FSDP",

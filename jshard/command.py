@@ -12,10 +12,13 @@ import jax
 
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
 from jshard.paths import path_problem
+from jshard.user_code import describe_user_error
 
 
 def run_command(command: Callable[[list[str]], None]) -> None:
     """Runs a command line; what the user can mend is one line, not a traceback.
+
+    An error in the user's own functions shows their lines alone.
 
     It exits 0 done, 1 failed, 2 bad input, 75 saved and to be resumed, 130 Ctrl-C.
 
@@ -34,9 +37,14 @@ def run_command(command: Callable[[list[str]], None]) -> None:
     except Preempted as error:
         _exit(75, str(error))
     except Exception as error:
-        if not _is_interrupt(error):
+        if _is_interrupt(error):
+            _exit(130, "error: interrupted")
+        described = describe_user_error(error)
+        if described is None:
             raise
-        _exit(130, "error: interrupted")
+        line, lines = described
+        print(lines, end="", file=sys.stderr)
+        _exit(1, f"error: {line}")
     except KeyboardInterrupt:
         _exit(130, "error: interrupted")
 
@@ -71,6 +79,8 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 def file_path(text: str) -> Path:
     """A type for `add_argument`: paths that a file can have."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty text")
     if problem := path_problem(text):
         raise argparse.ArgumentTypeError(f"{text}: {problem}")
     return Path(text)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jshard.atomic import replace_file
 from jshard.dropout import is_random
+from jshard.errors import UserError
 from jshard.partition import layer_dims
 from jshard.state import TrainState
 from jshard.tensor_names import stack_paths
@@ -146,6 +147,31 @@ def read(folder: Path) -> dict[str, Any]:
     """Reads the description of a step.
 
     Raises:
-      OSError, ValueError: it cannot be read, or is no JSON.
+      UserError: it cannot be read, or is no description of a checkpoint.
     """
-    return json.loads((folder / FILE).read_text(encoding="utf-8"))
+    try:
+        about = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except OSError as error:
+        why = f"{FILE} cannot be read ({error.strerror})"
+    except ValueError as error:
+        why = f"{FILE} is no JSON ({error})"
+    else:
+        if _is_description(about):
+            return about
+        why = f"{FILE} describes no checkpoint"
+    raise UserError(f"checkpoint {folder} is damaged: {why}")
+
+
+def _is_description(about: Any) -> bool:
+    dicts = ("versions", "mesh", "metrics", "config", "arrays")
+    return (
+        isinstance(about, dict)
+        and about.keys() >= {"step", "created", "processes"}
+        and all(isinstance(about.get(key), dict) for key in dicts)
+        and all(
+            isinstance(array, dict)
+            and isinstance(array.get("dtype"), str)
+            and isinstance(array.get("shape"), list)
+            for array in about["arrays"].values()
+        )
+    )

@@ -1,5 +1,16 @@
 """Errors of which one line tells the user more than a traceback."""
 
+from collections.abc import Sequence
+
+_SHOWN = 8
+
+
+def some_of(texts: Sequence[str], separator: str = ", ") -> str:
+    """The first few texts, and how many more there are: a list fit for one line."""
+    more = len(texts) - _SHOWN
+    shown = separator.join(texts[:_SHOWN])
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
 
 class UserError(ValueError):
     """A mistake of the user: one line, what, where, what to do.

@@ -32,25 +32,68 @@ def _inspect(argv: list[str]) -> None:
     )
     arguments = parser.parse_args(argv)
     path = arguments.path
-    if is_step(path):
-        folders = [path]
-    else:
-        folder = checkpoints_folder(path)
-        folders = [step_folder(folder, step) for step in find_steps(folder)]
-        print(f"{folder}: {len(folders)} checkpoints, the newest is shown")
-    print(show(folders[-1]))
+    try:
+        if is_step(path):
+            folders = [path]
+            print(show(path))
+        else:
+            folder = checkpoints_folder(path)
+            folders = [step_folder(folder, step) for step in find_steps(folder)]
+            print(f"{folder}: {len(folders)} checkpoints, the newest is shown")
+            problems = _show_all(folders)
+            if problems and not arguments.verify:
+                what = f"{len(problems)} of {len(folders)} checkpoints cannot be shown"
+                raise UserError(f"{what}: {problems[0]}")
+    except OSError as error:
+        where = error.filename or path
+        raise UserError(f"cannot read {where}: {error.strerror}") from error
     if arguments.verify:
         _verify(folders)
+
+
+def _show_all(folders: list[Path]) -> list[str]:
+    """Prints a line for each checkpoint, and all of the newest; returns why not."""
+    texts, problems = [], []
+    for folder in folders:
+        try:
+            about, files = _read(folder)
+            texts.append(show(folder))
+        except UserError as error:
+            problems.append(str(error))
+            print(f"  {folder.name}  cannot be shown: {error}")
+        else:
+            size = format_bytes(_total(files))
+            print(f"  {folder.name}  {size}, saved {about['created']}")
+    if texts:
+        print(texts[-1])
+    return problems
 
 
 def _verify(folders: list[Path]) -> None:
     damaged = 0
     for folder in folders:
-        damage = find_damage(folder)
+        try:
+            damage = find_damage(folder)
+        except UserError as error:  # of a newer jshard
+            damage = str(error)
         print(f"{folder}: {damage or 'whole'}", flush=True)
         damaged += bool(damage)
     if damaged:
         raise UserError(f"{damaged} of {len(folders)} checkpoints damaged")
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The description and the files of a checkpoint."""
+    try:
+        return description.read(folder), manifest.read(folder)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {folder} is damaged: {error}") from error
+
+
+def _total(files: dict[str, Any]) -> int:
+    return sum(file["bytes"] for file in files.values())
 
 
 def show(folder: Path) -> str:
@@ -62,18 +105,12 @@ def show(folder: Path) -> str:
     Raises:
       UserError: its description or manifest cannot be read.
     """
-    try:
-        about, files = description.read(folder), manifest.read(folder)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {folder} is damaged: {error}") from error
-    size = sum(file["bytes"] for file in files.values())
+    about, files = _read(folder)
     mesh = " x ".join(f"{axis} {n}" for axis, n in about["mesh"].items())
     rows = {
         "checkpoint": str(folder),
         "step": f"{about['step']}, saved {about['created']}",
-        "size": f"{format_bytes(size)} in {len(files)} files",
+        "size": f"{format_bytes(_total(files))} in {len(files)} files",
         "written by": ", ".join(f"{k} {v}" for k, v in about["versions"].items()),
         "mesh": f"{mesh}; processes {about['processes']}",
         "metrics": ", ".join(f"{k} {v:.6g}" for k, v in about["metrics"].items()),
@@ -89,7 +126,7 @@ def show(folder: Path) -> str:
         total = format_bytes(sum(map(_bytes, members)))
         lines.append(f"{name:<11} {count:,} in {len(members)} arrays, {total}")
     lines.append("")
-    width = max(map(len, arrays))
+    width = max(map(len, arrays), default=0)
     for name, array in arrays.items():
         shape = str(tuple(array["shape"]))
         stacked = "  stacked" if array.get("layer_dims") else ""

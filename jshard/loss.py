@@ -1,7 +1,10 @@
 """Mean: a sum and its count, divided only when both are global."""
 
 import dataclasses
+import functools
+import math
 import numbers
+import operator
 from typing import Any
 
 import jax
@@ -71,6 +74,12 @@ class Loss:
         return Loss(self.terms + as_loss(other).terms)
 
     __radd__ = __add__
+
+    def compute(self) -> Any:
+        """The weighted sum; nan, and not 0, where no term counted anything."""
+        value = sum(weight * mean.compute() for weight, mean in self.terms)
+        counted = functools.reduce(operator.or_, (m.count > 0 for _, m in self.terms))
+        return jnp.where(counted, value, jnp.nan)
 
 
 def as_loss(value: Any) -> Loss:
@@ -146,10 +155,16 @@ class Means:
             {name: scale(mean) for name, mean in self.metrics.items()},
         )
 
+    def counted(self) -> bool:
+        """Whether any term of the loss counted anything."""
+        return any(float(mean.count) > 0 for _, mean in self.loss.terms)
+
     def compute(self) -> dict[str, float]:
-        """Floats by name, "loss" first."""
+        """Floats by name, "loss" first, which is nan where nothing was counted."""
         loss = sum(float(w * mean.compute()) for w, mean in self.loss.terms)
-        return {"loss": loss} | {k: float(m.compute()) for k, m in self.metrics.items()}
+        return {"loss": loss if self.counted() else math.nan} | {
+            k: float(m.compute()) for k, m in self.metrics.items()
+        }
 
 
 def _pool(a: Mean, b: Mean) -> Mean:

@@ -1,17 +1,23 @@
 """Keeps remarks on absent GPUs from the terminal: those of JAX's CUDA plugin.
 
-The first of them comes when JAX is imported, so ``jshard`` begins with this module.
+The first of them, lines of C++, come when JAX is imported. Commands filter those, so
+``jshard`` begins with this module. A program that only imports ``jshard`` keeps its
+standard error as it is: what JAX's import says there is between it and JAX.
 """
 
 import contextlib
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jshard.commands import COMMANDS
+
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_SCRIPTS = tuple(f"jshard-{name}" for name in COMMANDS)
 # Lines of C++ that no setting keeps away: information (I0000), the note that such lines
 # come early, and that a step does not fit, which a plan says. Others pass.
 _FILTER = r"""
@@ -59,6 +65,26 @@ def without_remarks() -> Iterator[None]:
             os.close(before)
 
 
-if "jax" not in sys.modules:
+def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
+    """Whether a process runs one of jshard's commands, not a program that imports it.
+
+    Args:
+      argv: as ``sys.argv`` is while ``jshard`` is imported.
+      orig_argv: ``sys.orig_argv``, with Python's own options.
+    """
+    if argv[:1] == ["-m"]:  # until Python has found the module that it is to run
+        module = orig_argv[orig_argv.index("-m") + 1] if "-m" in orig_argv else ""
+        return module.partition(".")[0] == "jshard"
+    return bool(argv) and Path(argv[0]).name in _SCRIPTS
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of JAX's is more than that its CUDA plugin finds no GPU."""
+    remark = "Jax plugin configuration error" in str(record.msg)
+    return not (remark and "xla_cuda" in str(record.args)) or has_accelerator()
+
+
+logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)
+if "jax" not in sys.modules and is_command(sys.argv, sys.orig_argv):
     with without_remarks():
         importlib.import_module("jax")

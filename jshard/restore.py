@@ -14,9 +14,13 @@ from orbax.checkpoint import v1 as ocp
 
 from jshard import description, manifest
 from jshard.dropout import is_random
-from jshard.errors import UserError
+from jshard.errors import UserError, some_of
 from jshard.older_names import renamed, stored_names
-from jshard.safetensors_read import is_safetensors, load_safetensors
+from jshard.safetensors_read import (
+    check_safetensors,
+    is_safetensors,
+    load_safetensors,
+)
 from jshard.state import TrainState
 from jshard.step_folders import find_steps, step_folder
 
@@ -137,7 +141,8 @@ def restore_state(folder: Path, abstract: TrainState) -> TrainState:
         checkpoint's, floating dtypes and memory kinds may be others.
 
     Raises:
-      UserError: it is of another model or optimizer; every difference is listed.
+      UserError: it is of another model or optimizer; the first differences are
+        listed.
     """
     wanted = description.arrays_by_name(abstract)
     stored = description.read(folder)["arrays"]
@@ -177,7 +182,26 @@ def restore_parameters(
       The state with those values; its step is as it was.
 
     Raises:
-      UserError: it is of another model or optimizer; every difference is listed.
+      UserError: it is of another model or optimizer; the first differences are
+        listed.
+    """
+    source = find_parameters(path, state, optimizer=optimizer)
+    return read_parameters(source, state, optimizer=optimizer)
+
+
+def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -> Path:
+    """Finds what ``restore_parameters`` would read, and checks all but the values.
+
+    Args:
+      path: as for ``restore_parameters``.
+      state: concrete or abstract.
+      optimizer: as for ``restore_parameters``.
+
+    Returns:
+      The path of the verified step, or of safetensors, for ``read_parameters``.
+
+    Raises:
+      UserError: as ``restore_parameters``.
     """
     if is_safetensors(path):
         if optimizer:
@@ -185,12 +209,41 @@ def restore_parameters(
                 f"{path} holds safetensors, which have no optimizer state: leave out "
                 "checkpoint.restore_optimizer"
             )
-        loaded = load_safetensors(path, jax.tree.map(_abstract, state))
-        return _start_averages(description.replace_arrays(state, loaded))
+        check_safetensors(path, jax.tree.map(_abstract, state))
+        return path
     folder = find_step(path)
-    stored = description.read(folder)["arrays"]
+    targets, sources = _pairs(folder, state, optimizer)
+    wanted = {key: _abstract(array) for key, (_, array) in targets.items()}
+    _check(folder, wanted, {key: entry for key, (_, entry) in sources.items()})
+    return folder
+
+
+def read_parameters(
+    source: Path, state: TrainState, *, optimizer: bool = False
+) -> TrainState:
+    """``restore_parameters`` of what ``find_parameters`` found."""
+    if is_safetensors(source):
+        loaded = load_safetensors(source, jax.tree.map(_abstract, state))
+        return _start_averages(description.replace_arrays(state, loaded))
+    targets, sources = _pairs(source, state, optimizer)
+    targeted = {sources[k][0]: _abstract(array) for k, (_, array) in targets.items()}
+    stored = description.read(source)["arrays"]
     names = stored_names(state, stored)
-    described = renamed(stored, names)
+    for _, array in targets.values():
+        array.delete()
+    loaded = _load(source, targeted, names, stored)
+    state = description.replace_arrays(
+        state, {name: loaded[sources[key][0]] for key, (name, _) in targets.items()}
+    )
+    return state if optimizer else _start_averages(state)
+
+
+def _pairs(
+    folder: Path, state: TrainState, optimizer: bool
+) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """What is read where: arrays of a state and of a step, by names both have."""
+    stored = description.read(folder)["arrays"]
+    described = renamed(stored, stored_names(state, stored))
     kinds = ("params", "frozen", "model_state", *optimizer * ("opt_state", "ema"))
 
     def chosen(arrays: Mapping[str, Any], random: Collection[str]) -> dict[str, tuple]:
@@ -208,16 +261,7 @@ def restore_parameters(
     sources = chosen(
         described, {name for name, entry in described.items() if entry.get("random")}
     )
-    wanted = {key: _abstract(array) for key, (_, array) in targets.items()}
-    _check(folder, wanted, {key: entry for key, (_, entry) in sources.items()})
-    for _, array in targets.values():
-        array.delete()
-    targeted = {sources[key][0]: array for key, array in wanted.items()}
-    loaded = _load(folder, targeted, names, stored)
-    state = description.replace_arrays(
-        state, {name: loaded[sources[key][0]] for key, (name, _) in targets.items()}
-    )
-    return state if optimizer else _start_averages(state)
+    return targets, sources
 
 
 def _start_averages(state: TrainState) -> TrainState:
@@ -252,9 +296,9 @@ def _check(
     """Compares names, shapes and dtypes; warns of floating dtypes that are cast."""
     problems = []
     if missing := sorted(wanted.keys() - stored.keys()):
-        problems.append(f"it lacks {', '.join(missing)}")
+        problems.append(f"it lacks {some_of(missing)}")
     if unexpected := sorted(stored.keys() - wanted.keys()):
-        problems.append(f"unexpected are {', '.join(unexpected)}")
+        problems.append(f"unexpected are {some_of(unexpected)}")
     casts: dict[tuple[str, str], int] = {}
     for name in sorted(wanted.keys() & stored.keys()):
         shape, dtype = wanted[name].shape, wanted[name].dtype
@@ -269,7 +313,7 @@ def _check(
     if problems:
         raise UserError(
             f"checkpoint {folder} is of another model or optimizer: "
-            f"{'; '.join(problems)}"
+            f"{some_of(problems, '; ')}"
         )
     for (was, dtype), count in casts.items():
         warnings.warn(

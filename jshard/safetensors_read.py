@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
 from jshard import description
-from jshard.errors import UserError
+from jshard.errors import UserError, some_of
 from jshard.safetensors_write import INDEX, SINGLE
 from jshard.state import TrainState
 from jshard.tensor_names import Layers, tensor_names
@@ -43,17 +43,33 @@ def load_safetensors(path: Path, abstract: TrainState) -> dict[str, jax.Array]:
 
     Raises:
       UserError: files are missing or damaged, or their tensors are not exactly those
-        of the model; all that are missing, unexpected or of another shape are listed.
+        of the model; the first that are missing, unexpected or of another shape are
+        listed.
     """
-    about = description.describe(abstract, config={}, metrics={})
-    names = tensor_names(about)
-    wanted = {
-        name: (array, names[name])
-        for name, array in description.arrays_by_name(abstract).items()
-        if name in names
-    }
+    wanted = _wanted(abstract)
+    with _opened(path) as found:
+        _check(path, wanted.values(), found)
+        return {name: _load(*leaf, found) for name, leaf in wanted.items()}
+
+
+def check_safetensors(path: Path, abstract: TrainState) -> None:
+    """Raises UserError where ``load_safetensors`` would; reads no values."""
+    with _opened(path) as found:
+        _check(path, _wanted(abstract).values(), found)
+
+
+def _wanted(abstract: TrainState) -> dict[str, tuple[Any, Layers]]:
+    """The arrays that are read, and the names of their tensors, by name."""
+    names = tensor_names(description.describe(abstract, config={}, metrics={}))
+    arrays = description.arrays_by_name(abstract)
+    return {name: (x, names[name]) for name, x in arrays.items() if name in names}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[dict[str, Any]]:
+    """The slices of every tensor; nothing is read yet."""
     with contextlib.ExitStack() as stack:
-        found = {}  # the slices of every tensor; nothing is read yet
+        found = {}
         for file in _files(path):
             try:
                 opened = stack.enter_context(safe_open(file, framework="np"))
@@ -61,8 +77,7 @@ def load_safetensors(path: Path, abstract: TrainState) -> dict[str, jax.Array]:
                 raise UserError(f"cannot read {file}: {error}") from error
             for name in opened.keys():  # noqa: SIM118, it is no dict
                 found[name] = opened.get_slice(name)
-        _check(path, wanted.values(), found)
-        return {name: _load(*leaf, found) for name, leaf in wanted.items()}
+        yield found
 
 
 def _files(path: Path) -> list[Path]:
@@ -109,7 +124,7 @@ def _check(
         elif ("F" in found[name].get_dtype()) != floating:
             problems.append(f"{name} is {found[name].get_dtype()}, unlike the model's")
     if problems:
-        raise UserError(f"{path} is of another model: {'; '.join(problems)}")
+        raise UserError(f"{path} is of another model: {some_of(problems, '; ')}")
 
 
 def _load(

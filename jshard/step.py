@@ -106,9 +106,7 @@ def train(
         # In float16 the scale may be infinite, and what it is divided by zero.
         grads = jax.tree.map(lambda g: _at_least_float32(g) / scale, grads)
     loss, metrics = _global(loss), _global(metrics)
-    values: dict[str, Any] = {
-        "loss": sum(weight * mean.compute() for weight, mean in loss.terms)
-    }
+    values: dict[str, Any] = {"loss": loss.compute()}
     return grads, values | {k: m.compute() for k, m in metrics.items()}, after
 
 

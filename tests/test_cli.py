@@ -355,6 +355,72 @@ def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train, tmp_path):
     assert "ZeroDivisionError" in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("error = model(", "error = missing(", "loss_fn"),
+        (
+            'map(lambda row: {"x": row})',
+            'map(lambda row: {"x": row / missing})',
+            r"make_data.<locals>.<lambda>",
+        ),
+        (
+            "return optax.linear_schedule(0.1, 0.0, 10)",
+            "return lambda step: missing",
+            "learning_rate.<locals>.<lambda>",
+        ),
+        ('f"<{len(row)}>', 'f"<{missing}>', "sample.<locals>.<lambda>"),
+    ],
+)
+def test_an_error_of_the_users_function_shows_its_lines_and_exits_1(
+    old, new, name, train, tmp_path
+):
+    assert old in RECIPE
+    short = ["--config.steps=1", "--config.eval_every=0"]
+    recipe = RECIPE.replace(old, new, 1)
+    run = train(tmp_path, "--config=tiny.py", *short, recipe=recipe)
+    assert run.returncode == 1
+    *lines, last = run.stderr.splitlines()
+    assert last.startswith(f"jshard: error: {name}() failed at {tmp_path}/tiny.py:")
+    assert last.endswith("NameError: name 'missing' is not defined")
+    shown = [line for line in lines if line.startswith("  File ")]
+    assert shown
+    assert all("tiny.py" in line for line in shown)
+
+
+def test_tokens_beyond_the_vocabulary_and_counts_of_nothing_are_told(train, tmp_path):
+    words = ["--config=tiny.py", "--config.steps=1", "--config.eval_every=0"]
+    embed = (
+        "jshard.Unit(nnx.Linear(8, 64, rngs=rngs))",
+        "jshard.Unit(nnx.Embed(64, 64, rngs=rngs))",
+    )
+    tokens = ('{"x": row}', '{"x": np.full(8, 64, np.int32)}')
+    flat = ('model(batch["x"])[:, 0]', 'model(batch["x"]).sum((1, 2))')
+    scaled = ('{"x": x["x"] * np.float32(np.nan if i in bad else 1)}', "x")
+    recipe = RECIPE
+    for old, new in (embed, tokens, flat, scaled):
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    recipe = recipe.replace("def sample", "def no_sample")
+    run = train(tmp_path, *words, recipe=recipe)
+    said = "its batch has token 64 in 'x', and the model's embedding 'layers.0' has 64"
+    expect_one_line(run, 1, f"the loss is nan at step 1: {said} rows")
+    recipe = RECIPE.replace("error.size)", "0 * error.size)")
+    expect_one_line(train(tmp_path, *words, recipe=recipe), 1, "step 1 counts nothing")
+
+
+def test_wrong_returns_and_a_list_of_ragged_examples_are_one_line(train, tmp_path):
+    recipe = RECIPE.replace("data.seed(config.seed)", "None and data.seed(0)")
+    run = train(tmp_path, "--config=tiny.py", recipe=recipe)
+    expect_one_line(run, 2, "make_data returned None for split 'train'")
+    ragged = (
+        "def make_data(config, split):\n    return [[1.0] * (i + 1) for i in range(99)]"
+    )
+    recipe = RECIPE.replace("def make_data(config, split):", ragged)
+    run = train(tmp_path, "--config=tiny.py", recipe=recipe)
+    expect_one_line(run, 2, "has several shapes in one batch")
+
+
 def test_ctrl_c_within_jax_is_no_bug(train, tmp_path):
     # JAX's C++ raises a ValueError from the KeyboardInterrupt of a comparison.
     raising = "(config):\n    raise ValueError('metadata') from KeyboardInterrupt()"

@@ -5,8 +5,11 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
+import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 
 import jshard
 from checkpoints import (
@@ -19,9 +22,10 @@ from checkpoints import (
     flip_bit,
     make_fsdp,
 )
-from jshard import description, manifest
+from jshard import description, manifest, restore
 from jshard.checkpoint import Checkpointer
 from jshard.restore import find_damage
+from jshard.safetensors_read import check_safetensors
 
 
 def truncate(step: Path) -> None:
@@ -156,6 +160,31 @@ def test_another_optimizers_checkpoint_is_refused_with_every_difference(folder):
         Checkpointer(folder).restore(abstract)
     assert "lacks opt_state.0.count, opt_state.0.mu.bias" in str(refused.value)
     assert "unexpected are opt_state.1.rest" in str(refused.value)
+
+
+def test_thousands_of_differences_are_a_few_and_a_count(tmp_path, abstract):
+    wanted = {
+        f"params.{i:04}": jax.ShapeDtypeStruct((3,), np.float32) for i in range(5000)
+    }
+    stored = {f"opt_state.{i:04}": {"shape": [3], "dtype": "int8"} for i in range(2000)}
+    stored |= {
+        name: {"shape": [i], "dtype": "float32"} for i, name in enumerate(wanted)
+    }
+    lacking = {name: x for name, x in stored.items() if name != "params.0003"}
+    with pytest.raises(jshard.UserError) as refused:
+        restore._check(tmp_path, wanted, lacking)
+    message = str(refused.value)
+    assert len(message) < 1500
+    assert "it lacks params.0003; unexpected are opt_state.0000" in message
+    assert "opt_state.0007 and 1,992 more" in message
+    assert message.endswith(" and 4,993 more")
+    names = {f"params.{i}": {"shape": [], "dtype": "int8"} for i in range(5000)}
+    with pytest.raises(jshard.UserError, match=r" and 4,992 more$") as refused:
+        restore._check(tmp_path, {}, names)
+    save_file({f"x{i}": np.zeros(1) for i in range(3000)}, tmp_path / "a.safetensors")
+    with pytest.raises(jshard.UserError, match=r"; .* and 3,\d\d\d more$") as refused:
+        check_safetensors(tmp_path / "a.safetensors", abstract)
+    assert len(str(refused.value)) < 1500
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -40,6 +40,7 @@ def command(monkeypatch, capsys):
         (["--output=out", "--max_shard_size=5"], "--max_shard_size=5: expected a size"),
         (["--output=out", "--max_shard_size=0GB"], "--max_shard_size=0GB: expected"),
         (["--output=full"], "--output=full holds model.safetensors already"),
+        (["--output="], "argument --output: expected a path, got an empty text"),
         (["--output=file"], "cannot export: file: Not a directory"),
         (["--output=file/out"], "cannot export: file/out"),
     ],

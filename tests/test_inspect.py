@@ -109,6 +109,49 @@ def test_what_cannot_be_shown_is_one_line(
     assert err.count("\n") == 1
 
 
+def test_every_checkpoint_that_can_be_is_shown_beside_one_that_cannot(
+    run, monkeypatch, capsys
+):
+    (run / "checkpoints/8/description.json").write_text("[]")
+    code, out, err = shown(monkeypatch, capsys, run)
+    assert code == 2
+    assert err.startswith("jshard: error: 1 of 2 checkpoints cannot be shown: checkp")
+    assert "8 is damaged: description.json describes no checkpoint" in err
+    assert err.count("\n") == 1
+    assert "  8  cannot be shown: " in out
+    assert "step        4, saved 20" in out
+    assert "(4, 16, 16)  stacked" in out
+    (run / "checkpoints/4/manifest.json").write_text('{"format": 99}')
+    code, out, err = shown(monkeypatch, capsys, run, "--verify")
+    assert code == 2
+    assert "4 was written by a newer jshard" in out
+    assert err == "jshard: error: 2 of 2 checkpoints damaged\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "3", '{"arrays": {"a": 3}}', "\x00", '{"step": 1}']
+)
+def test_a_description_of_another_kind_is_one_line(text, run, monkeypatch, capsys):
+    step = run / "checkpoints/8"
+    (step / "description.json").write_text(text)
+    code, _, err = shown(monkeypatch, capsys, step)
+    assert code == 2
+    assert err.startswith(f"jshard: error: checkpoint {step} is damaged: description")
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(run, monkeypatch, capsys):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    code, _, err = shown(monkeypatch, capsys, run)
+    assert (code, err) == (
+        2,
+        f"jshard: error: cannot read {run}: Permission denied\n",
+    )
+
+
 def test_it_is_a_command_of_its_own(saved):
     done = subprocess.run(
         [sys.executable, "-m", "jshard.inspect", saved, "--verify"],

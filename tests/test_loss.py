@@ -89,6 +89,17 @@ def test_means_pool_over_batches_by_count():
     assert list(pooled) == ["loss", "accuracy"]
 
 
+def test_means_of_nothing_are_no_loss_of_zero():
+    nothing = jshard.Means(Mean(0.0, 0) + 0.5 * Mean(3.0, 0.0), {"hits": Mean(0.0, 0)})
+    assert not nothing.counted()
+    want = {"loss": pytest.approx(np.nan, nan_ok=True), "hits": 0}
+    assert nothing.compute() == want
+    some = nothing + jshard.Means(
+        Mean(0.0, 1) + 0.5 * Mean(3.0, 0), {"hits": Mean(1, 1)}
+    )
+    assert some.compute() == {"loss": 0, "hits": 1}
+
+
 # In a step.
 
 
@@ -135,12 +146,12 @@ def test_counts_below_one_divide_too(accumulate):
     assert gradient == pytest.approx(7.5)
 
 
-def test_a_batch_without_tokens_has_no_loss_and_no_gradient():
+def test_a_batch_without_tokens_has_no_gradient_and_a_loss_that_is_not_zero():
     def loss_fn(model, x):
         return Mean(jnp.sum(model(x)) * 0, 0.0) + Mean(jnp.sum(model(x)), 0)
 
     metrics, gradient = step(loss_fn, np.ones(16, np.float32))
-    assert metrics == {"loss": 0, "grad_norm": 0}
+    assert metrics == {"loss": pytest.approx(np.nan, nan_ok=True), "grad_norm": 0}
     assert gradient == 0
 
 

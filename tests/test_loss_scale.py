@@ -12,7 +12,7 @@ from flax import nnx
 import jshard
 from jshard import loss_scale
 from jshard.errors import RunFailed
-from jshard.training.loop import check_finite
+from jshard.training.finite import check_finite
 
 POLICY = jshard.Policy(loss_scale=True, min_shard_elements=0)
 
@@ -233,8 +233,8 @@ def test_a_checkpoint_holds_the_scale_and_the_count_of_skipped_steps(tmp_path):
 )
 def test_a_run_stops_when_a_scale_of_one_does_not_help(scale, grad_norm, stops):
     metrics = {"loss_scale": scale, "grad_norm": grad_norm}
-    losses = [jnp.float32(np.inf)]
+    history = [(jnp.float32(np.inf), jnp.float32(grad_norm))]
     if not stops:
-        return check_finite(losses, 7, metrics)
+        return check_finite(history, 7, metrics)
     with pytest.raises(RunFailed, match="the loss scale fell to 1 at step 7"):
-        check_finite(losses, 7, metrics)
+        check_finite(history, 7, metrics)

@@ -24,6 +24,7 @@ from jshard.training.resume import (
     describe_changes,
     read_config,
 )
+from jshard.training.start import find_start
 from test_metrics import read_events
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +45,22 @@ def config():
         ),
         "mlp.py",
     )
+
+
+def test_a_folder_in_place_of_the_metrics_is_one_line(config, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl: Is a dir"):
+        find_start(tmp_path, config)
+
+
+def test_checkpoints_that_cannot_be_listed_are_one_line(config, tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"cannot read .*/checkpoints: Permission"):
+        find_start(tmp_path, config)
 
 
 @pytest.fixture

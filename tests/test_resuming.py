@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
 
 import jshard
 from checkpoints import data_file, flip_bit, remount, small_disk
@@ -341,15 +342,22 @@ def test_a_run_starts_from_anothers_optimizer_too(whole, tmp_path):
             {"checkpoint__restore": "{whole}", "model__width": 32},
             r"params.head.kernel has shape \(16, 64\), not \(32, 64\)",
         ),
+        (
+            {"checkpoint__restore": "other.safetensors"},
+            "is of another model: .* is missing",
+        ),
     ],
 )
-def test_parameters_that_cannot_be_restored_are_one_line(
-    keys, said, whole, tmp_path, monkeypatch
+def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_up(
+    keys, said, whole, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    save_file({"head": np.zeros(3, np.float32)}, "other.safetensors")
     keys = {k: str(v).format(whole=whole) for k, v in keys.items()}
     with pytest.raises(jshard.UserError, match=said):
         train(tmp_path, steps=1, **keys)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "run").exists()
 
 
 # Disks and signals.

@@ -25,6 +25,7 @@ from jshard.distributed.log import Log
 from jshard.distributed.status import end_with_parent, report
 from jshard.distributed.watch import GRACE, PERIOD, Watch
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
+from jshard.user_code import describe_user_error
 
 DAY = 86400.0  # seconds: as long as the watch lets a process wait
 LONGEST_TRACEBACK = 20_000  # characters
@@ -277,6 +278,9 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return 130 if isinstance(error, Interrupted) else code, f"error: {text}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "error: interrupted"
+    if described := describe_user_error(error):
+        line, lines = described
+        return 1, f"error: {line}\n{lines[-LONGEST_TRACEBACK:]}"
     lines = "".join(traceback.format_exception(error))
     return 1, f"error: {type(error).__name__}\n{lines[-LONGEST_TRACEBACK:]}"
 

@@ -16,6 +16,7 @@ from jshard.plan.constants import STATED, Constants
 from jshard.plan.topology import GPU, GPUS, devices, parse
 from jshard.plan.without_gpu import tracing_for
 from jshard.training.config import Config
+from jshard.training.dataset import make_training_data
 from jshard.training.job import Job, make_job, make_mesh
 from jshard.training.recipe import Recipe
 from jshard.training.throughput import count_items
@@ -122,7 +123,7 @@ def _abstract_batch(
     recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh
 ) -> tuple[Any, int, str]:
     """A global batch without values, and what it holds: a number of tokens, say."""
-    example = recipe.make_data(config, "train")[0]
+    example = make_training_data(recipe.make_data, config)[0]
     sharding = NamedSharding(mesh, BATCH)
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from jshard.errors import UserError
+from jshard.training.dataset import stack
 
 
 def batches(
@@ -43,7 +44,8 @@ def batches(
       An iterator over trees like the examples, their leaves stacked to [B/P, ...].
 
     Raises:
-      UserError: `dataset` runs out, or the batch does not divide over the processes.
+      UserError: `dataset` runs out, its examples differ, or the batch does not divide
+        over the processes.
     """
     _check(batch_size, process_index, process_count)
     if not start_step >= 0:
@@ -54,7 +56,8 @@ def batches(
             f"{batch_size} need {num_steps * batch_size}: end make_data with .repeat()"
         )
     # Cut into batches of B/P examples, global batch s is numbers s*P .. s*P + P-1.
-    local = dataset.batch(batch_size // process_count, drop_remainder=True)
+    size = batch_size // process_count
+    local = dataset.batch(size, drop_remainder=True, batch_fn=stack)
     first = start_step * process_count + process_index
     local = local[first : num_steps * process_count : process_count]
     return iter(local.to_iter_dataset(grain.ReadOptions(num_threads, prefetch)))

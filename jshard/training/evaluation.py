@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import jshard
-from jshard.errors import UserError
+from jshard.errors import RunFailed, UserError
 from jshard.training.config import Config, nearest
 from jshard.training.data import eval_batches
 
@@ -55,6 +55,11 @@ def prepare_evaluation(
                 jax.block_until_ready(previous)  # one batch ahead, as in training
             means = total.compute()
             values |= {f"{prefix}_{name}": value for name, value in means.items()}
+            if not total.counted():
+                raise RunFailed(
+                    f"{prefix}_loss counts nothing: the counts of all its Means are 0; "
+                    "look at what loss_fn counts, and at weights in the validation data"
+                )
         return values
 
     first = eval_batches(data, max_batches=limit, num_threads=0, **reader)

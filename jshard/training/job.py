@@ -10,6 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard
+from jshard.training import returns
 from jshard.training.config import Config
 from jshard.training.policy import make_policy, parse_options
 from jshard.training.recipe import Recipe
@@ -70,7 +71,7 @@ def make_job(recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh) -> Job:
     """
     options = parse_options(config.compiler_options)
     fsdp = jshard.FSDP(mesh, make_policy(config), compiler_options=options)
-    optimizer = recipe.make_optimizer(config)
+    optimizer = returns.make_optimizer(recipe.make_optimizer, config)
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
-    make_model = partial(recipe.make_model, config)
+    make_model = partial(returns.make_model, recipe.make_model, config)
     return Job(recipe, config, fsdp, optimizer, make_model, train_step)

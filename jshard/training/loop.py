@@ -2,22 +2,23 @@
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jshard.distributed import Peers
-from jshard.errors import Interrupted, Preempted, RunFailed
-from jshard.restore import restore_parameters, restore_state
+from jshard.errors import Interrupted, Preempted
+from jshard.restore import find_parameters, read_parameters, restore_state
+from jshard.training import returns
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config import Config
 from jshard.training.data import batches
+from jshard.training.dataset import make_training_data, make_validation_data
 from jshard.training.evaluation import prepare_evaluation, prepare_sample
+from jshard.training.finite import beyond_vocabulary, check_finite
 from jshard.training.job import make_job, make_mesh
 from jshard.training.metrics import RunFolder, finish_folder
 from jshard.training.preemption import Preemption
@@ -71,8 +72,8 @@ def run(
         "process_index": _processes(fsdp.mesh).index(jax.process_index()),
         "process_count": jax.process_count(),
     }
-    train_data = recipe.make_data(config, "train")
-    eval_data = recipe.make_data(config, "validation") if config.eval_every else None
+    train_data = make_training_data(recipe.make_data, config)
+    eval_data = make_validation_data(recipe.make_data, config)
     data = {"train": train_data, "validation": eval_data}
     if peers.count > 1:
         agree(peers, facts_of(recipe, config, workdir, start, abstract_state, data))
@@ -89,9 +90,11 @@ def run(
         print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
         return
     writes = jax.process_index() == 0  # and shows references, which take time to make
-    references = recipe.references(config) if writes and recipe.references else {}
+    references = returns.references(recipe.references if writes else None, config)
+    schedule = returns.learning_rate(recipe.learning_rate, config)
+    flops = returns.flops_per_token(recipe.flops_per_token, config)
     start_up = fsdp.describe(abstract_state, first_batch, train_step, hosts)
-    sample = recipe.sample(config) if recipe.sample else None
+    sample = returns.sample(recipe.sample, config)
     if sample is not None:
         sample = prepare_sample(*sample, fsdp, abstract_state)
     peers.at("reading the first evaluation batch", start.step)
@@ -105,6 +108,7 @@ def run(
     peers.at("restoring", start.step)
     # Before the folder is touched: the checkpoint may be another model's.
     state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
+    source = None if state is not None else _find_source(config, abstract_state)
 
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
@@ -130,10 +134,10 @@ def run(
         if state is None:
             peers.at("making initial values", start.step)
             state = fsdp.init(job.make_model, job.optimizer, seed=config.seed)
-            if config.checkpoint.restore:
-                state = _start_from(config, state, display)
-        schedule = recipe.learning_rate(config) if recipe.learning_rate else None
-        flops = recipe.flops_per_token(config) if recipe.flops_per_token else None
+            if source is not None:
+                with_optimizer = config.checkpoint.restore_optimizer
+                state = read_parameters(source, state, optimizer=with_optimizer)
+                display.say(f"starting from the parameters of {source}")
         throughput = Throughput(first_batch, fsdp.mesh, flops)
 
         def evaluate(step: int) -> dict[str, float]:
@@ -148,7 +152,13 @@ def run(
         if start.unevaluated:
             evaluate(start.step)
 
-        losses = []  # of the steps since the last log, still on the devices
+        def why_not_finite(step: int) -> str:
+            """Looks at a step's batch again, which follows from its number."""
+            again = {"start_step": step - 1, "num_steps": step, "num_threads": 0}
+            (batch,) = batches(train_data, **reader, **again)
+            return beyond_vocabulary(batch, fsdp.model(abstract_state))
+
+        history = []  # losses and norms since the last log, still on the devices
         first_step = start.step + 1
         for step, batch in enumerate(
             itertools.chain([first_batch], train_batches), first_step
@@ -158,10 +168,10 @@ def run(
                 listening.enter_context(preemption)  # what is nearly done is finished
             peers.at("step" if step > first_step else "compiling", step)
             state, metrics = train_step(state, fsdp.shard_batch(batch))
-            losses.append(metrics["loss"])
+            history.append((metrics["loss"], metrics["grad_norm"]))
             # Two steps ahead keep the devices busy; more would fill their memory with
             # batches.
-            jax.block_until_ready(losses[-3:-2])
+            jax.block_until_ready(history[-3:-2])
             display.update(step)
             saving.report()
 
@@ -185,15 +195,15 @@ def run(
                 peers.at("data", step)
                 continue
             fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
-            check_finite(losses, step, fetched)
+            check_finite(history, step, fetched, why_not_finite)
             values = {"loss": fetched.pop("loss"), **fetched}
             if schedule is not None:
-                values["learning_rate"] = float(schedule(step - 1))
+                values["learning_rate"] = schedule(step - 1)
             if step == first_step:  # mostly the compiler's time: no measure of speed
                 values["time_to_first_step"] = time.time() - started
             else:
-                values |= throughput.measure(len(losses))
-            losses.clear()
+                values |= throughput.measure(len(history))
+            history.clear()
             folder.write(step, values)
             display.log(step, values)
 
@@ -228,41 +238,10 @@ def _processes(mesh: Mesh) -> list[int]:
     return list(dict.fromkeys(d.process_index for d in mesh.devices.flat))
 
 
-def _start_from(config: Config, state: Any, display: ProgressDisplay) -> Any:
-    """Starts from the parameters of another run, or of safetensors files."""
+def _find_source(config: Config, abstract_state: Any) -> Path | None:
+    """What to start from: another run's parameters, or safetensors files, checked."""
     options = config.checkpoint
+    if not options.restore:
+        return None
     path = Path(options.restore).expanduser()
-    state = restore_parameters(path, state, optimizer=options.restore_optimizer)
-    display.say(f"starting from the parameters of {path}")
-    return state
-
-
-def check_finite(
-    losses: Sequence[jax.Array], step: int, metrics: Mapping[str, float]
-) -> None:
-    """Stops the run at its first loss that is not finite.
-
-    With a loss scale, steps that are not finite are skipped, and what stops the run is
-    a scale that cannot fall further.
-
-    Args:
-      losses: The losses of the last steps.
-      step: The step of the last one.
-      metrics: Of that step.
-
-    Raises:
-      RunFailed: Names the step.
-    """
-    if "loss_scale" in metrics:
-        if metrics["loss_scale"] <= 1 and not np.isfinite(metrics["grad_norm"]):
-            raise RunFailed(
-                f"the loss scale fell to 1 at step {step}, and gradients are still not "
-                "finite: lower the learning rate, clip gradients, or use bfloat16"
-            )
-        return
-    for index, loss in enumerate(jax.device_get(losses)):
-        if not np.isfinite(loss):
-            raise RunFailed(
-                f"the loss is {loss} at step {step - len(losses) + 1 + index}: lower "
-                "the learning rate, clip gradients, or look at that step's data"
-            )
+    return find_parameters(path, abstract_state, optimizer=options.restore_optimizer)

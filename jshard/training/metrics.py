@@ -15,7 +15,7 @@ from jshard.restore import CHECKPOINTS
 from jshard.training.append import AppendedFile
 from jshard.training.config import Config
 from jshard.training.lock import lock_folder
-from jshard.training.report import METRICS, read_metrics, write_report
+from jshard.training.report import METRICS, REPORT, read_metrics, write_report
 from jshard.training.tensorboard import EventFile
 
 
@@ -76,7 +76,9 @@ class RunFolder:
         resume_from: int | None,
         lines: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        metrics = self.path / METRICS
+        metrics, page = self.path / METRICS, self.path / REPORT
+        if page.is_dir():  # it would be found out at the end
+            raise UserError(f"{page} is a folder, in place of the report: remove it")
         if resume_from is None:
             if metrics.exists() and metrics.stat().st_size:
                 raise UserError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.training.config import Config
+from jshard.training.returns import ARGUMENTS, check_signature
 
 # What these names mean inside a recipe, whatever else has them.
 OWN_PACKAGES = ("models", "train")
@@ -30,7 +31,8 @@ class Recipe:
       loss_fn: `loss_fn(model, batch)` returns a `jshard.Mean`, as `FSDP.train_step`
         wants it.
       make_data: `make_data(config, split)` returns a `grain.MapDataset` of dicts of
-        numpy arrays; `split` is "train" or "validation".
+        numpy arrays, or what `jshard.training.data.as_dataset` makes one of; `split`
+        is "train" or "validation".
       learning_rate: Optional; `learning_rate(config)` returns the optax schedule that
         is logged beside the loss.
       references: Optional; `references(config)` returns named losses, in nats, to show
@@ -152,6 +154,9 @@ def _load(file: Path) -> Recipe:
             raise UserError(f"recipe {file} lacks the function {field.name}()")
         if function is not None and not callable(function):
             raise UserError(f"{field.name} in recipe {file} is not a function")
+        if function is not None:
+            where = f"{file.name}: {field.name}"
+            check_signature(function, where, ARGUMENTS[field.name])
         functions[field.name] = function
     return Recipe(file, **functions)
 

@@ -22,6 +22,7 @@ _NOT_DRAWN = ("step", "step_time", "time_to_first_step")
 _NOT_CURVES = ("eval_", "checkpoint_")  # beside the training's curve, or in a table
 
 
+REPORT = "report.html"  # of a run
 METRICS = "metrics.jsonl"  # of a run, and as far as it was then, of a checkpoint
 
 
@@ -35,7 +36,7 @@ def write_report(workdir: Path) -> None:
     config = _read_json(workdir / "config.json")
     notes = _read_json(workdir / "notes.json")
     page = render(workdir, config, read_metrics(workdir), notes)
-    replace_file(workdir / "report.html", page)
+    replace_file(workdir / REPORT, page)
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:

@@ -55,9 +55,17 @@ def find_start(
         another model's cannot be accepted. None does not look.
 
     Raises:
-      UserError: The config changes what the run is about, or no checkpoint is whole
-        any more.
+      UserError: The folder cannot be read, the config changes what the run is about,
+        or no checkpoint is whole any more.
     """
+    try:
+        return _find_start(workdir, config)
+    except OSError as error:
+        where = error.filename or workdir
+        raise UserError(f"cannot read {where}: {error.strerror}") from error
+
+
+def _find_start(workdir: Path, config: Config) -> Start:
     folder = workdir / CHECKPOINTS
     if not find_steps(folder):
         return _start_again(workdir, config)

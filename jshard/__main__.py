@@ -1,0 +1,25 @@
+"""Lists the commands: `python -m jshard`."""
+
+from jshard.command import run_command
+from jshard.commands import COMMANDS
+from jshard.errors import UserError
+
+
+def main() -> None:
+    """Runs the command line; exits 0, or 2 where it is asked for more than a list."""
+    run_command(_list)
+
+
+def _list(argv: list[str]) -> None:
+    for word in argv:
+        if word in COMMANDS:
+            raise UserError(f"{word} is a command of its own: python -m jshard.{word}")
+        if word not in ("--help", "-h"):
+            raise UserError(f"unknown argument {word!r}; python -m jshard lists all")
+    print("usage: python -m jshard.COMMAND [--help] ...\n")
+    for name, does in COMMANDS.items():
+        print(f"  {name:<8} {does}")
+
+
+if __name__ == "__main__":
+    main()

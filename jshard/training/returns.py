@@ -1,0 +1,165 @@
+"""What a recipe's functions return, checked where they are called.
+
+A wrong return would otherwise fail far from its function, in jshard or JAX.
+"""
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+from flax import nnx
+
+from jshard.errors import UserError
+from jshard.training.config import Config
+
+ARGUMENTS = {
+    "get_config": (),
+    "make_model": ("config", "rngs"),
+    "make_optimizer": ("config",),
+    "loss_fn": ("model", "batch"),
+    "make_data": ("config", "split"),
+    "learning_rate": ("config",),
+    "references": ("config",),
+    "flops_per_token": ("config",),
+    "sample": ("config",),
+}
+
+
+def check_signature(
+    function: Callable[..., Any], name: str, arguments: tuple[str, ...]
+) -> None:
+    """Checks that a function can be called with so many arguments.
+
+    Raises:
+      UserError: It cannot; names the function and how it is called.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C tell nothing
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{name}{signature} is called as {name}({', '.join(arguments)}): {error}"
+        ) from error
+
+
+def make_model(function: Callable[..., Any], config: Config, rngs: nnx.Rngs) -> Any:
+    """The recipe's model; a UserError where it is no NNX module."""
+    model = function(config, rngs)
+    if not isinstance(model, nnx.Module):
+        raise _wrong("make_model(config, rngs)", model, "a Flax NNX module")
+    return model
+
+
+def make_optimizer(
+    function: Callable[[Config], Any], config: Config
+) -> optax.GradientTransformation:
+    """The recipe's optimizer; a UserError where it is no optax transformation."""
+    optimizer = function(config)
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise _wrong(
+            "make_optimizer(config)",
+            optimizer,
+            "an optax transformation, such as optax.adamw(1e-3)",
+        )
+    return optimizer
+
+
+def learning_rate(
+    function: Callable[[Config], Any] | None, config: Config
+) -> Callable[[int], float] | None:
+    """The recipe's schedule; a UserError where it is no function to a number."""
+    if function is None:
+        return None
+    schedule: Any = function(config)
+    if not callable(schedule):
+        expected = "a schedule: a function of the step"
+        raise _wrong("learning_rate(config)", schedule, expected)
+    check_signature(schedule, "the schedule of learning_rate(config)", ("step",))
+    rate: Any = schedule(0)
+    try:
+        float(rate)
+    except (TypeError, ValueError) as error:
+        raise _wrong(
+            "the schedule of learning_rate(config)", rate, "a number for step 0"
+        ) from error
+
+    def at(step: int) -> float:
+        rate: Any = schedule(step)
+        return float(rate)
+
+    return at
+
+
+def references(
+    function: Callable[[Config], Any] | None, config: Config
+) -> dict[str, float]:
+    """The recipe's named losses; a UserError where they are no dict of numbers."""
+    if function is None:
+        return {}
+    found = function(config)
+    if not isinstance(found, Mapping):
+        raise _wrong("references(config)", found, "a dict of name to loss")
+    for name, loss in found.items():
+        if not isinstance(name, str) or not _is_number(loss):
+            raise UserError(
+                f"references(config) returned {name!r}: {loss!r}; it must return a "
+                "dict of name to loss, a finite number"
+            )
+    return {name: float(loss) for name, loss in found.items()}
+
+
+def flops_per_token(
+    function: Callable[[Config], Any] | None, config: Config
+) -> float | None:
+    """The recipe's FLOPs; a UserError where they are no positive number."""
+    if function is None:
+        return None
+    flops = function(config)
+    if not _is_number(flops) or float(flops) <= 0:
+        raise _wrong("flops_per_token(config)", flops, "a positive number")
+    return float(flops)
+
+
+def sample(
+    function: Callable[[Config], Any] | None, config: Config
+) -> tuple[Callable[..., Any], Any, Callable[..., str]] | None:
+    """The recipe's sample; a UserError where it is no triple, and decodes no text."""
+    found = function(config) if function is not None else None
+    if found is None:
+        return None
+    is_triple = isinstance(found, tuple | list) and len(found) == 3
+    if not is_triple or not callable(found[0]) or not callable(found[2]):
+        raise _wrong("sample(config)", found, "(generate, prompts, decode), or None")
+    generate, prompts, decode = found
+    check_signature(generate, "generate of sample(config)", ("model", "prompts"))
+    check_signature(decode, "decode of sample(config)", ("tokens",))
+
+    @functools.wraps(decode)
+    def to_text(tokens: Any) -> str:
+        text = decode(tokens)
+        if not isinstance(text, str):
+            raise _wrong("decode of sample(config)", text, "a text")
+        return text
+
+    return generate, prompts, to_text
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if getattr(value, "shape", None) == ():  # of NumPy or JAX
+        value = value.item()
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _wrong(what: str, value: Any, expected: str) -> UserError:
+    text = repr(value)
+    shown = text if len(text) <= 60 and "\n" not in text else type(value).__name__
+    return UserError(f"{what} returned {shown}; it must return {expected}")

@@ -1,0 +1,128 @@
+"""What `make_data` may return works like a grain MapDataset, or is one line."""
+
+import collections
+
+import grain
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jshard.errors import UserError
+from jshard.training.data import batches, eval_batches
+from jshard.training.dataset import (
+    as_dataset,
+    make_training_data,
+    make_validation_data,
+)
+
+ROWS = [{"tokens": [i, i + 1], "weight": 0.5} for i in range(5)]
+
+
+class Rows:
+    """As Hugging Face's `datasets.Dataset`: columns, and rows by Python integers."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, key):
+        if type(key) is not int:
+            raise TypeError(f"wrong key type: {type(key)}")
+        return ROWS[key]
+
+
+def read(data, steps=4, **options):
+    dataset = as_dataset(data, 3, repeat=True)
+    assert dataset is not None
+    options = {"start_step": 0, "num_steps": steps, "batch_size": 5} | options
+    return list(batches(dataset, **options))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [ROWS, Rows(), collections.deque(ROWS), grain.MapDataset.source(ROWS)[:]],
+    ids=["list", "class", "deque", "dataset"],
+)
+def test_what_has_a_length_and_items_is_a_dataset(data):
+    dataset = as_dataset(data, 0, repeat=False)
+    assert dataset is not None
+    if not isinstance(data, grain.MapDataset):
+        ((factor, batch),) = eval_batches(dataset, batch_size=5)
+        assert factor == 1
+        np.testing.assert_array_equal(batch["tokens"][:, 0], range(5))
+        np.testing.assert_array_equal(batch["weight"], [0.5] * 5)
+
+
+def test_training_goes_over_it_without_an_end_each_epoch_in_its_own_order():
+    epochs = [list(batch["tokens"][:, 0]) for batch in read(Rows())]
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+    np.testing.assert_equal(read(Rows(), start_step=2), read(Rows())[2:])
+    parts = [read(ROWS, batch_size=4, process_index=i, process_count=2) for i in (0, 1)]
+    whole = read(ROWS, batch_size=4)
+    for first, second, both in zip(*parts, whole, strict=True):
+        rows = np.concatenate([first["tokens"], second["tokens"]])
+        np.testing.assert_array_equal(rows, both["tokens"])
+
+
+def test_rows_of_an_array_and_tuples_are_examples():
+    (batch,) = read(np.arange(10).reshape(5, 2), steps=1)
+    assert batch.shape == (5, 2)
+    (batch,) = read([(np.ones(3), i) for i in range(5)], steps=1)
+    assert batch[0].shape == (5, 3)
+    assert sorted(batch[1]) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ((row for row in ROWS), "make_data returned a generator: return a grain.Map"),
+        (iter(ROWS), "returned a list_iterator"),
+        ({"train": ROWS}, "returned a dict"),
+        (({"x": 1}, {"x": 2}), "returned a tuple"),
+        ("text", "returned a str"),
+        (7, "returned a int"),
+        (grain.MapDataset.source(ROWS).to_iter_dataset(), "IterDataset"),
+        ([], "returned a list without examples"),
+        ([{"text": "hello"}], "example['text'] is text"),
+        ([{"x": {"y": None}}], "example['x']['y'] is of type object"),
+        ([{"x": [[1], [2, 3]]}], "example['x'] is ragged"),
+        (collections.UserList(), "returned a UserList without examples"),
+    ],
+)
+def test_what_cannot_work_is_one_line(data, said):
+    with pytest.raises(UserError) as caught:
+        as_dataset(data, 0, repeat=True)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("grains", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"x": [1]}, {"x": [1, 2]}], r"example\['x'\] has several shapes.*\(1,\), \("),
+        ([{"x": 1}, {"y": 1}], "examples differ in structure"),
+        ([{"x": 1}, {"x": "a"}], r"example\['x'\] is text"),
+    ],
+)
+def test_examples_that_differ_are_one_line(rows, said, grains):
+    rows = [{k: np.asarray(v) for k, v in row.items()} for row in rows]
+    data = grain.MapDataset.source(rows).repeat() if grains else rows
+    with pytest.raises(UserError, match=said):
+        read(data, batch_size=2)
+
+
+def test_an_error_in_the_users_items_is_theirs():
+    class Broken(Rows):
+        def __getitem__(self, key):
+            raise KeyError("column")
+
+    with pytest.raises(KeyError, match="column"):
+        as_dataset(Broken(), 0, repeat=True)
+
+
+def test_no_training_data_is_one_line_and_no_validation_data_is_none():
+    config = ConfigDict({"seed": 0, "eval_every": 0})
+    with pytest.raises(UserError, match="make_data returned None for split 'train'"):
+        make_training_data(lambda *_: None, config)
+    assert make_validation_data(lambda *_: 1 / 0, config) is None

@@ -1,0 +1,122 @@
+"""`import jshard`, and the list of commands."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jshard
+from jshard.commands import COMMANDS
+from jshard.quiet import has_accelerator, is_command
+
+REPOSITORY = Path(__file__).parents[1]
+WATCHED = """
+import os, sys
+def watch(event, args):
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"):
+        sys.exit(f"{event} {args}")
+sys.addaudithook(watch)
+os.dup2 = lambda *fds, **_: sys.exit(f"dup2 {fds}")
+environment = dict(os.environ)
+import jshard
+assert dict(os.environ) == environment or sys.exit("changes the environment")
+assert "orbax" not in sys.modules or sys.exit("imports orbax")
+print(len(jshard.make_mesh().devices.flat), jshard.Checkpointer.__name__)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python where JAX finds a CUDA plugin, which finds no GPU."""
+    if has_accelerator():
+        pytest.skip("this machine has a GPU")
+    (tmp_path / "jax_cuda12_plugin").mkdir()
+    (tmp_path / "jax_cuda12_plugin/__init__.py").touch()
+    plugin = tmp_path / "jax_plugins/xla_cuda12/__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text("def initialize(): raise RuntimeError('no CUDA')")
+    chosen = ("JAX_", "XLA_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
+    environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{tmp_path}"
+
+    def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run_python
+
+
+def test_importing_starts_nothing_redirects_nothing_and_leaves_orbax_alone(run):
+    done = run("-c", WATCHED)
+    assert (done.returncode, done.stdout) == (0, "1 Checkpointer\n"), done.stderr
+
+
+def test_a_script_sees_no_traceback_of_a_cuda_plugin_without_a_gpu(run):
+    done = run("-c", "import jshard, jax; print(jax.devices())")
+    assert (done.stderr, done.stdout) == ("", "[CpuDevice(id=0)]\n")
+    without = run("-c", "import jax; jax.devices()")
+    assert "no CUDA" in without.stderr  # there was something to keep away
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "expected"),
+    [
+        (["-m", "--config=a"], ["python", "-m", "jshard.train", "--config=a"], True),
+        (["-m"], ["python", "-X", "dev", "-m", "jshard"], True),
+        (["/bin/jshard-export", "run"], ["python", "/bin/jshard-export", "run"], True),
+        (["-m"], ["python", "-m", "jshardlike"], False),
+        (["train.py"], ["python", "train.py", "-m", "jshard.train"], False),
+        (["/me/jshard-test"], ["python", "/me/jshard-test"], False),
+        (["-c"], ["python", "-c", "import jshard"], False),
+        ([""], ["python"], False),
+        ([], [], False),
+    ],
+)
+def test_only_jshards_own_commands_filter_standard_error(argv, orig_argv, expected):
+    assert is_command(argv, orig_argv) is expected
+
+
+def test_dir_lists_the_public_names_alone():
+    assert dir(jshard) == sorted(jshard.__all__)
+    assert all(hasattr(jshard, name) for name in dir(jshard))
+    with pytest.raises(AttributeError, match="no attribute 'Checkpointr'"):
+        jshard.Checkpointr  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_python_m_jshard_lists_every_command_in_a_line(run):
+    done = run("-m", "jshard")
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = re.findall(r"^  (\w+) +\w.+$", done.stdout, re.MULTILINE)
+    package = REPOSITORY / "jshard"
+    modules = {path.stem for path in package.glob("*.py") if "__main__" in _text(path)}
+    packages = {path.parent.name for path in package.glob("*/__main__.py")}
+    assert sorted(listed) == sorted((modules | packages) - {"__main__"})
+    scripts = tomllib.loads(_text(REPOSITORY / "pyproject.toml"))["project"]["scripts"]
+    assert set(scripts) == {f"jshard-{name}" for name in COMMANDS}
+    for script in scripts.values():
+        module, _, function = script.partition(":")
+        file = REPOSITORY / f"{module.replace('.', '/')}.py"
+        assert f"def {function}()" in _text(file)
+
+
+@pytest.mark.parametrize("word", ["train", "--nosuch"])
+def test_what_the_list_does_not_know_is_one_line(word, run):
+    done = run("-m", "jshard", word)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jshard: error: ")
+    assert "python -m jshard" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
