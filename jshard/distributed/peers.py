@@ -22,6 +22,7 @@ from jshard.distributed.board import Board
 from jshard.distributed.cluster import Cluster
 from jshard.distributed.idle import IdleWatch
 from jshard.distributed.log import Log
+from jshard.distributed.patience import Patience
 from jshard.distributed.status import end_with_parent, report
 from jshard.distributed.watch import GRACE, PERIOD, Watch
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
@@ -46,8 +47,8 @@ class Peers:
     def at(self, phase: str, step: int) -> None:
         """Says where this process is: what it does in or after which step."""
 
-    def limit(self, silence: float, stuck: float) -> None:
-        """Sets the seconds of `watch.silence` and `watch.stuck`."""
+    def limit(self, silence: float, stuck: float | None) -> None:
+        """Sets the seconds of `watch.silence` and `watch.stuck`; None learns them."""
 
     def share(self, name: str, text: str) -> list[str]:
         """Gives a text to all, and returns everyone's; all processes call it."""
@@ -129,10 +130,13 @@ class _Alone(Peers):
     """A process that is alone, and watched."""
 
     def __init__(self, idle: IdleWatch):
-        self._idle = idle
+        self._idle, self._patience = idle, Patience()
 
     def at(self, phase: str, step: int) -> None:
-        self._idle.at(phase, step)
+        self._idle.at(phase, step, self._patience.at(phase))
+
+    def limit(self, silence: float, stuck: float | None) -> None:
+        self._patience = Patience(stuck)
 
 
 class _Many(Peers):
@@ -143,6 +147,7 @@ class _Many(Peers):
         _keep_stdout_for_python(prints=self.index == 0)
         self._board = Board()
         self._log: Log | None = None
+        self._patience = Patience()
         self._told = threading.Event()  # whether this process's error is
         self._unwound = threading.Event()  # whether it left all its contexts
         self._watch = Watch(self._board, self.index, self.count, self._end)
@@ -156,12 +161,12 @@ class _Many(Peers):
         )
 
     def at(self, phase: str, step: int) -> None:
-        self._watch.at(f"step {step} ({phase})")
+        self._watch.at(f"step {step} ({phase})", self._patience.at(phase))
         if self._log is not None:
             self._log.place(phase, step)
 
-    def limit(self, silence: float, stuck: float) -> None:
-        self._watch.silence, self._watch.stuck = silence, stuck
+    def limit(self, silence: float, stuck: float | None) -> None:
+        self._watch.silence, self._patience = silence, Patience(stuck)
         report(silence=silence)
 
     def share(self, name: str, text: str) -> list[str]:

@@ -58,13 +58,20 @@ SHARED_DEFAULTS = {
     },
     "watch": {  # over the processes of a job, where there are several
         "silence": 8.0,  # seconds without a sign of life of one, and all end
-        "stuck": 1800.0,  # seconds in which none gets on, and all end; 0 is never
+        # Seconds in which none gets on, and all end; 0 is never, and auto learns from
+        # the run: a minute, or ten steps.
+        "stuck": "auto",
     },
 }
 REQUIRED_KEYS = ("steps", "batch_size")
 
 # Keys that take values of several types: a number, a boolean, a name.
-ANY_TYPE = ("policy.reshard_after_forward", "policy.reshard_root", "mesh.replica")
+ANY_TYPE = (
+    "policy.reshard_after_forward",
+    "policy.reshard_root",
+    "mesh.replica",
+    "watch.stuck",
+)
 
 # Keys and groups that say what is trained, and on which data in which order: a run
 # that goes on with others is another run.
@@ -85,7 +92,6 @@ MINIMA = {
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
     "watch.silence": 2,
-    "watch.stuck": 0,
 }
 MAXIMA = {"watch.silence": 60}  # JAX itself gives up after 100 seconds
 
@@ -155,6 +161,11 @@ def check(config: Config) -> None:
     for key, maximum in MAXIMA.items():
         if flat[key] > maximum:
             raise UserError(f"--config.{key}={flat[key]}: must be at most {maximum}")
+    stuck = config.watch.stuck
+    if stuck != "auto" and not (type(stuck) in (int, float) and stuck >= 0):
+        raise UserError(
+            f"--config.watch.stuck={stuck}: must be auto, or seconds from 0 (never)"
+        )
     _check_best(config)
     _check_restore(config.checkpoint)
     for entry in map(str, config.checkpoint.accept):

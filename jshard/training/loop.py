@@ -56,7 +56,8 @@ def run(
     """
     started = started or time.time()
     peers = peers or Peers()
-    peers.limit(config.watch.silence, config.watch.stuck)
+    stuck = None if config.watch.stuck == "auto" else config.watch.stuck
+    peers.limit(config.watch.silence, stuck)
     peers.open_log(workdir)
     peers.at("setting up", 0)
     hosts = peers.hosts if peers.count > 1 else None
@@ -158,6 +159,7 @@ def run(
                 listening.enter_context(preemption)  # what is nearly done is finished
             peers.at("step" if step > first_step else "compiling", step)
             state, metrics = train_step(state, fsdp.shard_batch(batch))
+            peers.at("computing", step)
             losses.append(metrics["loss"])
             # Two steps ahead keep the devices busy; more would fill their memory with
             # batches.
@@ -204,6 +206,7 @@ def run(
                 peers.at("saving", step)
                 saving.save(state, values)
             if preempted:
+                peers.at("finishing", step)
                 saving.finish()
                 raise Preempted(
                     f"{preemption.signal_name} at step {step}: saved; the same command "
