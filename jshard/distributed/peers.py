@@ -5,6 +5,7 @@ and every method returns at once.
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from typing import NoReturn
 import jax
 
 from jshard.distributed.board import Board
-from jshard.distributed.cluster import Cluster
+from jshard.distributed.cluster import ANY_PORT, PORT_TAKEN, Cluster
 from jshard.distributed.idle import IdleWatch
 from jshard.distributed.log import Log
 from jshard.distributed.patience import Patience
@@ -82,7 +83,8 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
 
     Raises:
       UserError: the coordinator's port is taken.
-      SystemExit: with 75, in others than process 0, when the job is preempted.
+      SystemExit: with 75, in others than process 0, when the job is preempted; with
+        98 where the port is taken and jshard.launch can choose another.
     """
     if cluster is None:
         with IdleWatch(_print) as idle:
@@ -114,6 +116,8 @@ def _initialize(cluster: Cluster) -> None:
         try:
             socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
         except OSError as error:
+            if error.errno == errno.EADDRINUSE and ANY_PORT in os.environ:
+                sys.exit(PORT_TAKEN)
             raise UserError(
                 f"--coordinator={cluster.coordinator}: process 0 cannot listen there: "
                 f"{os.strerror(error.errno or 0)}"
