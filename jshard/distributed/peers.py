@@ -52,11 +52,19 @@ class Peers:
         """Sets the seconds of `watch.silence` and `watch.stuck`; None learns them."""
 
     def share(self, name: str, text: str) -> list[str]:
-        """Gives a text to all, and returns everyone's; all processes call it."""
+        """Gives a text to all, and returns everyone's; all processes call it.
+
+        Raises:
+          ValueError: the name was shared or published before.
+        """
         return [text]
 
     def publish(self, name: str, text: str) -> str:
-        """Returns process 0's text; all processes call it."""
+        """Returns process 0's text; all processes call it.
+
+        Raises:
+          ValueError: the name was shared or published before.
+        """
         return text
 
     def open_log(self, folder: Path) -> None:
@@ -152,6 +160,7 @@ class _Many(Peers):
         self._board = Board()
         self._log: Log | None = None
         self._patience = Patience()
+        self._names: set[str] = set()  # that were shared or published
         self._told = threading.Event()  # whether this process's error is
         self._unwound = threading.Event()  # whether it left all its contexts
         self._watch = Watch(self._board, self.index, self.count, self._end)
@@ -174,18 +183,29 @@ class _Many(Peers):
         report(silence=silence)
 
     def share(self, name: str, text: str) -> list[str]:
+        self._claim(name)
         self._board.put(f"shared-{name}/{self.index}", text)
         together = ""
         if self.index == 0:  # it alone reads all: others read what it made of them
             while len(found := self._board.all_in(f"shared-{name}")) < self.count:
                 time.sleep(PERIOD / 10)
             together = json.dumps([found[str(i)] for i in range(self.count)])
-        return json.loads(self.publish(name, together))
+        return json.loads(self._publish(name, together))
 
     def publish(self, name: str, text: str) -> str:
+        self._claim(name)
+        return self._publish(name, text)
+
+    def _publish(self, name: str, text: str) -> str:
         if self.index == 0:
             self._board.put(f"published/{name}", text)
         return self._board.get(f"published/{name}", DAY)
+
+    def _claim(self, name: str) -> None:
+        """Takes a name for one text: who is early would read the one before."""
+        if name in self._names:
+            raise ValueError(f"{name!r} was shared or published before: once is all")
+        self._names.add(name)
 
     def open_log(self, folder: Path) -> None:
         path = folder / "logs" / f"process-{self.index}.log"
