@@ -64,7 +64,7 @@ def run(
     job = make_job(recipe, config, make_mesh(config, hosts=hosts))
     fsdp, train_step = job.fsdp, job.train_step
     abstract_state = job.abstract_state()
-    start = find_start(workdir, config)
+    start = find_start(workdir, config, peers)
 
     reader = {
         "batch_size": config.batch_size,

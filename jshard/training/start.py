@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.restore import CHECKPOINTS, newest_whole
+from jshard.restore import CHECKPOINTS, find_newest
 from jshard.step_folders import find_steps
 from jshard.training.config import Config
 from jshard.training.report import METRICS, read_metrics
 from jshard.training.resume import (
+    Changes,
     changed_keys,
     check_changes,
     describe_changes,
@@ -42,23 +44,43 @@ class Start:
     message: str = ""
 
 
-def find_start(workdir: Path, config: Config) -> Start:
+def find_start(workdir: Path, config: Config, peers: Peers) -> Start:
     """Looks for the run's newest whole checkpoint; nothing is written.
+
+    Process 0 decides: a network disk may show the others what was before. They take
+    part in verifying the checkpoint, and know neither metrics nor message.
 
     Args:
       workdir: The run's folder, which need not exist.
       config: What the run is to go on with.
+      peers: The processes; all look together.
 
     Raises:
-      UserError: The config changes what the run is about, or no checkpoint is whole
-        any more.
+      UserError: The config changes what the run is about, no checkpoint is whole any
+        more, or a process does not see it.
     """
     folder = workdir / CHECKPOINTS
-    if not find_steps(folder):
-        return _start_again(workdir, config)
-    changes = changed_keys(read_config(workdir), config)
-    check_changes(changes, config.checkpoint.accept)
-    checkpoint = newest_whole(folder)
+    changes: Changes = {}
+    if peers.index == 0 and find_steps(folder):
+        changes = changed_keys(read_config(workdir), config)
+        check_changes(changes, config.checkpoint.accept)
+    checkpoint = find_newest(folder)
+    start = Start()
+    if peers.index == 0:
+        start = (
+            _resume(workdir, config, changes, checkpoint)
+            if checkpoint
+            else _start_again(workdir, config)
+        )
+    names = ("step", "resumes", "unevaluated")
+    decided = json.dumps({name: getattr(start, name) for name in names})
+    decided = json.loads(peers.publish("start", decided))
+    return dataclasses.replace(start, checkpoint=checkpoint, **decided)
+
+
+def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -> Start:
+    """Goes on after a checkpoint."""
+    folder = workdir / CHECKPOINTS
     step = int(checkpoint.stem)  # the name may have a suffix, of one that is aside
     found = read_metrics(workdir)
     metrics, gone = _metrics_up_to(checkpoint, step, found)
