@@ -17,12 +17,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from jshard.command import ArgumentParser, run_command, whole_number
-from jshard.distributed.cluster import OPTIONS, visible_gpus
+from jshard.distributed.cluster import (
+    ANY_PORT,
+    LOCAL,
+    OPTIONS,
+    PORT_TAKEN,
+    share_of_gpus,
+)
 from jshard.errors import RunFailed, UserError
 from jshard.paths import path_problem
 
@@ -39,6 +45,7 @@ PASSED_ON = (
     "LD_LIBRARY_PATH",
     "PYTHONPATH",
 )
+PORTS = 20  # to try, where other programs have them
 NO_RESTART = (0, 2, 75)  # done, bad input, preempted
 
 # Runs a command where signals come as lines of standard input; its end, as when the
@@ -187,23 +194,47 @@ class Launcher:
         self._asked = True
 
     def _run_once(self) -> int:
-        count = self._each * max(len(self._hosts), 1)
-        # Another one each time: the last one's may still be in use.
-        port = self._options.port or random.randrange(20_000, 32_000)
+        """Runs the job once, on the first port that is free.
+
+        Raises:
+          RunFailed: none is.
+          UserError: the processes cannot share this machine's GPUs.
+        """
+        if not self._hosts:
+            share_of_gpus(0, self._each, os.environ)  # told once, not by each of them
         first = self._hosts[0].rpartition("@")[2] if self._hosts else "127.0.0.1"
+        for _ in range(PORTS):
+            # Another one each time: the last one's may still be in use.
+            port = self._options.port or random.randrange(20_000, 32_000)
+            code = self._run_at(f"{first}:{port}")
+            if code != PORT_TAKEN:
+                return code
+            if self._asked:  # meanwhile
+                return 1
+            _say(f"port {port} of {first} is taken: trying another")
+        raise RunFailed(
+            f"{PORTS} ports of {first} are taken: give a free one by --port"
+        )
+
+    def _run_at(self, coordinator: str) -> int:
+        hosts = [host for host in self._hosts or [""] for _ in range(self._each)]
         self._processes = []
-        for index in range(count):
-            job = [
-                f"--coordinator={first}:{port}",
-                f"--num_processes={count}",
+        for index, host in enumerate(hosts):
+            words = [
+                *self._words,
+                f"--coordinator={coordinator}",
+                f"--num_processes={len(hosts)}",
                 f"--process_id={index}",
-                *self._share_of_gpus(index),
             ]
-            self._processes.append(self._start(index, job))
+            local = f"{hosts[:index].count(host)}/{hosts.count(host)}"
+            settings = {LOCAL: local} | ({} if self._options.port else {ANY_PORT: "1"})
+            self._processes.append(self._start(host, words, settings))
         deadline = None
         while any(process.poll() is None for process in self._processes):
             time.sleep(0.1)
             codes = {process.poll() for process in self._processes}
+            if PORT_TAKEN in codes:  # the others wait in vain
+                self._kill()
             if deadline is None and codes - {None, 0, 75}:
                 deadline = time.monotonic() + ENDING
             if deadline is not None and time.monotonic() > deadline:
@@ -223,36 +254,24 @@ class Launcher:
                 host = self._hosts[index // self._each]
                 _say(f"process {index} on {host} ended with exit code {code}")
 
-    def _start(self, index: int, job: Sequence[str]) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "jshard.train", *self._words, *job]
-        if not self._hosts:
-            command = ["sh", "-c", _RUN.format(command=f"exec {shlex.join(words)}")]
+    def _start(
+        self, host: str, words: Sequence[str], settings: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process on a host, or here, with settings of its environment."""
+        passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+        environ = {**passed, **settings} if host else settings
+        assignments = [f"{name}={value}" for name, value in environ.items()]
+        train = [sys.executable, "-m", "jshard.train", *words]
+        run = f"exec {shlex.join(['env', *assignments, *train])}"
+        if not host:
+            command = ["sh", "-c", _RUN.format(command=run)]
         else:
-            passed = [
-                f"{k}={v}" for k, v in os.environ.items() if k.startswith(PASSED_ON)
-            ]
-            there = shlex.join(["env", *passed, *words])
-            script = f"cd {shlex.quote(str(Path.cwd()))} && exec {there}"
+            script = f"cd {shlex.quote(str(Path.cwd()))} && {run}"
             script = _RUN.format(command=f"sh -c {shlex.quote(script)}")
-            host = self._hosts[index // self._each]
             command = [*shlex.split(self._options.rsh), host, script]
         return subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
         )
-
-    def _share_of_gpus(self, index: int) -> list[str]:
-        """The GPUs of a process, where several of this machine share them."""
-        gpus = 0 if self._hosts else visible_gpus(os.environ)
-        if self._each == 1 or not gpus:
-            return []
-        if gpus % self._each:
-            raise UserError(
-                f"--num_processes={self._each}: the {gpus} GPUs of this machine do not "
-                "divide by it"
-            )
-        share = gpus // self._each
-        numbers = range(index * share, (index + 1) * share)
-        return [f"--local_device_ids={','.join(map(str, numbers))}"]
 
     def _send(self, name: str) -> None:
         for process in self._processes:
@@ -303,7 +322,7 @@ class Launcher:
 
 def _of_all(codes: Sequence[int]) -> int:
     """The exit code of a job: bad input and failures before all else."""
-    for code in (2, 130, 143):
+    for code in (PORT_TAKEN, 2, 130, 143):
         if code in codes:
             return code
     if all(code in (0, 75) for code in codes):

@@ -1,6 +1,7 @@
 """Finds, verifies and reads checkpoints."""
 
 import dataclasses
+import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -22,10 +23,11 @@ from jshard.safetensors_read import (
     load_safetensors,
 )
 from jshard.state import TrainState
-from jshard.step_folders import find_steps, step_folder
+from jshard.step_folders import REPLACED, find_steps, step_folder
 
 ARRAYS = "state"  # the folder in a step's folder that Orbax writes
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
+PATIENCE = 30.0  # seconds, for file systems that remember what was not there
 
 
 # Finding.
@@ -71,14 +73,34 @@ def checkpoints_folder(path: Path) -> Path:
 
 
 def newest_whole(folder: Path) -> Path:
-    """The newest checkpoint of a folder that is whole; warns of those that are not.
+    """What `find_newest` returns.
 
     Raises:
-      UserError: there is none, or a newer jshard wrote the newest.
+      UserError: there is none, or as there.
+    """
+    newest = find_newest(folder)
+    if newest is None:
+        raise UserError(f"no checkpoint in {folder}")
+    return newest
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder that is whole; warns of those that are not.
+
+    Process 0 looks them up; all verify them, together.
+
+    Returns:
+      The step's folder, the same on every process; None where there are no checkpoints.
+
+    Raises:
+      UserError: none is whole, a newer jshard wrote the newest, or a process does not
+        see it.
     """
     damaged = []
-    for step in _steps_of_first(folder)[::-1]:
-        path = step_folder(folder, step)
+    for path in _steps_of_first(folder)[::-1]:
+        step = int(path.stem)  # the name may have a suffix, of one that is aside
+        if jax.process_count() > 1:
+            _wait_until_seen(path)
         damage = find_damage(path)
         if not damage:
             if damaged:
@@ -93,18 +115,24 @@ def newest_whole(folder: Path) -> Path:
             f"no checkpoint in {folder} can be used: {'; '.join(damaged)}; to start "
             "from step 1, remove that folder or give another --workdir"
         )
-    raise UserError(f"no checkpoint in {folder}")
+    return None
 
 
-def _steps_of_first(folder: Path) -> list[int]:
-    """The newest steps that process 0 sees, on all processes.
+def _steps_of_first(folder: Path) -> list[Path]:
+    """The folders of the newest steps that process 0 sees, on all processes.
 
     A network disk may show a new one to the others later: they would restore another.
     """
-    steps = np.full(64, -1, np.int32)
+    steps = np.full((64, 2), -1, np.int32)  # the step, and whether it is aside
     for i, step in enumerate(find_steps(folder)[-len(steps) :]):
-        steps[i] = step
-    return [int(s) for s in multihost_utils.broadcast_one_to_all(steps) if s >= 0]
+        aside = step_folder(folder, step).suffix == REPLACED
+        steps[i] = step, aside
+    steps = np.asarray(multihost_utils.broadcast_one_to_all(steps))
+    return [
+        folder / (f"{step}{REPLACED}" if aside else f"{step}")
+        for step, aside in steps
+        if step >= 0
+    ]
 
 
 def find_damage(folder: Path) -> str:
@@ -127,6 +155,27 @@ def find_damage(folder: Path) -> str:
             problems = [f"process {everywhere.argmax()} found damaged files"]
     more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
     return ", ".join(problems[:3]) + more
+
+
+def _wait_until_seen(folder: Path) -> None:
+    """Returns when all processes see a step that process 0 sees.
+
+    Raises:
+      UserError: a process does not; on all processes.
+    """
+    file = folder / manifest.FILE
+    deadline = time.monotonic() + PATIENCE
+    if not multihost_utils.broadcast_one_to_all(np.int32(file.exists())):
+        return  # damaged, for all
+    while not (seen := file.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everywhere = multihost_utils.process_allgather(np.int32(seen))
+    if not everywhere.all():
+        raise UserError(
+            f"process {everywhere.argmin()} does not see checkpoint {folder}, which "
+            "process 0 is to start from: checkpoints need a file system that all hosts "
+            "share"
+        )
 
 
 # Reading.

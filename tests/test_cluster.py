@@ -71,6 +71,22 @@ EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
             {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"},
             Cluster(1, 2, None, None, "Google Cloud"),
         ),
+        # Started by jshard.launch: one of several of its host, or alone there.
+        (
+            {**AT, "num_processes": "4", "process_id": "3"},
+            EIGHT | {"JSHARD_LOCAL": "1/2"},
+            Cluster(3, 4, "host0:1234", (4, 5, 6, 7), "options"),
+        ),
+        (
+            {**AT, "num_processes": "4", "process_id": "3"},
+            EIGHT | {"JSHARD_LOCAL": "0/1"} | SLURM,
+            Cluster(3, 4, "host0:1234", None, "options"),
+        ),
+        (
+            {},
+            SLURM | EIGHT | {"JAX_PLATFORMS": "cpu"},
+            Cluster(3, 4, None, None, "SLURM"),
+        ),
         # A batch script is no step: its commands are alone, until srun starts them.
         ({}, {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
     ],

@@ -202,6 +202,17 @@ def test_a_value_out_of_range_is_an_error_that_names_key_and_minimum(
         check(config)
 
 
+def test_the_limit_of_a_stuck_process_is_learned_or_seconds(config):
+    assert config.watch.stuck == "auto"
+    for value in ("auto", "0", "90", "0.5"):
+        override(config, {"watch.stuck": value}, "mlp.py")
+        check(config)
+    for value in ("-1", "nan", "True", "soon"):
+        override(config, {"watch.stuck": value}, "mlp.py")
+        with pytest.raises(UserError, match=r"watch\.stuck=.*: must be auto, or sec"):
+            check(config)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -1,6 +1,8 @@
 """What the processes of a job do not agree on is told in one line, by process 0."""
 
+import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -52,6 +54,53 @@ def test_folders_that_are_not_shared_are_told_before_anything_is_lost(tmp_path):
     assert [file.name for file in (tmp_path / "run" / "logs").iterdir()] == [
         "process-0.log"
     ]
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """A run with a checkpoint, and a folder where process 1 does not see it."""
+    folders = [tmp_path, tmp_path / "elsewhere"]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        write_recipe(folder, lambda recipe: recipe + IMPATIENT)
+    with Job(tmp_path, 2, 2, *WORDS, "--config.steps=4") as job:
+        assert job.wait() == [0, 0], job.err()
+    return lambda index: ["env", f"--chdir={folders[index]}"]
+
+
+IMPATIENT = """
+import os
+from jshard import restore
+restore.PATIENCE = float(os.environ.get("PATIENCE", restore.PATIENCE))
+"""
+# Orbax does not save where folders have several names.
+GO_ON = (*WORDS, "--config.steps=8", "--config.checkpoint.every=0")
+
+
+@pytest.mark.slow
+def test_a_process_that_sees_the_newest_checkpoint_late_resumes_from_it(
+    apart, tmp_path
+):
+    """It saw no checkpoint, and went on without the others: the job hung."""
+    late = tmp_path / "elsewhere" / "run"
+    with Job(tmp_path, 2, 2, *GO_ON, prefix=apart) as job:
+        while not (late / "logs" / "process-1.log").exists():
+            assert job.processes[1].poll() is None, job.err()
+            time.sleep(0.1)
+        time.sleep(5)
+        shutil.rmtree(late)
+        late.symlink_to(tmp_path / "run")
+        assert job.wait() == [0, 0], job.err()
+    assert "resuming run after step 4" in job.out()
+    assert job.err() == ""
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_see_the_newest_checkpoint_is_named(apart, tmp_path):
+    with Job(tmp_path, 2, 2, *GO_ON, prefix=apart, env={"PATIENCE": "3"}) as job:
+        assert job.wait() == [2, 2], job.err()
+    assert len(job.err().splitlines()) == 1, job.err()
+    assert "process 1 does not see checkpoint run/checkpoints/4, which" in job.err(0)
 
 
 # What one of two processes does differently, by the kind that is compared.

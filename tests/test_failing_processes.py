@@ -127,6 +127,61 @@ def test_sigterm_ends_a_job_that_saves_nothing(tmp_path):
     )
 
 
+# Process 1 stops entering collectives at its sixth step, and lives: jax-ml/jax#38503.
+STALLING = """
+import time
+
+shard = jshard.FSDP.shard_batch
+calls = iter(range(10**9))
+
+def stalling(fsdp, batch):
+    if next(calls) == 6 and jax.process_index() == 1:
+        time.sleep(1000)
+    return shard(fsdp, batch)
+
+jshard.FSDP.shard_batch = stalling
+"""
+IMPATIENT = """
+from jshard.distributed import patience
+patience.LEAST = 5.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", ["a minute", "five seconds"])
+def test_a_process_that_is_alive_but_stuck_is_named_and_ends_the_job(least, tmp_path):
+    """By default in a minute; the job waited for ever in jax-ml/jax#38503."""
+    quick = least != "a minute"
+    changes = STALLING + quick * IMPATIENT
+    write_recipe(tmp_path, lambda recipe: recipe + changes)
+    with Job(tmp_path, 2, 2, *WORDS) as job:
+        job.wait_for_step(tmp_path / "run", 4)
+        since = time.monotonic()
+        assert job.wait(90) == [1, 1], job.err()
+        took = time.monotonic() - since
+        assert job.leftovers() == []
+    assert took < (40 if quick else 62), took
+    line = next(line for line in job.err(0).splitlines() if "watch.stuck" in line)
+    assert "error: the others wait for process 1: no process got on for" in line
+    assert "process 0 at step 7 (computing), process 1 at step 7 (step)" in line
+    log = (tmp_path / "run" / "logs" / "process-1.log").read_text()
+    assert "in stalling" in log.partition("Python stacks:")[2]
+
+
+@pytest.mark.slow
+def test_a_compilation_longer_than_the_limit_of_a_step_is_waited_for(tmp_path):
+    def late(recipe: str) -> str:
+        wait = "\n    time.sleep(3)  # while it is traced\n"
+        loss = "def loss_fn(model, batch):"
+        changed = recipe.replace(f"{loss}\n", f"{loss}{wait}")
+        return f"import time\n{changed}{IMPATIENT}patience.LEAST = 2.0\n"
+
+    write_recipe(tmp_path, late)
+    words = ["--config.steps=20", "--config.eval_every=0", "--workdir=run"]
+    with Job(tmp_path, 2, 2, *words) as job:
+        assert job.wait() == [0, 0], job.err()
+
+
 @pytest.mark.slow
 def test_a_job_in_which_nobody_gets_on_ends_with_all_stacks(tmp_path):
     def hang(recipe: str) -> str:
@@ -137,11 +192,12 @@ def test_a_job_in_which_nobody_gets_on_ends_with_all_stacks(tmp_path):
         return changed.replace("        time.sleep(0.02)\n", late)
 
     write_recipe(tmp_path, hang)
-    with Job(tmp_path, 2, 2, *WORDS, "--config.watch.stuck=6") as job:
+    with Job(tmp_path, 2, 2, *WORDS, "--config.watch.stuck=15") as job:
         job.wait_for_step(tmp_path / "run", 1)
         assert job.wait(60) == [1, 1]
         assert job.leftovers() == []
-    assert "no process got on for 6 s (watch.stuck)" in job.err(0)
+    assert "no process got on for 15 s (watch.stuck)" in job.err(0)
+    assert "the others wait for process 1" in job.err(0)
     assert re.search(r"process 1 at step \d+ \(data\)", job.err(0)), job.err(0)
     logs = tmp_path / "run" / "logs"
     stacks = [

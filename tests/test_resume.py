@@ -50,7 +50,7 @@ def config():
 def test_a_folder_in_place_of_the_metrics_is_one_line(config, tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl: Is a dir"):
-        find_start(tmp_path, config)
+        find_start(tmp_path, config, Peers())
 
 
 def test_checkpoints_that_cannot_be_listed_are_one_line(config, tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_checkpoints_that_cannot_be_listed_are_one_line(config, tmp_path, monkey
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(UserError, match=r"cannot read .*/checkpoints: Permission"):
-        find_start(tmp_path, config)
+        find_start(tmp_path, config, Peers())
 
 
 @pytest.fixture

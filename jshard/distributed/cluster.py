@@ -10,6 +10,11 @@ from jshard.errors import UserError
 
 OPTIONS = ("coordinator", "num_processes", "process_id", "local_device_ids")
 
+# What jshard.launch tells the processes it starts, in their environment.
+LOCAL = "JSHARD_LOCAL"  # "1/4": this one among the processes of its host
+ANY_PORT = "JSHARD_ANY_PORT"  # another port would do where the coordinator's is taken
+PORT_TAKEN = 98  # what process 0 exits with then: EADDRINUSE, quietly
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -91,7 +96,10 @@ def find_cluster(
     if coordinator is not None:
         _check_address(coordinator)
     given = options.get("local_device_ids") or environ.get("JAX_LOCAL_DEVICE_IDS")
-    devices = _ids(given) if given else _share_of_gpus(found, environ)
+    own = "SLURM_GPUS_PER_TASK" in environ  # SLURM has dealt them out itself
+    devices = _ids(given) if given else None
+    if devices is None and found.local and not own:
+        devices = share_of_gpus(*found.local, environ, found.by)
     return Cluster(process_id, num_processes, coordinator, devices, by)
 
 
@@ -99,6 +107,9 @@ def _find(environ: Mapping[str, str]) -> _Found:
     def number(name: str) -> int:
         return int(environ[name])
 
+    if LOCAL in environ:
+        index, size = environ[LOCAL].split("/")
+        return _Found("launch", local=(int(index), int(size)))
     # Of the step, which srun makes: a batch script itself is no process of a job.
     if {"SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= set(environ):
         # Tasks of each node, as in "4(x2),3"; SLURM numbers the nodes.
@@ -158,27 +169,42 @@ def _ids(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def visible_gpus(environ: Mapping[str, str]) -> int:
-    """How many GPUs of this host a process sees."""
+def _visible_gpus(environ: Mapping[str, str]) -> int:
+    """How many GPUs of this host a process sees, and is to use."""
+    if environ.get("JAX_PLATFORMS") == "cpu":
+        return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
     return len(list(filter(None, visible.split(","))))
 
 
-def _share_of_gpus(found: _Found, environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The GPUs of a host, dealt out to its processes where each sees all of them."""
-    own = "SLURM_GPUS_PER_TASK" in environ  # SLURM has dealt them out itself
-    if found.local is None or own:
-        return None
-    index, processes = found.local
-    gpus = visible_gpus(environ)
+def share_of_gpus(
+    index: int, processes: int, environ: Mapping[str, str], found_by: str = "launch"
+) -> tuple[int, ...] | None:
+    """Deals the GPUs of a host out to its processes, where each sees all of them.
+
+    Args:
+      index: of one among them.
+      processes: how many the host has.
+      environ: the environment.
+      found_by: who started them.
+
+    Returns:
+      The GPUs of that process; None is all that it sees, or none.
+
+    Raises:
+      UserError: they cannot have equally many.
+    """
+    gpus = _visible_gpus(environ)
     each = gpus // processes
-    if processes == 1 or not each:  # no GPUs, or each process sees only its own
+    dealt = not each and found_by != "launch"  # a scheduler shows each only its own
+    if processes == 1 or not gpus or dealt:
         return None
     if gpus % processes:
+        ids = "" if found_by == "launch" else ", or give --local_device_ids"
         raise UserError(
             f"{processes} processes cannot share the {gpus} GPUs of a host evenly: "
-            "start one for each GPU or one for each host, or give --local_device_ids"
+            f"start one for each GPU or one for each host{ids}"
         )
     return tuple(range(index * each, (index + 1) * each))

@@ -43,7 +43,7 @@ class Log:
     def place(self, phase: str, step: int) -> None:
         """Appends where the process is; of steps no more than one in ten seconds."""
         now = time.monotonic()
-        in_steps = {phase, self._phase} <= {"data", "step"}
+        in_steps = {phase, self._phase} <= {"data", "step", "computing"}
         if in_steps and now - self._time < INTERVAL:
             return
         self._phase, self._time = phase, now

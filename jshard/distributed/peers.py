@@ -5,6 +5,7 @@ and every method returns at once.
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -19,9 +20,10 @@ from typing import NoReturn
 import jax
 
 from jshard.distributed.board import Board
-from jshard.distributed.cluster import Cluster
+from jshard.distributed.cluster import ANY_PORT, PORT_TAKEN, Cluster
 from jshard.distributed.idle import IdleWatch
 from jshard.distributed.log import Log
+from jshard.distributed.patience import Patience
 from jshard.distributed.status import end_with_parent, report
 from jshard.distributed.watch import GRACE, PERIOD, Watch
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
@@ -47,15 +49,23 @@ class Peers:
     def at(self, phase: str, step: int) -> None:
         """Says where this process is: what it does in or after which step."""
 
-    def limit(self, silence: float, stuck: float) -> None:
-        """Sets the seconds of `watch.silence` and `watch.stuck`."""
+    def limit(self, silence: float, stuck: float | None) -> None:
+        """Sets the seconds of `watch.silence` and `watch.stuck`; None learns them."""
 
     def share(self, name: str, text: str) -> list[str]:
-        """Gives a text to all, and returns everyone's; all processes call it."""
+        """Gives a text to all, and returns everyone's; all processes call it.
+
+        Raises:
+          ValueError: the name was shared or published before.
+        """
         return [text]
 
     def publish(self, name: str, text: str) -> str:
-        """Returns process 0's text; all processes call it."""
+        """Returns process 0's text; all processes call it.
+
+        Raises:
+          ValueError: the name was shared or published before.
+        """
         return text
 
     def open_log(self, folder: Path) -> None:
@@ -82,7 +92,8 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
 
     Raises:
       UserError: the coordinator's port is taken.
-      SystemExit: with 75, in others than process 0, when the job is preempted.
+      SystemExit: with 75, in others than process 0, when the job is preempted; with
+        98 where the port is taken and jshard.launch can choose another.
     """
     if cluster is None:
         with IdleWatch(_print) as idle:
@@ -114,6 +125,8 @@ def _initialize(cluster: Cluster) -> None:
         try:
             socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
         except OSError as error:
+            if error.errno == errno.EADDRINUSE and ANY_PORT in os.environ:
+                sys.exit(PORT_TAKEN)
             raise UserError(
                 f"--coordinator={cluster.coordinator}: process 0 cannot listen there: "
                 f"{os.strerror(error.errno or 0)}"
@@ -130,10 +143,13 @@ class _Alone(Peers):
     """A process that is alone, and watched."""
 
     def __init__(self, idle: IdleWatch):
-        self._idle = idle
+        self._idle, self._patience = idle, Patience()
 
     def at(self, phase: str, step: int) -> None:
-        self._idle.at(phase, step)
+        self._idle.at(phase, step, self._patience.at(phase))
+
+    def limit(self, silence: float, stuck: float | None) -> None:
+        self._patience = Patience(stuck)
 
 
 class _Many(Peers):
@@ -144,6 +160,8 @@ class _Many(Peers):
         _keep_stdout_for_python(prints=self.index == 0)
         self._board = Board()
         self._log: Log | None = None
+        self._patience = Patience()
+        self._names: set[str] = set()  # that were shared or published
         self._told = threading.Event()  # whether this process's error is
         self._unwound = threading.Event()  # whether it left all its contexts
         self._watch = Watch(self._board, self.index, self.count, self._end)
@@ -157,27 +175,38 @@ class _Many(Peers):
         )
 
     def at(self, phase: str, step: int) -> None:
-        self._watch.at(f"step {step} ({phase})")
+        self._watch.at(f"step {step} ({phase})", self._patience.at(phase))
         if self._log is not None:
             self._log.place(phase, step)
 
-    def limit(self, silence: float, stuck: float) -> None:
-        self._watch.silence, self._watch.stuck = silence, stuck
+    def limit(self, silence: float, stuck: float | None) -> None:
+        self._watch.silence, self._patience = silence, Patience(stuck)
         report(silence=silence)
 
     def share(self, name: str, text: str) -> list[str]:
+        self._claim(name)
         self._board.put(f"shared-{name}/{self.index}", text)
         together = ""
         if self.index == 0:  # it alone reads all: others read what it made of them
             while len(found := self._board.all_in(f"shared-{name}")) < self.count:
                 time.sleep(PERIOD / 10)
             together = json.dumps([found[str(i)] for i in range(self.count)])
-        return json.loads(self.publish(name, together))
+        return json.loads(self._publish(name, together))
 
     def publish(self, name: str, text: str) -> str:
+        self._claim(name)
+        return self._publish(name, text)
+
+    def _publish(self, name: str, text: str) -> str:
         if self.index == 0:
             self._board.put(f"published/{name}", text)
         return self._board.get(f"published/{name}", DAY)
+
+    def _claim(self, name: str) -> None:
+        """Takes a name for one text: who is early would read the one before."""
+        if name in self._names:
+            raise ValueError(f"{name!r} was shared or published before: once is all")
+        self._names.add(name)
 
     def open_log(self, folder: Path) -> None:
         path = folder / "logs" / f"process-{self.index}.log"

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from jshard.distributed.board import Board
+from jshard.distributed.patience import UNKNOWN
 from jshard.distributed.status import report
 
 PERIOD = 0.5  # seconds between beats
 GRACE = 3.0  # seconds at most that process 0 stays on, for the others to read why
 SILENCE = 8.0  # seconds without a sign of life
-STUCK = 1800.0  # seconds in which no process gets on
 SHOWN = 8  # places
 
 
@@ -34,12 +34,14 @@ class Beat:
       number: of the beat.
       moves: how often the process has changed its place.
       place: where it is, for people.
+      patience: the seconds that it may stay there.
       left: whether it is done.
     """
 
     number: int
     moves: int
     place: str
+    patience: float = UNKNOWN
     left: bool = False
 
 
@@ -76,6 +78,11 @@ class Seen:
     heard: float
     moved: float
 
+    @property
+    def patience(self) -> float:
+        """The seconds that it may stay where it is."""
+        return self.beat.patience if self.beat else UNKNOWN
+
     def update(self, beat: Beat, now: float) -> None:
         """Takes a beat, which may be the old one."""
         if self.beat is None or beat.moves != self.beat.moves:
@@ -85,16 +92,13 @@ class Seen:
         self.beat = beat
 
 
-def judge(
-    seen: Mapping[int, Seen], now: float, silence: float, stuck: float
-) -> str | None:
+def judge(seen: Mapping[int, Seen], now: float, silence: float) -> str | None:
     """Says why a job must end; None where it need not.
 
     Args:
       seen: by process.
       now: as `time.monotonic()`.
       silence: seconds without a beat that are too many.
-      stuck: seconds without any process getting on that are too many; 0 is never.
     """
     here = {i: s for i, s in seen.items() if not (s.beat and s.beat.left)}
     silent = [i for i, s in here.items() if now - s.heard > silence]
@@ -103,12 +107,23 @@ def judge(
             f"error: {processes(silent)} gave no sign of life for {silence:g} s "
             f"(killed, stopped, or cut off); the last places: {places(seen)}"
         )
-    if stuck and here and all(now - s.moved > stuck for s in here.values()):
+    if here and all(now - s.moved > s.patience for s in here.values()):
+        seconds = int(now - max(s.moved for s in here.values()))
         return (
-            f"error: no process got on for {stuck:g} s (watch.stuck); the places: "
-            f"{places(seen)}; their Python stacks are in their logs"
+            f"error: {_behind(here)}no process got on for {seconds} s (watch.stuck); "
+            f"the places: {places(seen)}; their Python stacks are in their logs"
         )
     return None
+
+
+def _behind(here: Mapping[int, Seen]) -> str:
+    """Names those who have moved least, where others got further: all move alike."""
+    moves = {i: s.beat.moves if s.beat else 0 for i, s in here.items()}
+    least = min(moves.values())
+    if least == max(moves.values()):
+        return ""
+    last = processes(i for i, count in moves.items() if count == least)
+    return f"the others wait for {last}: "
 
 
 def processes(numbers: Iterable[int]) -> str:
@@ -142,7 +157,6 @@ class Watch:
 
     Attributes:
       silence: seconds without a sign of life that are too many.
-      stuck: seconds without progress that are too many; 0 is never.
       ruling: the last one heard.
     """
 
@@ -163,7 +177,7 @@ class Watch:
             knows it; called in a thread.
         """
         now = time.monotonic()
-        self.silence, self.stuck = SILENCE, STUCK
+        self.silence = SILENCE
         self.ruling = Ruling()
         self._board, self._index, self._end = board, index, end
         self._beat = Beat(0, 0, "the start")
@@ -178,11 +192,11 @@ class Watch:
             )
             run.start()
 
-    def at(self, place: str, *, left: bool = False) -> None:
-        """Says where this process is."""
+    def at(self, place: str, patience: float = UNKNOWN, *, left: bool = False) -> None:
+        """Says where this process is, and how many seconds it may stay there."""
         with self._lock:
             beat = self._beat
-            self._beat = Beat(beat.number, beat.moves + 1, place, left)
+            self._beat = Beat(beat.number, beat.moves + 1, place, patience, left)
 
     def fail(self, code: int, why: str) -> None:
         """Asks process 0 to end the job."""
@@ -246,7 +260,7 @@ class Watch:
         done = all(s.beat and s.beat.left for s in self._seen.values())
         ruling = Ruling(beat.number, where, done)
         failed = self._board.all_in("failed")
-        why = judge(self._seen, now, self.silence, self.stuck)
+        why = judge(self._seen, now, self.silence)
         if failed:
             first = min(failed, key=int)
             ruling = dataclasses.replace(ruling, **json.loads(failed[first]))

@@ -57,14 +57,15 @@ def run(
     """
     started = started or time.time()
     peers = peers or Peers()
-    peers.limit(config.watch.silence, config.watch.stuck)
+    stuck = None if config.watch.stuck == "auto" else config.watch.stuck
+    peers.limit(config.watch.silence, stuck)
     peers.open_log(workdir)
     peers.at("setting up", 0)
     hosts = peers.hosts if peers.count > 1 else None
     job = make_job(recipe, config, make_mesh(config, hosts=hosts))
     fsdp, train_step = job.fsdp, job.train_step
     abstract_state = job.abstract_state()
-    start = find_start(workdir, config, abstract_state)
+    start = find_start(workdir, config, peers, abstract_state)
 
     reader = {
         "batch_size": config.batch_size,
@@ -168,6 +169,7 @@ def run(
                 listening.enter_context(preemption)  # what is nearly done is finished
             peers.at("step" if step > first_step else "compiling", step)
             state, metrics = train_step(state, fsdp.shard_batch(batch))
+            peers.at("computing", step)
             history.append((metrics["loss"], metrics["grad_norm"]))
             # Two steps ahead keep the devices busy; more would fill their memory with
             # batches.
@@ -214,6 +216,7 @@ def run(
                 peers.at("saving", step)
                 saving.save(state, values)
             if preempted:
+                peers.at("finishing", step)
                 saving.finish()
                 raise Preempted(
                     f"{preemption.signal_name} at step {step}: saved; the same command "

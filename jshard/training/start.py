@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.restore import CHECKPOINTS, check_fits, newest_whole
+from jshard.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.state import TrainState
-from jshard.step_folders import find_steps
+from jshard.step_folders import find_steps, step_folder
 from jshard.training.config import Config
 from jshard.training.report import METRICS, read_metrics
 from jshard.training.resume import (
+    Changes,
     changed_keys,
     check_changes,
     describe_changes,
@@ -44,36 +46,61 @@ class Start:
 
 
 def find_start(
-    workdir: Path, config: Config, abstract_state: TrainState | None = None
+    workdir: Path,
+    config: Config,
+    peers: Peers,
+    abstract_state: TrainState | None = None,
 ) -> Start:
     """Looks for the run's newest whole checkpoint; nothing is written.
+
+    Process 0 decides: a network disk may show the others what was before. They take
+    part in verifying the checkpoint, and know neither metrics nor message.
 
     Args:
       workdir: The run's folder, which need not exist.
       config: What the run is to go on with.
+      peers: The processes; all look together.
       abstract_state: What is to be restored; changes of the config that make it
         another model's cannot be accepted. None does not look.
 
     Raises:
       UserError: The folder cannot be read, the config changes what the run is about,
-        or no checkpoint is whole any more.
+        no checkpoint is whole any more, or a process does not see it.
     """
     try:
-        return _find_start(workdir, config)
+        return _find_start(workdir, config, peers, abstract_state)
     except OSError as error:
         where = error.filename or workdir
         raise UserError(f"cannot read {where}: {error.strerror}") from error
 
 
-def _find_start(workdir: Path, config: Config) -> Start:
+def _find_start(
+    workdir: Path, config: Config, peers: Peers, abstract_state: TrainState | None
+) -> Start:
     folder = workdir / CHECKPOINTS
-    if not find_steps(folder):
-        return _start_again(workdir, config)
-    changes = changed_keys(read_config(workdir), config)
-    check_changes(
-        changes, config.checkpoint.accept, lambda: _obstacle(folder, abstract_state)
-    )
-    checkpoint = newest_whole(folder)
+    changes: Changes = {}
+    if peers.index == 0 and find_steps(folder):
+        changes = changed_keys(read_config(workdir), config)
+        check_changes(
+            changes, config.checkpoint.accept, lambda: _obstacle(folder, abstract_state)
+        )
+    checkpoint = find_newest(folder)
+    start = Start()
+    if peers.index == 0:
+        start = (
+            _resume(workdir, config, changes, checkpoint)
+            if checkpoint
+            else _start_again(workdir, config)
+        )
+    names = ("step", "resumes", "unevaluated")
+    decided = json.dumps({name: getattr(start, name) for name in names})
+    decided = json.loads(peers.publish("start", decided))
+    return dataclasses.replace(start, checkpoint=checkpoint, **decided)
+
+
+def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -> Start:
+    """Goes on after a checkpoint."""
+    folder = workdir / CHECKPOINTS
     step = int(checkpoint.stem)  # the name may have a suffix, of one that is aside
     found = read_metrics(workdir)
     metrics, gone = _metrics_up_to(checkpoint, step, found)
@@ -98,11 +125,15 @@ def _find_start(workdir: Path, config: Config) -> Start:
 
 
 def _obstacle(folder: Path, abstract_state: TrainState | None) -> str:
-    """Why a run's checkpoint cannot become this state; "" where it can."""
+    """Why the newest checkpoint cannot become this state; "" where it can.
+
+    Called by process 0 alone, so it verifies nothing.
+    """
     if abstract_state is not None:
+        newest = step_folder(folder, find_steps(folder)[-1])
         try:
-            check_fits(newest_whole(folder), abstract_state)
-        except UserError as error:
+            check_fits(newest, abstract_state)
+        except (UserError, ValueError) as error:  # of another model, or unreadable
             return str(error)
     return ""
 
