@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen, nnx
 from flax.errors import TraceContextError
 
-from jshard.calling import reachable, variables
+from jshard.calling import reachable, variables, variables_in
 from jshard.errors import UserError
 from jshard.partition import is_annotated
 
@@ -129,7 +129,10 @@ def _opened(model: nnx.Module) -> list[tuple[nnx.Module, type]]:
         for module in modules
         if isinstance(module, nnx.Module)
         and type(module)._pytree__is_pytree
-        and "_pytree__nodes" not in vars(module)
+        and any(
+            name not in module._pytree__nodes and variables_in(value)
+            for name, value in vars(module).items()
+        )
     ]
     for module, cls in closed:
         object.__setattr__(module, "__class__", _no_pytree(cls))
