@@ -35,13 +35,7 @@ from jshard.offload import (
 )
 from jshard.order import in_order
 from jshard.pacing import Paced
-from jshard.partition import (
-    manual_specs,
-    optimizer_specs,
-    param_specs,
-    placements,
-    replicated_specs,
-)
+from jshard.partition import manual_specs, placements, state_specs
 from jshard.policy import Policy
 from jshard.precision import for_update
 from jshard.remat import checked_names
@@ -149,19 +143,12 @@ class FSDP:
         merge, values = existing(model)
         create = functools.partial(self._create, merge, optimizer, wrt)
         abstract = self._abstract(create, values)
-        full = dict(nnx.to_flat_state(values))
-
-        def put(path: tuple, leaf: Any) -> Any:
-            if not isinstance(leaf, nnx.Variable):
-                return transfer.put(full[path], leaf)
-            value, like = full[path].get_raw_value(), leaf.get_raw_value()
-            return leaf.copy(jax.tree.map(transfer.put, value, like))
 
         def rest(step: jax.Array, params: nnx.State) -> list[jax.Array]:
             params = jax.tree.map(on_device, params)
             return jax.tree.leaves(self._start(optimizer, params, step))
 
-        params = nnx.map_state(put, abstract.params)
+        params = transfer.put_state(values, abstract.params)
         started = {name: getattr(abstract, name) for name in STARTED}
         leaves, structure = jax.tree.flatten(started)
         inputs = (jnp.zeros((), jnp.int32), params)
@@ -169,8 +156,8 @@ class FSDP:
         return dataclasses.replace(
             abstract,
             params=params,
-            frozen=nnx.map_state(put, abstract.frozen),
-            model_state=nnx.map_state(put, abstract.model_state),
+            frozen=transfer.put_state(values, abstract.frozen),
+            model_state=transfer.put_state(values, abstract.model_state),
             **jax.tree.unflatten(structure, made),
         )
 
@@ -226,18 +213,7 @@ class FSDP:
         }
 
     def _specs(self, state: TrainState) -> TrainState:
-        """PartitionSpecs for every array of a state."""
-        params = param_specs(state.params, self.policy, self.mesh)
-        return dataclasses.replace(
-            state,
-            step=PartitionSpec(),
-            params=params,
-            frozen=param_specs(state.frozen, self.policy, self.mesh),
-            model_state=replicated_specs(state.model_state),
-            opt_state=optimizer_specs(state.opt_state, state.params, params),
-            ema=param_specs(state.ema, self.policy, self.mesh),
-            loss_scale=replicated_specs(state.loss_scale),
-        )
+        return state_specs(state, self.policy, self.mesh)
 
     # Steps.
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import linen, nnx
 from flax.errors import TraceContextError
+from jax.core import Tracer
 
 from jshard.calling import reachable, variables, variables_in
 from jshard.errors import UserError
@@ -97,7 +98,7 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
             here = isinstance(value, (np.ndarray, np.generic, int, float, complex))
             if not here and not (
                 isinstance(value, jax.Array)
-                and not isinstance(value, jax.core.Tracer)
+                and not isinstance(value, Tracer)
                 and value.is_fully_addressable
             ):
                 raise UserError(

@@ -16,9 +16,9 @@ from jshard.errors import UserError
 class Mean:
     """A total and the number of things it sums over, on this device's examples.
 
-    A loss is a Mean, or a weighted sum of Means (``ce + 0.01 * router``, ``ce - bonus /
-    2``), each divided by its own count over the whole global batch: a device with fewer tokens weighs
-    less, as it would on one device.
+    A loss is a Mean, or a weighted sum of Means (``ce + 0.01 * router``, ``ce - z``),
+    each divided by its own count over the whole global batch: a device with fewer
+    tokens weighs less, as it would on one device.
 
     Attributes:
       total: scalar, sum over this device's part of the batch.

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
@@ -30,6 +31,19 @@ def put(value: Any, like: Any) -> jax.Array:
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         shards.append(jax.block_until_ready(jax.device_put(shard, place)))
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+
+
+def put_state(values: nnx.State, like: nnx.State) -> nnx.State:
+    """The variables of ``like``, abstract, with what ``values`` has at their paths."""
+    full = dict(nnx.to_flat_state(values))
+
+    def put_leaf(path: tuple, leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Variable):
+            return put(full[path], leaf)
+        value = full[path].get_raw_value()
+        return leaf.copy(jax.tree.map(put, value, leaf.get_raw_value()))
+
+    return nnx.map_state(put_leaf, like)
 
 
 def fetch(x: Any) -> np.ndarray:

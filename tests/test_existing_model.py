@@ -28,7 +28,8 @@ class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.blocks = nnx.List([Residual(rngs) for _ in range(2)])
         self.stack = make_stack(Residual, rngs)
-        self.norm = nnx.BatchNorm(WIDTH, axis_name=("replica", "fsdp"), rngs=rngs)
+        axes: Any = ("replica", "fsdp")
+        self.norm = nnx.BatchNorm(WIDTH, axis_name=axes, rngs=rngs)
         self.dropout = jshard.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -83,7 +84,8 @@ def test_its_arrays_stay_as_they_are_and_may_change():
     before = kernel.copy()
     state = fsdp.shard(model, TX)
     step = fsdp.train_step(loss_fn, TX)
-    first: Any = state.params["blocks"][0]["kernel"].get_value()
+    params: Any = state.params
+    first = params["blocks"][0]["kernel"].get_value()
     kernel += 1
     np.testing.assert_array_equal(first, before)
     state, _ = step(state, fsdp.shard_batch(np.asarray(example())))
@@ -176,8 +178,9 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     model = with_lora(Adapted(nnx.Rngs(0)), nnx.Rngs(1))
     fsdp = jshard.FSDP(make_mesh(*mesh), POLICY, units=(nnx.LoRA,))
     state = fsdp.shard(model, TX, wrt=nnx.LoRAParam)
-    frozen: Any = state.frozen["layers"][0]["base_module"]["kernel"].get_value()
-    assert frozen.sharding.spec == jax.P("fsdp")
+    frozen: Any = state.frozen
+    kernel = frozen["layers"][0]["base_module"]["kernel"].get_value()
+    assert kernel.sharding.spec == jax.P("fsdp")
     assert len(jax.tree.leaves(state.params)) == 6
 
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
