@@ -1,9 +1,11 @@
 """Checks of what a user hands to FSDP, with errors that say what to do."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -16,6 +18,9 @@ from jshard.partition import layer_dims, param_spec
 from jshard.policy import Policy
 from jshard.state import TrainState
 
+# What a model's calls change, or draw from: nothing to take gradients of.
+_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
+
 
 def check_trained(params: nnx.State) -> None:
     """Raises UserError unless ``params`` are trainable, and there are some."""
@@ -24,11 +29,41 @@ def check_trained(params: nnx.State) -> None:
             "the model has no parameters that wrt selects; nothing can be trained"
         )
     for path, variable in nnx.to_flat_state(params):
-        if not isinstance(variable, nnx.Param):
+        name = ".".join(map(str, path))
+        if not isinstance(variable, nnx.Variable) or isinstance(variable, _STATE):
             raise UserError(
-                f"wrt selects {'.'.join(map(str, path))!r}, a "
-                f"{type(variable).__name__}; it must select nnx.Param variables"
+                f"wrt selects {name!r}, a {type(variable).__name__}; it must select "
+                "nnx.Param variables, or types of your own that hold weights"
             )
+        for value in jax.tree.leaves(variable):
+            if not jnp.issubdtype(value.dtype, jnp.floating):
+                raise UserError(
+                    f"wrt selects {name!r} of {value.dtype}; only floating-point "
+                    "parameters can be trained"
+                )
+
+
+def check_units(model: nnx.Module, units: Sequence[type]) -> None:
+    """Raises UserError where a type of ``units`` is that of no submodule."""
+    modules = list(nnx.iter_modules(model))
+    inside = [module for path, module in modules if path]
+    for unit in units:
+        if any(isinstance(module, unit) for module in inside):
+            continue
+        types = sorted({_type_name(module) for module in inside})
+        found = ", ".join(types[:12]) or "none"
+        more = f" and {len(types) - 12} more" if len(types) > 12 else ""
+        what = (
+            f"only the model itself is a {unit.__name__}, and what is in no unit is "
+            "gathered once, whole"
+            if isinstance(model, unit)
+            else f"the model has no {unit.__name__}"
+        )
+        raise UserError(f"units: {what}; its submodules are of types {found}{more}")
+
+
+def _type_name(module: nnx.Module) -> str:
+    return getattr(type(module), "plain_class", type(module)).__name__
 
 
 def check_layer_counts(policy: Policy, model: nnx.Module) -> None:
@@ -64,7 +99,7 @@ def warn_of_large_root(
     """Warns where much of a model, given with its Units, is in none of them."""
     root = [
         (path, variable)
-        for path, variable in root_variables(model)
+        for path, variable in root_variables(model, state.params, state.frozen)
         if FSDP in param_spec(variable, policy, mesh)
     ]
     size = {path: np.prod(np.shape(v.get_value())) for path, v in root}

@@ -159,7 +159,7 @@ def describe(
             part = format_bytes(t.network_bytes) if t.network_bytes else "none"
             text += f", {part} over the network"
         lines.append((name + "s", text))
-    lines += _replicated(state, policy, mesh) + _root(model, policy, mesh)
+    lines += _replicated(state, policy, mesh) + _root(model, state, policy, mesh)
     streams = plain_streams(model)
     if streams:
         lines.append(
@@ -227,8 +227,10 @@ def _replicated(state: TrainState, policy: Policy, mesh: Mesh) -> list[tuple[str
     return lines
 
 
-def _root(model: nnx.Module, policy: Policy, mesh: Mesh) -> list[tuple[str, str]]:
-    root = root_variables(model)
+def _root(
+    model: nnx.Module, state: TrainState, policy: Policy, mesh: Mesh
+) -> list[tuple[str, str]]:
+    root = root_variables(model, state.params, state.frozen)
     if not root or mesh.shape[FSDP] == 1:
         return []
     names = [".".join(map(str, path)) for path, _ in root]

@@ -10,36 +10,39 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jshard import compiler, describe, ema, layers, loss_scale, step
+from jshard import compiler, describe, ema, layers, loss_scale, step, transfer
 from jshard.checks import (
     check_batch,
     check_layer_counts,
     check_trained,
+    check_units,
     warn_of_large_root,
 )
 from jshard.collectives import Placement
+from jshard.given import check_optimizer, check_unit_types, existing, from_seed
 from jshard.initial_values import make, mark_stacked, prepare
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
-from jshard.offload import check_memory, check_state, shardings, typed_as_device
+from jshard.offload import (
+    check_memory,
+    check_state,
+    on_device,
+    shardings,
+    typed_as_device,
+)
 from jshard.order import in_order
 from jshard.pacing import Paced
-from jshard.partition import (
-    manual_specs,
-    optimizer_specs,
-    param_specs,
-    placements,
-    replicated_specs,
-)
+from jshard.partition import manual_specs, placements, state_specs
 from jshard.policy import Policy
 from jshard.precision import for_update
 from jshard.remat import checked_names
 from jshard.state import TrainState
 from jshard.update import next_state
+
+STARTED = ("step", "opt_state", "ema", "loss_scale")  # of a state, besides its model
 
 
 class FSDP:
@@ -61,7 +64,7 @@ class FSDP:
         mesh: Mesh | AbstractMesh,
         policy: Policy | None = None,
         *,
-        units: tuple[type, ...] | Mapping[type, int] = (),
+        units: Sequence[type] | Mapping[type, int] = (),
         compiler_options: Mapping[str, Any] | None = None,
     ):
         # What needs devices is not for an abstract one.
@@ -69,7 +72,7 @@ class FSDP:
         self.policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
         check_memory(self.policy, mesh)
-        self.units = tuple(units)
+        self.units = check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
         self.compiler_options = compiler.compiler_options(
             platform(mesh), compiler_options
@@ -100,17 +103,63 @@ class FSDP:
           UserError: the model has no parameters that ``wrt`` selects, or an override
             of the policy matches no module.
         """
-        abstract = self.abstract_state(make_model, optimizer, wrt)
+        check_optimizer(optimizer)
+        create = functools.partial(self._create, from_seed(make_model), optimizer, wrt)
+        seed_array = jnp.asarray(seed, jnp.uint32)
+        abstract = self._abstract(create, seed_array)
         leaves, structure = jax.tree.flatten(abstract)
 
         # Arrays alone: a model made again has another structure where it holds a
         # function that is made with it (an initializer, a lambda).
-        def create(seed: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(self._create(make_model, optimizer, wrt, seed))
+        def arrays(seed: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(create(seed))
 
-        seed_array = jnp.asarray(seed, jnp.uint32)
-        arrays = make(self._in_order(create), seed_array, leaves)
-        return jax.tree.unflatten(structure, arrays)
+        made = make(self._in_order(arrays), (seed_array,), leaves)
+        return jax.tree.unflatten(structure, made)
+
+    def shard(
+        self,
+        model: nnx.Module,
+        optimizer: optax.GradientTransformation,
+        wrt: Any = nnx.Param,
+    ) -> TrainState:
+        """Makes a state of a model that exists: pretrained, with adapters, say.
+
+        It is the state of ``init``, with the model's values in place of new ones. They
+        are copied to the devices shard by shard, and are in no program; the optimizer's
+        state is made as shards. The model stays as it is, and may be dropped.
+
+        Args:
+          model: with full arrays, in numpy or on devices of this process; with several
+            processes, the same in each.
+          optimizer: any optax transformation.
+          wrt: an NNX filter; the parameters it selects are trained
+            (``nnx.LoRAParam``, say). The others are sharded and stay.
+
+        Raises:
+          UserError: as ``init``, or the model does not hold full arrays.
+        """
+        check_optimizer(optimizer)
+        merge, values = existing(model)
+        create = functools.partial(self._create, merge, optimizer, wrt)
+        abstract = self._abstract(create, values)
+
+        def rest(step: jax.Array, params: nnx.State) -> list[jax.Array]:
+            params = jax.tree.map(on_device, params)
+            return jax.tree.leaves(self._start(optimizer, params, step))
+
+        params = transfer.put_state(values, abstract.params)
+        started = {name: getattr(abstract, name) for name in STARTED}
+        leaves, structure = jax.tree.flatten(started)
+        inputs = (jnp.zeros((), jnp.int32), params)
+        made = make(self._in_order(rest), inputs, leaves)
+        return dataclasses.replace(
+            abstract,
+            params=params,
+            frozen=transfer.put_state(values, abstract.frozen),
+            model_state=transfer.put_state(values, abstract.model_state),
+            **jax.tree.unflatten(structure, made),
+        )
 
     def abstract_state(
         self,
@@ -122,8 +171,12 @@ class FSDP:
 
         Nothing is allocated. Raises as ``init`` does.
         """
-        create = functools.partial(self._create, make_model, optimizer, wrt)
-        shapes = jax.eval_shape(create, jnp.zeros((), jnp.uint32))
+        check_optimizer(optimizer)
+        create = functools.partial(self._create, from_seed(make_model), optimizer, wrt)
+        return self._abstract(create, jnp.zeros((), jnp.uint32))
+
+    def _abstract(self, create: Callable[[Any], TrainState], inputs: Any) -> TrainState:
+        shapes = jax.eval_shape(create, inputs)
         check_trained(shapes.params)
         model = self._abstract_model(shapes)
         warn_of_large_root(model, shapes, self.policy, self.mesh)
@@ -133,38 +186,34 @@ class FSDP:
             shardings(self.policy, self._specs(shapes), self.mesh),
         )
 
-    def _create(self, make_model, optimizer, wrt, seed: jax.Array) -> TrainState:
-        # partition.py reads annotations of further mesh axes; Flax must not act on
-        # them. Variables without one stay as Flax makes them.
-        with nnx.use_eager_sharding(False):
-            model = make_model(nnx.Rngs(jax.random.key(seed)))
-        mark_stacked(model, self.layer_dims)
-        prepare(model, self.policy, self.mesh, self.units)
+    def _create(
+        self, make: Callable[[Any], nnx.Module], optimizer: Any, wrt: Any, inputs: Any
+    ) -> TrainState:
+        model = make(inputs)
+        check_units(model, self.units)
+        is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
+        mark_stacked(model, self.layer_dims, is_parameter)
+        prepare(model, self.policy, self.mesh, self.units, is_parameter)
         graphdef, params, frozen, model_state = nnx.split(model, wrt, nnx.Param, ...)
         return TrainState(
-            step=jnp.zeros((), jnp.int32),
             params=params,
             frozen=frozen,
             model_state=model_state,
-            opt_state=optimizer.init(for_update(params)),
             graphdef=graphdef,
-            ema=None if self.policy.ema_decay is None else ema.start(params),
-            loss_scale=loss_scale.start() if self.policy.loss_scale else None,
+            **self._start(optimizer, params, jnp.zeros((), jnp.int32)),
         )
 
+    def _start(self, optimizer: Any, params: nnx.State, step: jax.Array) -> dict:
+        """What a state holds besides its model, before the first step."""
+        return {
+            "step": step,
+            "opt_state": optimizer.init(for_update(params)),
+            "ema": None if self.policy.ema_decay is None else ema.start(params),
+            "loss_scale": loss_scale.start() if self.policy.loss_scale else None,
+        }
+
     def _specs(self, state: TrainState) -> TrainState:
-        """PartitionSpecs for every array of a state."""
-        params = param_specs(state.params, self.policy, self.mesh)
-        return dataclasses.replace(
-            state,
-            step=PartitionSpec(),
-            params=params,
-            frozen=param_specs(state.frozen, self.policy, self.mesh),
-            model_state=replicated_specs(state.model_state),
-            opt_state=optimizer_specs(state.opt_state, state.params, params),
-            ema=param_specs(state.ema, self.policy, self.mesh),
-            loss_scale=replicated_specs(state.loss_scale),
-        )
+        return state_specs(state, self.policy, self.mesh)
 
     # Steps.
 
@@ -366,17 +415,7 @@ class FSDP:
 
         Typed random keys, which numpy does not have, become their data.
         """
-
-        def full(x: Any) -> np.ndarray:
-            is_array = isinstance(x, jax.Array)
-            if is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                x = jax.random.key_data(x)
-            if is_array and not x.is_fully_addressable:
-                x = jax.device_put(x, jax.memory.Space.Device)
-                return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-            return np.asarray(x)
-
-        return jax.tree.map(full, tree)
+        return jax.tree.map(transfer.fetch, tree)
 
     def describe(
         self,

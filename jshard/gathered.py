@@ -16,7 +16,7 @@ from jshard.layers import (
     own_parameters,
     run_layers,
 )
-from jshard.shards import shard_of
+from jshard.shards import shard_of, show
 from jshard.unit_weights import gather_before
 
 M = TypeVar("M", bound=nnx.Module)
@@ -90,5 +90,7 @@ def _gathered(unit: M, gather: Callable[[list], list]) -> M:
     full = [v.copy(w) for v, w in zip(variables, weights, strict=True)]
     # Variables that are not gathered stay the same objects: their updates count.
     module = nnx.merge(graphdef, jax.tree.unflatten(tree, full), rest)
+    for variable in full:
+        show(variable)
     make_plain(module)
     return module

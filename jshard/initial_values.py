@@ -24,7 +24,11 @@ from jshard.remat import without_dead_code
 
 
 def prepare(
-    model: nnx.Module, policy: Policy, mesh: Any, units: tuple[type, ...]
+    model: nnx.Module,
+    policy: Policy,
+    mesh: Any,
+    units: tuple[type, ...],
+    is_parameter: Callable[[tuple, Any], bool],
 ) -> None:
     """Gives a new model's parameters the policy's dtypes, and marks its tables.
 
@@ -33,6 +37,7 @@ def prepare(
       policy: with dtypes of parameters.
       mesh: that they will be sharded on.
       units: module types that become Units.
+      is_parameter: an NNX filter.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, units):
@@ -45,18 +50,23 @@ def prepare(
         if variable.get_metadata(LOOKED_UP, False):
             make_by_rows(variable, mesh)
         dtype = policy.precision_at(path).param
-        if isinstance(variable, nnx.Param) and dtype is not None:
+        if dtype is not None and is_parameter(path, variable):
             value = variable.get_value()
             if jnp.issubdtype(value.dtype, jnp.floating):
                 variable.set_value(value.astype(dtype))
 
 
-def mark_stacked(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
+def mark_stacked(
+    model: nnx.Module,
+    layer_dims: Mapping[type, int],
+    is_parameter: Callable[[tuple, Any], bool],
+) -> None:
     """Marks the layer dimensions of what ``nnx.vmap`` stacked, as a Stack's are.
 
     Args:
       model: changed in place, traced or not.
       layer_dims: of the parameters of each module type, those of its submodules too.
+      is_parameter: an NNX filter.
 
     Raises:
       UserError: parameters of a module have no such dimensions, or differ in them.
@@ -68,7 +78,7 @@ def mark_stacked(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
         )
         counts = set()
         for inner, variable in variables(module):
-            if not number or not isinstance(variable, nnx.Param):
+            if not number or not is_parameter((*path, *inner), variable):
                 continue
             shape = np.shape(variable.get_value())[partition.layer_dims(variable) :]
             counts.add(shape[:number])
@@ -91,27 +101,27 @@ def mark_stacked(model: nnx.Module, layer_dims: Mapping[type, int]) -> None:
 
 
 def make(
-    create: Callable[[jax.Array], list[Any]], seed: jax.Array, abstract: Sequence[Any]
+    create: Callable[..., list[Any]], inputs: tuple, abstract: Sequence[Any]
 ) -> list[jax.Array]:
-    """The arrays that ``create`` returns, with the shardings of ``abstract``.
+    """The arrays that ``create(*inputs)`` returns, with the shardings of ``abstract``.
 
     A part is as large as the largest array in host memory; what stays on the device is
     one part.
     """
     parts = list(_parts(abstract))
     if len(parts) == 1:
-        return jax.jit(create, out_shardings=[x.sharding for x in abstract])(seed)
-    traced = jax.make_jaxpr(create)(seed)
+        return jax.jit(create, out_shardings=[x.sharding for x in abstract])(*inputs)
+    traced, values = jax.make_jaxpr(create)(*inputs), jax.tree.leaves(inputs)
     arrays: dict[int, jax.Array] = {}
     for part in parts:
 
-        def some(seed: jax.Array, part: list[int] = part) -> list[Any]:
+        def some(*values: jax.Array, part: list[int] = part) -> list[Any]:
             closed = core.ClosedJaxpr(traced.jaxpr, traced.consts)
-            outputs = core.jaxpr_as_fun(closed)(seed)
+            outputs = core.jaxpr_as_fun(closed)(*values)
             return [outputs[i] for i in part]
 
         places = [abstract[i].sharding for i in part]
-        made = jax.jit(without_dead_code(some), out_shardings=places)(seed)
+        made = jax.jit(without_dead_code(some), out_shardings=places)(*values)
         # The next part needs the room.
         arrays |= zip(part, jax.block_until_ready(made), strict=True)
     return [arrays[i] for i in range(len(abstract))]

@@ -27,7 +27,7 @@ from jshard.partition import mark_layers
 from jshard.policy import Policy
 from jshard.precision import set_compute_dtype
 from jshard.schedule import check_carry, run_unit, split_aux
-from jshard.shards import hide, is_shard, shard_of
+from jshard.shards import hide, is_shard, shard_of, show
 from jshard.stack_schedule import run_stack
 from jshard.taking_apart import take_apart
 from jshard.unit_weights import Reshard, UnitPolicy
@@ -220,23 +220,24 @@ def with_root(fn: Callable, reshard: Reshard) -> Callable:
             shard = shard_of(variable)
             assert shard is not None
             variable.set_raw_value(gather_leaf(shard.array, shard.place))
+            show(variable)
         return fn(model, *args)
 
     return call
 
 
-def root_variables(model: nnx.Module) -> list[tuple[tuple, nnx.Variable]]:
-    """The parameters that no Unit or Stack owns, with their paths."""
-    own = _own_paths(model)
-    return [
-        (path, v)
-        for path, v in variables(model)
-        if isinstance(v, nnx.Param) and path in own
-    ]
+def root_variables(
+    model: nnx.Module, *parameters: nnx.State
+) -> list[tuple[tuple, nnx.Variable]]:
+    """Those of ``parameters`` that no Unit or Stack of ``model`` owns, with paths."""
+    paths = {path for part in parameters for path, _ in nnx.to_flat_state(part)}
+    paths &= _own_paths(model)
+    return [(path, v) for path, v in variables(model) if path in paths]
 
 
 def make_plain(module: Any) -> None:
     """Undoes Unit or Stack: the module as its author wrote it."""
+    vars(module).pop("unit_policy", None)
     object.__setattr__(module, "__class__", type(module).plain_class)
 
 
@@ -260,6 +261,8 @@ class _Pieces:
         full = [v.copy(w) for v, w in zip(self._own, weights, strict=True)]
         own = jax.tree.unflatten(self._own_tree, full)
         module = nnx.merge(self.graphdef, own, self._rest_with(rest))
+        for variable in full:
+            show(variable)
         if is_unit(module):  # the root is not
             make_plain(module)
         return module

@@ -19,9 +19,9 @@ from jshard.errors import UserError
 class Mean:
     """A total and the number of things it sums over, on this device's examples.
 
-    A loss is a Mean, or a weighted sum of Means (``ce + 0.01 * router``), each divided
-    by its own count over the whole global batch: a device with fewer tokens weighs
-    less, as it would on one device.
+    A loss is a Mean, or a weighted sum of Means (``ce + 0.01 * router``, ``ce - z``),
+    each divided by its own count over the whole global batch: a device with fewer
+    tokens weighs less, as it would on one device.
 
     Attributes:
       total: scalar, sum over this device's part of the batch.
@@ -38,11 +38,22 @@ class Mean:
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: Any) -> "Loss":
+        return self * _inverse(divisor)
+
+    def __neg__(self) -> "Loss":
+        return self * -1.0
+
     def __add__(self, other: Any) -> "Loss":
         return as_loss(self) + other
 
-    def __radd__(self, other: Any) -> "Loss":
-        return as_loss(self) + other
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "Loss":
+        return as_loss(self) - other
+
+    def __rsub__(self, other: Any) -> "Loss":
+        return -self + other
 
     def compute(self) -> Any:
         """The mean; 0 where nothing was counted."""
@@ -68,6 +79,12 @@ class Loss:
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: Any) -> "Loss":
+        return self * _inverse(divisor)
+
+    def __neg__(self) -> "Loss":
+        return self * -1.0
+
     def __add__(self, other: Any) -> "Loss":
         if isinstance(other, numbers.Number) and other == 0:  # the start of sum()
             return self
@@ -80,6 +97,23 @@ class Loss:
         value = sum(weight * mean.compute() for weight, mean in self.terms)
         counted = functools.reduce(operator.or_, (m.count > 0 for _, m in self.terms))
         return jnp.where(counted, value, jnp.nan)
+
+    def __sub__(self, other: Any) -> "Loss":
+        if isinstance(other, numbers.Number) and other == 0:
+            return self
+        return self + -as_loss(other)
+
+    def __rsub__(self, other: Any) -> "Loss":
+        return -self + other
+
+
+def _inverse(divisor: Any) -> Any:
+    if isinstance(divisor, (Mean, Loss)):
+        raise UserError(
+            f"loss_fn divides by a {type(divisor).__name__}, whose counts are not "
+            "global yet; divide by a number"
+        )
+    return 1 / divisor
 
 
 def as_loss(value: Any) -> Loss:

@@ -21,6 +21,11 @@ def on_host(x: Any) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
+def on_device(x: jax.Array) -> jax.Array:
+    """A traced array in the device's memory, moved there if it is on the host."""
+    return jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x
+
+
 def check_memory(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError where the devices cannot reach pinned host memory."""
     if isinstance(mesh, AbstractMesh):

@@ -1,5 +1,6 @@
 """Which dimension of each parameter is sharded, and the specs of a whole state."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard.collectives import Placement
 from jshard.mesh import AXES, FSDP
 from jshard.policy import Policy
+from jshard.state import TrainState
 
 LAYER_DIMS = "layer_dims"  # metadata of a Stack's variables: leading layer dimensions
 LOOKED_UP = "looked_up"  # metadata of an embedding's table, in a Unit of its own
@@ -223,6 +225,21 @@ def follow(params: Any, values: Sequence[Any]) -> Callable[[tuple, Any], Any]:
         return None
 
     return find
+
+
+def state_specs(state: TrainState, policy: Policy, mesh: Mesh) -> TrainState:
+    """PartitionSpecs for every array of a state."""
+    params = param_specs(state.params, policy, mesh)
+    return dataclasses.replace(
+        state,
+        step=PartitionSpec(),
+        params=params,
+        frozen=param_specs(state.frozen, policy, mesh),
+        model_state=replicated_specs(state.model_state),
+        opt_state=optimizer_specs(state.opt_state, state.params, params),
+        ema=param_specs(state.ema, policy, mesh),
+        loss_scale=replicated_specs(state.loss_scale),
+    )
 
 
 def optimizer_specs(opt_state: Any, params: Any, specs: Any) -> Any:

@@ -118,6 +118,12 @@ def hide(variable: nnx.Variable, place: Placement, name: str) -> None:
     object.__setattr__(variable, "__class__", _sharded_class(type(variable)))
 
 
+def show(variable: nnx.Variable) -> None:
+    """Gives a Variable that holds the whole weight again the type that it had."""
+    (_, plain) = type(variable).__bases__
+    object.__setattr__(variable, "__class__", plain)
+
+
 def shard_of(variable: Any) -> Shard | None:
     """The Shard that ``variable`` holds, if it does."""
     if not isinstance(variable, nnx.Variable):

@@ -82,6 +82,71 @@ def batches() -> list[dict[str, np.ndarray]]:
     return [{"tokens": draw(), "targets": draw()} for _ in range(STEPS)]
 
 
+@pytest.fixture(scope="module")
+def qwix():
+    return pytest.importorskip(
+        "qwix", reason="needs qwix, which google-tunix installs: jshard[compat]"
+    )
+
+
+class WideNumpy:
+    """jax.numpy, with float64 where a model insists on float32."""
+
+    float32 = jnp.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+
+def with_lora(qwix: Any, model: Any) -> Any:
+    provider = qwix.LoraProvider(
+        module_path=".*attn.*",
+        rank=4,
+        alpha=8.0,
+        lora_b_initializer=nnx.initializers.normal(0.1),  # zeros would hide errors
+    )
+    tokens = jnp.zeros((1, TIME), jnp.int32)
+    mask = jnp.ones((1, TIME, TIME), bool)
+    inputs = (tokens, jnp.arange(TIME)[None], None, mask)
+    return qwix.apply_lora_to_model(model, provider, *inputs, rngs=nnx.Rngs(1))
+
+
+def test_qwix_lora_on_tunix_llama3_trains_as_on_one_device(llama3, qwix, monkeypatch):
+    monkeypatch.setattr(llama3, "jnp", WideNumpy())
+    make = make_llama3(llama3, tied=False)
+    model, plain = (with_lora(qwix, make(nnx.Rngs(0))) for _ in range(2))
+    policy = jshard.Policy(min_shard_elements=0)
+    units = (llama3.DecoderLayer, llama3.Embedder)
+    fsdp = jshard.FSDP(make_mesh(1, 8), policy, units=units)
+    state = fsdp.shard(model, TX, wrt=nnx.LoRAParam)
+    frozen = [x for x in jax.tree.leaves(state.frozen) if x.ndim > 1]
+    assert len(frozen) > 10
+    assert all("fsdp" in x.sharding.spec for x in frozen)
+
+    type(plain)._pytree__is_pytree = False  # or Flax sees no parameter of it
+    graphdef, params, rest = nnx.split(plain, nnx.LoRAParam, ...)
+    opt_state = TX.init(params)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, batch):
+        return loss_fn(nnx.merge(graphdef, params, rest, copy=True), batch).compute()
+
+    step = fsdp.train_step(loss_fn, TX)
+    for batch in batches():
+        state, metrics = step(state, fsdp.shard_batch(batch))
+        value, grads = loss(params, batch)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-9)
+    trained = fsdp.unshard(state.params)
+    for got, want in zip(
+        jax.tree.leaves(trained), jax.tree.leaves(params), strict=True
+    ):
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-9 * np.abs(want).max())
+
+
 def train_plainly(make: Callable) -> tuple[list[float], Any]:
     """(losses, parameters) on one device, with Flax and optax alone."""
     model = make(nnx.Rngs(jax.random.key(0)))

@@ -62,6 +62,33 @@ def test_sums_of_means_keep_every_term():
     assert terms(2 * (a + 0.1 * b)) == [(2, 1, 2), (0.2, 3, 4)]
 
 
+def test_differences_and_quotients_of_means_are_weighted_sums():
+    a, b = Mean(1.0, 2.0), Mean(3.0, 4.0)
+    assert terms(-a) == terms(0 - a) == [(-1, 1, 2)]
+    assert terms(a / 4) == [(0.25, 1, 2)]
+    assert terms(a - b) == terms(a - 0 - b) == [(1, 1, 2), (-1, 3, 4)]
+    assert terms(a - 2 * b) == terms(-(2 * b - a))[::-1] == [(1, 1, 2), (-2, 3, 4)]
+    assert terms((a - b / 2) / 2) == [(0.5, 1, 2), (-0.25, 3, 4)]
+
+
+def test_a_step_of_a_difference_is_that_of_one_device():
+    def loss_fn(model, x):
+        y, odd = model(x), x % 2
+        return Mean(y.sum(), len(x)) / 2 - Mean((odd * y).sum(), odd.sum())
+
+    x = np.arange(16.0) ** 2 % 7
+    metrics, gradient = step(loss_fn, x, replica=2)
+    odd = x % 2
+    want = x.mean() / 2 - (odd * x).sum() / odd.sum()
+    np.testing.assert_allclose((metrics["loss"], gradient), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("divide", [lambda a: a / a, lambda a: (2 * a) / (2 * a)])
+def test_dividing_by_a_mean_is_an_error(divide):
+    with pytest.raises(jshard.UserError, match="divide by a number"):
+        divide(Mean(1.0, 2.0))
+
+
 def test_adding_a_plain_number_to_a_loss_is_an_error():
     with pytest.raises(jshard.UserError, match="float"):
         _ = Mean(1.0, 2.0) + 1.5

@@ -2,12 +2,16 @@
 
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 
+import jshard
 from jshard.errors import UserError
 from jshard.training import recipe as recipes
+from jshard.training.config import complete
+from jshard.training.job import make_job
 from jshard.training.recipe import find_recipe, open_recipe
 
 RECIPE = """\
@@ -147,6 +151,39 @@ def test_a_recipe_whose_function_is_a_value_is_an_error_that_names_it(tmp_path):
     file = write(tmp_path / "bad.py", f"{OWN}references = 3")
     with pytest.raises(UserError, match=r"references in recipe .*is not a function"):
         whose(file)
+
+
+WITH_UNITS = """\
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+from jshard import Mean
+
+class Block(nnx.Linear): ...
+
+def make_model(config, rngs):
+    return nnx.Sequential(*[Block(64, 64, rngs=rngs) for _ in range(2)])
+
+def units(config): return (Block,) if config.wrapped else ()
+def get_config(): return ConfigDict({"wrapped": True, "steps": 1, "batch_size": 8})
+def make_optimizer(config): return optax.sgd(1e-2)
+def loss_fn(model, x): return Mean(model(x).sum(), len(x))
+def make_data(config, split): ...
+"""
+
+
+def test_a_recipe_may_say_which_module_types_are_units(tmp_path):
+    file = write(tmp_path / "recipe.py", WITH_UNITS)
+    with open_recipe(file) as recipe:
+        config = complete(recipe.get_config(), recipe.name)
+        with warnings.catch_warnings():  # of a large root
+            warnings.simplefilter("error")
+            job = make_job(recipe, config, jshard.make_mesh())
+            job.abstract_state()
+        assert [unit.__name__ for unit in job.fsdp.units] == ["Block"]
+        config.wrapped = False
+        with pytest.warns(UserWarning, match="in no Stack or Unit"):
+            make_job(recipe, config, jshard.make_mesh()).abstract_state()
 
 
 def test_a_syntax_error_is_an_error_that_names_file_and_line(tmp_path):

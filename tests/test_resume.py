@@ -12,6 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
+from jshard.distributed import Peers
 from jshard.errors import UserError
 from jshard.training.config import complete
 from jshard.training.lock import lock_folder

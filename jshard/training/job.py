@@ -70,7 +70,8 @@ def make_job(recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh) -> Job:
       UserError: the config asks for what cannot be.
     """
     options = parse_options(config.compiler_options)
-    fsdp = jshard.FSDP(mesh, make_policy(config), compiler_options=options)
+    units = recipe.units(config) if recipe.units else ()
+    fsdp = jshard.FSDP(mesh, make_policy(config), units=units, compiler_options=options)
     optimizer = returns.make_optimizer(recipe.make_optimizer, config)
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
     make_model = partial(returns.make_model, recipe.make_model, config)

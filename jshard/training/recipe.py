@@ -42,6 +42,8 @@ class Recipe:
       sample: Optional; `sample(config)` returns `(generate, prompt, decode)`:
         `generate(model, prompt)` gives tokens, and `decode(tokens[0])` their text.
         It may return None when this config has no sample.
+      units: Optional; `units(config)` returns the module types that become Units, as
+        `jshard.FSDP(units=...)` takes them, for a model without any of its own.
     """
 
     file: Path
@@ -54,6 +56,7 @@ class Recipe:
     references: Callable[[Config], dict[str, float]] | None = None
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
+    units: Callable[[Config], Any] | None = None
 
     @property
     def name(self) -> str:

@@ -26,6 +26,7 @@ ARGUMENTS = {
     "references": ("config",),
     "flops_per_token": ("config",),
     "sample": ("config",),
+    "units": ("config",),
 }
 
 

@@ -126,8 +126,8 @@ DEFAULTS = {
         at_least=2, at_most=60,  # JAX itself gives up after 100
     ),
     "watch.stuck": Key(
-        "auto", "seconds without progress of any process until all end; 0 is never, auto "
-        "a minute or ten of the run's own steps", kind=float, also=("auto",),
+        "auto", "seconds without progress of any process until all end; 0 is never, "
+        "auto a minute or ten of the run's own steps", kind=float, also=("auto",),
         at_least=0, at_most=10_000_000,
     ),
 }  # fmt: skip

@@ -1,0 +1,195 @@
+"""What a user gives to make a state of: a function, a model, an optimizer, types."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen, nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+
+from jshard.calling import reachable, variables, variables_in
+from jshard.errors import UserError
+from jshard.partition import is_annotated
+
+_LINEN = "a Flax Linen module; wrap its layers in nnx.bridge.ToNNX (docs/guide.md)"
+
+
+def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:
+    """What makes a model from a seed by ``make_model(rngs)``.
+
+    Raises:
+      UserError: (now, or when called) it is no such function.
+    """
+    if isinstance(make_model, nnx.Module):
+        raise UserError(
+            f"make_model is a model that exists, a {type(make_model).__name__}; pass "
+            "it to fsdp.shard(model, optimizer), or pass a function that makes it from "
+            "nnx.Rngs"
+        )
+    _refuse_linen("make_model is", make_model)
+    if not callable(make_model):
+        raise UserError(
+            f"make_model is {_kind(make_model)}; it must be a function of nnx.Rngs "
+            "that returns an nnx.Module, such as lambda rngs: Model(config, rngs=rngs)"
+        )
+    is_type = isinstance(make_model, type)
+    called, given = (make_model.__init__, 2) if is_type else (make_model, 1)
+    try:
+        inspect.signature(called).bind(*[None] * given)
+    except TypeError as error:
+        raise UserError(
+            f"make_model is called with nnx.Rngs alone, and {_name(make_model)} cannot "
+            f"be: {error}; pass lambda rngs: Model(..., rngs=rngs)"
+        ) from error
+    except ValueError:  # it has no signature that can be read
+        pass
+
+    def make(seed: jax.Array) -> nnx.Module:
+        # partition.py reads annotations of further mesh axes; Flax must not act on
+        # them. Variables without one stay as Flax makes them.
+        with nnx.use_eager_sharding(False):
+            model = make_model(nnx.Rngs(jax.random.key(seed)))
+        _refuse_linen("make_model returned", model)
+        if not isinstance(model, nnx.Module):
+            raise UserError(
+                f"make_model returned {_kind(model)}; it must return an nnx.Module"
+            )
+        _check_is_new(model)
+        _opened(model)
+        return model
+
+    return make
+
+
+def _check_is_new(model: nnx.Module) -> None:
+    for _, variable in variables(model):
+        try:
+            variable.set_raw_value(variable.get_raw_value())
+        except TraceContextError as error:
+            raise UserError(
+                "make_model returned a model that existed before it was called; pass "
+                "that to fsdp.shard(model, optimizer)"
+            ) from error
+
+
+def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
+    """What makes a copy of ``model`` from its values, and these.
+
+    Raises:
+      UserError: it is no model, or its arrays are not all here.
+    """
+    _refuse_linen("model is", model)
+    if not isinstance(model, nnx.Module):
+        raise UserError(
+            f"model is {_kind(model)}; fsdp.shard takes an nnx.Module that exists. A "
+            "function that makes one goes to fsdp.init"
+        )
+    closed = _opened(model)
+    graphdef, values = nnx.split(model)
+    for module, cls in closed:
+        object.__setattr__(module, "__class__", cls)
+    for path, leaf in nnx.to_flat_state(values):
+        for value in jax.tree.leaves(leaf):
+            here = isinstance(value, (np.ndarray, np.generic, int, float, complex))
+            if not here and not (
+                isinstance(value, jax.Array)
+                and not isinstance(value, Tracer)
+                and value.is_fully_addressable
+            ):
+                raise UserError(
+                    f"model: {'.'.join(map(str, path))!r} holds {_kind(value)}; "
+                    "fsdp.shard needs full arrays, in numpy or on devices of this "
+                    "process"
+                )
+
+    def merge(values: nnx.State) -> nnx.Module:
+        copy = nnx.merge(graphdef, values, copy=True)
+        for _, variable in variables(copy):
+            if is_annotated(variable):  # as in from_seed
+                variable.set_metadata("eager_sharding", False)
+        return copy
+
+    return merge, values
+
+
+def _opened(model: nnx.Module) -> list[tuple[nnx.Module, type]]:
+    """Has Flax see all parameters of ``model``; returns the types that it changes.
+
+    Who gives a module that is no pytree a derived type, as
+    ``qwix.apply_lora_to_model`` does, makes it one: all attributes that were set before
+    count as static then, parameters too. A type that is no pytree brings them back.
+    """
+    modules = reachable(model, stop=lambda x: False)
+    closed = [
+        (module, type(module))
+        for module in modules
+        if isinstance(module, nnx.Module)
+        and type(module)._pytree__is_pytree
+        and any(
+            name not in module._pytree__nodes and variables_in(value)
+            for name, value in vars(module).items()
+        )
+    ]
+    for module, cls in closed:
+        object.__setattr__(module, "__class__", _no_pytree(cls))
+    return closed
+
+
+@functools.cache
+def _no_pytree(cls: type) -> type:
+    return types.new_class(cls.__name__, (cls,), {"pytree": False})
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises UserError unless ``optimizer`` is an optax transformation."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UserError(
+            f"optimizer is {_kind(optimizer)}; it must be an optax transformation, "
+            "such as optax.adamw(1e-3)"
+        )
+
+
+def check_unit_types(units: Any) -> tuple[type, ...]:
+    """The types in ``units``; raises UserError where it holds anything else."""
+    if not isinstance(units, (Sequence, Mapping, set, frozenset)):
+        raise UserError(
+            f"units is {_kind(units)}; it must be a tuple of module types, such as "
+            "(Block,)"
+        )
+    for unit in units:
+        if not (isinstance(unit, type) and issubclass(unit, nnx.Module)):
+            raise UserError(
+                f"units holds {_kind(unit)}; it must hold types of "
+                "nnx.Modules" + (f": {_LINEN}" if _is_linen(unit) else "")
+            )
+    return tuple(units)
+
+
+def _refuse_linen(what: str, value: Any) -> None:
+    if _is_linen(value):
+        raise UserError(f"{what} {_LINEN}")
+
+
+def _is_linen(value: Any) -> bool:
+    return isinstance(value, linen.Module) or (
+        isinstance(value, type) and issubclass(value, linen.Module)
+    )
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def _kind(value: Any) -> str:
+    """A value in an error: what it is, not what it holds."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the type {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

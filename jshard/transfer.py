@@ -1,0 +1,57 @@
+"""Arrays from the host to the shards of a mesh, and back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
+
+
+def put(value: Any, like: Any) -> jax.Array:
+    """A global array from a full one that every process has.
+
+    One shard at a time is copied; no program sees the full value.
+
+    Args:
+      value: an array on the host or on devices of this process.
+      like: abstract, with the dtype and the sharding of the result.
+    """
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(value)
+        raw = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=like.sharding)
+        return jax.random.wrap_key_data(put(data, raw), impl=jax.random.key_impl(value))
+    full = value if isinstance(value, jax.Array) else np.asarray(value)
+    sharding, shards = like.sharding, []
+    for device, index in sharding.addressable_devices_indices_map(like.shape).items():
+        # A copy in any case: on CPUs a device's array may be the memory it came from.
+        shard = np.array(full[index], like.dtype)
+        place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        shards.append(jax.block_until_ready(jax.device_put(shard, place)))
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+
+
+def put_state(values: nnx.State, like: nnx.State) -> nnx.State:
+    """The variables of ``like``, abstract, with what ``values`` has at their paths."""
+    full = dict(nnx.to_flat_state(values))
+
+    def put_leaf(path: tuple, leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Variable):
+            return put(full[path], leaf)
+        value = full[path].get_raw_value()
+        return leaf.copy(jax.tree.map(put, value, leaf.get_raw_value()))
+
+    return nnx.map_state(put_leaf, like)
+
+
+def fetch(x: Any) -> np.ndarray:
+    """The full value on the host; of typed random keys, their data."""
+    is_array = isinstance(x, jax.Array)
+    if is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if is_array and not x.is_fully_addressable:
+        x = jax.device_put(x, jax.memory.Space.Device)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)

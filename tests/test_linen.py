@@ -1,0 +1,150 @@
+"""Linen models: their layers in nnx.bridge.ToNNX, each a unit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jshard
+from parity import make_mesh
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "x64")
+
+TX = optax.adam(1e-2)
+VOCABULARY, TIME, WIDTH, LAYERS, EXAMPLES = 64, 8, 16, 2, 16
+WIDE = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+POLICY = jshard.Policy(min_shard_elements=0)
+
+
+# A language model in Linen, as Flax's lm1b and wmt examples have it.
+
+
+class MlpBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x_BTD):
+        h_BTF = linen.gelu(linen.Dense(2 * WIDTH, **WIDE)(x_BTD))
+        return linen.Dense(x_BTD.shape[-1], **WIDE)(h_BTF)
+
+
+class EncoderBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x_BTD):
+        mask = linen.make_causal_mask(x_BTD[..., 0])
+        h_BTD = linen.LayerNorm(**WIDE)(x_BTD)
+        attention = linen.MultiHeadDotProductAttention(
+            num_heads=2, use_bias=False, deterministic=True, **WIDE
+        )
+        x_BTD = x_BTD + attention(h_BTD, h_BTD, mask=mask)
+        return x_BTD + MlpBlock()(linen.LayerNorm(**WIDE)(x_BTD))
+
+
+class Transformer(linen.Module):
+    def setup(self):
+        self.embed = linen.Embed(VOCABULARY, WIDTH, **WIDE)
+        self.blocks = [EncoderBlock() for _ in range(LAYERS)]
+        self.head = linen.Dense(VOCABULARY, **WIDE)
+
+    def __call__(self, tokens_BT):
+        x_BTD = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(x_BTD)
+
+
+# The same for jshard, a gather a layer.
+
+
+def wrap(module: linen.Module, rngs: nnx.Rngs, *inputs: Any) -> Any:
+    return nnx.bridge.ToNNX(module, rngs=rngs).lazy_init(*inputs)
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        tokens, x = jnp.zeros((1, TIME), int), jnp.zeros((1, TIME, WIDTH))
+        self.embed = wrap(linen.Embed(VOCABULARY, WIDTH, **WIDE), rngs, tokens)
+        self.blocks = nnx.List([wrap(EncoderBlock(), rngs, x) for _ in range(LAYERS)])
+        self.head = wrap(linen.Dense(VOCABULARY, **WIDE), rngs, x)
+
+    def run(self, x_BTD):
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return x_BTD
+
+    def __call__(self, tokens_BT):
+        return self.head(self.run(self.embed(tokens_BT)))
+
+
+class Stacked(Wrapped):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        make = lambda rngs: wrap(EncoderBlock(), rngs, jnp.zeros((1, TIME, WIDTH)))
+        self.blocks = jshard.Stack(make, LAYERS, rngs=rngs)
+
+    def run(self, x_BTD):
+        return self.blocks(x_BTD)
+
+
+def linen_variables(params: nnx.State) -> Any:
+    """The parameters of Wrapped or Stacked in Transformer's tree."""
+    values = nnx.to_pure_dict(params)
+    blocks = values.pop("blocks")
+    if 0 in blocks:
+        layers = [blocks[i] for i in range(LAYERS)]
+    else:
+        layers = [jax.tree.map(lambda x, i=i: x[i], blocks) for i in range(LAYERS)]
+    return {"params": values | {f"blocks_{i}": x for i, x in enumerate(layers)}}
+
+
+def cross_entropy(logits, tokens):
+    targets = jnp.roll(tokens, -1, axis=1)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+
+def loss_fn(model, tokens):
+    losses = cross_entropy(model(tokens), tokens)
+    return jshard.Mean(losses.sum(), losses.size)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        (Wrapped, (2, 2)),
+        pytest.param(Stacked, (1, 8), marks=pytest.mark.slow),
+    ],
+)
+def test_a_linen_transformer_trains_as_on_one_device_with_linen_alone(model, mesh):
+    fsdp = jshard.FSDP(make_mesh(*mesh), POLICY, units=(nnx.bridge.ToNNX,))
+    state = fsdp.init(model, TX)
+    step = fsdp.train_step(loss_fn, TX)
+    plain = linen_variables(fsdp.unshard(state.params))
+    opt_state = TX.init(plain)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(variables, tokens):
+        return cross_entropy(Transformer().apply(variables, tokens), tokens).mean()
+
+    for i in range(3):
+        rng = np.random.default_rng(i)
+        tokens = rng.integers(0, VOCABULARY, (EXAMPLES, TIME))
+        state, metrics = step(state, fsdp.shard_batch(tokens))
+        value, grads = loss(plain, tokens)
+        updates, opt_state = TX.update(grads, opt_state, plain)
+        plain = optax.apply_updates(plain, updates)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-9)
+    got = linen_variables(fsdp.unshard(state.params))
+    assert jax.tree.structure(got) == jax.tree.structure(plain)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())
+
+
+def test_each_linen_layer_is_a_unit_and_nothing_is_root():
+    fsdp = jshard.FSDP(make_mesh(1, 8), POLICY, units=(nnx.bridge.ToNNX,))
+    state = fsdp.abstract_state(Wrapped, TX)
+    step = fsdp.train_step(loss_fn, TX)
+    text = fsdp.describe(state, np.zeros((EXAMPLES, TIME), int), step)
+    assert not any(line.startswith("root") for line in text.splitlines())
