@@ -207,11 +207,168 @@ def test_the_limit_of_a_stuck_process_is_learned_or_seconds(config):
     for value in ("auto", "0", "90", "0.5"):
         override(config, {"watch.stuck": value}, "mlp.py")
         check(config)
-    for value in ("-1", "nan", "True", "soon"):
+    override(config, {"watch.stuck": "-1"}, "mlp.py")
+    with pytest.raises(UserError, match=r"watch\.stuck=-1.*: must be auto, or"):
+        check(config)
+    for value in ("nan", "True", "soon"):
         with pytest.raises(UserError, match=r"watch\.stuck=.*: must be "):
-            _checked(config, "watch.stuck", value)
+            override(config, {"watch.stuck": value}, "mlp.py")
 
 
-def _checked(config, key, value):
-    override(config, {key: value}, "mlp.py")
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"best_is": "least"}, "best_is=least: must be lowest or highest"),
+        ({"best": "loss"}, "best=loss: must be a metric of evaluations"),
+        ({"best": "eval_loss"}, "best=eval_loss: needs --config.eval_every above 0"),
+        ({"restore_optimizer": "True"}, "from where? give --config.checkpoint.restore"),
+        (
+            {"restore_optimizer": "True", "restore": "a.safetensors"},
+            "a.safetensors has parameters only",
+        ),
+        ({"accept": "model.droput"}, "key or group; did you mean model.dropout?"),
+        ({"accept": "seed,3"}, "accept=3: the recipe has no such key"),
+        ({"accept": "mode"}, "accept=mode: the recipe has no such key"),
+    ],
+)
+def test_checkpoint_options_that_are_wrong_or_at_odds_are_one_clear_line(
+    values, said, config
+):
+    override(config, {f"checkpoint.{k}": v for k, v in values.items()}, "mlp.py")
+    with pytest.raises(UserError) as error:
+        check(config)
+    assert said in str(error.value)
+
+
+def test_the_best_checkpoint_needs_checkpoints(config):
+    values = {"checkpoint.best": "eval_loss", "eval_every": "5"}
+    override(config, values, "mlp.py")
     check(config)
+    override(config, {"checkpoint.every": "0"}, "mlp.py")
+    with pytest.raises(UserError, match=r"needs --config\.checkpoint\.every above 0"):
+        check(config)
+
+
+def test_keys_and_groups_of_the_recipe_can_be_accepted(config):
+    accepted = "model,data,optimizer.betas,batch_size,seed"
+    override(config, {"checkpoint.accept": accepted}, "mlp.py")
+    check(config)
+
+
+# Declarations.
+
+
+def own_config(**keys):
+    return complete(ConfigDict({"steps": 10, "batch_size": 8} | keys), "mlp.py")
+
+
+def test_a_declared_key_is_read_and_set_like_a_plain_value():
+    config = own_config(model={"width": Key(8, "width", at_least=1), "depth": 2})
+    assert dict(**config.model) == {"width": 8, "depth": 2}
+    override(config, {"model.width": "4"}, "mlp.py")
+    assert config.model.width == 4
+    assert config.to_dict()["model"] == {"width": 4, "depth": 2}
+    override(config, {"model.width": "0", "model.depth": "-3"}, "mlp.py")
+    with pytest.raises(UserError, match=r"--config.model.width=0: must be at least 1"):
+        check(config)
+    config.model.width = 1
+    check(config)  # a plain value has no bounds
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_of_a_config_keeps_its_declarations(copied):
+    config = copied(own_config(model={"width": Key(8, "width", at_least=1)}))
+    assert declarations(config)["model.width"].help == "width"
+    override(config, {"model.width": "0"}, "mlp.py")
+    with pytest.raises(UserError, match=r"--config.model.width=0: must be at least 1"):
+        check(config)
+
+
+def test_a_declared_value_may_be_of_several_kinds():
+    config = own_config(rate=Key(None, "", kind=float, also=(None, "auto"), above=0))
+    for text, value in (("2", 2.0), ("auto", "auto"), ("None", None)):
+        override(config, {"rate": text}, "mlp.py")
+        check(config)
+        assert config.rate == value
+    with pytest.raises(UserError, match="expected a finite number, None or auto"):
+        override(config, {"rate": "none"}, "mlp.py")
+    override(config, {"rate": "-1"}, "mlp.py")
+    with pytest.raises(UserError, match=r"rate=-1\.0: must be None, auto, or above 0"):
+        check(config)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_nan_and_infinities_are_refused_unless_they_are_the_default(text):
+    config = own_config(limit=float("inf"), rate=0.5)
+    with pytest.raises(UserError, match=rf"--config.rate={text}: expected a finite"):
+        override(config, {"rate": text}, "mlp.py")
+    override(config, {"limit": text}, "mlp.py")
+    check(config)
+
+
+def test_a_reference_to_another_key_still_follows_it():
+    own = ConfigDict({"steps": 10, "batch_size": 8, "eval_every": 1})
+    own.warmup = own.get_ref("steps") // 5
+    own.eval_every = own.get_ref("steps") // 2
+    config = complete(own, "mlp.py")
+    override(config, {"steps": "20"}, "mlp.py")
+    check(config)
+    assert (config.warmup, config.eval_every) == (4, 10)
+
+
+@pytest.mark.parametrize("value", [None, "cosine", (1e-3, 1e-4)])
+def test_a_recipe_may_mean_something_else_by_a_common_name(value):
+    check(own_config(optimizer={"learning_rate": value}))
+
+
+def test_a_common_number_has_its_range_without_a_declaration():
+    config = own_config(optimizer={"learning_rate": 1, "clip_norm": None})
+    override(config, {"optimizer.learning_rate": "0.1"}, "mlp.py")
+    assert config.optimizer.learning_rate == 0.1
+    override(config, {"optimizer.learning_rate": "-0.1"}, "mlp.py")
+    with pytest.raises(UserError, match=r"learning_rate=-0\.1: must be at least 0"):
+        check(config)
+
+
+# Values.
+
+scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+sequences = st.one_of(
+    st.lists(st.integers(), min_size=1),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1),
+    st.lists(st.text(), min_size=1),
+)
+
+
+@given(scalars | sequences | sequences.map(tuple))
+def test_every_value_is_read_back_from_its_text(value):
+    if value == "None":
+        return  # the one name that means no name
+    parsed = parse_value(str(value), default=value)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@given(st.text(), scalars | sequences | st.just(()) | st.none())
+@example("9" * 5000, 0)  # Python reads no more than 4300 digits
+@example("(" * 1000, (1,))
+@example("1" + "+1" * 10000, (1,))
+@example("{[]}", (1,))
+def test_any_text_gives_a_value_of_the_defaults_type_or_a_value_error(text, default):
+    try:
+        value = parse_value(text, default)
+    except ValueError:
+        return
+    if default is None:
+        assert value is None or type(value) in (int, float, bool, str)
+    else:
+        assert value is None or type(value) is type(default)
+
+
+@given(st.integers(-(2**53), 2**53))
+def test_a_whole_number_is_accepted_where_the_default_is_a_float(value):
+    parsed = parse_value(str(value), default=0.5)
+    assert type(parsed) is float
+    assert parsed == float(value)
