@@ -78,7 +78,7 @@ class Key(FieldReference):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or of what was pickled."""
-        vars(self).update(state)
+        self.__dict__.update(state)
 
     def is_special(self, value: Any) -> bool:
         """Whether a value is one of `also`."""
