@@ -11,6 +11,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh
 
+from jshard.batch_norm import batch_norms
 from jshard.dropout import plain_streams
 from jshard.layers import root_variables
 from jshard.mesh import AXES, FSDP, REPLICA, hosts_of
@@ -160,6 +161,11 @@ def describe(
             text += f", {part} over the network"
         lines.append((name + "s", text))
     lines += _replicated(state, policy, mesh) + _root(model, state, policy, mesh)
+    norms = batch_norms(model)
+    if norms and policy.accumulate > 1:
+        text = f"{_some(norms)}: over one of the {policy.accumulate} micro-batches, of "
+        text += "all devices; running statistics move with each micro-batch"
+        lines.append(("batch norm", text))
     streams = plain_streams(model)
     if streams:
         lines.append(

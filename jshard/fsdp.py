@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshard import compiler, describe, ema, layers, loss_scale, step, transfer
+from jshard.batch_norm import of_one_device
 from jshard.checks import (
     check_batch,
     check_layer_counts,
@@ -23,6 +24,7 @@ from jshard.checks import (
 from jshard.collectives import Placement
 from jshard.given import check_optimizer, check_unit_types, existing, from_seed
 from jshard.initial_values import make, mark_stacked, prepare
+from jshard.loop_types import typed_loops
 from jshard.loss import Means
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
@@ -377,7 +379,12 @@ class FSDP:
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         specs = {"in_specs": in_specs, "out_specs": out_specs}
-        run = jax.shard_map(fn, mesh=self.mesh, axis_names=set(AXES), **specs)
+
+        def local(*args: Any) -> Any:
+            with typed_loops():
+                return fn(*args)
+
+        run = jax.shard_map(local, mesh=self.mesh, axis_names=set(AXES), **specs)
         return lambda *args: run(*jax.tree.map(typed_as_device, args))
 
     def _constrain(self, tree: Any, specs: Any) -> Any:
@@ -406,9 +413,12 @@ class FSDP:
 
     def model(self, state: TrainState) -> nnx.Module:
         """An ordinary module over the state's (global, sharded) arrays."""
-        return nnx.merge(
+        model = nnx.merge(
             state.graphdef, state.params, state.frozen, state.model_state, copy=True
         )
+        for _, module in list(nnx.iter_modules(model)):
+            of_one_device(module)
+        return model
 
     def unshard(self, tree: Any) -> Any:
         """Full values on the host: the same tree with numpy arrays, leaf by leaf.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard.collectives import placements, vary
+from jshard.loop_types import typed_loops
 from jshard.remat import check_remat
 from jshard.schedule import split_aux
 from jshard.stack_schedule import run_stack
@@ -65,19 +66,20 @@ def scan_layers(
         returned[:] = [has_aux, tree]
         return [*jax.tree.leaves(state), *leaves]
 
-    out, ys, _ = run_stack(
-        layer,
-        [
-            vary(s) if p.dim is None else s
-            for s, p in zip(shards, jax.tree.leaves(places), strict=True)
-        ],
-        jax.tree.leaves(places),
-        [],
-        inputs[:num_carry],
-        inputs[num_carry:],
-        UnitPolicy(remat, reshard_after_forward),
-        [],
-    )
+    with typed_loops():
+        out, ys, _ = run_stack(
+            layer,
+            [
+                vary(s) if p.dim is None else s
+                for s, p in zip(shards, jax.tree.leaves(places), strict=True)
+            ],
+            jax.tree.leaves(places),
+            [],
+            inputs[:num_carry],
+            inputs[num_carry:],
+            UnitPolicy(remat, reshard_after_forward),
+            [],
+        )
     last = jax.tree.unflatten(jax.tree.structure(carry), out)
     has_aux, tree = returned
     return (last, jax.tree.unflatten(tree, ys)) if has_aux else last

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jshard.batch_norm import over_all_devices
 from jshard.calling import call_method, is_variable, reachable, variables, variables_in
 from jshard.collectives import Placement, gather_leaf, is_float
 from jshard.embedding import is_cheaper, is_table, look_up, mark_table
@@ -193,6 +194,7 @@ def place(
     """Makes every parameter a Shard, and gives every unit its policy."""
     units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
     for path, module in list(nnx.iter_modules(model)):
+        over_all_devices(module)
         set_compute_dtype(module, policy.precision_at(path).compute)
         if isinstance(module, (Unit, Stack)):
             module.unit_policy = policy.unit(path)

@@ -333,10 +333,20 @@ def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Result
         return predicate
 
     def body(state: Any) -> Any:
-        values, token = state
-        return _passed_on(run(params["body_jaxpr"], [*body_consts, *values], token))
+        inputs = [*body_consts, *state[0]]
+        values, token = _passed_on(run(params["body_jaxpr"], inputs, state[1]))
+        # Of a loop under vmap each example ends in its own time.
+        if batched:
+            left = goes_on(state)
+            values = [
+                jnp.where(jnp.expand_dims(left, range(left.ndim, new.ndim)), new, old)
+                for new, old in zip(values, state[0], strict=True)
+            ]
+        return values, token
 
-    return lax.while_loop(goes_on, body, (list(values[first + second :]), token))
+    batched = params["cond_jaxpr"].out_avals[0].shape
+    any_goes_on = (lambda state: jnp.any(goes_on(state))) if batched else goes_on
+    return lax.while_loop(any_goes_on, body, (list(values[first + second :]), token))
 
 
 def _passed_on(results: Results, branch: int = 0) -> Results:

@@ -41,7 +41,9 @@ class Policy:
       reshard_root: the same choice for the root, what is in no Stack or Unit, which
         is otherwise gathered once a step and kept.
       precision: dtypes of parameters, wire, computation and reduction.
-      accumulate: micro-batches a step; gradients accumulate as shards.
+      accumulate: micro-batches a step; gradients accumulate as shards. Statistics of
+        a batch (``nnx.BatchNorm``) are those of a micro-batch, on all devices, and
+        running statistics move with each.
       defer_scatter: gather all weights once a step, add up whole gradients, and
         scatter them once: with micro-batches the traffic of one of them, and memory
         for all weights and gradients (``no_sync`` elsewhere; ZeRO-1 but for the

@@ -15,6 +15,7 @@ from jax import lax
 
 from jshard.collectives import all_gather, reduce_scatter, vary, varying, zeros_like
 from jshard.dropout import fold_streams, merge_state, microbatch
+from jshard.equal_state import differing, of_first_device
 from jshard.errors import UserError
 from jshard.loss import Loss, Mean, divide, split_result
 from jshard.mesh import AXES, FSDP, manual_axes
@@ -61,11 +62,16 @@ def train(
     )
 
     # Below, shards are (params, frozen).
-    def forward(shards, state, batch, index):
+    def run(shards, state, batch, index):
         model = build(*shards, fold_streams(state, index))
         with microbatch(index, accumulate):
             loss, metrics = split_result(loss_fn(model, batch))
-        return _typed(loss), _typed(metrics), _next_state(state, model)
+        return loss, metrics, _next_state(state, model)
+
+    def forward(shards, state, batch, index):
+        loss, metrics, after = run(shards, state, batch, index)
+        after = _typed_as(state, after, run, (shards, state, batch, index))
+        return _typed(loss), _typed(metrics), after
 
     def totals(shards, state, batch, index):
         loss, metrics, after = forward(shards, state, batch, index)
@@ -240,15 +246,43 @@ def _between(param: jax.Array, grad: jax.Array) -> tuple[str, ...]:
 def _next_state(before: nnx.State, model: nnx.Module) -> nnx.State:
     """The model's state after the forward, in the structure of ``before``."""
     after = dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))))
-    for path, variable in nnx.to_flat_state(before):
-        streams = (nnx.RngKey, nnx.RngCount)
-        old, new = varying(variable.get_value()), varying(after[path].get_value())
-        if new - old and not isinstance(variable, streams):
+    kept = [(path, after[path]) for path, _ in nnx.to_flat_state(before)]
+    return nnx.from_flat_state(kept)
+
+
+def _typed_as(
+    before: nnx.State, after: nnx.State, run: Callable, inputs: tuple
+) -> nnx.State:
+    """``after`` with the types of ``before``; ``run(*inputs)`` gave it.
+
+    Raises:
+      UserError: it differs by device where ``before`` does not.
+    """
+    flat = dict(nnx.to_flat_state(after))
+    more = [
+        path
+        for path, variable in nnx.to_flat_state(before)
+        if varying(flat[path].get_value()) - varying(variable.get_value())
+        and not isinstance(variable, (nnx.RngKey, nnx.RngCount))
+    ]
+    if not more:
+        return after
+
+    def values(*inputs: Any) -> list[jax.Array]:
+        state = dict(nnx.to_flat_state(run(*inputs)[2]))
+        return [state[path].get_value() for path in more]
+
+    shards, state, batch, index = inputs
+    differs = differing(
+        values, (shards, False), (state, False), (batch, True), (index, False)
+    )
+    for path, differ in zip(more, differs, strict=True):
+        if differ:
             name = ".".join(map(str, path))
             raise UserError(
                 f"model state {name!r} ends the step different on each device; reduce "
-                "what it is computed from with jshard.pmean (nnx.BatchNorm: pass "
-                f"axis_name={AXES})"
+                "what it is computed from with jshard.pmean (nnx.BatchNorm: leave "
+                "axis_name out)"
             )
-    kept = [(path, after[path]) for path, _ in nnx.to_flat_state(before)]
-    return nnx.from_flat_state(kept)
+        flat[path] = flat[path].copy(of_first_device(flat[path].get_value()))
+    return nnx.from_flat_state(list(flat.items()))

@@ -161,8 +161,9 @@ def test_layers_are_counted_where_there_is_a_stack(knobs):
 
 @pytest.mark.parametrize("name", ["first_k", "keep_last"])
 def test_more_layers_than_there_are_is_an_error(name):
+    knobs: Any = {name: 99}
     with pytest.raises(jshard.UserError) as error:
-        abstract_state(jshard.Policy(**{name: 99}))
+        abstract_state(jshard.Policy(**knobs))
     check(error, f"policy.{name}=99 is more layers than the model has", "largest Stack")
     with pytest.raises(jshard.UserError) as error:
         abstract_state(jshard.Policy(overrides={"blocks": {name: 99}}))
