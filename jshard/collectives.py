@@ -71,7 +71,7 @@ def vary(x: Any, axes: Any = None) -> Any:
 
 def zeros_like(x: jax.Array) -> jax.Array:
     """Zeros of the shape, dtype and mesh type of ``x``."""
-    return vary(jnp.zeros(x.shape, x.dtype), tuple(varying(x)))
+    return vary(jnp.zeros(x.shape, x.dtype), sorted(varying(x)))
 
 
 def abstract_like(x: Any, *, layer: bool = False) -> jax.ShapeDtypeStruct:

@@ -156,7 +156,8 @@ class LinearizedLayer:
             shown.policies.update([remat] if isinstance(remat, Names) else [])
 
         def primal(*leaves):
-            closed = core.ClosedJaxpr(traced.jaxpr, leaves[num_leaves:])
+            consts = leaves[num_leaves:][: len(traced.consts)]
+            closed = core.ClosedJaxpr(traced.jaxpr, consts)
             return core.jaxpr_as_fun(closed)(*leaves[:num_leaves])
 
         self._primal = primal
@@ -197,9 +198,18 @@ class LinearizedLayer:
             return [*outputs, *residuals]
 
         treedef: list[Any] = []
-        jaxpr = jax.make_jaxpr(with_residuals)(*flat).jaxpr
+        traced = jax.make_jaxpr(with_residuals)(*flat)
         (self._pullback,) = treedef
-        assert not jaxpr.constvars, "constants are hoisted before this point"
+
+        def hoisted(*leaves):
+            closed = core.ClosedJaxpr(traced.jaxpr, leaves[len(flat) :])
+            return core.jaxpr_as_fun(closed)(*leaves[: len(flat)])
+
+        consts = traced.consts  # of derivatives that users define; nothing moves them
+        self.consts += consts
+        self._sizes[3] += len(consts)
+        self.differentiable += [False] * len(consts)
+        jaxpr = jax.make_jaxpr(hoisted)(*flat, *map(abstract_like, consts)).jaxpr
         count = len(self.outputs)
         bits = [_WEIGHTS, _REST, _REST, _ARGS]
         inputs = [

@@ -122,7 +122,7 @@ def check_carry(carry: Sequence[Any], outputs: Sequence[Any]) -> None:
 
 def carry_like(outputs: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
     """A layer's outputs with the mesh types of its inputs."""
-    return [vary(o, tuple(varying(c))) for o, c in zip(outputs, carry, strict=True)]
+    return [vary(o, sorted(varying(c))) for o, c in zip(outputs, carry, strict=True)]
 
 
 def floats(cotangents: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

@@ -90,8 +90,6 @@ def run(
             finish_folder(workdir)
         print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
         return
-    writes = jax.process_index() == 0  # and shows references, which take time to make
-    references = returns.references(recipe.references if writes else None, config)
     schedule = returns.learning_rate(recipe.learning_rate, config)
     flops = returns.flops_per_token(recipe.flops_per_token, config)
     start_up = fsdp.describe(abstract_state, first_batch, train_step, hosts)
@@ -106,6 +104,8 @@ def run(
         )
     if config.checkpoint.every:
         check_room(workdir, abstract_state)
+    writes = jax.process_index() == 0  # and shows references, which take time to make
+    references = returns.references(recipe.references if writes else None, config)
     peers.at("restoring", start.step)
     # Before the folder is touched: the checkpoint may be another model's.
     state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
