@@ -27,8 +27,7 @@ class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.blocks = nnx.List([Residual(rngs) for _ in range(2)])
         self.stack = make_stack(Residual, rngs)
-        axes: Any = ("replica", "fsdp")
-        self.norm = nnx.BatchNorm(WIDTH, axis_name=axes, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
         self.dropout = jshard.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -80,10 +80,13 @@ def check(
     ways: list[Callable],
     policy: jshard.Policy = POLICY,
     mesh: tuple[int, int] = (2, 4),
-    units: Any = (Residual,),
+    units: Any = None,
 ) -> None:
     """One step gives the values and the gradients of the ordinary module."""
     want, want_grads = plain(place, ways)
+    if units is None:
+        modules = nnx.iter_modules(make_model(place)(nnx.Rngs(0)))
+        units = {Residual} & {type(module) for path, module in modules if path}
     fsdp = jshard.FSDP(make_mesh(*mesh), policy, units=units)
     tx = optax.sgd(1.0)
     state = fsdp.init(make_model(place), tx)
