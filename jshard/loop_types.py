@@ -21,6 +21,7 @@ that imported ``scan`` by its name, and ``fori_loop``, meet the same function.
 import contextlib
 import contextvars
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -196,9 +197,15 @@ def _custom_vjp(
     def typed(tree: Any) -> Any:
         return jax.tree.map(lambda x: _vary(x, axes) if _moves(x) else x, tree)
 
+    names = list(inspect.signature(function.fun).parameters)
+    static = [name for i, name in enumerate(names) if i in function.nondiff_argnums]
+    args = [
+        x if n in function.nondiff_argnums else typed(x) for n, x in enumerate(args)
+    ]
+    kwargs = {name: x if name in static else typed(x) for name, x in kwargs.items()}
     bwd: Any = function.bwd
     alike = _with(function, bwd=lambda *residuals: typed(bwd(*residuals)))
-    return custom_vjp(alike, *typed(args), **typed(kwargs))
+    return custom_vjp(alike, *args, **kwargs)
 
 
 def _custom_jvp(
