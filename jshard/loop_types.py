@@ -199,9 +199,9 @@ def _custom_vjp(
 
     names = list(inspect.signature(function.fun).parameters)
     static = [name for i, name in enumerate(names) if i in function.nondiff_argnums]
-    args = [
+    args = tuple(
         x if n in function.nondiff_argnums else typed(x) for n, x in enumerate(args)
-    ]
+    )
     kwargs = {name: x if name in static else typed(x) for name, x in kwargs.items()}
     bwd: Any = function.bwd
     alike = _with(function, bwd=lambda *residuals: typed(bwd(*residuals)))

@@ -20,7 +20,7 @@ BITS = 2.0 ** np.arange(WIDTH)  # 16 mask values as a number, exact in fp32
 
 
 def make_fsdp(
-    replica: int, shards: int, units: tuple[type, ...] = (), **knobs: Any
+    replica: int, shards: int, *, units: tuple[type, ...] = (), **knobs: Any
 ) -> jshard.FSDP:
     devices = jax.devices()[: replica * shards]
     mesh = jshard.make_mesh(replica=replica, fsdp=shards, devices=devices)
@@ -106,7 +106,7 @@ def plain_masks() -> np.ndarray:
     ids=str,
 )
 def test_dropout_masks_are_those_of_the_plain_model(plain_masks, mesh, accumulate):
-    fsdp = make_fsdp(*mesh, (Dropped,), accumulate=accumulate)
+    fsdp = make_fsdp(*mesh, units=(Dropped,), accumulate=accumulate)
     np.testing.assert_array_equal(masks_of(fsdp), plain_masks)
 
 
@@ -116,7 +116,7 @@ def test_dropout_masks_are_those_of_the_plain_model(plain_masks, mesh, accumulat
 def test_dropout_masks_are_the_same_on_every_mesh_and_accumulation(
     plain_masks, mesh, accumulate
 ):
-    fsdp = make_fsdp(*mesh, (Dropped,), accumulate=accumulate)
+    fsdp = make_fsdp(*mesh, units=(Dropped,), accumulate=accumulate)
     np.testing.assert_array_equal(masks_of(fsdp), plain_masks)
 
 
@@ -128,7 +128,9 @@ def test_every_step_place_and_example_has_a_mask_of_its_own(plain_masks):
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_two_devices_or_micro_batches_share_a_plain_nnx_mask(accumulate):
-    masks = masks_of(make_fsdp(2, 4, (Dropped,), accumulate=accumulate), nnx.Dropout)
+    masks = masks_of(
+        make_fsdp(2, 4, units=(Dropped,), accumulate=accumulate), nnx.Dropout
+    )
     blocks = masks.reshape(STEPS, LAYERS + 4, 8 * accumulate, -1)
     for step, place in itertools.product(*map(range, blocks.shape[:2])):
         assert len({block.tobytes() for block in blocks[step, place]}) == 8 * accumulate
@@ -136,7 +138,7 @@ def test_no_two_devices_or_micro_batches_share_a_plain_nnx_mask(accumulate):
 
 
 def test_evaluation_drops_nothing_and_leaves_the_state_as_it_is():
-    fsdp = make_fsdp(1, 8, (Dropped,))
+    fsdp = make_fsdp(1, 8, units=(Dropped,))
     state = fsdp.init(lambda rngs: Masks(jshard.Dropout, rngs), optax.sgd(0.1))
     before = fsdp.unshard(state)
     means = fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(BATCH)).compute()

@@ -145,7 +145,7 @@ class Branches(Dense):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def scaled(x, w, mask, factor):
+def scaled(x, w, mask, factor) -> Any:
     return x * w * mask * factor
 
 
@@ -163,9 +163,10 @@ class CustomVjp(Dense):
     """A backward of its own, that differentiates constants too."""
 
     def __call__(self, x):
-        constant = scaled(x, jnp.linspace(0.5, 1, WIDTH), np.ones(WIDTH), 0.5)
+        constant: Any = scaled(x, jnp.linspace(0.5, 1, WIDTH), np.ones(WIDTH), 0.5)
         y, scale = super().__call__(constant), self.bias[...] + 1
-        return x + scaled(y, scale, x[0] * 0 + 2, factor=2.0)
+        more: Any = scaled(y, scale, x[0] * 0 + 2, factor=2.0)
+        return x + more
 
 
 @jax.custom_jvp
@@ -173,7 +174,11 @@ def rounded(x):
     return jnp.round(x)
 
 
-rounded.defjvp(lambda primals, _: (rounded(*primals), np.zeros(primals[0].shape)))
+def rounded_jvp(primals, _) -> Any:
+    return rounded(*primals), np.zeros(primals[0].shape)
+
+
+rounded.defjvp(rounded_jvp)
 
 
 class CustomJvp(Dense):
