@@ -115,7 +115,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     hosts = [] if options.hosts is None else options.hosts.split(",")
     _check_hosts(hosts, options)
     if options.num_processes is None and not hosts:
-        raise UserError("--num_processes must be at least 1")
+        raise UserError("how many processes? give --num_processes or --hosts")
     if options.num_processes is None:
         options.num_processes = len(hosts)
     if hosts and options.num_processes % len(hosts):

@@ -241,14 +241,13 @@ def _moves(x: Any) -> bool:
 def _cell(function: Callable) -> Any:
     """Where the wrapper of one of JAX's functions holds what it calls."""
     wrapper: Any = function
-    (cell,) = (
-        cell
-        for name, cell in zip(
-            wrapper.__code__.co_freevars, wrapper.__closure__, strict=True
+    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+    if "fun" not in cells:
+        raise ImportError(
+            f"jshard cannot type the loops of JAX {jax.__version__}: {function} is not "
+            "wrapped as in 0.10.2 to 0.12; install one of these"
         )
-        if name == "fun"
-    )
-    return cell
+    return cells["fun"]
 
 
 def _while_tracing_steps(typed: Callable, function: Callable) -> Callable:

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 import jshard
-from zoo_layers import example
+from zoo_layers import example, make_stack
 
 POLICY = jshard.Policy(min_shard_elements=0)
 
@@ -76,3 +76,30 @@ def compare(got: Any, want: Any, bound: float = 1e-9) -> None:
 def call(model: Any, *, inside: bool) -> Any:
     """Runs a model once, inside a mesh or outside of one."""
     return run(model) if inside else model(nnx.Rngs(0))(example())
+
+
+@functools.cache
+def everywhere(layer: Any) -> type:
+    """A model that has ``layer`` in the root, as a Unit, and in a Stack."""
+
+    class Everywhere(nnx.Module):
+        def __init__(self, rngs):
+            self.root, self.unit = layer(rngs), jshard.Unit(layer(rngs))
+            self.blocks = make_stack(layer, rngs)
+
+        def __call__(self, x):
+            return self.blocks(self.unit(self.root(x)))
+
+    return Everywhere
+
+
+@functools.cache
+def as_unit(layer: Any) -> type:
+    class AsUnit(nnx.Module):
+        def __init__(self, rngs):
+            self.unit = jshard.Unit(layer(rngs))
+
+        def __call__(self, x):
+            return self.unit(x)
+
+    return AsUnit

@@ -17,8 +17,8 @@ from jax.lax import scan  # by its name, before any step is traced
 
 import jshard
 from parity import make_mesh
-from runs import check_close, check_run, compare, loss_fn, plain_run, run
-from zoo_layers import WIDTH, Counting, Dense, example, make_stack
+from runs import as_unit, check_run, compare, everywhere, run
+from zoo_layers import WIDTH, Counting, Dense
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation", "x64"),
@@ -222,33 +222,6 @@ LAYERS = [
 ]
 
 
-@functools.cache
-def everywhere(layer: Any) -> type:
-    """A model that has ``layer`` in the root, as a Unit, and in a Stack."""
-
-    class Everywhere(nnx.Module):
-        def __init__(self, rngs):
-            self.root, self.unit = layer(rngs), jshard.Unit(layer(rngs))
-            self.blocks = make_stack(layer, rngs)
-
-        def __call__(self, x):
-            return self.blocks(self.unit(self.root(x)))
-
-    return Everywhere
-
-
-@functools.cache
-def as_unit(layer: Any) -> type:
-    class AsUnit(nnx.Module):
-        def __init__(self, rngs):
-            self.unit = jshard.Unit(layer(rngs))
-
-        def __call__(self, x):
-            return self.unit(x)
-
-    return AsUnit
-
-
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda m: m.__name__)
 def test_loops_branches_and_derivatives_may_begin_with_constants(layer):
     check_run(as_unit(layer))
@@ -376,77 +349,6 @@ class CountedByDevice(Dense):
 def test_a_constant_that_a_device_chooses_is_not_the_same_on_all(layer):
     with pytest.raises(jshard.UserError, match="different on each device"):
         run(as_unit(layer))
-
-
-# Statistics of a batch.
-
-
-class Normed(nnx.Module):
-    axis_name: Any = None
-
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=float)
-        self.norm = nnx.BatchNorm(
-            WIDTH, rngs=rngs, param_dtype=float, axis_name=self.axis_name
-        )
-        # Flax makes these float32, whatever it is told.
-        self.norm.mean.set_value(jnp.zeros(WIDTH))
-        self.norm.var.set_value(jnp.ones(WIDTH))
-
-    def __call__(self, x):
-        return x + self.norm(jnp.tanh(self.dense(x)))
-
-
-class NormedOverAxes(Normed):
-    axis_name = ("replica", "fsdp")
-
-
-def test_batch_norm_is_that_of_the_whole_batch():
-    check_run(everywhere(Normed))
-
-
-def test_so_it_is_where_the_axes_are_named():
-    compare(run(as_unit(NormedOverAxes)), plain_run(as_unit(Normed)))
-
-
-def test_a_model_with_axis_name_runs_outside_of_steps():
-    fsdp = jshard.FSDP(make_mesh(2, 2))
-    model: Any = fsdp.model(fsdp.init(NormedOverAxes, optax.identity()))
-    want = Normed(nnx.Rngs(jax.random.key(0)))
-    check_close(model(example()), want(example()), 1e-9)
-
-
-def test_batch_norm_with_accumulate_takes_each_micro_batch_for_a_batch():
-    policy = jshard.Policy(min_shard_elements=0, accumulate=2)
-    fsdp = jshard.FSDP(make_mesh(1, 2), policy)
-    state = fsdp.init(Normed, TX)
-    module: Any = Normed(nnx.Rngs(jax.random.key(0)))
-    x = np.asarray(example())
-    step = fsdp.train_step(loss_fn, TX)
-    state, metrics = step(state, fsdp.shard_batch(x))
-
-    # Each device's part is cut in two; a micro-batch is such a part of every device.
-    micro = x.reshape(2, 2, -1, WIDTH).swapaxes(0, 1).reshape(2, -1, WIDTH)
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def loss(params, rest):
-        total = 0.0
-        for part in micro:
-            model = nnx.merge(graphdef, params, rest, copy=True)
-            total += loss_fn(model, jnp.asarray(part)).total
-            rest = nnx.state(model, nnx.Not(nnx.Param))
-        return total / len(x), rest
-
-    (value, rest), grads = loss(params, rest)
-    check_close(metrics["loss"], value, 1e-9)
-    want = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    check_close(fsdp.unshard(state.params), jax.tree.map(np.asarray, want), 1e-9)
-    got = fsdp.unshard(state.model_state)
-    check_close(got, jax.tree.map(np.asarray, rest), 1e-9)
-    note = fsdp.describe(state, x, step)
-    assert "norm: over one of the 2 micro-batches" in note
 
 
 # After a step.

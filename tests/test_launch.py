@@ -96,7 +96,10 @@ def launch(
     [
         (["--num_processes=2"], "what to train"),
         (["--num_processes=2", "--", "--workdir=x"], "what to train"),
-        (["--", "--config=tiny.py"], "--num_processes must be at least 1"),
+        (
+            ["--", "--config=tiny.py"],
+            "how many processes? give --num_processes or --hosts",
+        ),
         (["--hosts=a,b", "--num_processes=3", "--", "--config=x"], "over the 2 hosts"),
         (["--hosts=a", "--", "--config=x", "--process_id=1"], "launch sets it itself"),
         (["--num_process=2", "--", "--config=x"], "--num_process=2; see --help"),

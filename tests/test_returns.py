@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.errors import UserError
@@ -60,16 +59,9 @@ def test_a_wrong_return_is_one_line_that_names_the_function(check, value, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 3, optax.sgd(1.0)])
-def test_a_model_that_is_no_module_is_one_line(value):
-    with pytest.raises(UserError, match=r"make_model\(config, rngs\) returned"):
-        returns.make_model(returning(value), CONFIG, nnx.Rngs(0))
-
-
 def test_what_is_right_passes():
-    sgd, model = optax.sgd(0.1), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    sgd = optax.sgd(0.1)
     assert returns.make_optimizer(returning(sgd), CONFIG) is sgd
-    assert returns.make_model(returning(model), CONFIG, nnx.Rngs(0)) is model
     schedule = returns.learning_rate(returning(optax.linear_schedule(1, 0, 2)), CONFIG)
     assert schedule is not None
     assert schedule(1) == 0.5

@@ -74,5 +74,5 @@ def make_job(recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh) -> Job:
     fsdp = jshard.FSDP(mesh, make_policy(config), units=units, compiler_options=options)
     optimizer = returns.make_optimizer(recipe.make_optimizer, config)
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
-    make_model = partial(returns.make_model, recipe.make_model, config)
+    make_model = partial(recipe.make_model, config)
     return Job(recipe, config, fsdp, optimizer, make_model, train_step)

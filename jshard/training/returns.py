@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
-from flax import nnx
 
 from jshard.errors import UserError
 from jshard.training.config import Config
@@ -48,14 +47,6 @@ def check_signature(
         raise UserError(
             f"{name}{signature} is called as {name}({', '.join(arguments)}): {error}"
         ) from error
-
-
-def make_model(function: Callable[..., Any], config: Config, rngs: nnx.Rngs) -> Any:
-    """The recipe's model; a UserError where it is no NNX module."""
-    model = function(config, rngs)
-    if not isinstance(model, nnx.Module):
-        raise _wrong("make_model(config, rngs)", model, "a Flax NNX module")
-    return model
 
 
 def make_optimizer(

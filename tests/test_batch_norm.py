@@ -1,0 +1,103 @@
+"""Batch normalisation in a step: as on one device, over the whole batch."""
+
+# Layers take and return what they like.
+# pyright: reportIncompatibleMethodOverride=false
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from parity import make_mesh
+from runs import (
+    as_unit,
+    check_close,
+    check_run,
+    compare,
+    everywhere,
+    loss_fn,
+    plain_run,
+    run,
+)
+from zoo_layers import WIDTH, example
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation", "x64"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+]
+
+TX = optax.sgd(0.1)
+
+
+class Normed(nnx.Module):
+    axis_name: Any = None
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=float)
+        self.norm = nnx.BatchNorm(
+            WIDTH, rngs=rngs, param_dtype=float, axis_name=self.axis_name
+        )
+        # Flax makes these float32, whatever it is told.
+        self.norm.mean.set_value(jnp.zeros(WIDTH))
+        self.norm.var.set_value(jnp.ones(WIDTH))
+
+    def __call__(self, x):
+        return x + self.norm(jnp.tanh(self.dense(x)))
+
+
+class NormedOverAxes(Normed):
+    axis_name = ("replica", "fsdp")
+
+
+def test_batch_norm_is_that_of_the_whole_batch():
+    check_run(everywhere(Normed))
+
+
+def test_so_it_is_where_the_axes_are_named():
+    compare(run(as_unit(NormedOverAxes)), plain_run(as_unit(Normed)))
+
+
+def test_a_model_with_axis_name_runs_outside_of_steps():
+    fsdp = jshard.FSDP(make_mesh(2, 2))
+    model: Any = fsdp.model(fsdp.init(NormedOverAxes, optax.identity()))
+    want = Normed(nnx.Rngs(jax.random.key(0)))
+    check_close(model(example()), want(example()), 1e-9)
+
+
+def test_batch_norm_with_accumulate_takes_each_micro_batch_for_a_batch():
+    policy = jshard.Policy(min_shard_elements=0, accumulate=2)
+    fsdp = jshard.FSDP(make_mesh(1, 2), policy)
+    state = fsdp.init(Normed, TX)
+    module: Any = Normed(nnx.Rngs(jax.random.key(0)))
+    x = np.asarray(example())
+    step = fsdp.train_step(loss_fn, TX)
+    state, metrics = step(state, fsdp.shard_batch(x))
+
+    # Each device's part is cut in two; a micro-batch is such a part of every device.
+    micro = x.reshape(2, 2, -1, WIDTH).swapaxes(0, 1).reshape(2, -1, WIDTH)
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params, rest):
+        total = 0.0
+        for part in micro:
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            total += loss_fn(model, jnp.asarray(part)).total
+            rest = nnx.state(model, nnx.Not(nnx.Param))
+        return total / len(x), rest
+
+    (value, rest), grads = loss(params, rest)
+    check_close(metrics["loss"], value, 1e-9)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    check_close(fsdp.unshard(state.params), jax.tree.map(np.asarray, want), 1e-9)
+    got = fsdp.unshard(state.model_state)
+    check_close(got, jax.tree.map(np.asarray, rest), 1e-9)
+    note = fsdp.describe(state, x, step)
+    assert "norm: over one of the 2 micro-batches" in note
