@@ -35,11 +35,11 @@ import optax  # noqa: E402
 from orbax.checkpoint import v1 as ocp  # noqa: E402
 
 import jshard  # noqa: E402
-from jshard import description, manifest  # noqa: E402
-from jshard.checkpoint import Checkpointer, Save  # noqa: E402
+from jshard.checkpoint import manifest, metadata  # noqa: E402
+from jshard.checkpoint.checkpointer import Checkpointer, Save  # noqa: E402
+from jshard.checkpoint.restore import ARRAYS, find_damage, restore_state  # noqa: E402
+from jshard.checkpoint.safetensors_read import load_safetensors  # noqa: E402
 from jshard.export import export  # noqa: E402
-from jshard.restore import ARRAYS, find_damage, restore_state  # noqa: E402
-from jshard.safetensors_read import load_safetensors  # noqa: E402
 from models.gpt import GPT, GPTConfig  # noqa: E402
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -162,7 +162,7 @@ def measure_saves(setup: Setup, work: Path, state: jshard.TrainState) -> None:
     table, saves = Table(), list[Save]()
     ours = Checkpointer(work / "jshard", report=saves.append)
     orbax = ocp.training.Checkpointer(work / "orbax")
-    arrays = description.nest(description.arrays_by_name(state))
+    arrays = metadata.nest(metadata.arrays_by_name(state))
     step = int(state.step)
     folder, zeros = work / "jshard" / str(step), work / "zeros"
     for i in range(setup.options.repeats + 1):
@@ -229,7 +229,7 @@ def measure_restores(setup: Setup, work: Path, step: int) -> None:
     table, plain = Table(), work / "orbax"
     folder = work / "jshard" / str(step)
     others = {(1, 8): setup} | {m: Setup(setup.options, *m) for m in [(2, 4), (1, 1)]}
-    arrays = description.nest(description.arrays_by_name(setup.abstract))
+    arrays = metadata.nest(metadata.arrays_by_name(setup.abstract))
     ours, orbax = Checkpointer(work / "jshard"), ocp.training.Checkpointer(plain)
     ours.restore(setup.abstract)  # once for imports and the like
     orbax.load(step, arrays)
@@ -273,7 +273,7 @@ def measure_exports(setup: Setup, work: Path, step: int) -> None:
 
 def measure_damage(setup: Setup, work: Path, step: int) -> None:
     """Restores with one byte of the largest data file flipped, at several places."""
-    arrays = description.nest(description.arrays_by_name(setup.abstract))
+    arrays = metadata.nest(metadata.arrays_by_name(setup.abstract))
     restores: dict[str, Callable[[], Any]] = {
         "jshard": lambda: Checkpointer(work / "jshard").restore(setup.abstract, step),
         "orbax": lambda: ocp.training.Checkpointer(work / "orbax").load(step, arrays),

@@ -21,12 +21,13 @@ from jax.sharding import Mesh, NamedSharding
 import gspmd
 import jshard
 from jshard.mesh import BATCH
-from jshard.plan import compile_for, devices, hlo, tracing_for
-from jshard.plan.timeline import COLLECTIVES, replay
+from jshard.plan import compile_for, devices, tracing_for
+from jshard.plan.cost.timeline import COLLECTIVES, replay
+from jshard.plan.cost.traffic import Traffic, count
+from jshard.plan.hlo import hlo
 from jshard.plan.topology import parse
-from jshard.plan.traffic import Traffic, count
 
-# Besides those that jshard gives its own steps (jshard/compiler.py).
+# Besides those that jshard gives its own steps (jshard/compat/xla_options.py).
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "maxtext": gspmd.MAXTEXT_OPTIONS,

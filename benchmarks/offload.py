@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jshard
 from jshard.errors import UserError
+from jshard.layout.memory_kinds import typed_as_device
 from jshard.mesh import BATCH
-from jshard.offload import typed_as_device
+from jshard.optim.update import update
 from jshard.plan import GPUS, compile_for, devices, tracing_for
-from jshard.update import update
 from models.gpt import GPT, GPTConfig
 
 GIB, BUS = 2**30, 55e9  # bytes/s, one way, of 16 lanes of PCIe 5 in practice

@@ -22,10 +22,10 @@ import numpy as np  # noqa: E402
 
 import jshard  # noqa: E402
 from jshard.describe import traffic  # noqa: E402
-from jshard.training.charts import ticks  # noqa: E402
-from jshard.training.config import complete  # noqa: E402
-from jshard.training.data import batches, eval_batches  # noqa: E402
+from jshard.training.config.config import complete  # noqa: E402
+from jshard.training.data.batches import batches, eval_batches  # noqa: E402
 from jshard.training.recipe import find_recipe, open_recipe  # noqa: E402
+from jshard.training.report.charts import ticks  # noqa: E402
 
 BF16 = {"compute": "bfloat16", "reduce": "float32"}
 FP16 = {"compute": "float16", "reduce": "float32"}

@@ -2,35 +2,34 @@
 
 from typing import TYPE_CHECKING, Any
 
-import jshard.quiet  # noqa: F401  # first: commands import JAX there
-from jshard.attention import dot_product_attention
-from jshard.collectives import gather, pmean
-from jshard.cross_entropy import cross_entropy
-from jshard.dropout import Dropout
+import jshard.cli.quiet  # noqa: F401  # first: commands import JAX there
+from jshard.comm.collectives import gather, pmean
+from jshard.comm.order import in_order
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
-from jshard.functional import scan_layers
-from jshard.gathered import gathered, gathered_before, gathered_during
-from jshard.layers import Stack, Unit
-from jshard.loss import Loss, Mean, Means
 from jshard.mesh import make_mesh
-from jshard.optim import per_layer
-from jshard.order import in_order
-from jshard.policy import Policy
+from jshard.nn.attention import dot_product_attention
+from jshard.nn.cross_entropy import cross_entropy
+from jshard.nn.dropout import Dropout
+from jshard.nn.loss import Loss, Mean, Means
+from jshard.optim.bf16_moments import bf16_moments
+from jshard.optim.per_layer import per_layer
+from jshard.policy import Names, Offload, Policy
 from jshard.precision import Precision
-from jshard.remat import Names, Offload
 from jshard.state import TrainState
-from jshard.stochastic_rounding import bf16_moments
+from jshard.unit.functional import scan_layers
+from jshard.unit.gathered import gathered, gathered_before, gathered_during
+from jshard.unit.modules import Stack, Unit
 from jshard.version import __version__
 
 if TYPE_CHECKING:
-    from jshard.checkpoint import Checkpointer
+    from jshard.checkpoint.checkpointer import Checkpointer
 else:
 
     def __getattr__(name: str) -> Any:
         """Imports what needs Orbax, which takes longest of all, once it is used."""
         if name == "Checkpointer":
-            from jshard.checkpoint import Checkpointer
+            from jshard.checkpoint.checkpointer import Checkpointer
 
             return Checkpointer
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

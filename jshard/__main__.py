@@ -1,7 +1,7 @@
 """Lists the commands: `python -m jshard`."""
 
-from jshard.command import run_command
-from jshard.commands import COMMANDS
+from jshard.cli.command import run_command
+from jshard.cli.commands import COMMANDS
 from jshard.errors import UserError
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.calling import variables
 from jshard.errors import UserError
-from jshard.layers import Stack, root_variables
+from jshard.layout.specs import layer_dims, param_spec
+from jshard.layout.variables import variables
 from jshard.mesh import FSDP, REPLICA
-from jshard.partition import layer_dims, param_spec
 from jshard.policy import Policy
 from jshard.state import TrainState
+from jshard.unit.modules import Stack, root_variables
 
 # What a model's calls change, or draw from: nothing to take gradients of.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)

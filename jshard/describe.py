@@ -11,14 +11,14 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jshard.batch_norm import batch_norms
-from jshard.dropout import plain_streams
-from jshard.layers import root_variables
+from jshard.layout.memory_kinds import HOST
+from jshard.layout.specs import placements
 from jshard.mesh import AXES, FSDP, REPLICA, hosts_of
-from jshard.offload import HOST
-from jshard.partition import placements
+from jshard.nn.dropout import plain_streams
 from jshard.policy import Policy
 from jshard.state import TrainState
+from jshard.unit.batch_norm import batch_norms
+from jshard.unit.modules import root_variables
 
 _KINDS = {
     "all_gather": "all-gather",

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from jshard import description
-from jshard.command import checkpoint_parser, file_path, run_command
+from jshard.checkpoint import metadata
+from jshard.checkpoint.restore import ARRAYS, find_step
+from jshard.checkpoint.safetensors_write import DTYPES, INDEX, SafetensorsWriter, nbytes
+from jshard.checkpoint.tensor_names import Index, Layers, tensor_names
+from jshard.cli.command import checkpoint_parser, file_path, run_command
 from jshard.errors import RunFailed, UserError
-from jshard.restore import ARRAYS, find_step
-from jshard.safetensors_write import DTYPES, INDEX, SafetensorsWriter, nbytes
-from jshard.tensor_names import Index, Layers, tensor_names
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as Hugging Face's
 _UNFINISHED = ".unfinished-export"
@@ -110,7 +110,7 @@ def export(
     try:
         _check_output(output)  # reading a large checkpoint takes minutes
         step = find_step(path)
-        about = description.read(step)
+        about = metadata.read(step)
         names = tensor_names(about)
         sources = {name: _averages(about, name) if ema else name for name in names}
         tensors = _tensors(about, names, dtype)
@@ -121,7 +121,7 @@ def export(
                 _copy(step, sources[stored], layers, writer)
             writer.sync()
             text = json.dumps(about, indent=1)
-            (folder / description.FILE).write_text(text, encoding="utf-8")
+            (folder / metadata.FILE).write_text(text, encoding="utf-8")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunFailed(
@@ -165,7 +165,7 @@ def _averages(about: dict[str, Any], stored: str) -> str:
 def _check_output(output: Path) -> None:
     """Raises UserError where an export would be mixed with another."""
     for file in output.iterdir() if output.exists() else ():
-        if ".safetensors" in file.name or file.name == description.FILE:
+        if ".safetensors" in file.name or file.name == metadata.FILE:
             raise UserError(
                 f"--output={output} holds {file.name} already: give another folder, "
                 "or remove it"

@@ -12,8 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jshard import compiler, describe, ema, layers, loss_scale, step, transfer
-from jshard.batch_norm import of_one_device
+from jshard import describe, step
 from jshard.checks import (
     check_batch,
     check_layer_counts,
@@ -21,28 +20,33 @@ from jshard.checks import (
     check_units,
     warn_of_large_root,
 )
-from jshard.collectives import Placement
+from jshard.comm.order import in_order
+from jshard.comm.pacing import Paced
+from jshard.compat import xla_options
 from jshard.given import check_optimizer, check_unit_types, existing, from_seed
-from jshard.initial_values import make, mark_stacked, prepare
-from jshard.loop_types import typed_loops
-from jshard.loss import Means
-from jshard.mesh import AXES, BATCH, check_mesh, platform
-from jshard.mesh import FSDP as FSDP_AXIS
-from jshard.offload import (
+from jshard.layout import transfer
+from jshard.layout.initial_values import make, mark_stacked, prepare
+from jshard.layout.memory_kinds import (
     check_memory,
     check_state,
     on_device,
     shardings,
     typed_as_device,
 )
-from jshard.order import in_order
-from jshard.pacing import Paced
-from jshard.partition import manual_specs, placements, state_specs
+from jshard.layout.placement import Placement
+from jshard.layout.specs import manual_specs, placements, state_specs
+from jshard.mesh import AXES, BATCH, check_mesh, platform
+from jshard.mesh import FSDP as FSDP_AXIS
+from jshard.nn.loss import Means
+from jshard.optim import ema, loss_scale
+from jshard.optim.update import next_state
 from jshard.policy import Policy
 from jshard.precision import for_update
-from jshard.remat import checked_names
 from jshard.state import TrainState
-from jshard.update import next_state
+from jshard.unit import modules
+from jshard.unit.batch_norm import of_one_device
+from jshard.unit.loop_types import typed_loops
+from jshard.unit.remat import checked_names
 
 STARTED = ("step", "opt_state", "ema", "loss_scale")  # of a state, besides its model
 
@@ -58,7 +62,8 @@ class FSDP:
         mapping it says how many leading dimensions of a type's variables count layers
         that ``nnx.vmap`` stacked: ``{Block: 1, nnx.Linear: 0}``.
       compiler_options: options of XLA for the jitted steps, over those that jshard
-        gives them on GPUs (``jshard.compiler``); None leaves an option to XLA.
+        gives them on GPUs (``jshard.compat.xla_options``); None leaves an option
+        to XLA.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class FSDP:
         check_memory(self.policy, mesh)
         self.units = check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        self.compiler_options = compiler.compiler_options(
+        self.compiler_options = xla_options.compiler_options(
             platform(mesh), compiler_options
         )
 
@@ -248,7 +253,7 @@ class FSDP:
                 step.train,
                 self._builder(state, training=True, whole=self.policy.defer_scatter),
                 self._places(state),
-                layers.with_root(loss_fn, self.policy.reshard_root),
+                modules.with_root(loss_fn, self.policy.reshard_root),
                 manual_specs(specs.params),
                 self.policy,
             )
@@ -282,7 +287,7 @@ class FSDP:
             local = functools.partial(
                 step.evaluate,
                 self._builder(state, training=False),
-                layers.with_root(loss_fn, False),
+                modules.with_root(loss_fn, False),
             )
             loss, metrics = self._shard_map(
                 local, self._inputs(specs), PartitionSpec()
@@ -302,7 +307,7 @@ class FSDP:
             check_batch(batch, self.mesh)
             specs = self._checked_specs(state)
             build = self._builder(state, training=False)
-            predict = layers.with_root(fn, False)
+            predict = modules.with_root(fn, False)
 
             def local(params, frozen, model_state, batch):
                 return predict(build(params, frozen, model_state), batch)
@@ -353,8 +358,8 @@ class FSDP:
                 model.train()
             else:
                 model.eval()
-            layers.make_units(model, self.units)
-            layers.place(model, self.policy, places)
+            modules.make_units(model, self.units)
+            modules.place(model, self.policy, places)
             return model
 
         return build
@@ -364,11 +369,11 @@ class FSDP:
         model = nnx.merge(
             state.graphdef, state.params, state.frozen, state.model_state, copy=True
         )
-        layers.make_units(model, self.units)
-        modules = {path: module for path, module in nnx.iter_modules(model) if path}
-        units = [path for path, module in modules.items() if layers.is_unit(module)]
-        stacks = [path for path in units if isinstance(modules[path], layers.Stack)]
-        self.policy.check_overrides(modules, units, stacks)
+        modules.make_units(model, self.units)
+        found = {path: module for path, module in nnx.iter_modules(model) if path}
+        units = [path for path, module in found.items() if modules.is_unit(module)]
+        stacks = [path for path in units if isinstance(found[path], modules.Stack)]
+        self.policy.check_overrides(found, units, stacks)
         check_layer_counts(self.policy, model)
         return model
 

@@ -12,9 +12,10 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from jshard.calling import reachable, variables, variables_in
 from jshard.errors import UserError
-from jshard.partition import is_annotated
+from jshard.layout.specs import is_annotated
+from jshard.layout.variables import reachable, variables
+from jshard.unit.calls import variables_in
 
 _LINEN = "a Flax Linen module; wrap its layers in nnx.bridge.ToNNX (docs/guide.md)"
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jshard import description, manifest
-from jshard.command import checkpoint_parser, run_command
+from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
+from jshard.checkpoint.step_folders import find_steps, step_folder
+from jshard.cli.command import checkpoint_parser, run_command
 from jshard.describe import format_bytes
 from jshard.errors import UserError
-from jshard.restore import checkpoints_folder, find_damage, is_step
-from jshard.step_folders import find_steps, step_folder
-from jshard.training.config import flatten
+from jshard.training.config.config import flatten
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def _verify(folders: list[Path]) -> None:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The description and the files of a checkpoint."""
     try:
-        return description.read(folder), manifest.read(folder)
+        return metadata.read(folder), manifest.read(folder)
     except UserError:
         raise
     except (OSError, ValueError) as error:

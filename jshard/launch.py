@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from jshard.command import ArgumentParser, run_command, whole_number
+from jshard.cli.command import ArgumentParser, run_command, whole_number
+from jshard.cli.paths import path_problem
 from jshard.distributed.cluster import (
     ANY_PORT,
     LOCAL,
@@ -30,7 +31,6 @@ from jshard.distributed.cluster import (
     share_of_gpus,
 )
 from jshard.errors import RunFailed, UserError
-from jshard.paths import path_problem
 
 ENDING = 75.0  # seconds for processes to end by themselves when one has failed
 KILLING = 5.0  # and to end when they are killed

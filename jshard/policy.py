@@ -7,8 +7,71 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.precision import Precision
-from jshard.remat import Offload, check_remat
-from jshard.unit_weights import Reshard, UnitPolicy
+
+POLICIES = ("full", "dots", "none")
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Names:
+    """Remat policy: keep only activations named with ``checkpoint_name``."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str):
+        if not names or not all(isinstance(name, str) for name in names):
+            raise UserError(
+                f"jshard.{type(self).__name__}{names!r}: give names of activations, "
+                f"like jshard.{type(self).__name__}('attended', 'hidden')"
+            )
+        object.__setattr__(self, "names", names)
+
+
+class Offload(Names):
+    """Remat policy: activations named with ``checkpoint_name`` wait in host memory.
+
+    They leave for pinned host memory in the forward and come back for the backward; a
+    layer's input stays on the device, and all else is recomputed.
+    """
+
+
+def check_remat(remat: Any) -> None:
+    """Raises UserError unless ``remat`` is a policy this version knows."""
+    policy = callable(remat) and not isinstance(remat, type)
+    if remat in POLICIES or isinstance(remat, Names) or policy:
+        return
+    raise UserError(
+        f"policy.remat: {remat!r} is not one of {', '.join(POLICIES)}, "
+        "jshard.Names(...), jshard.Offload(...) or a jax.checkpoint policy"
+    )
+
+
+# False keeps whole weights for the backward, True none, a number a part of them each.
+Reshard = bool | int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """How one unit (a Unit, or the layers of a Stack) treats its weights.
+
+    Attributes:
+      remat: what the backward keeps; see ``Policy.remat``.
+      reshard_after_forward: True drops gathered weights after the forward and gathers
+        them again for the backward; False keeps them; a number keeps them sharded
+        over groups of so many devices, which the backward gathers from.
+      first_k: to how many layers of a Stack ``remat`` applies; the others keep all
+        that their backward reads. None is all layers.
+      keep_last: how many of a Stack's last layers keep their gathered weights.
+      prefetch: whether a Stack's layer runs between the gather of the next one's
+        weights and the scatter of the last one's gradients. None is on GPUs, where
+        they run at the same time.
+    """
+
+    remat: Any = "full"
+    reshard_after_forward: Reshard = True
+    first_k: int | None = None
+    keep_last: int = 0
+    prefetch: bool | None = None
+
 
 _OFFLOADS = (None, "optimizer", "all")
 OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))

@@ -20,7 +20,7 @@ class Precision:
       param: dtype of the stored parameters, and of gradients and optimizer state;
         those of float16 parameters are float32.
       gather: dtype on the wire of all-gathers; by default ``compute``. int8,
-        float8_e4m3fn and float8_e5m2 are scaled in blocks (``jshard.quantized``).
+        float8_e4m3fn and float8_e5m2 are scaled in blocks (``jshard.comm.quantized``).
       compute: dtype of the weights a layer sees; modules that declare a ``dtype``
         (Flax's do) get it too, so that their inputs follow.
       reduce: dtype on the wire of gradients, unit by unit; by default that of the

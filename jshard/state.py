@@ -8,7 +8,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.errors import UserError
-from jshard.loss_scale import LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """The state of a dynamic loss scale.
+
+    Attributes:
+      scale: float32 scalar, a power of two.
+      good_steps: int32 scalar, since the scale last changed.
+      skipped: int32 scalar, steps that were skipped in all.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    skipped: jax.Array
 
 
 @jax.tree_util.register_dataclass

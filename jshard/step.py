@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.collectives import all_gather, reduce_scatter, vary, varying, zeros_like
-from jshard.dropout import fold_streams, merge_state, microbatch
-from jshard.equal_state import differing, of_first_device
+from jshard.comm.collectives import all_gather, reduce_scatter
+from jshard.comm.equal_state import differing, of_first_device
+from jshard.comm.varying import vary, varying, zeros_like
+from jshard.compat.jaxprs import without_dead_code
 from jshard.errors import UserError
-from jshard.loss import Loss, Mean, divide, split_result
 from jshard.mesh import AXES, FSDP, manual_axes
+from jshard.nn.dropout import fold_streams, merge_state, microbatch
+from jshard.nn.loss import Loss, Mean, divide, split_result
 from jshard.policy import Policy
-from jshard.remat import without_dead_code
 
 # (params, frozen, model_state) -> a model whose units gather
 Build = Callable[..., nnx.Module]

@@ -14,11 +14,11 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from jshard.command import run_command
+from jshard.cli.command import run_command
 from jshard.distributed import find_cluster, has_parent, join, supervise
 from jshard.errors import UserError
-from jshard.training.command_line import help_text, override, parse_arguments
-from jshard.training.config import check, complete
+from jshard.training.config.command_line import help_text, override, parse_arguments
+from jshard.training.config.config import check, complete
 from jshard.training.platform import (
     cache_compilations,
     choose_platform,

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard import description
-from jshard.checkpoint import Checkpointer
+from jshard.checkpoint import metadata
+from jshard.checkpoint.checkpointer import Checkpointer
 
 WIDTH, LAYERS = 16, 4
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)
@@ -104,7 +104,7 @@ def values(state: jshard.TrainState) -> dict[str, np.ndarray]:
             array = jax.random.key_data(array)
         return np.asarray(array)
 
-    return {k: full(v) for k, v in description.arrays_by_name(state).items()}
+    return {k: full(v) for k, v in metadata.arrays_by_name(state).items()}
 
 
 def check_equal(got: jshard.TrainState, want: jshard.TrainState) -> None:

@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hlo
 import jshard
+from jshard.layout.specs import param_spec
 from jshard.mesh import FSDP, REPLICA
-from jshard.optim import sharded_update
-from jshard.partition import param_spec
+from jshard.optim.per_layer import sharded_update
 
 
 @dataclasses.dataclass(frozen=True)

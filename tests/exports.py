@@ -13,7 +13,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jshard
-from jshard import checkpoint, export
+from jshard import export
+from jshard.checkpoint.checkpointer import Checkpointer
 
 WIDTH = 16
 
@@ -80,7 +81,7 @@ def init(model: Any = Model):
 
 
 def save(folder, state):
-    with checkpoint.Checkpointer(folder / "checkpoints") as checkpointer:
+    with Checkpointer(folder / "checkpoints") as checkpointer:
         checkpointer.save(state)
     return folder
 

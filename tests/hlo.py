@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from jshard.plan.cost import KINDS
-from jshard.plan.hlo import Array, Computation, Instruction, Module, parse
+from jshard.plan.cost.cost import KINDS
+from jshard.plan.hlo.hlo import Array, Computation, Instruction, Module, parse
 
 
 @dataclasses.dataclass(frozen=True)

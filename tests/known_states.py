@@ -13,10 +13,10 @@ import numpy as np
 
 import jshard
 from checkpoints import OPTIMIZER, Model, make_fsdp
-from jshard import description, manifest
-from jshard.checkpoint import Checkpointer, Save
-from jshard.restore import find_damage
-from jshard.step_folders import find_steps
+from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.checkpointer import Checkpointer, Save
+from jshard.checkpoint.restore import find_damage
+from jshard.checkpoint.step_folders import find_steps
 
 FILES = {"description.json", "manifest.json", "state"}
 
@@ -44,15 +44,15 @@ def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
         random = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         return jax.random.wrap_key_data(made) if random else made
 
-    arrays = description.arrays_by_name(abstract)
-    return description.replace_arrays(
+    arrays = metadata.arrays_by_name(abstract)
+    return metadata.replace_arrays(
         abstract, {name: make(name, array) for name, array in arrays.items()}
     )
 
 
 def check_state(state: jshard.TrainState, step: int) -> None:
     """Compares this process's shards bit for bit."""
-    for name, array in description.arrays_by_name(state).items():
+    for name, array in metadata.arrays_by_name(state).items():
         full = expected(name, array, step)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)

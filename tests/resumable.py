@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from jshard.training.command_line import override
-from jshard.training.config import check, complete
+from jshard.training.config.command_line import override
+from jshard.training.config.config import check, complete
 from jshard.training.loop import run
 from jshard.training.recipe import open_recipe
 

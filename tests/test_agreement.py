@@ -11,9 +11,9 @@ import pytest
 import jshard
 from jshard.distributed import Peers
 from jshard.training.agreement import agree, facts_of
-from jshard.training.config import complete
+from jshard.training.config.config import complete
 from jshard.training.recipe import open_recipe
-from jshard.training.start import Start
+from jshard.training.run_folder.start import Start
 from resumable import RECIPE
 
 

@@ -19,8 +19,8 @@ import jshard.train
 import jshard.training.loop
 from jobs import environment
 from jshard.errors import UserError
-from jshard.training.command_line import override
-from jshard.training.config import SHARED, check, complete, declarations, flatten
+from jshard.training.config.command_line import override
+from jshard.training.config.config import SHARED, check, complete, declarations, flatten
 from jshard.training.keys import Key
 from jshard.training.recipe import find_recipe, open_recipe, packaged_recipes
 

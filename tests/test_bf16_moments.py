@@ -22,11 +22,11 @@ from decoder import (
     make_fsdp,
     values_like,
 )
-from jshard import stochastic_rounding
-from jshard.restore import restore_state
-from jshard.stochastic_rounding import Bf16MomentsState
-from jshard.training.config import check as check_config
-from jshard.training.config import complete
+from jshard.checkpoint.restore import restore_state
+from jshard.optim import bf16_moments
+from jshard.optim.bf16_moments import Bf16MomentsState
+from jshard.training.config.config import check as check_config
+from jshard.training.config.config import complete
 from jshard.training.recipe import find_recipe, open_recipe
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -148,7 +148,7 @@ def test_a_second_moment_decays_and_rounded_to_nearest_it_is_stuck(monkeypatch):
     want = 1e-3 * 0.999**steps
     assert second_moment(adam) == pytest.approx(want, rel=1e-3)
     assert second_moment(jshard.bf16_moments(adam)) == pytest.approx(want, rel=0.02)
-    monkeypatch.setattr(stochastic_rounding, "round_to_bf16", to_nearest)
+    monkeypatch.setattr(bf16_moments, "round_to_bf16", to_nearest)
     assert second_moment(jshard.bf16_moments(adam)) == pytest.approx(1e-3, rel=0.01)
 
 
@@ -196,7 +196,7 @@ def test_adamw_follows_float32_where_rounding_to_nearest_does_not(monkeypatch):
     assert late < 0.01
     assert moved < 0.01
     assert 0.97 < moments < 1.03
-    monkeypatch.setattr(stochastic_rounding, "round_to_bf16", to_nearest)
+    monkeypatch.setattr(bf16_moments, "round_to_bf16", to_nearest)
     # Gradients are small by now; second moments are still those of large ones.
     _, late, moved, moments = apart(*train(jshard.bf16_moments(tx)))
     assert late > 0.05

@@ -15,8 +15,8 @@ from jshard.training.bigram import (
     bigram_reference,
     count_pairs,
 )
-from jshard.training.corpus import Piece, split_corpus
-from jshard.training.data import eval_batches
+from jshard.training.data.batches import eval_batches
+from jshard.training.data.corpus import Piece, split_corpus
 from jshard.training.recipe import find_recipe, open_recipe
 from texts import text
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 import errno
+import importlib.metadata
 import logging
 import shutil
 import sys
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +37,9 @@ from checkpoints import (
     small_disk,
     values,
 )
-from jshard import description
-from jshard.checkpoint import Checkpointer, Save
-from jshard.restore import find_damage, find_step, restore_parameters
+from jshard.checkpoint import metadata
+from jshard.checkpoint.checkpointer import Checkpointer, Save
+from jshard.checkpoint.restore import find_damage, find_step, restore_parameters
 
 MESHES = [(1, 8), (1, 4), (1, 2), (1, 1), (2, 4), (4, 2), (8, 1)]
 
@@ -144,7 +144,7 @@ def test_a_step_that_is_saved_again_is_replaced(state, abstract, tmp_path):
 
 
 def test_a_checkpoint_describes_itself(saved):
-    about = description.read(saved / "3")
+    about = metadata.read(saved / "3")
     assert about["step"] == 3
     assert about["mesh"] == {"replica": 1, "fsdp": 8}
     assert about["versions"]["jax"] == jax.__version__
@@ -159,19 +159,19 @@ def test_a_checkpoint_describes_itself(saved):
 def test_a_checkout_that_nobody_installed_knows_its_version(monkeypatch):
     def version(name):
         if name == "jshard":
-            raise metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return "1.0"
 
-    installed = metadata.version("jshard")
-    monkeypatch.setattr(metadata, "version", version)
-    found = description.versions()
+    installed = importlib.metadata.version("jshard")
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = metadata.versions()
     assert (found["jshard"], found["jax"]) == (installed, "1.0")
     assert jshard.__version__ == installed
 
 
 def test_names_hold_for_every_mesh_and_policy():
     names = {
-        tuple(description.arrays_by_name(fsdp.abstract_state(Model, OPTIMIZER)))
+        tuple(metadata.arrays_by_name(fsdp.abstract_state(Model, OPTIMIZER)))
         for fsdp in (
             make_fsdp(),
             make_fsdp(8, 1),
@@ -185,7 +185,7 @@ def test_names_hold_for_every_mesh_and_policy():
 def test_large_shards_are_stored_in_parts_and_stacks_in_layers(
     state, abstract, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jshard.checkpoint._CHUNK", 64)
+    monkeypatch.setattr("jshard.checkpoint.checkpointer._CHUNK", 64)
     save_steps(tmp_path, state, 1)
     check_equal(Checkpointer(tmp_path).restore(abstract), at_step(state, 1))
     layers = chunk_shape(tmp_path / "1", "params.layers.linear.kernel")
@@ -259,7 +259,9 @@ def test_writes_that_outlive_a_failed_save_leave_nothing(state, tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Checkpointer(tmp_path) as checkpointer:
-        monkeypatch.setattr("jshard.checkpoint._wait_for_arrays", fail_and_go_on)
+        monkeypatch.setattr(
+            "jshard.checkpoint.checkpointer._wait_for_arrays", fail_and_go_on
+        )
         checkpointer.save(at_step(state, 1))
     writing[0].join()
     assert list(tmp_path.iterdir()) == []

@@ -25,9 +25,9 @@ from jax.experimental import multihost_utils
 
 import jshard
 from checkpoints import flip_bit, make_fsdp, small_disk
-from jshard import description, manifest
-from jshard.checkpoint import Checkpointer, Save
-from jshard.step_folders import find_steps
+from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.checkpointer import Checkpointer, Save
+from jshard.checkpoint.step_folders import find_steps
 from known_states import abstract, check_whole, make_state, restore_step, save_steps
 from processes import Processes
 
@@ -55,7 +55,7 @@ def test_two_processes_leave_whole_checkpoints_and_nothing_else(saved):
     assert sorted(path.name for path in saved.iterdir()) == ["1", "2"]
     for step in ("1", "2"):
         check_whole(saved / step)
-        about = description.read(saved / step)
+        about = metadata.read(saved / step)
         assert (about["step"], about["processes"]) == (int(step), 2)
 
 
@@ -105,7 +105,7 @@ def test_a_step_that_two_processes_save_again_is_replaced(pair, tmp_path):
         for reports in pair.call(save_steps, tmp_path, mesh, 5):
             assert [save.error for save in reports] == [""]
     check_whole(tmp_path / "5")
-    assert description.read(tmp_path / "5")["mesh"] == {"replica": 2, "fsdp": 4}
+    assert metadata.read(tmp_path / "5")["mesh"] == {"replica": 2, "fsdp": 4}
     assert restore_step(tmp_path, (1, 8)) == 5
 
 
@@ -205,7 +205,7 @@ def test_both_processes_refuse_what_none_may_use(saved, pair, tmp_path):
     for said in pair.call(refused, folder, None):
         assert "was written by a newer jshard" in said
     file.unlink()
-    flip_bit(folder / "1" / description.FILE)
+    flip_bit(folder / "1" / metadata.FILE)
     for said in pair.call(refused, folder, None):
         assert "no checkpoint in" in said
         assert "step 2 is damaged: manifest.json cannot be read" in said
@@ -234,10 +234,12 @@ def save_and_die(folder: Path, victim: int, moment: str) -> None:
 
 
 DEATHS = [
-    (1, "jshard.manifest.checksum"),
-    pytest.param(0, "jshard.manifest.checksum", marks=pytest.mark.slow),
-    pytest.param(0, "jshard.manifest.write", marks=pytest.mark.slow),
-    pytest.param(1, "jshard.checkpoint.replace_file", marks=pytest.mark.slow),
+    (1, "jshard.checkpoint.manifest.checksum"),
+    pytest.param(0, "jshard.checkpoint.manifest.checksum", marks=pytest.mark.slow),
+    pytest.param(0, "jshard.checkpoint.manifest.write", marks=pytest.mark.slow),
+    pytest.param(
+        1, "jshard.checkpoint.checkpointer.replace_file", marks=pytest.mark.slow
+    ),
     pytest.param(0, "while arrays are written", marks=pytest.mark.slow),
     pytest.param(1, "while arrays are written", marks=pytest.mark.slow),
 ]

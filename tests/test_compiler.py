@@ -7,39 +7,39 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard import compiler
-from jshard.training.config import complete
+from jshard.compat import xla_options
+from jshard.training.config.config import complete
+from jshard.training.config.policy import parse_options
 from jshard.training.job import make_job, make_mesh
-from jshard.training.policy import parse_options
 from jshard.training.recipe import find_recipe, open_recipe
 
 
-@pytest.mark.parametrize("option", compiler.options(), ids=lambda o: o.name)
+@pytest.mark.parametrize("option", xla_options.options(), ids=lambda o: o.name)
 def test_the_installed_xla_knows_every_option_and_its_value(option):
-    compiler.check_options({option.name: option.value})
+    xla_options.check_options({option.name: option.value})
     assert option.reason
 
 
 def test_names_are_given_once_and_only_to_gpus():
-    names = [option.name for option in compiler.options()]
+    names = [option.name for option in xla_options.options()]
     assert len(names) == len(set(names))
-    assert compiler.compiler_options("cpu") == {}
-    assert set(compiler.compiler_options("gpu")) == set(names)
+    assert xla_options.compiler_options("cpu") == {}
+    assert set(xla_options.compiler_options("gpu")) == set(names)
 
 
 def test_an_option_is_for_the_versions_since_its_own(monkeypatch):
-    later = [o.name for o in compiler.OPTIONS if o.since == (0, 11)]
+    later = [o.name for o in xla_options.OPTIONS if o.since == (0, 11)]
     assert later
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert not set(later) & set(compiler.compiler_options("gpu"))
+    assert not set(later) & set(xla_options.compiler_options("gpu"))
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert set(later) <= set(compiler.compiler_options("gpu"))
+    assert set(later) <= set(xla_options.compiler_options("gpu"))
 
 
 def test_users_change_options_and_leave_some_to_xla():
-    first, second = compiler.options()[:2]
+    first, second = xla_options.options()[:2]
     changes = {first.name: None, second.name: False, "xla_gpu_autotune_level": 0}
-    got = compiler.compiler_options("gpu", changes)
+    got = xla_options.compiler_options("gpu", changes)
     assert first.name not in got
     assert got[second.name] is False
     assert got["xla_gpu_autotune_level"] == 0

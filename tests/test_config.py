@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_dict
 
 from jshard.errors import UserError
-from jshard.training.command_line import (
+from jshard.training.config.command_line import (
     help_text,
     override,
     parse_arguments,
     parse_value,
 )
-from jshard.training.config import check, complete, declarations, flatten
+from jshard.training.config.config import check, complete, declarations, flatten
 from jshard.training.keys import Key
 
 

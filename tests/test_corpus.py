@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jshard.errors import UserError
-from jshard.training import corpus
+from jshard.training.data import corpus
 from jshard.training.text import decode
 from texts import enough, epoch, text, tokens_of, window, write_text
 

@@ -22,10 +22,10 @@ from checkpoints import (
     flip_bit,
     make_fsdp,
 )
-from jshard import description, manifest, restore
-from jshard.checkpoint import Checkpointer
-from jshard.restore import find_damage
-from jshard.safetensors_read import check_safetensors
+from jshard.checkpoint import manifest, metadata, restore
+from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.checkpoint.restore import find_damage
+from jshard.checkpoint.safetensors_read import check_safetensors
 
 
 def truncate(step: Path) -> None:
@@ -50,11 +50,11 @@ DAMAGE = {
         "manifest.json is damaged",
     ),
     "no description": (
-        lambda s: (s / description.FILE).unlink(),
+        lambda s: (s / metadata.FILE).unlink(),
         "description.json is missing",
     ),
     "another description": (
-        lambda s: flip_bit(s / description.FILE),
+        lambda s: flip_bit(s / metadata.FILE),
         "description.json has another checksum",
     ),
     "no Orbax metadata": (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from jshard.errors import UserError
-from jshard.training.data import batches, eval_batches
+from jshard.training.data.batches import batches, eval_batches
 from texts import epoch, text, window
 
 PROCESS_COUNTS = (1, 2, 4)

@@ -8,8 +8,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from jshard.errors import UserError
-from jshard.training.data import batches, eval_batches
-from jshard.training.dataset import (
+from jshard.training.data.batches import batches, eval_batches
+from jshard.training.data.dataset import (
     as_dataset,
     make_training_data,
     make_validation_data,

@@ -18,9 +18,9 @@ from flax import nnx
 import jshard
 import known_states
 from checkpoints import at_step, values
-from jshard.checkpoint import Checkpointer, Save
-from jshard.restore import find_damage, newest_whole, restore_state
-from jshard.step_folders import find_steps, step_folder
+from jshard.checkpoint.checkpointer import Checkpointer, Save
+from jshard.checkpoint.restore import find_damage, newest_whole, restore_state
+from jshard.checkpoint.step_folders import find_steps, step_folder
 from processes import Processes
 from system_calls import compile_library, watch
 

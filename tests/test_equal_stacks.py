@@ -13,8 +13,8 @@ from flax import nnx
 import jshard
 import parity
 from checkpoints import at_step, check_equal, save_steps
-from jshard import description
-from jshard.restore import restore_parameters
+from jshard.checkpoint import metadata
+from jshard.checkpoint.restore import restore_parameters
 
 WIDTH, LAYERS = 8, 3
 
@@ -185,7 +185,7 @@ FORMERLY = {  # beginnings of names, now and then
 def with_former_names(state: jshard.TrainState) -> jshard.TrainState:
     """``state`` as it used to be saved."""
     arrays = {}
-    for name, array in description.arrays_by_name(state).items():
+    for name, array in metadata.arrays_by_name(state).items():
         if not name.startswith("opt_state."):
             continue
         for now, then in FORMERLY.items():
@@ -194,7 +194,7 @@ def with_former_names(state: jshard.TrainState) -> jshard.TrainState:
             name = name.replace("stacked.3.rest", "stacked.3")
         arrays[name.removeprefix("opt_state.")] = array
     assert any("stacked.3" in name for name in arrays)
-    return dataclasses.replace(state, opt_state=description.nest(arrays))
+    return dataclasses.replace(state, opt_state=metadata.nest(arrays))
 
 
 class Shallow(Model):

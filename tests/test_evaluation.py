@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.training.command_line import override
-from jshard.training.config import check, complete
+from jshard.training.config.command_line import override
+from jshard.training.config.config import check, complete
 from jshard.training.evaluation import prepare_evaluation
 from jshard.training.loop import run
 from jshard.training.recipe import open_recipe

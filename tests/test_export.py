@@ -20,8 +20,9 @@ from exports import (
     load_all,
     save,
 )
-from jshard import checkpoint, description, export
-from jshard.safetensors_read import is_safetensors, load_safetensors
+from jshard import export
+from jshard.checkpoint import checkpointer, metadata
+from jshard.checkpoint.safetensors_read import is_safetensors, load_safetensors
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_round_trip_is_bit_equal_on_any_mesh(run, shard_bytes, mesh, tmp_path):
     target = abstract(**mesh)
     loaded = load_safetensors(tmp_path / "out", target)
     for kind in ("params", "frozen"):
-        got = jax.tree.leaves(getattr(description.replace_arrays(target, loaded), kind))
+        got = jax.tree.leaves(getattr(metadata.replace_arrays(target, loaded), kind))
         for array, want, like in zip(
             got,
             jax.tree.leaves(getattr(state, kind)),
@@ -65,10 +66,10 @@ def test_round_trip_is_bit_equal_on_any_mesh(run, shard_bytes, mesh, tmp_path):
 
 @pytest.mark.parametrize("chunk", [300, 2000])
 def test_chunks_smaller_than_a_layer_and_larger(chunk, run, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "_CHUNK", chunk)
+    monkeypatch.setattr(checkpointer, "_CHUNK", chunk)
     state = run[1]
     export.export(save(tmp_path, state), tmp_path / "out", shard_bytes=3000)
-    wanted = description.arrays_by_name(state)
+    wanted = metadata.arrays_by_name(state)
     for name, array in load_safetensors(tmp_path / "out", abstract()).items():
         np.testing.assert_array_equal(array, wanted[name])
 
@@ -82,7 +83,7 @@ def test_names_shapes_and_values(run, tmp_path):
     }
     tensors = load_all(tmp_path)
     assert tensors.keys() == NAMES
-    arrays = description.arrays_by_name(state)
+    arrays = metadata.arrays_by_name(state)
     stacked = np.asarray(arrays["params.decoder.blocks.up.kernel"])
     for i in range(11):
         np.testing.assert_array_equal(
@@ -102,7 +103,7 @@ def test_stacks_in_stacks_and_a_model_that_is_a_stack(tmp_path):
     state = init(model=model)
     export.export(save(tmp_path, state), tmp_path / "out")
     tensors = load_all(tmp_path / "out")
-    arrays = description.arrays_by_name(state)
+    arrays = metadata.arrays_by_name(state)
     stacked = np.asarray(arrays["params.inner.linear.kernel"])
     for i, j in np.ndindex(2, 2):
         np.testing.assert_array_equal(
@@ -148,7 +149,7 @@ def test_dtype(run, command, tmp_path):
     assert command(run[0], "--output", tmp_path, "--dtype=bfloat16")[0] == 0
     tensors = load_all(tmp_path)
     assert {array.dtype for array in tensors.values()} == {jnp.dtype(jnp.bfloat16)}
-    embedding = description.arrays_by_name(run[1])["frozen.embed.embedding"]
+    embedding = metadata.arrays_by_name(run[1])["frozen.embed.embedding"]
     np.testing.assert_array_equal(
         tensors["embed.embedding"], embedding.astype(jnp.bfloat16)
     )
@@ -162,7 +163,7 @@ def test_averages(run, command, tmp_path):
     assert command(run[0], "--output", tmp_path, "--ema")[0] == 0
     tensors = load_all(tmp_path)
     assert tensors.keys() == NAMES
-    arrays = description.arrays_by_name(run[1].with_ema_params())
+    arrays = metadata.arrays_by_name(run[1].with_ema_params())
     np.testing.assert_array_equal(
         tensors["decoder.blocks.3.up.kernel"],
         arrays["params.decoder.blocks.up.kernel"][3],

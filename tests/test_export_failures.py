@@ -10,9 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 from exports import WIDTH, abstract, commands, init, save
 from jshard import export
+from jshard.checkpoint.safetensors_read import load_safetensors
+from jshard.checkpoint.safetensors_write import SafetensorsWriter
 from jshard.errors import UserError
-from jshard.safetensors_read import load_safetensors
-from jshard.safetensors_write import SafetensorsWriter
 
 
 @pytest.fixture(scope="module")

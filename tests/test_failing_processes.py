@@ -19,8 +19,8 @@ from failures import (
     train_until,
 )
 from jobs import Job, write_recipe
-from jshard.restore import CHECKPOINTS
-from jshard.step_folders import find_steps
+from jshard.checkpoint.restore import CHECKPOINTS
+from jshard.checkpoint.step_folders import find_steps
 from resumable import read_metrics
 
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard.partition import shard_dim
+from jshard.layout.specs import shard_dim
 
 LAYERS, WIDTH, EXAMPLES = 4, 16, 16
 AXES = ("replica", "fsdp")

@@ -15,11 +15,12 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import jshard
 from jshard.mesh import BATCH
-from jshard.plan import compile_for, devices, has_plugin, hlo, tracing_for
-from jshard.plan.constants import read_constants
-from jshard.plan.memory import device_total
+from jshard.plan import compile_for, devices, has_plugin, tracing_for
+from jshard.plan.cost.constants import read_constants
+from jshard.plan.cost.traffic import count
+from jshard.plan.hlo import hlo
+from jshard.plan.memory.memory import device_total
 from jshard.plan.topology import GPUS
-from jshard.plan.traffic import count
 from kit import check, fitting, jax_peer, jobs, kernels, peers, planning  # pyright: ignore[reportMissingImports]
 from kit.machine import Machine, find_machine  # pyright: ignore[reportMissingImports]
 from kit.results import DONE, FAILED, TOO_LONG, Recorder, Results  # pyright: ignore[reportMissingImports]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import jshard
-from jshard.commands import COMMANDS
-from jshard.quiet import has_accelerator, is_command
+from jshard.cli.commands import COMMANDS
+from jshard.cli.quiet import has_accelerator, is_command
 
 REPOSITORY = Path(__file__).parents[1]
 WATCHED = """

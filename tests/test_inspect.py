@@ -11,8 +11,9 @@ import pytest
 
 import jshard
 from checkpoints import at_step, data_file, flip_bit, make_fsdp, trained
-from jshard import command, inspect
-from jshard.checkpoint import Checkpointer
+from jshard import inspect
+from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.cli import command
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jshard
 from jshard import Mean
-from jshard.loss import Loss
+from jshard.nn.loss import Loss
 
 
 def terms(loss: Any) -> list[tuple[float, float, float]]:

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard import loss_scale
 from jshard.errors import RunFailed
+from jshard.optim import loss_scale
 from jshard.training.finite import check_finite
 
 POLICY = jshard.Policy(loss_scale=True, min_shard_elements=0)

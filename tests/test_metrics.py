@@ -16,8 +16,8 @@ import jshard
 from checkpoints import small_disk
 from jshard.errors import RunFailed, UserError
 from jshard.training import throughput as speed
-from jshard.training.metrics import RunFolder
 from jshard.training.progress import ProgressDisplay, format_count, format_duration
+from jshard.training.run_folder.metrics import RunFolder
 from jshard.training.throughput import Throughput, count_items, peak_flops
 
 CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})

@@ -12,7 +12,7 @@ import pytest
 import jshard
 import parity
 from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
-from jshard import checkpoint
+from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.describe import traffic
 from jshard.errors import UserError
 
@@ -111,10 +111,10 @@ def test_a_state_in_host_memory_evaluates_and_restores_where_it_was(tmp_path):
     loss = evaluate(state, batch).compute()["loss"]
     # As many updates as averages of equal values: the same model.
     assert evaluate(state.with_ema_params(), batch).compute()["loss"] == loss
-    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state)
     abstract = fsdp.abstract_state(make_model, tx)
-    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         restored = checkpointer.restore(abstract)
     same = jax.tree.map(lambda x, a: x.sharding == a.sharding, restored, abstract)
     assert all(jax.tree.leaves(same))
@@ -187,7 +187,7 @@ def test_initial_values_in_host_memory_are_made_a_few_at_a_time(monkeypatch):
         made.append(options["out_shardings"])
         return jit(fn, **options)
 
-    monkeypatch.setattr("jshard.initial_values.jax.jit", watched)
+    monkeypatch.setattr("jshard.layout.initial_values.jax.jit", watched)
     abstract = make_fsdp(make_policy("all")).abstract_state(
         make_decoder(Sizes()), optax.adam(1e-3)
     )

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import hlo
 import jshard
 import parity
-from jshard.optim import sharded_update
-from jshard.partition import layer_dims
+from jshard.layout.specs import layer_dims
+from jshard.optim.per_layer import sharded_update
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
 

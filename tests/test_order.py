@@ -18,7 +18,7 @@ from jax.extend.core.primitives import closed_call_p
 from jax.sharding import AxisType, PartitionSpec
 
 import jshard
-from jshard.order import in_order
+from jshard.comm.order import in_order
 from models.gpt import GPT, GPTConfig, generate
 from order import exchanging, unordered
 from stress import Cell, check
@@ -203,7 +203,7 @@ def test_initial_values_order_their_collectives(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("jshard.initial_values.jax.jit", read)
+    monkeypatch.setattr("jshard.layout.initial_values.jax.jit", read)
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICIES["full"])
     fsdp.init(TwoStacks, optax.sgd(0.1))
     assert texts

@@ -15,8 +15,9 @@ import jshard
 from decoder import Sizes, loss_fn, make_decoder, policies
 from h100 import h100s
 from jshard.mesh import BATCH
-from jshard.plan import GPUS, buffers
-from jshard.plan.memory import Memory, lines, memory
+from jshard.plan import GPUS
+from jshard.plan.memory import buffers
+from jshard.plan.memory.memory import Memory, lines, memory
 
 DEVICES, EXAMPLES = 8, 2
 SIZES = Sizes(layers=16, width=256, hidden=1024, vocab=64, length=32)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from jshard.plan import hlo
-from jshard.plan.as_json import trace
-from jshard.plan.constants import STATED
-from jshard.plan.nccl import RINGS, TREES
-from jshard.plan.phases import Phases
-from jshard.plan.timeline import Timeline, replay
+from jshard.plan.cost.constants import STATED
+from jshard.plan.cost.nccl import RINGS, TREES
+from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.timeline import Timeline, replay
+from jshard.plan.cost.traffic import NETWORK, NVLINK, count
+from jshard.plan.hlo import hlo
+from jshard.plan.output.as_json import trace
 from jshard.plan.topology import GPUS
-from jshard.plan.traffic import NETWORK, NVLINK, count
 
 H100 = GPUS["h100"]
 FORWARD = "jit(step)/shard_map/jvp()/while/body"

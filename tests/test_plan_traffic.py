@@ -12,8 +12,8 @@ from decoder import MOMENTUM, Sizes, loss_fn, make_decoder
 from hlo import compile
 from jshard import describe
 from jshard.mesh import BATCH
-from jshard.plan.hlo import parse
-from jshard.plan.traffic import count, least
+from jshard.plan.cost.traffic import count, least
+from jshard.plan.hlo.hlo import parse
 
 SIZES = Sizes(layers=3)
 HEAD = 4 * SIZES.width * SIZES.vocab * 7 // 8  # bytes that one gather of it brings

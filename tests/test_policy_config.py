@@ -4,9 +4,9 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.command_line import override
-from jshard.training.config import complete
-from jshard.training.policy import make_policy
+from jshard.training.config.command_line import override
+from jshard.training.config.config import complete
+from jshard.training.config.policy import make_policy
 
 
 def policy(**given: str) -> jshard.Policy:

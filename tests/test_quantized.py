@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import hlo
 import jshard
-from jshard import quantized
-from jshard.collectives import Placement, gather_leaf
-from jshard.quantized import BLOCK, dequantize, quantize
+from jshard.comm import quantized
+from jshard.comm.collectives import gather_leaf
+from jshard.comm.quantized import BLOCK, dequantize, quantize
+from jshard.layout.placement import Placement
 
 # Half the distance between neighbours, relative to the block's largest value (int8) or
 # to the value itself; what is below fp8's smallest normal value keeps its step.

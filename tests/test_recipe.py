@@ -10,7 +10,7 @@ import pytest
 import jshard
 from jshard.errors import UserError
 from jshard.training import recipe as recipes
-from jshard.training.config import complete
+from jshard.training.config.config import complete
 from jshard.training.job import make_job
 from jshard.training.recipe import find_recipe, open_recipe
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jshard.errors import UserError
-from jshard.training.charts import line_chart, ticks
-from jshard.training.report import read_metrics, write_report
+from jshard.training.report.charts import line_chart, ticks
+from jshard.training.report.report import read_metrics, write_report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 EVIL = "</script></pre><script>alert('&amp;')</script><img src=x onerror=\"a()\">"

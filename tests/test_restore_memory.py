@@ -19,8 +19,8 @@ from checkpoints import (
     save_steps,
     values,
 )
+from jshard.checkpoint.restore import restore_parameters
 from jshard.export import export
-from jshard.restore import restore_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -14,18 +14,18 @@ from tensorboardX.proto.event_pb2 import SessionLog
 
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.training.config import complete
-from jshard.training.lock import lock_folder
-from jshard.training.metrics import RunFolder
-from jshard.training.report import read_metrics
-from jshard.training.resume import (
+from jshard.training.config.config import complete
+from jshard.training.report.report import read_metrics
+from jshard.training.run_folder.lock import lock_folder
+from jshard.training.run_folder.metrics import RunFolder
+from jshard.training.run_folder.resume import (
     ABSENT,
     changed_keys,
     check_changes,
     describe_changes,
     read_config,
 )
-from jshard.training.start import find_start
+from jshard.training.run_folder.start import find_start
 from test_metrics import read_events
 
 ROOT = Path(__file__).parents[1]

@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 import jshard
 from checkpoints import data_file, flip_bit, remount, small_disk
+from jshard.checkpoint.restore import find_damage
+from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted, RunFailed
 from jshard.export import export
-from jshard.restore import find_damage
-from jshard.step_folders import find_steps
 from jshard.training.progress import ProgressDisplay
 from resumable import read_metrics, train
 
@@ -393,7 +393,8 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
 
 def test_a_last_checkpoint_that_fails_ends_the_run_with_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "jshard.manifest.write", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+        "jshard.checkpoint.manifest.write",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "full")),
     )
     with pytest.raises(RunFailed, match=r"state of step 8 could not be saved: .*full"):
         train(tmp_path, steps=8)

@@ -15,8 +15,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jshard
-from jshard import checkpoint
-from jshard.safetensors_write import SafetensorsWriter
+from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.checkpoint.safetensors_write import SafetensorsWriter
 
 
 @hypothesis.given(
@@ -78,7 +78,7 @@ def test_memory_stays_below_a_shard(tmp_path):
             self.blocks = jshard.Stack(Wide, 20, rngs=rngs)
 
     fsdp = jshard.FSDP(jshard.make_mesh())
-    with checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(fsdp.init(Deep, optax.sgd(0.1)))
     words = [sys.executable, "-c", MEASURE, tmp_path, tmp_path / "out"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

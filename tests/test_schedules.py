@@ -16,9 +16,10 @@ from jax.sharding import NamedSharding
 import jshard
 from h100 import h100s
 from jshard.mesh import BATCH
-from jshard.plan import hlo, tracing_for
-from jshard.plan.cost import Transfer, transfer, work
-from jshard.plan.timeline import replay
+from jshard.plan import tracing_for
+from jshard.plan.cost.cost import Transfer, transfer, work
+from jshard.plan.cost.timeline import replay
+from jshard.plan.hlo import hlo
 from jshard.plan.topology import GPUS
 
 pytestmark = pytest.mark.h100

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jshard.plan import has_plugin
-from jshard.plan.candidates import parse_search
-from jshard.plan.search_output import run_search
+from jshard.plan.output.search_output import run_search
+from jshard.plan.search.candidates import parse_search
 from jshard.training.recipe import find_recipe
 
 RECIPE = """\

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jshard.plan import cache as caching
-from jshard.plan.cache import Cache
-from jshard.plan.workers import Workers
+from jshard.plan.search import cache as caching
+from jshard.plan.search.cache import Cache
+from jshard.plan.search.workers import Workers
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,10 +17,10 @@ from jax import lax
 import hlo
 import jshard
 from decoder import Sizes, lower_update, make_decoder, make_fsdp, values_like
-from jshard import stochastic_rounding
-from jshard.optim import sharded_update
-from jshard.stochastic_rounding import random_bits, round_to_bf16
-from jshard.update import update
+from jshard.optim import bf16_moments
+from jshard.optim.bf16_moments import random_bits, round_to_bf16
+from jshard.optim.per_layer import sharded_update
+from jshard.optim.update import update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -121,7 +121,7 @@ def test_bits_of_a_layer_are_those_of_its_key_alone():
     fewer = bits_of(1, 2, shape=(2, 2, 5, 7), layer_dims=2)
     np.testing.assert_array_equal(many[:2], fewer)
     for i, j in np.ndindex(3, 2):
-        key = functools.reduce(stochastic_rounding.fold, (i, j), KEY)
+        key = functools.reduce(bf16_moments.fold, (i, j), KEY)
         np.testing.assert_array_equal(many[i, j], random_bits(key, (5, 7)))
     assert len({layer.tobytes() for layer in many.reshape(6, -1)}) == 6
 

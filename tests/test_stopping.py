@@ -8,15 +8,16 @@ from unittest import mock
 
 import pytest
 
-from jshard.command import run_command
+from jshard.checkpoint.restore import find_damage
+from jshard.checkpoint.step_folders import find_steps
+from jshard.cli.command import run_command
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted, RunFailed
-from jshard.restore import find_damage
-from jshard.step_folders import find_steps
-from jshard.training import loop, metrics
-from jshard.training.config import check, complete
+from jshard.training import loop
+from jshard.training.config.config import check, complete
 from jshard.training.preemption import Preemption
 from jshard.training.recipe import open_recipe
+from jshard.training.run_folder import metrics
 from processes import Processes
 
 STEPS = 4

@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from failures import WORDS
 from jobs import Job, write_recipe
-from jshard import description
+from jshard.checkpoint import metadata
+from jshard.checkpoint.restore import CHECKPOINTS, find_damage, restore_state
+from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
-from jshard.restore import CHECKPOINTS, find_damage, restore_state
-from jshard.step_folders import find_steps
-from jshard.training.saving import Saving
+from jshard.training.run_folder.saving import Saving
 from processes import Processes
 from resumable import read_metrics, train
 
@@ -41,7 +41,7 @@ def gathered(state: jshard.TrainState) -> dict[str, np.ndarray]:
         name: jax.random.key_data(array)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         else array
-        for name, array in description.arrays_by_name(state).items()
+        for name, array in metadata.arrays_by_name(state).items()
     }
     everywhere = NamedSharding(state.step.sharding.mesh, P())  # type: ignore[union-attr]
     return jax.device_get(jax.jit(lambda x: x, out_shardings=everywhere)(arrays))

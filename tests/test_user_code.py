@@ -5,10 +5,10 @@ import re
 import jax
 import pytest
 
-from jshard.command import run_command
+from jshard.cli.command import run_command
+from jshard.cli.user_code import describe_user_error
 from jshard.distributed.peers import _describe
 from jshard.training.recipe import open_recipe
-from jshard.user_code import describe_user_error
 
 RECIPE = """\
 import jax

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jshard.distributed import patience
+from jshard.distributed.heartbeat import Beat, Seen, judge, places, processes
 from jshard.distributed.patience import Patience
-from jshard.distributed.watch import Beat, Seen, judge, places, processes
 
 SILENCE, STUCK = 8.0, 100.0
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import hlo
 import jshard
-from jshard.whole_layers import map_layers
+from jshard.optim.whole_layers import map_layers
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
 

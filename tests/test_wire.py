@@ -23,7 +23,7 @@ from decoder import (
     make_fsdp,
     policies,
 )
-from jshard.quantized import BLOCK
+from jshard.comm.quantized import BLOCK
 from parity import every_pair
 
 SIZES = Sizes()

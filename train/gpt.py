@@ -13,7 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.attention import IMPLEMENTATIONS
+from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
 from jshard.training.text import BYTE_VOCAB, decode, encode, text_data

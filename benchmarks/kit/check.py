@@ -16,7 +16,7 @@ import optax
 
 import jshard
 import parity
-from jshard import checkpoint
+from jshard.checkpoint.checkpointer import Checkpointer
 from kit.machine import ask_driver
 from kit.results import Recorder
 from kit.running import Part
@@ -250,11 +250,11 @@ def save_and_restore(record: Recorder, *, tiny: bool) -> None:
     nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        with checkpoint.Checkpointer(Path(folder)) as checkpointer:
+        with Checkpointer(Path(folder)) as checkpointer:
             checkpointer.save(state)
             stopped = time.perf_counter() - start
         saved = time.perf_counter() - start
-        with checkpoint.Checkpointer(Path(folder)) as checkpointer:
+        with Checkpointer(Path(folder)) as checkpointer:
             start = time.perf_counter()
             restored = checkpointer.restore(fsdp.abstract_state(make_model, optimizer))
             jax.block_until_ready(restored)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jshard.training.config import Config, complete
+from jshard.training.config.config import Config, complete
 from jshard.training.recipe import Recipe
 
 # Llama 3.2 1B: github.com/meta-llama/llama-models, models/llama3_2/MODEL_CARD.md, and

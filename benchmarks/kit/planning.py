@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from jshard.plan.constants import Constants, read_constants
+from jshard.plan.cost.constants import Constants, read_constants
+from jshard.plan.cost.timeline import replay
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
-from jshard.plan.timeline import replay
 from jshard.training.recipe import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
 from kit.results import Recorder

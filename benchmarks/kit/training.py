@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jshard.plan.memory import device_total
+from jshard.plan.memory.memory import device_total
 from jshard.plan.program import Program, trace
-from jshard.training.data import batches
+from jshard.training.data.batches import batches
 from jshard.training.recipe import Recipe, find_recipe, open_recipe
 from jshard.training.throughput import peak_flops
 from kit.jobs import Job, gpt2, llamas

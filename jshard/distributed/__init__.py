@@ -5,8 +5,8 @@
 """
 
 from jshard.distributed.cluster import Cluster, find_cluster
-from jshard.distributed.parent import supervise
 from jshard.distributed.peers import Peers, join
 from jshard.distributed.status import has_parent
+from jshard.distributed.supervisor import supervise
 
 __all__ = ["Cluster", "Peers", "find_cluster", "has_parent", "join", "supervise"]

@@ -19,15 +19,15 @@ from typing import NoReturn
 
 import jax
 
-from jshard.distributed.board import Board
+from jshard.cli.user_code import describe_user_error
 from jshard.distributed.cluster import ANY_PORT, PORT_TAKEN, Cluster
+from jshard.distributed.heartbeat import GRACE, PERIOD, Watch
 from jshard.distributed.idle import IdleWatch
+from jshard.distributed.key_value import Board
 from jshard.distributed.log import Log
 from jshard.distributed.patience import Patience
 from jshard.distributed.status import end_with_parent, report
-from jshard.distributed.watch import GRACE, PERIOD, Watch
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
-from jshard.user_code import describe_user_error
 
 DAY = 86400.0  # seconds: as long as the watch lets a process wait
 LONGEST_TRACEBACK = 20_000  # characters

@@ -16,20 +16,25 @@ from pathlib import Path
 
 import jax
 
-from jshard.atomic import replace_file
-from jshard.command import run_command
+from jshard.checkpoint.atomic import replace_file
+from jshard.cli.command import run_command
+from jshard.cli.quiet import without_remarks
 from jshard.errors import UserError
-from jshard.plan import as_json, page, terminal
-from jshard.plan.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, parse_search
-from jshard.plan.constants import STATED, read_constants
-from jshard.plan.cost import assumed
+from jshard.plan.cost.constants import STATED, read_constants
+from jshard.plan.cost.cost import assumed
+from jshard.plan.output import as_json, page, terminal
+from jshard.plan.output.search_output import run_search
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import ATTACHED, Program, trace
-from jshard.plan.search_output import run_search
+from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, parse_search
 from jshard.plan.topology import GPUS, has_plugin, parse
-from jshard.quiet import without_remarks
-from jshard.training.command_line import Arguments, help_text, override, parse_arguments
-from jshard.training.config import check, complete
+from jshard.training.config.command_line import (
+    Arguments,
+    help_text,
+    override,
+    parse_arguments,
+)
+from jshard.training.config.config import check, complete
 from jshard.training.platform import choose_platform, make_cpu_devices
 from jshard.training.recipe import find_recipe, open_recipe
 

@@ -11,11 +11,12 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jshard.mesh import platform
-from jshard.plan import buffers, hlo
-from jshard.plan.memory import Memory, memory
+from jshard.plan.cost.timeline import Timeline, replay
+from jshard.plan.cost.traffic import Traffic, count, least
+from jshard.plan.hlo import hlo
+from jshard.plan.memory import buffers
+from jshard.plan.memory.memory import Memory, memory
 from jshard.plan.program import Program
-from jshard.plan.timeline import Timeline, replay
-from jshard.plan.traffic import Traffic, count, least
 
 
 @dataclasses.dataclass(frozen=True)

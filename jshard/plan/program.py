@@ -12,11 +12,11 @@ import jshard
 from jshard.errors import UserError
 from jshard.mesh import BATCH
 from jshard.plan.ahead_of_time import compile_for
-from jshard.plan.constants import STATED, Constants
+from jshard.plan.cost.constants import STATED, Constants
 from jshard.plan.topology import GPU, GPUS, devices, parse
 from jshard.plan.without_gpu import tracing_for
-from jshard.training.config import Config
-from jshard.training.dataset import make_training_data
+from jshard.training.config.config import Config
+from jshard.training.data.dataset import make_training_data
 from jshard.training.job import Job, make_job, make_mesh
 from jshard.training.recipe import Recipe
 from jshard.training.throughput import count_items

@@ -9,7 +9,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jshard.errors import UserError
-from jshard.plan.constants import STATED, Constants
+from jshard.plan.cost.constants import STATED, Constants
 from jshard.training.throughput import PEAK_FLOPS
 
 GPUS_A_HOST = 8

@@ -12,7 +12,7 @@ from typing import Any
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jshard.attention import ABSENT_GPU
+from jshard.nn.attention import ABSENT_GPU
 from jshard.plan.topology import CUDNN, GPU
 
 

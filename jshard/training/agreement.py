@@ -18,9 +18,9 @@ import numpy as np
 
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.training.config import Config, flatten
+from jshard.training.config.config import Config, flatten
 from jshard.training.recipe import OWN_PACKAGES, Recipe
-from jshard.training.start import Start
+from jshard.training.run_folder.start import Start
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
 SHOWN = 3  # differences

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jshard.training.corpus import Piece, split_corpus
+from jshard.training.data.corpus import Piece, split_corpus
 
 _BYTES = 256
 _CHUNK = 1 << 20  # bytes counted at a time

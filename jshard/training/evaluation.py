@@ -8,8 +8,8 @@ import numpy as np
 
 import jshard
 from jshard.errors import RunFailed, UserError
-from jshard.training.config import Config, nearest
-from jshard.training.data import eval_batches
+from jshard.training.config.config import Config, nearest
+from jshard.training.data.batches import eval_batches
 
 
 def prepare_evaluation(

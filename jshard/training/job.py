@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jshard
 from jshard.training import returns
-from jshard.training.config import Config
-from jshard.training.policy import make_policy, parse_options
+from jshard.training.config.config import Config
+from jshard.training.config.policy import make_policy, parse_options
 from jshard.training.recipe import Recipe
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import FieldReference
 
-from jshard.paths import path_problem
+from jshard.cli.paths import path_problem
 
 _LARGEST: dict[Any, float] = {int: 2**31 - 1, float: 3.4e38}  # of int32 and float32
 _NAMES = {

@@ -9,23 +9,23 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jshard.checkpoint.restore import find_parameters, read_parameters, restore_state
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
-from jshard.restore import find_parameters, read_parameters, restore_state
 from jshard.training import returns
 from jshard.training.agreement import agree, check_shared, facts_of
-from jshard.training.config import Config
-from jshard.training.data import batches
-from jshard.training.dataset import make_training_data, make_validation_data
+from jshard.training.config.config import Config
+from jshard.training.data.batches import batches
+from jshard.training.data.dataset import make_training_data, make_validation_data
 from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.finite import beyond_vocabulary, check_finite
 from jshard.training.job import make_job, make_mesh
-from jshard.training.metrics import RunFolder, finish_folder
 from jshard.training.preemption import Preemption
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
-from jshard.training.saving import Saving, check_room
-from jshard.training.start import find_start
+from jshard.training.run_folder.metrics import RunFolder, finish_folder
+from jshard.training.run_folder.saving import Saving, check_room
+from jshard.training.run_folder.start import find_start
 from jshard.training.throughput import Throughput
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jax
 
+from jshard.cli.quiet import has_accelerator
 from jshard.errors import UserError
-from jshard.quiet import has_accelerator
 
 
 def choose_platform() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.errors import UserError
-from jshard.training.config import Config
+from jshard.training.config.config import Config
 from jshard.training.returns import ARGUMENTS, check_signature
 
 # What these names mean inside a recipe, whatever else has them.
@@ -31,7 +31,7 @@ class Recipe:
       loss_fn: `loss_fn(model, batch)` returns a `jshard.Mean`, as `FSDP.train_step`
         wants it.
       make_data: `make_data(config, split)` returns a `grain.MapDataset` of dicts of
-        numpy arrays, or what `jshard.training.dataset.as_dataset` makes one of; `split`
+        numpy arrays, or what `training.data.dataset.as_dataset` makes one of; `split`
         is "train" or "validation".
       learning_rate: Optional; `learning_rate(config)` returns the optax schedule that
         is logged beside the loss.

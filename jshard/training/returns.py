@@ -13,7 +13,7 @@ from typing import Any
 import optax
 
 from jshard.errors import UserError
-from jshard.training.config import Config
+from jshard.training.config.config import Config
 
 ARGUMENTS = {
     "get_config": (),

@@ -8,7 +8,7 @@ import grain
 import numpy as np
 
 from jshard.errors import UserError
-from jshard.training.corpus import Piece, split_corpus
+from jshard.training.data.corpus import Piece, split_corpus
 
 BYTE_VOCAB = 256
 _SAMPLE = 4096  # tokens of each file checked before the first step

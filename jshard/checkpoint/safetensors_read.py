@@ -1,0 +1,150 @@
+"""Reads safetensors files into sharded arrays: each device its slices."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+
+from jshard.checkpoint import metadata
+from jshard.checkpoint.safetensors_write import INDEX, SINGLE
+from jshard.checkpoint.tensor_names import Layers, tensor_names
+from jshard.errors import UserError, some_of
+from jshard.state import TrainState
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether ``load_safetensors`` is what reads ``path``."""
+    return path.suffix == ".safetensors" or any(
+        (path / name).exists() for name in (INDEX, SINGLE)
+    )
+
+
+def load_safetensors(path: Path, abstract: TrainState) -> dict[str, jax.Array]:
+    """Reads a model's arrays, born as shards.
+
+    It reads what ``jshard.export`` writes, onto any mesh: parameters, trained or
+    frozen, and the floating rest of the model's state. The host holds one device's
+    shard of one array at a time.
+
+    Args:
+      path: a folder with ``model.safetensors.index.json`` or ``model.safetensors``, or
+        one file.
+      abstract: the state to be made: its shapes, floating dtypes and shardings.
+
+    Returns:
+      The arrays by their names in the state, for ``description.replace_arrays``.
+
+    Raises:
+      UserError: files are missing or damaged, or their tensors are not exactly those
+        of the model; the first that are missing, unexpected or of another shape are
+        listed.
+    """
+    wanted = _wanted(abstract)
+    with _opened(path) as found:
+        _check(path, wanted.values(), found)
+        return {name: _load(*leaf, found) for name, leaf in wanted.items()}
+
+
+def check_safetensors(path: Path, abstract: TrainState) -> None:
+    """Raises UserError where ``load_safetensors`` would; reads no values."""
+    with _opened(path) as found:
+        _check(path, _wanted(abstract).values(), found)
+
+
+def _wanted(abstract: TrainState) -> dict[str, tuple[Any, Layers]]:
+    """The arrays that are read, and the names of their tensors, by name."""
+    names = tensor_names(metadata.describe(abstract, config={}, metrics={}))
+    arrays = metadata.arrays_by_name(abstract)
+    return {name: (x, names[name]) for name, x in arrays.items() if name in names}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[dict[str, Any]]:
+    """The slices of every tensor; nothing is read yet."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for file in _files(path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="np"))
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"cannot read {file}: {error}") from error
+            for name in opened.keys():  # noqa: SIM118, it is no dict
+                found[name] = opened.get_slice(name)
+        yield found
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that make up a model.
+
+    Raises:
+      UserError: there are none.
+    """
+    index = path / INDEX
+    if index.exists():
+        try:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return [path / file for file in sorted(set(files.values()))]
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            raise UserError(f"cannot read {index}: {error!r}") from error
+    file = path / SINGLE if path.is_dir() else path
+    if not file.exists():
+        raise UserError(f"there is no {file}" + f" and no {INDEX}" * path.is_dir())
+    return [file]
+
+
+def _check(
+    path: Path,
+    wanted: Iterable[tuple[jax.ShapeDtypeStruct, Layers]],
+    found: Mapping[str, Any],
+) -> None:
+    """Raises UserError unless the tensors are exactly those of the model."""
+    expected = {
+        name: (
+            list(array.shape[len(index) :]),
+            jnp.issubdtype(array.dtype, jnp.floating),
+        )
+        for array, layers in wanted
+        for index, name in layers.items()
+    }
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [
+        f"{name} is not in the model" for name in found if name not in expected
+    ]
+    for name in [name for name in expected if name in found]:
+        shape, floating = expected[name]
+        if found[name].get_shape() != shape:
+            problems.append(f"{name} is {found[name].get_shape()}, the model's {shape}")
+        elif ("F" in found[name].get_dtype()) != floating:
+            problems.append(f"{name} is {found[name].get_dtype()}, unlike the model's")
+    if problems:
+        raise UserError(f"{path} is of another model: {some_of(problems, '; ')}")
+
+
+def _load(
+    array: jax.ShapeDtypeStruct, layers: Layers, found: Mapping[str, Any]
+) -> jax.Array:
+    """Reads one array from the tensors of its layers."""
+    count = len(next(iter(layers)))  # of layer dimensions
+
+    def read(index: Any) -> np.ndarray:
+        bounds = [s.indices(n) for s, n in zip(index, array.shape, strict=True)]
+        values = np.empty([stop - start for start, stop, _ in bounds], array.dtype)
+        for position in np.ndindex(values.shape[:count]):
+            layer = tuple(bounds[i][0] + p for i, p in enumerate(position))
+            values[position] = found[layers[layer]][index[count:]]  # casts
+        return values
+
+    # jax.make_array_from_callback would hold the shards of all devices.
+    sharding = array.sharding
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
+        place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        shards.append(jax.block_until_ready(jax.device_put(read(index), place)))
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)

@@ -1,0 +1,1 @@
+"""Collectives of parameters and gradients, their transposes, and their order."""

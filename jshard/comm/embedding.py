@@ -1,0 +1,106 @@
+"""Look-ups in an embedding table that is sharded along its columns.
+
+The table stays where it is: a device looks up its columns for the tokens of all
+devices, and an all-to-all brings each device the whole rows of its own tokens. With
+fewer tokens on a device than the table has rows that moves less than a gather, and
+neither the whole table nor its whole gradient exists anywhere.
+
+Shape suffixes: T tokens of one device, A those of all on the fsdp axis, V rows of the
+table, D its columns, C those of one device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.comm.collectives import sum_copies
+from jshard.comm.quantized import is_quantized
+from jshard.comm.varying import abstract_like, vary, varying
+from jshard.layout.placement import Placement
+from jshard.mesh import FSDP, REPLICA
+
+
+def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:
+    """Whether exchanging the rows of ``ids`` moves fewer bytes than a gather.
+
+    Args:
+      shard_VC: this device's part of the table.
+      place: where the table lives. Only columns can be exchanged.
+      ids: what is looked up; if it is no array of integers, the answer is no.
+    """
+    devices = lax.axis_size(FSDP)
+    if place.dim != -1 or devices == 1:
+        return False
+    if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
+        return False
+    rows, columns = shard_VC.shape[0], devices * shard_VC.shape[1]
+    gathered = rows * columns * (place.gather or shard_VC.dtype).itemsize
+    row = columns * _narrower(place.compute or shard_VC.dtype, place.gather).itemsize
+    return ids.size * (row + devices * ids.dtype.itemsize) < gathered
+
+
+def look_up(
+    read: Callable[[jax.Array, jax.Array], jax.Array],
+    shard_VC: jax.Array,
+    place: Placement,
+    ids: jax.Array,
+) -> jax.Array:
+    """Rows of a table of which each device has some columns.
+
+    Their values are those of a gathered table, ``place.gather`` and ``compute``
+    included, though nothing is quantized. Gradients travel token by token, in their own
+    dtype or ``place.reduce`` if that is narrower, and add up in float32 or wider.
+
+    Args:
+      read: ``read(table, ids)`` looks up rows in a table of any number of columns.
+      shard_VC: this device's columns.
+      place: where the table lives, and its dtypes.
+      ids: (...) integers, those of this device.
+
+    Returns:
+      (..., D), of the dtype of ``read``.
+    """
+    abstract, devices = abstract_like(shard_VC), lax.axis_size(FSDP)
+
+    @jax.custom_vjp
+    def run(shard_VC, ids_T):
+        return forward(shard_VC, ids_T)[0]
+
+    def forward(shard_VC, ids_T):
+        # An all-gather would be combined with those of weights, and wait for them.
+        ids_A = lax.all_to_all(jnp.tile(ids_T, devices), FSDP, 0, 0, tiled=True)
+        table_VC = vary(place.fetched(shard_VC))
+        if place.gather is not None and not is_quantized(place.gather):
+            table_VC = table_VC.astype(place.gather)
+        table_VC = table_VC.astype(place.compute or table_VC.dtype)
+        rows_AC = read(table_VC, ids_A)
+        sent_AC = rows_AC.astype(_narrower(rows_AC.dtype, place.gather))
+        rows_TD = lax.all_to_all(sent_AC, FSDP, 0, 1, tiled=True)
+        return rows_TD.astype(rows_AC.dtype), ids_A
+
+    def backward(ids_A, grad_TD):
+        if not place.trainable:
+            return None, None
+        grad_TD = grad_TD.astype(_narrower(grad_TD.dtype, place.reduce))
+        grad_AC = lax.all_to_all(grad_TD, FSDP, 1, 0, tiled=True)
+        wide = jnp.promote_types(grad_AC.dtype, jnp.float32)
+        zeros_VC = vary(jnp.zeros(abstract.shape, wide))
+        grad_VC = zeros_VC.at[ids_A].add(grad_AC.astype(wide))
+        # Copies travel as other gradients do, where there is another to add.
+        if REPLICA not in varying(abstract) and lax.axis_size(REPLICA) > 1:
+            grad_VC = grad_VC.astype(place.sum or place.reduce or grad_AC.dtype)
+        return sum_copies(grad_VC, abstract), None
+
+    run.defvjp(forward, backward)
+    ids_T = vary(jnp.ravel(ids))
+    return run(shard_VC, ids_T).reshape(*ids.shape, -1)
+
+
+def _narrower(dtype: Any, wanted: Any) -> Any:
+    """The dtype on the wire of values of ``dtype``."""
+    if wanted is None or is_quantized(wanted) or wanted.itemsize >= dtype.itemsize:
+        return jnp.dtype(dtype)
+    return wanted

@@ -1,0 +1,371 @@
+"""One order of collectives on all devices, by data: for CPUs, whose runtime has none.
+
+XLA:CPU runs what is ready. Collectives of one sequence of thunks it starts in turn, but
+a loop passes for started, and so for ordered, before the collectives in it are: what
+ties them are scheduling edges, not execution edges (xla/runtime/execution_graph.h). And
+in a program read from a compilation cache a loop knows nothing of the collectives
+around it: each sequence is given a communicator of its own
+(xla/backends/cpu/runtime/thunk_proto_serdes.cc). So devices may enter different
+collectives, which meet under one key: they hang, or take each other's data. Only data
+orders them always.
+
+``in_order`` runs a program with a token, an integer that is 0 though no compiler can
+tell: each collective reads what the one before it wrote. In ``shard_map``, where
+collectives are operations, they form one chain through all loops and branches. Outside,
+where XLA's partitioner may turn any operation into a collective, whatever has a
+sequence of its own (``shard_map``, loops, branches) takes turns: what it needs runs
+before it, all else after it. No value changes, not by a bit.
+
+GPUs need none of this: each device runs one schedule, thunk by thunk
+(xla/backends/gpu/runtime/sequential_thunk.cc).
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import partial_eval as pe
+from jax.sharding import PartitionSpec
+
+from jshard.compat.jaxprs import (
+    CALLS,
+    bind,
+    context,
+    evaluate,
+    flat_jaxpr,
+    has,
+    inner_jaxpr,
+    read,
+    read_by,
+    scan_sizes,
+    variables,
+)
+from jshard.errors import UserError
+
+# Results of a program's equations, and the token after them.
+Results = tuple[list[Any], jax.Array]
+
+_COLLECTIVES = {
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "ragged_all_to_all",
+    "reduce_scatter",
+}
+_SUMS = {"pmax", "pmin", "psum", "psum_invariant"}
+_LOOPS_AND_BRANCHES = {"scan", "while", "cond"}
+_SEQUENCES = _LOOPS_AND_BRANCHES | {"shard_map"}
+
+
+def in_order(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with one order of collectives, for ``jit`` on CPUs.
+
+    Derivatives are taken inside ``fn``, not of the result: types of varying values are
+    gone from it.
+
+    Args:
+      fn: a function of pytrees of arrays, one of which is an integer (a step, a seed).
+
+    Raises:
+      UserError: (when called) there is no integer among the arguments.
+    """
+
+    @functools.wraps(fn)
+    def ordered(*args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        closed, result = jax.make_jaxpr(fn, return_shape=True)(*args)
+        outputs, _ = _take_turns(closed, leaves, _zero(leaves))
+        return jax.tree.unflatten(jax.tree.structure(result), outputs)
+
+    return ordered
+
+
+def _zero(leaves: Iterable[Any]) -> jax.Array:
+    """A zero that no compiler folds: bits above the count of an integer's bits."""
+    for x in leaves:
+        if jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            bits = lax.population_count(jnp.asarray(x)).astype(jnp.int32)
+            return lax.shift_right_logical(bits, jnp.int32(8))
+    raise UserError("in_order: needs an integer among its arguments, such as the step")
+
+
+# The token. All of these are the identity while it is 0.
+
+
+def _here(token: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
+    """True, once the token and ``last`` are there."""
+    true = token == 0
+    for x in last:
+        true |= _first(x).reshape(()) != 0
+    if len(last) < 2:
+        return true
+    # XLA's fusions repeat what is cheap in each that reads it, but not a remainder.
+    zero = lax.select(true, token, jnp.ones_like(token))
+    return lax.rem(zero, token + 2) == 0
+
+
+def _first(x: jax.Array) -> jax.Array:
+    return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+
+
+def _tie(x: jax.Array, here: jax.Array) -> jax.Array:
+    """``x``, once that is there: one element is written again, in place."""
+    if not x.size:
+        return x
+    written = _select(here, _first(x))
+    return lax.dynamic_update_slice(x, written, (0,) * x.ndim)
+
+
+def _tie_sharded(x: jax.Array, here: jax.Array) -> jax.Array:
+    """The same of a global array, of which no device could tell the first element."""
+    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return x if on_host else _select(here, x)
+
+
+def _select(here: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.select(here, x, lax.full_like(x, 0))
+
+
+# Inside shard_map: one chain.
+
+
+def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> Results:
+    """Runs a program of one device's values, each collective after the one before.
+
+    All is traced again: inner programs would bring types of varying values along.
+    """
+    env = _environment(jaxpr, inputs)
+    last: list[jax.Array] = []  # of the collective before
+    sums: set[Any] | None = None  # what depends on the sums before; no sums come last
+    here = token == 0
+    for eqn in jaxpr.jaxpr.eqns:
+        name, values = eqn.primitive.name, read(env, eqn.invars)
+        exchanges = has(eqn, _COLLECTIVES)
+        # Sums that do not wait for each other stay neighbours, which XLA combines.
+        joins = (
+            name in _SUMS
+            and sums is not None
+            and sums.isdisjoint(variables(eqn.invars))
+        )
+        if exchanges and not joins:
+            here, sums = _here(token, last), set() if name in _SUMS else None
+        with context(eqn):
+            if name in _COLLECTIVES:
+                tied = [_tie(jnp.asarray(x), here) for x in values]
+                results = _collective(eqn, tied)
+                last = [x for x in results if x.size] + (last if joins else [])
+                if name in _SUMS and not joins:
+                    here = _here(token, [x for x in tied if x.size])
+            elif name == "pvary":
+                results = values
+            elif name in _INNER and exchanges:
+                token = lax.select(here, token, jnp.ones_like(token))
+                results, token = _INNER[name](eqn, values, token)
+                last = []
+            elif name in _INNER:
+                results, _ = _INNER[name](eqn, values, token)
+            elif exchanges:
+                raise UserError(
+                    f"collectives inside of {name} cannot be put in the one order that "
+                    "CPUs need; move them out of it"
+                )
+            else:
+                results = bind(eqn, values)
+        env.update(zip(eqn.outvars, results, strict=True))
+        if sums is not None and (
+            exchanges or not sums.isdisjoint(variables(eqn.invars))
+        ):
+            sums.update(eqn.outvars)
+    token = lax.select(_here(token, last), token, jnp.ones_like(token))
+    return read(env, jaxpr.jaxpr.outvars), token
+
+
+def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Without types of varying values there is one kind of each."""
+    params = eqn.params
+    if eqn.primitive.name == "psum_invariant":
+        return list(lax.psum(tuple(values), params["axes"]))
+    if eqn.primitive.name == "all_gather_invariant":
+        axis, tiled = params["all_gather_dimension"], params["tiled"]
+        (x,) = values
+        return [lax.all_gather(x, params["axis_name"], axis=axis, tiled=tiled)]
+    return bind(eqn, values)
+
+
+def _call(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    return _chain(inner_jaxpr(eqn), values, token)
+
+
+def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    """A recomputation, which stays apart from what it recomputes."""
+    inputs = [*values, token]
+
+    def run(*inputs: Any) -> list[Any]:
+        results, token = _chain(inner_jaxpr(eqn), inputs[:-1], inputs[-1])
+        return [*results, token]
+
+    traced = jax.make_jaxpr(run)(*inputs)
+
+    def with_consts(consts: list[Any], inputs: list[Any]) -> list[Any]:
+        return core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, consts))(*inputs)
+
+    consts = list(traced.consts)
+    inner = jax.make_jaxpr(with_consts)(consts, inputs).jaxpr
+    *results, token = eqn.primitive.bind(
+        *consts, *inputs, **eqn.params | {"jaxpr": inner}
+    )
+    return results, token
+
+
+def _loop_or_branch(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    return _turn(_chain, eqn, values, token)
+
+
+_INNER: dict[str, Callable[..., Results]] = {
+    **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(_LOOPS_AND_BRANCHES, _loop_or_branch),
+    "remat2": _remat,
+}
+
+
+# Outside: turns.
+
+
+def _take_turns(
+    jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array
+) -> Results:
+    """Runs a program of global values, one sequence of operations at a time."""
+    if any(e.primitive.name in CALLS and has(e, _SEQUENCES) for e in jaxpr.jaxpr.eqns):
+        jaxpr = flat_jaxpr(core.jaxpr_as_fun(jaxpr), inputs)
+    jaxpr = _without_dead_code(jaxpr)
+    env = _environment(jaxpr, inputs)
+    outputs = jaxpr.jaxpr.outvars
+    left = dict(enumerate(jaxpr.jaxpr.eqns))
+    maker = {v: i for i, eqn in left.items() for v in eqn.outvars}
+
+    def needed(wanted: Iterable[Any]) -> list[int]:
+        """What is left of the equations that make ``wanted``, in their order."""
+        found: set[int] = set()
+        stack = variables(wanted)
+        while stack:
+            index = maker.get(stack.pop())
+            if index in left and index not in found:
+                found.add(index)
+                stack += variables(left[index].invars)
+        return sorted(found)
+
+    for index in [i for i, e in left.items() if e.primitive.name in _SEQUENCES]:
+        evaluate([left.pop(i) for i in needed(left[index].invars)], env)
+        eqn = left.pop(index)
+        values = read(env, eqn.invars)
+        with context(eqn):
+            if eqn.primitive.name == "shard_map":
+                results, token = _shard_map(eqn, values, token)
+            else:
+                results, token = _turn(_take_turns, eqn, values, token)
+        env.update(zip(eqn.outvars, results, strict=True))
+        # All that follows waits, and with it what the partitioner makes of it.
+        later = read_by(left.values()).union(variables(outputs))
+        for v in filter(later.__contains__, list(env)):  # not in the order of a set
+            env[v] = _tie_sharded(env[v], token == 0)
+    evaluate(left.values(), env)
+    return read(env, outputs), token
+
+
+def _shard_map(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    params = eqn.params
+    jaxpr = core.ClosedJaxpr(params["jaxpr"], ())
+    run = jax.shard_map(
+        lambda token, *values: _chain(jaxpr, values, token),
+        mesh=params["mesh"],
+        in_specs=(PartitionSpec(), *params["in_specs"]),
+        out_specs=(list(params["out_specs"]), PartitionSpec()),
+        axis_names=params["newly_manual_axes"],
+        check_vma=False,
+    )
+    return run(token, *values)
+
+
+# Both.
+
+Run = Callable[[core.ClosedJaxpr, Sequence[Any], jax.Array], Results]
+
+
+def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    """A loop or branch, whose inner programs ``run`` runs, with the token."""
+    params = eqn.params
+    if eqn.primitive.name == "cond":
+        branches = [
+            lambda values, token, i=i, inner=inner: _passed_on(
+                run(inner, values, token), i
+            )
+            for i, inner in enumerate(params["branches"])
+        ]
+        return lax.switch(values[0], branches, values[1:], token)
+    if eqn.primitive.name == "scan":
+        num_consts, num_carry = scan_sizes(eqn)
+        consts, values = values[:num_consts], values[num_consts:]
+
+        def step(state: Any, slices: list[Any]) -> tuple[Any, list[Any]]:
+            carry, token = state
+            inputs = [*consts, *carry, *slices]
+            results, token = _passed_on(run(params["jaxpr"], inputs, token))
+            return (results[:num_carry], token), results[num_carry:]
+
+        static = {key: params[key] for key in ("length", "reverse", "unroll")}
+        state = (list(values[:num_carry]), token)
+        (carry, token), ys = lax.scan(step, state, list(values[num_carry:]), **static)
+        return [*carry, *ys], token
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = values[:first], values[first:][:second]
+
+    def goes_on(state: Any) -> jax.Array:
+        (predicate,), _ = run(params["cond_jaxpr"], [*cond_consts, *state[0]], state[1])
+        return predicate
+
+    def body(state: Any) -> Any:
+        inputs = [*body_consts, *state[0]]
+        values, token = _passed_on(run(params["body_jaxpr"], inputs, state[1]))
+        # Of a loop under vmap each example ends in its own time.
+        if batched:
+            left = goes_on(state)
+            values = [
+                jnp.where(jnp.expand_dims(left, range(left.ndim, new.ndim)), new, old)
+                for new, old in zip(values, state[0], strict=True)
+            ]
+        return values, token
+
+    batched = params["cond_jaxpr"].out_avals[0].shape
+    any_goes_on = (lambda state: jnp.any(goes_on(state))) if batched else goes_on
+    return lax.while_loop(any_goes_on, body, (list(values[first + second :]), token))
+
+
+def _passed_on(results: Results, branch: int = 0) -> Results:
+    """What a loop or branch hands on: a token that it has changed, to the compiler.
+
+    Each branch in a way of its own: what all do XLA does after them, or before.
+    """
+    values, token = results
+    return values, lax.select(token == 0, token, token + (1 + branch))
+
+
+def _environment(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> dict[Any, Any]:
+    env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    return env | dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+
+
+def _without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """What nobody reads goes: the chain would keep its collectives alive."""
+    used = [True] * len(jaxpr.jaxpr.outvars)
+    inner, consts, _ = pe.dce_jaxpr_consts(jaxpr.jaxpr, used, instantiate=True)
+    live = [x for x, is_used in zip(jaxpr.consts, consts, strict=True) if is_used]
+    return core.ClosedJaxpr(inner, live)

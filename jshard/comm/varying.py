@@ -1,0 +1,48 @@
+"""Mesh types: over which axes a value differs by device, inside ``shard_map``."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard.mesh import manual_axes
+
+
+def is_float(x: Any) -> bool:
+    """Whether ``x`` (array or abstract array) has a derivative."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which ``x`` (array or abstract array) differs by device."""
+    kind = (x if hasattr(x, "manual_axis_type") else jax.typeof(x)).manual_axis_type
+    return frozenset() if kind is None else kind.varying
+
+
+def vary(x: Any, axes: Any = None) -> Any:
+    """Types ``x`` as varying over ``axes`` (default: all manual ones), moving nothing.
+
+    The transpose is a sum over the axes added, which is why it is placed by hand.
+    """
+    axes = manual_axes() if axes is None else axes
+    missing = tuple(a for a in axes if a not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Zeros of the shape, dtype and mesh type of ``x``."""
+    return vary(jnp.zeros(x.shape, x.dtype), sorted(varying(x)))
+
+
+def abstract_like(x: Any, *, layer: bool = False) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and mesh type of an array; of one layer of it if ``layer``."""
+    aval = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+    kind, mesh = aval.manual_axis_type, jax.sharding.get_abstract_mesh()
+    return jax.ShapeDtypeStruct(
+        aval.shape[1:] if layer else aval.shape,
+        aval.dtype,
+        sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec()),
+        manual_axis_type=kind,
+    )

@@ -1,0 +1,1 @@
+"""Where every array of a state lives: placements, specs, memory kinds, first values."""

@@ -1,0 +1,1 @@
+"""What a model imports: losses, cross entropy, attention, dropout."""

@@ -1,0 +1,182 @@
+"""Cross-entropy of a linear head, with few tokens' logits at a time and none kept.
+
+The gradient of softmax cross-entropy needs no more than its forward has: while a chunk
+of tokens has its logits, their gradients are made, and multiplied at once into those of
+features and head. The backward pass then only scales these by its cotangent: three
+matrix products, where checkpointed chunks take four. This is the fused linear
+cross-entropy of Hsu et al. 2024 (Liger Kernel, arXiv:2410.10989, section 3.2).
+
+Shape suffixes: B batch, T time, N tokens (B times T), C tokens of a chunk, D width,
+V vocabulary.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.comm.varying import is_float, vary, varying
+from jshard.errors import UserError
+from jshard.nn.loss import Mean
+
+
+def cross_entropy(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    chunk: int,
+) -> Mean:
+    """Cross-entropy of ``softmax(x @ head)``, with ``chunk`` tokens' logits at a time.
+
+    Products take operands in the dtype of ``x``, to which the head is cast, and add up
+    in float32 (float64 for float64). So do logits, losses and the head's gradient over
+    all chunks, which is rounded to the head's dtype at its end. Features, head and
+    weights have gradients; one that is not used is not computed. ``jax.jvp`` does not
+    pass.
+
+    Args:
+      x_BTD: features; any number of dimensions before D.
+      head_DV: the head with full weights (``jshard.gathered``).
+      targets_BT: integer tokens; one outside [0, V) makes the loss nan, unless its
+        weight is 0.
+      weights_BT: 1 where a token counts, 0 where it is padding, or anything between.
+      chunk: the most tokens, on one device, whose logits exist at a time.
+
+    Returns:
+      Total in nats and the sum of weights.
+
+    Raises:
+      UserError: shapes do not fit, dtypes are of another kind, or ``chunk`` is not
+        positive.
+    """
+    _check(x_BTD, head_DV, targets_BT, weights_BT, chunk)
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    weights_BT = jnp.asarray(weights_BT, wide)
+    flat = (
+        x_BTD.reshape(-1, x_BTD.shape[-1]),
+        head_DV,
+        targets_BT.reshape(-1).astype(jnp.int32),
+        weights_BT.reshape(-1),
+    )
+    # Inside ``shard_map`` gradients must vary over the mesh like what they belong to;
+    # for what varies over fewer axes they are summed on their way out of here.
+    axes = frozenset().union(*map(varying, flat))
+    total = _total(chunk, *(vary(x, sorted(axes)) for x in flat))
+    return Mean(total, jnp.sum(weights_BT))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(
+    chunk: int,
+    x_ND: jax.Array,
+    head_DV: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+) -> jax.Array:
+    """The weighted sum of losses, where nothing is differentiated."""
+    head_DV = head_DV.astype(x_ND.dtype)
+    chunks = (_in_chunks(chunk, x_ND), _in_chunks(chunk, targets_N))
+    losses = lax.map(lambda xs: _losses(xs[0], head_DV, xs[1])[0], chunks)
+    return _weighted_sum(losses.reshape(-1)[: len(x_ND)], weights_N)
+
+
+def _forward(
+    chunk: int,
+    x_ND: jax.Array,
+    head_DV: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+) -> tuple[jax.Array, tuple]:
+    """The same, and the gradients of the sum."""
+    N, D = x_ND.shape
+    dtype, wide = x_ND.dtype, weights_N.dtype
+    cast_DV = head_DV.astype(dtype)
+    # Most of a softmax is below what float16 can hold: there its gradient is scaled up.
+    half = dtype == jnp.float16
+    scale = 4096 / jnp.maximum(1, jnp.max(jnp.abs(weights_N))) if half else 1
+
+    def body(dhead_DV: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
+        x_CD, targets_C, weights_C = chunk
+        loss_C, softmax_CV, is_target_CV = _losses(x_CD, cast_DV, targets_C)
+        dlogits_CV = (softmax_CV - is_target_CV) * weights_C[:, None]
+        dlogits_CV = dlogits_CV.astype(dtype)
+        dx_CD = jnp.dot(dlogits_CV, cast_DV.T, preferred_element_type=wide) / scale
+        dhead_DV += jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)
+        return dhead_DV, (loss_C, dx_CD.astype(wide if half else dtype))
+
+    zeros_DV = vary(jnp.zeros(head_DV.shape, wide), sorted(varying(head_DV)))
+    chunks = tuple(_in_chunks(chunk, x) for x in (x_ND, targets_N, weights_N * scale))
+    dhead_DV, (losses, dx) = lax.scan(body, zeros_DV, chunks)
+    loss_N, dx_ND = losses.reshape(-1)[:N], dx.reshape(-1, D)[:N]
+    dtypes = (x_ND[:0], head_DV[:0])
+    saved = (dx_ND, dhead_DV / scale, loss_N, dtypes)
+    return _weighted_sum(loss_N, weights_N), saved
+
+
+def _backward(chunk: int, saved: tuple, cotangent: jax.Array) -> tuple:
+    dx_ND, dhead_DV, loss_N, (x, head) = saved
+    dx_ND = (cotangent * dx_ND).astype(x.dtype)
+    dhead_DV = (cotangent * dhead_DV).astype(head.dtype)
+    return dx_ND, dhead_DV, None, cotangent * loss_N
+
+
+_total.defvjp(_forward, _backward)
+
+
+def _losses(
+    x_CD: jax.Array, head_DV: jax.Array, targets_C: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each token's loss, its softmax (C, V), and which token is its target (C, V)."""
+    V = head_DV.shape[1]
+    wide = jnp.promote_types(x_CD.dtype, jnp.float32)
+    logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=wide)
+    sum_C = jax.nn.logsumexp(logits_CV, axis=1)
+    target_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], 1, mode="clip")
+    inside_C = (targets_C >= 0) & (targets_C < V)
+    loss_C = jnp.where(inside_C, sum_C - target_C1[:, 0], jnp.nan)
+    is_target_CV = targets_C[:, None] == jnp.arange(V)
+    return loss_C, jnp.exp(logits_CV - sum_C[:, None]), is_target_CV
+
+
+def _weighted_sum(loss_N: jax.Array, weights_N: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(weights_N == 0, 0, loss_N * weights_N))
+
+
+def _in_chunks(chunk: int, x: jax.Array) -> jax.Array:
+    """``x``, (N, ...), as equal chunks (N/C, C, ...), the last padded with zeros."""
+    number = -(-len(x) // chunk)
+    size = -(-len(x) // number)
+    padding = [(0, number * size - len(x)), *[(0, 0)] * (x.ndim - 1)]
+    return jnp.pad(x, padding).reshape(number, size, *x.shape[1:])
+
+
+def _check(x: Any, head: Any, targets: Any, weights: Any, chunk: Any) -> None:
+    tokens, width = x.shape[:-1], x.shape[-1:]
+    if head.ndim != 2 or head.shape[:1] != width:
+        raise UserError(
+            f"cross_entropy: head has shape {head.shape}; for x of shape {x.shape} it "
+            f"must be {(*width, 'vocabulary')}"
+        )
+    for name, shape in (("targets", targets.shape), ("weights", weights.shape)):
+        if shape != tokens:
+            raise UserError(
+                f"cross_entropy: {name} has shape {shape}; for x of shape {x.shape} it "
+                f"must be {tokens}"
+            )
+    if 0 in x.shape:
+        raise UserError(f"cross_entropy: x of shape {x.shape} is empty")
+    if not is_float(x) or not is_float(head):
+        raise UserError(
+            f"cross_entropy: x is {x.dtype} and head is {head.dtype}; both must be "
+            "floating"
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise UserError(
+            f"cross_entropy: targets is {targets.dtype}; it must hold integers"
+        )
+    if not isinstance(chunk, int) or chunk < 1:
+        raise UserError(f"cross_entropy: chunk={chunk!r} must be a positive integer")

@@ -1,0 +1,1 @@
+"""The update on global views: per-layer optimizers, averages, offloaded states."""

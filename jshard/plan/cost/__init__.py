@@ -1,0 +1,1 @@
+"""What a compiled step moves, and how long it takes."""

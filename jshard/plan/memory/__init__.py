@@ -1,0 +1,1 @@
+"""What a step needs of a device's memory."""

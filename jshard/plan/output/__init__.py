@@ -1,0 +1,1 @@
+"""A plan as text, JSON, a trace, and a page."""

@@ -1,0 +1,142 @@
+"""A plan as data: JSON, and a trace for ui.perfetto.dev.
+
+docs/plan.md has the schemas.
+"""
+
+import dataclasses
+import platform
+from importlib import metadata
+from typing import Any
+
+from jshard.plan.cost import cost
+from jshard.plan.cost.constants import STATED
+from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.timeline import STREAMS, Event, Timeline
+from jshard.plan.output.terminal import options
+from jshard.plan.planning import Plan
+from jshard.training.config.config import flatten
+
+SCHEMA = 1
+_COMPILERS = ("jax", "jaxlib", "flax", "optax")
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Everything but the events and the program; bytes, seconds, FLOP/s."""
+    program = plan.program
+    return {
+        "schema": SCHEMA,
+        "versions": _versions(),
+        "recipe": program.job.recipe.name,
+        "config": flatten(program.job.config),
+        "topology": program.topology,
+        "gpu": None if program.gpu is None else dataclasses.asdict(program.gpu),
+        "mesh": dict(program.mesh.shape),
+        "batch": {"items": program.items, "unit": program.unit},
+        "compile_seconds": plan.seconds,
+        "fits": plan.fits,
+        "memory": plan.memory.as_dict(),
+        "traffic": {
+            "bytes": plan.traffic.bytes,
+            "network_bytes": plan.traffic.network_bytes,
+            "least_bytes": plan.traffic.least_bytes,
+            "rows": [dataclasses.asdict(row) for row in plan.traffic.rows],
+            "least": [
+                {"kind": kind, "dtype": dtype, "bytes": size}
+                for (kind, dtype), size in plan.traffic.least.items()
+            ],
+        },
+        "timeline": None if plan.timeline is None else _timeline(plan, plan.timeline),
+        "options": [
+            {"name": name, "value": value, "reason": reason}
+            for name, value, reason in options(plan)
+        ],
+        "model": cost.assumptions(program.gpu.constants if program.gpu else STATED),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Of what made the program."""
+    found = {name: metadata.version(name) for name in _COMPILERS}
+    return {"python": platform.python_version(), **found}
+
+
+def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    phases = Phases(timeline)
+    per_second = plan.items_per_second or 0.0
+
+    def event(x: Event | None) -> dict[str, Any] | None:
+        if x is None:
+            return None
+        return {
+            "name": x.name,
+            "kind": x.kind,
+            "phase": phases.of(x),
+            "source": x.source,
+            "bytes": x.bytes,
+        }
+
+    return {
+        "seconds": timeline.seconds,
+        "exposed": timeline.exposed,
+        "floor": timeline.floor,
+        "waits_for_copies": timeline.waits_for_copies,
+        "items_per_second": per_second,
+        "items_per_second_a_device": per_second / plan.program.mesh.size,
+        "mfu": plan.mfu,
+        "busy": {stream: timeline.busy(stream) for stream in STREAMS},
+        "phases": phases.seconds(),
+        "synchronous": list(timeline.synchronous),
+        "gaps": [
+            {
+                "start": gap.start,
+                "seconds": gap.seconds,
+                "waits_for": event(gap.waits_for),
+                "before": event(gap.before),
+                "after": event(gap.after),
+            }
+            for gap in timeline.largest_gaps(len(timeline.gaps))
+        ],
+    }
+
+
+def trace(plan: Plan) -> dict[str, Any]:
+    """Chrome's trace events: a thread for each stream, times in microseconds.
+
+    Raises:
+      ValueError: the plan has no timeline.
+    """
+    timeline = plan.timeline
+    if timeline is None:
+        raise ValueError("no timeline")
+    phases = Phases(timeline)
+    used = {event.stream for event in timeline.events}
+    threads = {name: i for i, name in enumerate(STREAMS) if name in used}
+    title = f"{plan.program.job.recipe.name} on {plan.program.topology}, one device"
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
+    ]
+    for name, thread in threads.items():
+        at = {"ph": "M", "pid": 0, "tid": thread}
+        events.append({"name": "thread_name", "args": {"name": name}, **at})
+        events.append(
+            {"name": "thread_sort_index", "args": {"sort_index": thread}, **at}
+        )
+    for x in timeline.events:
+        events.append(
+            {
+                "name": x.name,
+                "cat": x.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": threads[x.stream],
+                "ts": x.start * 1e6,
+                "dur": x.seconds * 1e6,
+                "args": {
+                    "phase": phases.of(x),
+                    "source": x.source,
+                    "bytes": x.bytes,
+                    "flops": x.flops,
+                },
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

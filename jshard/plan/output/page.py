@@ -1,0 +1,226 @@
+"""A plan as one HTML page that needs no network: a timeline to look at, and tables."""
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from jshard.describe import format_bytes
+from jshard.plan.cost.cost import assumed
+from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.timeline import STREAMS, Timeline
+from jshard.plan.memory.memory import Memory
+from jshard.plan.output import terminal
+from jshard.plan.output.terminal import duration
+from jshard.plan.planning import Plan
+from jshard.training.progress import format_count
+from jshard.training.report.charts import script_json
+from jshard.training.report.page import document, section, table
+
+KINDS = (
+    "matrix product",
+    "attention",
+    "memory",
+    "all-gather",
+    "reduce-scatter",
+    "other collectives",
+    "copy",
+)
+
+
+def render(plan: Plan) -> str:
+    """The page."""
+    sections = [_tiles(plan)]
+    if plan.timeline is not None:
+        sections.append(section("Timeline", "".join(_charts(plan.timeline))))
+    sections.append(section("Memory of a device", _memory(plan.memory)))
+    sections.append(section("Traffic of a device in a step", _traffic(plan)))
+    if plan.timeline is not None:
+        sections.append(section("Where no kernel runs", _gaps(plan.timeline)))
+        phases = Phases(plan.timeline).seconds().items()
+        rows = {name: [duration(seconds)] for name, seconds in phases}
+        sections.append(section("Kernels by phase", table(rows)))
+    if plan.options:
+        rows = {
+            f"{name}={value}": [reason]
+            for name, value, reason in terminal.options(plan)
+        }
+        sections.append(section("Options of XLA", table(rows)))
+    if plan.program.gpu is not None:
+        model = assumed(plan.program.gpu.constants)
+        model = escape(f"{model}. What runs at the same time does not slow down.")
+        sections.append(section("Model", f'<p class="note">{model}</p>'))
+    return document(
+        terminal.heading(plan),
+        terminal.job(plan),
+        sections,
+        ["report.css", "plan.css"],
+        ["plan.js"] if plan.timeline is not None else [],
+        package="jshard.plan.output",
+    )
+
+
+def _tiles(plan: Plan) -> str:
+    tiles = []
+    if plan.timeline is not None:
+        per_second, size = plan.items_per_second or 0.0, plan.program.mesh.size
+        unit, exposed = plan.program.unit, plan.timeline.exposed
+        share = exposed / plan.timeline.seconds
+        tiles = [
+            (duration(plan.timeline.seconds), "a step"),
+            (f"{format_count(per_second / size)}", f"{unit}/s a GPU"),
+            (f"{format_count(per_second)}", f"{unit}/s"),
+            (duration(exposed), f"communication not hidden, {share:.1%} of the step"),
+        ]
+        if plan.mfu is not None:
+            tiles.insert(1, (f"{plan.mfu:.1%}", "MFU"))
+    total, usable = plan.memory.total, plan.memory.usable
+    of = "a device" if usable is None else f"of {format_bytes(usable)} usable: "
+    if usable is not None:
+        of += "fits" if plan.fits else "does not fit"
+    tiles.append((format_bytes(total), of))
+    cells = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for value, name in tiles
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _charts(timeline: Timeline) -> Iterator[str]:
+    """The legend, a chart of the whole step and of a few layers, and the data."""
+    phases = Phases(timeline)
+    used = {_kind(event.kind) for event in timeline.events}
+    keys = "".join(
+        f'<span class="kind kind-{i}">{escape(name)}</span>'
+        for i, name in enumerate(KINDS)
+        if i in used
+    )
+    gap = '<span class="kind kind-gap">no kernel runs</span>'
+    yield f'<p class="legend">{keys}{gap}</p>'
+    views: list[tuple[str, tuple[float, float] | None]] = [
+        ("The whole step", (0.0, timeline.seconds)),
+        ("A few layers of the forward", phases.layers("forward")),
+        ("A few layers of the backward", phases.layers("backward")),
+    ]
+    for title, view in views:
+        if view is not None:
+            start, end = (1e6 * seconds for seconds in view)
+            yield (
+                f'<figure class="timeline" data-start="{start:.2f}" '
+                f'data-end="{end:.2f}"><figcaption>{escape(title)}'
+                '<span class="buttons"><button data-zoom="0.5" title="closer">+'
+                '</button><button data-zoom="2" title="farther">&minus;</button>'
+                "<button data-reset>Reset</button></span></figcaption>"
+                f'<canvas tabindex="0" role="img" aria-label="{escape(title)}: '
+                'streams over time"></canvas></figure>'
+            )
+    yield (
+        '<p class="note">Drag to move; Ctrl and the wheel, + and &minus;, or a double '
+        "click to zoom; the arrow keys move, too. Point at a box to see what it is.</p>"
+    )
+    data = script_json(_data(timeline, phases))
+    yield f'<script type="application/json" id="timeline">{data}</script>'
+
+
+def _data(timeline: Timeline, phases: Phases) -> dict[str, Any]:
+    """Events as rows of numbers; texts are in a table, each once."""
+    streams = [s for s in STREAMS if any(e.stream == s for e in timeline.events)]
+    texts: dict[str, int] = {}
+
+    def text(value: str) -> int:
+        return texts.setdefault(value, len(texts))
+
+    def us(seconds: float) -> float:
+        return round(seconds * 1e6, 2)
+
+    events = [
+        [
+            streams.index(e.stream),
+            _kind(e.kind),
+            us(e.start),
+            us(e.seconds),
+            text(phases.words(e).rpartition(" (")[0]),
+            text(phases.of(e)),
+            text(e.source),
+            text(e.name),
+            e.bytes,
+            round(e.flops),
+        ]
+        for e in timeline.events
+    ]
+    gaps = [[us(g.start), us(g.seconds), text(g.waits_for.kind)] for g in timeline.gaps]
+    return {
+        "seconds": us(timeline.seconds),
+        "streams": streams,
+        "events": events,
+        "gaps": gaps,
+        "texts": list(texts),
+    }
+
+
+def _kind(kind: str) -> int:
+    if kind in KINDS:
+        return KINDS.index(kind)
+    return KINDS.index("other collectives")
+
+
+def _memory(memory: Memory) -> str:
+    """A bar of the parts against the card, and the table."""
+    whole = max(memory.usable or 0, memory.total)
+    parts = [(part.name, part.bytes) for part in memory.parts if part.bytes > 0]
+    if memory.unexplained > 0:
+        parts.append(("unexplained", memory.unexplained))
+    blocks = "".join(
+        f'<i class="part-{number}" style="width:{100 * size / whole:.3f}%" '
+        f'title="{escape(name)}: {format_bytes(size)}"></i>'
+        for number, (name, size) in enumerate(parts)
+    )
+    edge = ""
+    if memory.usable is not None:
+        at = 100 * memory.usable / whole
+        edge = f'<u style="left:{at:.3f}%"></u>'
+    what = {part.name: part.what for part in memory.parts}
+    rows = "".join(
+        f'<tr><th><i class="swatch part-{number}"></i>{escape(name)}</th>'
+        f"<td>{format_bytes(size)}</td><td>{size / memory.total:.1%}</td>"
+        f"<td>{escape(what.get(name, ''))}</td></tr>"
+        for number, (name, size) in enumerate(parts)
+    )
+    of = "" if memory.usable is None else f"of {format_bytes(memory.usable)} usable"
+    rows += (
+        f"<tr><th>total</th><td>{format_bytes(memory.total)}</td><td></td>"
+        f"<td>{of}</td></tr>"
+    )
+    if memory.host:
+        kinds = ", ".join(f"{p.name} {format_bytes(p.bytes)}" for p in memory.host)
+        rows += (
+            f"<tr><th>in host memory</th><td>{format_bytes(memory.host_bytes)}</td>"
+            f"<td></td><td>pinned, for each device: {escape(kinds)}</td></tr>"
+        )
+    return (
+        f'<div class="bar">{blocks}{edge}</div>'
+        f'<div class="table numbers"><table>{rows}</table></div>'
+    )
+
+
+def _traffic(plan: Plan) -> str:
+    heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
+    found = _table(heading, terminal.traffic_rows(plan.traffic), "none")
+    if plan.traffic.network_bytes:
+        found += f'<p class="note">{escape(terminal.network(plan.traffic))}.</p>'
+    return found
+
+
+def _gaps(timeline: Timeline) -> str:
+    heading = ["at", "lasts", "waits for", "between"]
+    return _table(heading, terminal.gap_rows(timeline), "nowhere: there is no gap")
+
+
+def _table(heading: list[str], rows: Any, empty: str) -> str:
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
+    if not lines:
+        return f'<p class="note">{escape(empty)}</p>'
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
+    return f'<div class="table grid-table"><table><tr>{head}</tr>{lines}</table></div>'

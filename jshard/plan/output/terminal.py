@@ -1,0 +1,202 @@
+"""A plan as lines of text."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from jshard.compat import xla_options
+from jshard.describe import format_bytes
+from jshard.plan.cost.cost import assumed
+from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline
+from jshard.plan.cost.traffic import Traffic
+from jshard.plan.memory.memory import lines as memory_lines
+from jshard.plan.planning import Plan
+from jshard.training.progress import format_count
+
+GAPS = 10
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """The report."""
+    yield heading(plan)
+    yield job(plan)
+    yield ""
+    first, *others = memory_lines(plan.memory)
+    yield f"MEMORY{first.removeprefix('memory')}"
+    yield from others
+    yield ""
+    yield from _traffic(plan.traffic)
+    yield ""
+    if plan.timeline is None:
+        yield "TIMELINE        none: these devices are no card whose speed is known"
+    else:
+        yield from _timeline(plan, plan.timeline)
+    if plan.options:
+        yield ""
+        yield "OPTIONS of XLA"
+        for name, value, reason in options(plan):
+            yield f"{name}={value}"
+            yield from textwrap.wrap(
+                reason, 96, initial_indent="    ", subsequent_indent="    "
+            )
+    if plan.program.gpu is not None:
+        yield ""
+        model = assumed(plan.program.gpu.constants)
+        yield from textwrap.wrap(f"MODEL: {model}; docs/plan.md has its limits", 96)
+    yield ""
+    yield verdict(plan)
+
+
+def heading(plan: Plan) -> str:
+    """As "llama3_8b on 64 x NVIDIA H100 80GB HBM3"."""
+    return f"{plan.program.job.recipe.name} on {devices(plan)}"
+
+
+def devices(plan: Plan) -> str:
+    """As "64 x NVIDIA H100 80GB HBM3"."""
+    mesh, gpu = plan.program.mesh, plan.program.gpu
+    kind = gpu.name if gpu else mesh.devices.flat[0].device_kind
+    return f"{mesh.size} x {kind}"
+
+
+def job(plan: Plan) -> str:
+    """Mesh, batch, and how long planning took."""
+    program = plan.program
+    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+    batch = f"batch {program.job.config.batch_size}: {program.items:,} {program.unit}"
+    return f"{mesh}; {batch} a step; compiled in {plan.seconds:.1f} s"
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, as "fits: 9.6 of 75.2 GiB"."""
+    total, usable = plan.memory.total, plan.memory.usable
+    if usable is None:
+        return f"needs {format_bytes(total)} a device; no card to compare with"
+    does = "fits" if plan.fits else "does not fit"
+    needs = f"{total / 2**30:.1f}" if total >= 2**30 else format_bytes(total)
+    return f"{does}: {needs} of {usable / 2**30:.1f} GiB"
+
+
+def options(plan: Plan) -> list[tuple[str, object, str]]:
+    """(name, value, reason) of each option of XLA."""
+    reasons = {option.name: option.reason for option in xla_options.options()}
+    return [
+        (name, value, reasons.get(name, "asked for by config.compiler_options"))
+        for name, value in plan.options.items()
+    ]
+
+
+def _traffic(traffic: Traffic) -> Iterator[str]:
+    if not traffic.rows:
+        yield "TRAFFIC         none"
+        return
+    rows = [("TRAFFIC", "dtype", "over", "count", "a device", "at least", "busy")]
+    for name, dtype, link, number, size, least, busy in traffic_rows(traffic):
+        rows.append((name, dtype, link, number, size, least, busy))
+    yield from _columns(rows, "<<<>>>>")
+    if traffic.network_bytes:
+        yield network(traffic)
+
+
+def network(traffic: Traffic) -> str:
+    """As "over the network: 6.8 GiB of 53.8 GiB a device, through its own port"."""
+    part, whole = format_bytes(traffic.network_bytes), format_bytes(traffic.bytes)
+    return f"over the network: {part} of {whole} a device, through its own port"
+
+
+def traffic_rows(traffic: Traffic) -> Iterator[tuple[str, ...]]:
+    """Cells of a table: kind, dtype, link, count, bytes, least bytes, time."""
+    left = dict(traffic.least)
+    for row in traffic.rows:
+        least = left.pop((row.kind, row.dtype), None)
+        yield (
+            row.kind,
+            row.dtype,
+            f"{row.link}, {row.group} devices",
+            f"{row.count:,}",
+            format_bytes(row.bytes),
+            "" if least is None else format_bytes(least),
+            "" if row.seconds is None else duration(row.seconds),
+        )
+    for (kind, dtype), least in left.items():  # what runs in another dtype, or not
+        yield kind, dtype, "", "0", "0 B", format_bytes(least), ""
+
+
+def _timeline(plan: Plan, timeline: Timeline) -> Iterator[str]:
+    yield from _columns([("TIMELINE", "", ""), *facts(plan, timeline)], "<><")
+    phases = Phases(timeline).seconds().items()
+    yield ""
+    yield "KERNELS by phase"
+    yield from _columns([(duration(s), name) for name, s in phases], "><")
+    if timeline.gaps:
+        yield ""
+        yield "GAPS in which no kernel runs, the longest first"
+        yield from _columns(
+            [("at", "lasts", "waits for", "between"), *gap_rows(timeline)], ">><<"
+        )
+
+
+def facts(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
+    """(name, value, remark) of what is known of a step's time."""
+    per_second = plan.items_per_second or 0.0
+    unit, size = plan.program.unit, plan.program.mesh.size
+    seconds, exposed = timeline.seconds, timeline.exposed
+    speed = (
+        f"{format_count(per_second)} {unit}/s, {format_count(per_second / size)} a GPU"
+    )
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    floor = "with all communication hidden"
+    if plan.mfu is not None:
+        floor += f", MFU {plan.mfu * seconds / timeline.floor:.1%}"
+    sent = timeline.busy(COLLECTIVES)
+    found = [
+        ("step", duration(seconds), f"{speed}{mfu}"),
+        ("floor", duration(timeline.floor), floor),
+        (
+            "exposed",
+            duration(exposed),
+            f"{exposed / seconds:.1%} of the step, of {duration(sent)} of collectives",
+        ),
+        ("kernels", duration(timeline.busy(COMPUTE)), "on the compute stream"),
+    ]
+    copied = sum(timeline.busy(s) for s in STREAMS if s not in (COMPUTE, COLLECTIVES))
+    if copied:
+        waits = duration(timeline.waits_for_copies)
+        found.append(
+            ("copies", duration(copied), f"beside kernels; {waits} waited for")
+        )
+    return found
+
+
+def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
+    """Cells of a table: at, lasts, waits for, between."""
+    phases = Phases(timeline)
+    for gap in timeline.largest_gaps(GAPS):
+        what = gap.waits_for
+        before, after = gap.before, gap.after
+        yield (
+            duration(gap.start),
+            duration(gap.seconds),
+            f"{what.kind} of {format_bytes(what.bytes)} ({phases.of(what)})",
+            f"{phases.words(before)} | {phases.words(after)}",
+        )
+
+
+def duration(seconds: float) -> str:
+    """Returns 0.01234 as "12.34 ms"."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    ms = seconds * 1e3
+    return f"{ms:.{1 if ms >= 100 else 2 if ms >= 1 else 3}f} ms"
+
+
+def _columns(rows: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:
+    """Rows with aligned cells; ``sides`` says "<" or ">" of each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[0] = max(widths[0], 14 if sides[0] == "<" else 9)
+    for row in rows:
+        cells = [
+            f"{cell:{side}{width}}"
+            for cell, side, width in zip(row, sides, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,1 @@
+"""The search for settings that no other beats."""

@@ -1,0 +1,1 @@
+"""Data: corpora, datasets, and the batches of a process."""

@@ -1,0 +1,1 @@
+"""A run's folder: its lock, metrics, checkpoints, and where it goes on."""

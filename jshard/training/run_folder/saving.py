@@ -1,0 +1,141 @@
+"""A run's checkpoints: saved while it goes on, reported when they are whole."""
+
+import queue
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jshard.checkpoint.checkpointer import Checkpointer, Save
+from jshard.checkpoint.restore import CHECKPOINTS
+from jshard.describe import format_bytes
+from jshard.errors import RunFailed, UserError
+from jshard.state import TrainState
+from jshard.training.config.config import Config
+from jshard.training.progress import ProgressDisplay
+from jshard.training.report.report import METRICS
+from jshard.training.run_folder.metrics import RunFolder
+
+
+def check_room(workdir: Path, state: TrainState) -> None:
+    """Checks that the disk of a run's folder has room for one checkpoint.
+
+    Args:
+      workdir: The run's folder, which need not exist.
+      state: What is to be saved, or its shapes.
+
+    Raises:
+      UserError: It has not, so that no save could succeed.
+    """
+    place = workdir.absolute()
+    while not place.is_dir():
+        place = place.parent
+    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    disk = shutil.disk_usage(place)
+    if disk.total and size > disk.free:  # some network disks tell nothing
+        raise UserError(
+            f"--workdir={workdir}: a checkpoint takes {format_bytes(size)}, and the "
+            f"disk has {format_bytes(disk.free)} left: make room, give another, or "
+            "train without checkpoints by --config.checkpoint.every=0"
+        )
+
+
+class Saving:
+    """Saves a run's states, and tells of it in the run's folder and display.
+
+    Used as a context manager, which waits for the last save.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, display: ProgressDisplay):
+        """Opens the folder of checkpoints, if `config.checkpoint.every` is not 0.
+
+        Raises:
+          UserError: It cannot be written.
+        """
+        options = config.checkpoint
+        self._config = config
+        self._folder, self._display = folder, display
+        self._ended: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self._failed: Save | None = None  # the last save, if it failed
+        self._checkpointer = None
+        if options.every:
+            self._checkpointer = Checkpointer(
+                folder.path / CHECKPOINTS,
+                keep=options.keep,
+                keep_every=options.keep_every,
+                best=options.best,
+                highest=options.best_is == "highest",
+                report=self._ended.put,
+            )
+
+    def due(self, step: int, *, evaluated: bool) -> bool:
+        """Whether the state after `step` is to be saved."""
+        options = self._config.checkpoint
+        if self._checkpointer is None:
+            return False
+        best = bool(options.best) and evaluated
+        return best or step % options.every == 0 or step == self._config.steps
+
+    def save(self, state: Any, metrics: Mapping[str, float]) -> None:
+        """Starts to save a state, with the metrics of its step."""
+        assert self._checkpointer is not None
+        self._folder.flush()  # the steps up to here are not run again
+        self._checkpointer.save(
+            state,
+            metrics=metrics,
+            config=self._config.to_dict(),
+            files={METRICS: self._folder.metrics()},
+        )
+
+    def report(self) -> None:
+        """Tells of the saves that have ended since the last call."""
+        while not self._ended.empty():
+            save = self._ended.get()
+            self._failed = save if save.error else None
+            if save.error:
+                self._display.say(
+                    f"checkpoint of step {save.step} failed, training goes on: "
+                    f"{save.error}"
+                )
+                continue
+            self._folder.write(
+                save.step,
+                {
+                    "checkpoint_blocked": save.blocked,
+                    "checkpoint_write_time": save.took,
+                    "checkpoint_bytes": save.size,
+                },
+            )
+            self._display.say(
+                f"step {save.step}/{self._config.steps}  checkpoint saved: "
+                f"{format_bytes(save.size)} in {save.took:.1f} s, held up training "
+                f"{save.blocked * 1e3:.0f} ms"
+            )
+
+    def finish(self) -> None:
+        """Waits for the last save.
+
+        Raises:
+          RunFailed: It failed: the state of the last step is lost.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        self.report()
+        if self._failed is not None:
+            raise RunFailed(
+                f"the state of step {self._failed.step} could not be saved: "
+                f"{self._failed.error}"
+            )
+
+    def __enter__(self) -> Self:
+        """Returns this."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for the last save and tells of it."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        self.report()

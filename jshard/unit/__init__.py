@@ -1,0 +1,1 @@
+"""The algorithm: gather, compute, drop; gather again, transpose, reduce-scatter."""

@@ -1,0 +1,85 @@
+"""The functional core for models that are no Flax NNX modules: ``scan_layers``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshard.comm.collectives import placements
+from jshard.comm.varying import vary
+from jshard.policy import Reshard, UnitPolicy, check_remat
+from jshard.unit.loop_types import typed_loops
+from jshard.unit.stack import run_stack
+from jshard.unit.unit import split_aux
+
+
+def scan_layers(
+    fn: Callable[..., Any],
+    stacked_params: Any,
+    carry: Any,
+    *args: Any,
+    specs: Any,
+    remat: Any = "full",
+    reshard_after_forward: Reshard = True,
+    dtype: Any = None,
+    reduce_dtype: Any = None,
+) -> Any:
+    """Applies stacked layers to ``carry``, gathering one layer's weights at a time.
+
+    For use inside ``shard_map`` over a mesh with an "fsdp" axis, on plain pytrees.
+
+    Args:
+      fn: ``fn(params, carry, *args)`` of one layer with full weights, returning the
+        new carry, or ``(carry, aux)``.
+      stacked_params: pytree of local shards, (L, ...) each.
+      carry: pytree of arrays that goes from layer to layer.
+      *args: pytrees of arrays, the same for every layer.
+      specs: a PartitionSpec for each leaf of ``stacked_params``, layer dimension
+        included.
+      remat: what the backward keeps; see ``Policy.remat``.
+      reshard_after_forward: whether weights are gathered again for the backward; a
+        number keeps them sharded over groups of so many devices until then.
+      dtype: dtype on the wire of the gathers and of the weights ``fn`` sees.
+      reduce_dtype: dtype of the gradients' reduction.
+
+    Returns:
+      The last carry, or ``(carry, aux)`` with aux stacked.
+
+    Raises:
+      UserError: the carry changes its shape or dtype, or ``remat`` is not known.
+    """
+    check_remat(remat)
+    shards, params_tree = jax.tree.flatten(stacked_params)
+    places = placements(specs, stacked_params, dtype=dtype, reduce_dtype=reduce_dtype)
+    inputs, inputs_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (carry, args)))
+    num_carry = jax.tree.structure(carry).num_leaves
+    returned: list[Any] = []
+
+    def layer(weights, xs, carry_leaves, arg_leaves):
+        del xs
+        params = jax.tree.unflatten(params_tree, weights)
+        arguments = [*carry_leaves, *arg_leaves[: len(inputs) - num_carry]]
+        state, extra = jax.tree.unflatten(inputs_tree, arguments)
+        state, aux, has_aux = split_aux(fn(params, state, *extra), carry)
+        leaves, tree = jax.tree.flatten(aux)
+        returned[:] = [has_aux, tree]
+        return [*jax.tree.leaves(state), *leaves]
+
+    with typed_loops():
+        out, ys, _ = run_stack(
+            layer,
+            [
+                vary(s) if p.dim is None else s
+                for s, p in zip(shards, jax.tree.leaves(places), strict=True)
+            ],
+            jax.tree.leaves(places),
+            [],
+            inputs[:num_carry],
+            inputs[num_carry:],
+            UnitPolicy(remat, reshard_after_forward),
+            [],
+        )
+    last = jax.tree.unflatten(jax.tree.structure(carry), out)
+    has_aux, tree = returned
+    return (last, jax.tree.unflatten(tree, ys)) if has_aux else last

@@ -1,0 +1,74 @@
+"""Remat policies: which of a layer's activations the backward pass is left."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jshard.errors import UserError
+from jshard.policy import Names
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shown:
+    """What a step's layers asked for, and the names that their activations have."""
+
+    policies: set[Names] = dataclasses.field(default_factory=set)
+    found: set[str] = dataclasses.field(default_factory=set)
+
+
+_shown = contextvars.ContextVar[_Shown | None]("shown", default=None)
+
+
+@contextlib.contextmanager
+def checked_names() -> Iterator[None]:
+    """Raises UserError, at its end, for a name that no layer traced meanwhile has."""
+    shown = _Shown()
+    token = _shown.set(shown)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+    wanted = {name for remat in shown.policies for name in remat.names}
+    if unknown := sorted(wanted - shown.found):
+        raise UserError(
+            f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
+            "(with jax.ad_checkpoint.checkpoint_name); named are: "
+            f"{', '.join(sorted(shown.found)) or 'none'}"
+        )
+
+
+def note_names(jaxpr: core.Jaxpr, remat: Any) -> None:
+    """Tells ``checked_names`` of a layer's activations, and of what ``remat`` names."""
+    if (shown := _shown.get()) is not None:
+        shown.found.update(names_in(jaxpr))
+        shown.policies.update([remat] if isinstance(remat, Names) else [])
+
+
+def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """The names of its activations (``jax.ad_checkpoint.checkpoint_name``)."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from names_in(inner)
+
+
+def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
+    """Applies the remat policy named ``remat`` to a layer function."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return fn
+    if remat == "full":
+        policy = policies.nothing_saveable
+    elif remat == "dots":
+        policy = policies.dots_with_no_batch_dims_saveable
+    elif isinstance(remat, Names):
+        policy = policies.save_only_these_names(*remat.names)
+    else:
+        policy = remat
+    return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)
