@@ -20,7 +20,8 @@ import optax
 from flax import nnx
 from jax import lax
 
-from jshard.layout.specs import follow, layer_dims
+from jshard.layout.layers import layer_dims
+from jshard.layout.specs import follow
 from jshard.optim.per_layer import layers_here
 
 Key: TypeAlias = tuple[jax.Array, jax.Array]  # two words of 32 bits
