@@ -11,6 +11,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
+from jshard.compat.collective_primitives import axes_of, groups_of
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import HOST
@@ -84,9 +85,7 @@ def _add(
     times: int,
     network: Mapping[str, int],
 ) -> None:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    groups = eqn.params.get("axis_index_groups")
+    axes, groups = axes_of(eqn), groups_of(eqn)
     n = len(groups[0]) if groups else int(np.prod([sizes[axis] for axis in axes]))
     if n == 1:
         return
