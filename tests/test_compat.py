@@ -326,7 +326,8 @@ def private(tree: ast.AST) -> Iterator[str]:
         node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
-        and ast.unparse(node.value) in ("self", "cls")
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
     } | {
         n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))
     }
