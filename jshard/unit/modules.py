@@ -22,8 +22,8 @@ from flax import nnx
 from jshard.comm.collectives import gather_leaf
 from jshard.comm.embedding import is_cheaper, look_up
 from jshard.errors import UserError
+from jshard.layout.layers import mark_layers
 from jshard.layout.placement import Placement
-from jshard.layout.specs import mark_layers
 from jshard.layout.tables import is_table, mark_table
 from jshard.layout.variables import is_variable, reachable, variables
 from jshard.policy import Policy, Reshard, UnitPolicy
