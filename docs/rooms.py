@@ -87,7 +87,7 @@ def imports(repository: Path = REPOSITORY) -> list[Import]:
     ]
 
 
-def _imported(tree: ast.Module, modules) -> list[tuple[int, str]]:
+def _imported(tree: ast.Module, modules: dict[str, Path]) -> list[tuple[int, str]]:
     """Lines and jshard's modules of all imports, also those within functions."""
     found = []
     for node in ast.walk(tree):

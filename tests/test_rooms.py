@@ -9,14 +9,24 @@ SCRIPT = Path(__file__).parents[1] / "docs" / "rooms.py"
 ROOMS = runpy.run_path(str(SCRIPT))
 
 
-def test_no_import_runs_against_the_arrows():
-    found = ROOMS["imports"]()
+@pytest.fixture(scope="module")
+def found():
+    return ROOMS["imports"]()
+
+
+def test_no_import_runs_against_the_arrows(found):
     assert len(found) > 300
     assert not ROOMS["against_the_arrows"](found)
 
 
-def test_the_picture_is_what_the_script_draws_now():
-    drawn = ROOMS["svg"](ROOMS["imports"]())
+def test_every_room_is_there():
+    for name, room in ROOMS["ROOMS"].items():
+        for file in [f"{file}.py" for file in room.files.split()] or [name]:
+            assert (SCRIPT.parents[1] / "jshard" / file).exists(), file
+
+
+def test_the_picture_is_what_the_script_draws_now(found):
+    drawn = ROOMS["svg"](found)
     assert ROOMS["PICTURE"].read_text() == drawn, "run python docs/rooms.py"
 
 
