@@ -50,9 +50,9 @@ ROOMS = {
     "unit": Room(4, 260, 450, "gather, compute, drop"),
     "comm": Room(3, 0, 450, "collectives, their transposes and their order"),
     "layout": Room(2, 0, 640, "where every array lives: specs, memory kinds, values"),
-    "distributed": Room(2, 720, 860, "jobs, heartbeat"),
-    "compat": Room(1, 0, 430, "private and versioned calls of JAX and Orbax"),
-    "cli": Room(1, 660, 860, "errors in one line, quiet imports"),
+    "distributed": Room(3, 720, 860, "jobs, heartbeat"),
+    "compat": Room(1, 0, 700, "private and versioned calls of JAX and Orbax"),
+    "cli": Room(2, 660, 860, "errors in one line, quiet imports"),
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
         "errors mesh policy precision state version",
