@@ -239,12 +239,17 @@ class FSDP:
             loss_scale.check(state.loss_scale, policy.loss_scale)
             layout = self._layout(state)
             of_model = layout.gathered() if policy.defer_scatter else layout
-            local = functools.partial(
-                step.train,
-                step.builder(state.graphdef, self.units, of_model, training=True),
-                modules.with_root(loss_fn, policy.reshard_root),
-                layout,
+            whole_root, of_root = policy.reshard_root is False, loss_fn
+            if not whole_root:
+                of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
+            build = step.builder(
+                state.graphdef,
+                self.units,
+                of_model,
+                training=True,
+                whole_root=whole_root,
             )
+            local = functools.partial(step.train, build, of_root, layout)
             specs, same = layout.local_specs, PartitionSpec()
             run = self._shard_map(
                 local, (specs, BATCH, same), (specs.params, same, same)
@@ -269,7 +274,7 @@ class FSDP:
             local = functools.partial(
                 step.evaluate,
                 step.builder(state.graphdef, self.units, layout, training=False),
-                modules.with_root(loss_fn, False),
+                loss_fn,
             )
             inputs = (layout.local_specs, BATCH)
             run = self._shard_map(local, inputs, PartitionSpec())
@@ -288,10 +293,9 @@ class FSDP:
             check_batch(batch, self.mesh)
             layout = self._layout(state)
             build = step.builder(state.graphdef, self.units, layout, training=False)
-            predict = modules.with_root(fn, False)
 
             def local(arrays: ModelArrays, batch: Any) -> Any:
-                return predict(build(*arrays), batch)
+                return fn(build(*arrays), batch)
 
             run = self._shard_map(local, (layout.local_specs, BATCH), BATCH)
             return run(state.model_arrays, batch)

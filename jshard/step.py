@@ -5,6 +5,7 @@ from weight / global count, so that no sum over tokens ever grows large, and lea
 each gradient with the layout of its parameter.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax import lax
 from jshard.comm.collectives import all_gather, reduce_scatter
 from jshard.comm.equal_state import differing, of_first_device
 from jshard.comm.varying import vary, varying, zeros_like
-from jshard.compat.jaxprs import without_dead_code
+from jshard.compat.jaxprs import trace_once, without_dead_code
 from jshard.errors import UserError
 from jshard.layout.layout import Layout
 from jshard.mesh import AXES, manual_axes
@@ -35,14 +36,16 @@ def builder(
     layout: Layout,
     *,
     training: bool,
+    whole_root: bool = True,
 ) -> Build:
-    """Makes the model on one device, over shards that its units and root gather.
+    """Makes the model on one device, over shards that its units gather.
 
     Args:
       graphdef: the model's structure.
       units: module types that become Units.
       layout: of the parameters that the model is made of.
       training: whether the model is in train mode, or in eval mode.
+      whole_root: whether the root is gathered, here and once.
     """
 
     def build(
@@ -55,6 +58,8 @@ def builder(
             model.eval()
         modules.make_units(model, units)
         modules.place(model, layout.policy, layout.places)
+        if whole_root:
+            modules.gather_root(model)
         return model
 
     return build
@@ -90,48 +95,31 @@ def train(
         places,
     )
 
-    # Below, shards are (params, frozen).
-    def run(shards, state, batch, index):
-        model = build(*shards, fold_streams(state, index))
+    def run(params, frozen, state, batch, index):
+        model = build(params, frozen, fold_streams(state, index))
         with microbatch(index, accumulate):
             loss, metrics = split_result(loss_fn(model, batch))
-        return loss, metrics, _next_state(state, model)
+        loss, metrics = _typed(loss), _typed(metrics)
+        totals = [mean.total for _, mean in loss.terms]
+        return totals, (loss, metrics, _next_state(state, model))
 
-    def forward(shards, state, batch, index):
-        loss, metrics, after = run(shards, state, batch, index)
-        after = _typed_as(state, after, run, (shards, state, batch, index))
-        return _typed(loss), _typed(metrics), after
-
-    def totals(shards, state, batch, index):
-        loss, metrics, after = forward(shards, state, batch, index)
-        return [mean.total for _, mean in loss.terms], (loss, metrics, after)
-
-    def backward(shards, state, batch, index, counts):
-        params, frozen = shards
-        _, pullback, (loss, metrics, after) = jax.vjp(
-            lambda params: totals((params, frozen), state, batch, index),
-            params,
-            has_aux=True,
-        )
-        counts = counts or [lax.psum(mean.count, AXES) for _, mean in loss.terms]
-        seeds = [
-            vary(_seed(weight, count, mean.total.dtype, scale))
-            for (weight, mean), count in zip(loss.terms, counts, strict=True)
-        ]
-        (grads,) = pullback(seeds)
-        return grads, loss, metrics, after
-
-    shards = (local, frozen)
+    whole = (local, frozen)
     if defer_scatter:
-        gather = lambda shard, place: all_gather(vary(shard), place)
         both = (places, layout.places_of(frozen))
-        shards = jax.tree.map(gather, (params, frozen), both)
+        whole = jax.tree.map(all_gather, (params, frozen), both)
     if accumulate == 1:
-        grads, loss, metrics, after = backward(shards, model_state, batch, 0, None)
+        rest = {"frozen": whole[1], "state": model_state, "batch": batch, "index": 0}
+        of_params = functools.partial(run, **rest)
+        _, pullback, (loss, metrics, after) = jax.vjp(of_params, whole[0], has_aux=True)
+        (grads,) = pullback(_seeds(loss, _counts(loss), scale))
+        after = _typed_as(model_state, after, run, (*whole, *list(rest.values())[1:]))
         after = merge_state(model_state, after)
     else:
+        zeros = jax.tree.map(
+            lambda x, p: zeros_like(x).astype(p.dtype), whole[0], params
+        )
         grads, loss, metrics, after = _accumulate(
-            forward, backward, accumulate, shards, params, model_state, batch
+            run, accumulate, ModelArrays(*whole, model_state), batch, zeros, scale
         )
     if defer_scatter:
         grads = jax.tree.map(reduce_scatter, grads, places, params)
@@ -157,58 +145,70 @@ def evaluate(
 
 
 def _accumulate(
-    forward: Callable,
-    backward: Callable,
+    run: Callable,
     number: int,
-    shards: tuple[nnx.State, nnx.State],
-    params: nnx.State,
-    model_state: nnx.State,
+    arrays: ModelArrays,
     batch: Any,
-) -> tuple:
-    """Scans ``number`` micro-batches; gradients add up in the parameters' dtypes."""
+    zeros: nnx.State,
+    scale: jax.Array | None,
+) -> tuple[nnx.State, Loss, dict[str, Mean], nnx.State]:
+    """Scans ``number`` micro-batches.
+
+    Args:
+      run: ``run(params, frozen, state, batch, index)`` of one.
+      number: of micro-batches.
+      arrays: what ``run`` gets of the model.
+      batch: this device's examples, of all of them.
+      zeros: what gradients are added to, in the parameters' dtypes.
+      scale: of the loss in the backward; None is 1.
+
+    Returns:
+      Gradients, the loss and the metrics, all summed, and the next model state.
+    """
     micro = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
     indices = jnp.arange(number, dtype=jnp.uint32)
-    counts = _count(forward, shards, model_state, micro, indices)
+    first = (*arrays, jax.tree.map(lambda x: x[0], micro), indices[0])
+    traced, (_, (loss, metrics, _)) = trace_once(run, *first)
+    counts = _count(traced, arrays, micro, indices)
 
     def body(carry, slices):
         sums, state = carry
         # Without the barrier XLA moves gathers whose shards are the same for every
         # micro-batch out of the loop, and keeps the full weights for all of it.
         index, batch = slices  # the index stays outside: it is the same everywhere
-        held, batch = lax.optimization_barrier((shards, batch))
-        grads, loss, metrics, after = backward(held, state, batch, index, counts)
+        (params, frozen), batch = lax.optimization_barrier((arrays[:2], batch))
+        rest = (frozen, state, batch, index)
+        _, pullback, (loss, metrics, after) = jax.vjp(
+            lambda params: traced(params, *rest), params, has_aux=True
+        )
+        (grads,) = pullback(_seeds(loss, counts, scale))
+        after = _typed_as(state, after, traced, (params, *rest))
         sums = jax.tree.map(
             lambda s, x: s + x.astype(s.dtype), sums, (grads, *_parts(loss, metrics))
         )
         last = index == number - 1
         return (sums, merge_state(state, after, last=last)), [w for w, _ in loss.terms]
 
-    shapes = jax.eval_shape(
-        lambda p, s, b: _parts(*forward(p, s, b, indices[0])[:2]),
-        shards,
-        model_state,
-        jax.tree.map(lambda x: x[0], micro),
+    start = jax.tree.map(
+        lambda s: vary(jnp.zeros(s.shape, s.dtype)), _parts(loss, metrics)
     )
-    zeros = jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype)), shapes)
-    nothing = jax.tree.map(
-        lambda x, p: zeros_like(x).astype(p.dtype), shards[0], params
-    )
-    start = ((nothing, *zeros), model_state)
+    start = ((zeros, *start), arrays.model_state)
     ((grads, means, metrics), after), weights = lax.scan(body, start, (indices, micro))
     terms = ((weight[0], mean) for weight, mean in zip(weights, means, strict=True))
     return grads, Loss(tuple(terms)), metrics, after
 
 
-def _count(forward, shards, model_state, micro, indices) -> list[jax.Array]:
+def _count(
+    run: Callable, arrays: ModelArrays, micro: Any, indices: jax.Array
+) -> list[jax.Array]:
     """Global counts of the loss's terms, by a pass that computes nothing else."""
 
-    def one(counts, slices):
-        inputs = (shards, model_state, *slices)
-        leaves, tree = jax.tree.flatten(inputs)
+    def one(_, slices):
+        index, batch = slices
+        leaves, tree = jax.tree.flatten((*arrays, batch, index))
 
         def of_leaves(*leaves):
-            shards, state, index, batch = jax.tree.unflatten(tree, leaves)
-            loss, _, _ = forward(shards, state, batch, index)
+            _, (loss, *_) = run(*jax.tree.unflatten(tree, leaves))
             return [mean.count for _, mean in loss.terms]
 
         return None, without_dead_code(of_leaves)(*leaves)
@@ -217,15 +217,24 @@ def _count(forward, shards, model_state, micro, indices) -> list[jax.Array]:
     return [lax.psum(jnp.sum(count, axis=0), AXES) for count in counts]
 
 
+def _counts(loss: Loss) -> list[jax.Array]:
+    return [lax.psum(mean.count, AXES) for _, mean in loss.terms]
+
+
+def _seeds(
+    loss: Loss, counts: list[jax.Array], scale: jax.Array | None
+) -> list[jax.Array]:
+    """What the backward of each total starts from: its weight / global count."""
+    seeds = []
+    for (weight, mean), count in zip(loss.terms, counts, strict=True):
+        seed = divide(weight, count)
+        seed = seed if scale is None else seed * scale
+        seeds.append(vary(seed.astype(mean.total.dtype)))
+    return seeds
+
+
 def _parts(loss: Loss, metrics: dict[str, Mean]) -> tuple:
     return [mean for _, mean in loss.terms], metrics
-
-
-def _seed(
-    weight: Any, count: jax.Array, dtype: Any, scale: jax.Array | None
-) -> jax.Array:
-    seed = divide(weight, count)
-    return (seed if scale is None else seed * scale).astype(dtype)
 
 
 def _typed(tree: Any) -> Any:
@@ -279,7 +288,7 @@ def _next_state(before: nnx.State, model: nnx.Module) -> nnx.State:
 def _typed_as(
     before: nnx.State, after: nnx.State, run: Callable, inputs: tuple
 ) -> nnx.State:
-    """``after`` with the types of ``before``; ``run(*inputs)`` gave it.
+    """``after`` with the types of ``before``; ``run(*inputs)`` made it.
 
     Raises:
       UserError: it differs by device where ``before`` does not.
@@ -295,13 +304,12 @@ def _typed_as(
         return after
 
     def values(*inputs: Any) -> list[jax.Array]:
-        state = dict(nnx.to_flat_state(run(*inputs)[2]))
+        state = dict(nnx.to_flat_state(run(*inputs)[1][2]))
         return [state[path].get_value() for path in more]
 
-    shards, state, batch, index = inputs
-    differs = differing(
-        values, (shards, False), (state, False), (batch, True), (index, False)
-    )
+    params, frozen, state, batch, index = inputs
+    shards = ((params, False), (frozen, False))
+    differs = differing(values, *shards, (state, False), (batch, True), (index, False))
     for path, differ in zip(more, differs, strict=True):
         if differ:
             name = ".".join(map(str, path))

@@ -165,6 +165,23 @@ def _same_rank(outside: Any, inside: Any) -> bool:
     return outside.aval.ndim == inside.aval.ndim
 
 
+def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any]:
+    """``fn`` that is not traced again, and what it returns, abstract.
+
+    Args:
+      fn: of pytrees.
+      *args: arguments like those of all calls.
+    """
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def call(*args: Any) -> Any:
+        leaves = core.jaxpr_as_fun(traced)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(structure, leaves)
+
+    return call, jax.tree.unflatten(structure, traced.out_avals)
+
+
 def without_dead_code(fn: Callable) -> Callable:
     """``fn`` on a flat list of arrays, less what its outputs do not need."""
 

@@ -211,24 +211,20 @@ def place(
             hide(variable, placements[path], ".".join(map(str, path)))
 
 
-def with_root(fn: Callable, reshard: Reshard) -> Callable:
-    """``fn(model, *args)`` for a model whose root, that no unit owns, is shards.
+def gather_root(model: nnx.Module) -> None:
+    """Gives what no unit owns its whole weights, in place."""
+    own = own_parameters(model)
+    for variable in [v for path, v in variables(model) if own(path, v)]:
+        shard = shard_of(variable)
+        assert shard is not None
+        variable.set_raw_value(gather_leaf(shard.array, shard.place))
+        show(variable)
 
-    Where the backward gathers the root again, all of ``fn`` is one Unit.
-    """
 
-    def call(model: nnx.Module, *args: Any) -> Any:
-        if reshard is not False:
-            return _run_unit(model, fn, args, {}, UnitPolicy("none", reshard))
-        own = own_parameters(model)
-        for variable in [v for path, v in variables(model) if own(path, v)]:
-            shard = shard_of(variable)
-            assert shard is not None
-            variable.set_raw_value(gather_leaf(shard.array, shard.place))
-            show(variable)
-        return fn(model, *args)
-
-    return call
+def root_as_unit(fn: Callable, reshard: Reshard) -> Callable:
+    """``fn(model, *args)`` as one Unit, whose backward gathers the root again."""
+    policy = UnitPolicy("none", reshard)
+    return lambda model, *args: _run_unit(model, fn, args, {}, policy)
 
 
 def root_variables(

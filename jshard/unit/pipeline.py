@@ -6,12 +6,16 @@ The first layers of a backward, which have no gradients to put away, and the las
 either direction, which has none to unshard for, are outside the loop.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.compat.jax_functions import inner
 from jshard.unit.segments import Segment
+
+scan: Callable[..., Any] = inner(lax.scan)  # its carry is typed already
 
 
 class Forward(Protocol):
@@ -79,7 +83,7 @@ def forward(layers: Forward, segment: Segment, carry: Any) -> tuple[Any, Any, An
 
     weights, carry = layers.unshard(segment.start, carry)
     state = (jnp.int32(segment.start), weights, carry)
-    (_, weights, carry), ys = lax.scan(step, state, None, length=segment.length - 1)
+    (_, weights, carry), ys = scan(step, state, None, length=segment.length - 1)
     carry, last_ys = layers.run_last(segment.stop - 1, weights, carry)
     return carry, ys, last_ys, weights
 
@@ -132,7 +136,7 @@ def backward(
         index -= 1
     state = (jnp.int32(index), weights, grads, parts, sums)
     if index > start:
-        state, _ = lax.scan(step, state, None, length=index - start)
+        state, _ = scan(step, state, None, length=index - start)
     _, grads, parts, sums = turn(layers.transpose_alone, start, *state[1:])
     if parts is not None:
         sums = layers.put(start + 1, parts, sums)

@@ -14,6 +14,7 @@ from jax import lax
 
 from jshard.comm.collectives import scatter, sum_copies
 from jshard.comm.varying import abstract_like, is_float, vary, varying, zeros_like
+from jshard.compat.jax_functions import inner
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.mesh import REPLICA, overlaps
@@ -30,6 +31,8 @@ from jshard.unit.unit import (
     unshard,
     whole,
 )
+
+scan: Callable[..., Any] = inner(lax.scan)  # its carry is typed already
 
 
 class Sums(NamedTuple):
@@ -115,7 +118,7 @@ class _Passes:
             return (following, carry_like(out, carry)), ys
 
         state = (layers.first(), carry)
-        (_, carry), ys = lax.scan(body, state, None, length=length)
+        (_, carry), ys = scan(body, state, None, length=length)
         weights, carry = unshard_following(next_shards, self.following.places, carry)
         return carry, ys, weights
 
@@ -158,7 +161,7 @@ class _Passes:
             return (following, carry), out
 
         state = (layers.first(), carry)
-        (_, carry), out = lax.scan(body, state, None, length=segment.length)
+        (_, carry), out = scan(body, state, None, length=segment.length)
         return carry, out
 
     def backward(self, residuals, cotangents):
@@ -217,7 +220,7 @@ class _Passes:
 
         ys_ct = jax.tree.map(lambda ct: ct[segment.start : segment.stop], ys_ct)
         state = (layers.first(reverse=True), sums)
-        (_, sums), _ = lax.scan(
+        (_, sums), _ = scan(
             body, state, (saved, ys_ct), length=segment.length, reverse=True
         )
         return sums
