@@ -255,8 +255,9 @@ class FSDP:
                 local, (specs, BATCH, same), (specs.params, same, same)
             )
             scale = state.loss_scale and state.loss_scale.scale
-            with checked_names():
-                grads, metrics, model_state = run(state.model_arrays, batch, scale)
+            arrays = jax.tree.map(typed_as_device, state.model_arrays)
+            with checked_names(), typed_loops():
+                grads, metrics, model_state = run(arrays, batch, scale)
             new, more = next_state(layout, optimizer, state, grads, model_state)
             return layout.constrain(new), metrics | more
 
@@ -278,7 +279,9 @@ class FSDP:
             )
             inputs = (layout.local_specs, BATCH)
             run = self._shard_map(local, inputs, PartitionSpec())
-            return Means(*run(state.model_arrays, batch))
+            arrays = jax.tree.map(typed_as_device, state.model_arrays)
+            with typed_loops():
+                return Means(*run(arrays, batch))
 
         return self._jit(eval_step)
 
@@ -298,7 +301,9 @@ class FSDP:
                 return fn(build(*arrays), batch)
 
             run = self._shard_map(local, (layout.local_specs, BATCH), BATCH)
-            return run(state.model_arrays, batch)
+            arrays = jax.tree.map(typed_as_device, state.model_arrays)
+            with typed_loops():
+                return run(arrays, batch)
 
         return self._jit(predict_step)
 
@@ -333,13 +338,7 @@ class FSDP:
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         specs = {"in_specs": in_specs, "out_specs": out_specs}
-
-        def local(*args: Any) -> Any:
-            with typed_loops():
-                return fn(*args)
-
-        run = jax.shard_map(local, mesh=self.mesh, axis_names=set(AXES), **specs)
-        return lambda *args: run(*jax.tree.map(typed_as_device, args))
+        return jax.shard_map(fn, mesh=self.mesh, axis_names=set(AXES), **specs)
 
     # Data in and out.
 

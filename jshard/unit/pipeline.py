@@ -15,7 +15,7 @@ from jax import lax
 from jshard.compat.jax_functions import inner
 from jshard.unit.segments import Segment
 
-scan: Callable[..., Any] = inner(lax.scan)  # its carry is typed already
+scan: Callable[..., Any] = inner(lax.scan)  # JAX's own: its carry is typed already
 
 
 class Forward(Protocol):

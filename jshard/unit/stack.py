@@ -5,6 +5,7 @@ has for the same verbs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,9 @@ from jshard.unit.unit import (
     whole,
 )
 
-scan: Callable[..., Any] = inner(lax.scan)  # its carry is typed already
+# JAX's own: what is in these is typed already (loop_types.py).
+scan: Callable[..., Any] = inner(lax.scan)
+call_vjp: Callable[..., Any] = inner(jax.custom_vjp.__call__)
 
 
 class Sums(NamedTuple):
@@ -92,7 +95,9 @@ def make_scan(
     run.defvjp(passes.forward, passes.backward)
     shards, next_shards = list(own.shards), list(following.shards)
     consts = [segment.consts() for segment in segments]
-    return run, (shards, list(xs), carry, [*args, *traced.consts], consts, next_shards)
+    args = [*args, *traced.consts]
+    inputs = (shards, list(xs), carry, args, consts, next_shards)
+    return functools.partial(call_vjp, run), inputs
 
 
 @dataclasses.dataclass(frozen=True)
