@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
@@ -16,6 +17,7 @@ from jshard.layout.specs import follow
 from jshard.optim import ema, loss_scale
 from jshard.optim.per_layer import sharded_update
 from jshard.optim.streamed_update import streamed_update
+from jshard.policy import Policy
 from jshard.precision import for_update, updated_in
 from jshard.state import TrainState
 
@@ -51,7 +53,9 @@ def next_state(
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
     moving, given = (state.params, state.opt_state, state.ema), (grads, steps, finite)
-    params, opt_state, averages = update(layout, optimizer, moving, given)
+    params, opt_state, averages = update(
+        layout.mesh, layout.policy, optimizer, moving, given
+    )
     new = dataclasses.replace(
         state,
         step=steps,
@@ -65,7 +69,8 @@ def next_state(
 
 
 def update(
-    layout: Layout,
+    mesh: Mesh,
+    policy: Policy,
     optimizer: optax.GradientTransformation,
     moving: Moving,
     given: Given,
@@ -78,8 +83,8 @@ def update(
       UserError: the state and the policy do not agree on averages, or there are arrays
         in host memory and the optimizer does not treat layers independently.
     """
-    plain = functools.partial(_update, layout, optimizer)
-    if layout.policy.offload is None:
+    plain = functools.partial(_update, mesh, policy, optimizer)
+    if policy.offload is None:
         return plain(moving, given)
     params, _, averages = moving
     grads, *others = given
@@ -98,22 +103,19 @@ def update(
 
 
 def _update(
-    layout: Layout,
+    mesh: Mesh,
+    policy: Policy,
     optimizer: optax.GradientTransformation,
     moving: Moving,
     given: Given,
 ) -> Moving:
     params, opt_state, averages = moving
     grads, steps, finite = given
-    with sharded_update(layout.mesh, layout.policy):
+    with sharded_update(mesh, policy):
         wide = for_update(params)
         updates, opt_state = optimizer.update(grads, opt_state, wide)
     params = optax.apply_updates(params, updates)
-    new = (
-        params,
-        opt_state,
-        ema.update(averages, params, layout.policy.ema_decay, steps),
-    )
+    new = (params, opt_state, ema.update(averages, params, policy.ema_decay, steps))
     return new if finite is None else loss_scale.select(finite, new, moving)
 
 
