@@ -19,9 +19,9 @@ import jshard.train
 import jshard.training.loop
 from jobs import environment
 from jshard.errors import UserError
+from jshard.knob import Knob
 from jshard.training.config.command_line import override
 from jshard.training.config.config import SHARED, check, complete, declarations, flatten
-from jshard.training.keys import Key
 from jshard.training.recipe import find_recipe, open_recipe, packaged_recipes
 
 RECIPES = sorted(file.name for file in packaged_recipes().glob("*.py"))
@@ -34,7 +34,7 @@ def config_of(name: str) -> Iterator:
         yield complete(recipe.get_config(), name)
 
 
-def bad_values(key: Key) -> list[str]:
+def bad_values(key: Knob) -> list[str]:
     """What a key cannot be, by its declaration alone."""
     if key.kind is Path:
         return [LONG, f"{LONG}/{LONG}"]

@@ -74,7 +74,7 @@ def test_overrides_take_patterns_of_module_paths():
         ("precision__compute", "flaot", "float32, bfloat16"),
         ("precision__reduce", "int8", "float32, bfloat16"),
         ("overrides", "blocks", "PATTERN:KEY=VALUE"),
-        ("overrides", "blocks:dtype=float32", "remat, reshard_after_forward, first_k"),
+        ("overrides", "blocks:dtype=float32", "remat, first_k, reshard_after_forward"),
         ("overrides", "blocks:remat=most", "full, dots, none"),
         ("overrides", "blocks:compute=flaot32", "float32, bfloat16"),
     ],

@@ -77,7 +77,7 @@ def scan_layers(
             [],
             inputs[:num_carry],
             inputs[num_carry:],
-            UnitPolicy(remat, reshard_after_forward),
+            UnitPolicy(remat, reshard_after_forward=reshard_after_forward),
             [],
         )
     last = jax.tree.unflatten(jax.tree.structure(carry), out)

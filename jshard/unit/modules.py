@@ -219,7 +219,9 @@ def with_root(fn: Callable, reshard: Reshard) -> Callable:
 
     def call(model: nnx.Module, *args: Any) -> Any:
         if reshard is not False:
-            return _run_unit(model, fn, args, {}, UnitPolicy("none", reshard))
+            return _run_unit(
+                model, fn, args, {}, UnitPolicy("none", reshard_after_forward=reshard)
+            )
         own = own_parameters(model)
         for variable in [v for path, v in variables(model) if own(path, v)]:
             shard = shard_of(variable)

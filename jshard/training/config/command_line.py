@@ -10,9 +10,9 @@ from typing import Any
 from jshard.cli.paths import path_problem
 from jshard.distributed import cluster
 from jshard.errors import UserError
+from jshard.knob import Knob
 from jshard.training.config.config import Config, declarations, flatten, nearest
 from jshard.training.config.shared_keys import DEFAULTS, REQUIRED, SHARED
-from jshard.training.keys import Key
 
 USAGE = """\
 usage: python -m jshard.train --config=FILE [--config.KEY=VALUE ...] [--workdir=DIR]
@@ -139,7 +139,7 @@ def override(config: Config, overrides: dict[str, str], recipe: str) -> None:
             group[name] = value
 
 
-def _parse(text: str, key: Key, default: Any) -> Any:
+def _parse(text: str, key: Knob, default: Any) -> Any:
     """Reads the value of a key.
 
     Raises:
