@@ -71,9 +71,6 @@ class Knob:
         )
         return [(f"{name} {n}", holds, n) for name, holds, n in bounds if n is not None]
 
-    def _type(self) -> str:
-        return _NAMES.get(self.kind) or self.kind.__name__
-
     def is_special(self, value: Any) -> bool:
         """Whether a value is one of `also`."""
         return any(type(value) is type(one) and value == one for one in self.also)
@@ -104,47 +101,34 @@ class Knob:
             return value in self.choices
         return all(holds(value, bound) for _, holds, bound in self._bounds)
 
-    def expected(self) -> str:
-        """The type, in words: "a whole number or None"."""
-        if self.kind in (tuple, list) and self.default:
-            return f"{self.kind.__name__} such as {self.default!r}"
-        names = ["true", "false"] if self.kind is bool else [self._type()]
-        return _either([*names, *map(str, self.also)])
-
-    def limits(self) -> str:
-        """The range, in words: "at least 0 and below 1"; empty for anything."""
-        if self.choices:
-            return _either([*map(str, self.also), *map(str, self.choices)])
-        bounds = " and ".join(text for text, _, _ in self._bounds)
-        if not self.also or not bounds:
-            return bounds or (self.expected() if self.also else "")
-        return f"{', '.join(map(str, self.also))}, or {bounds}"
-
     def possible(self) -> str:
-        """Type and range, in words: "None or a number of layers, at least 0"."""
+        """What it may be, in words: "None or a number of layers, at least 0"."""
+        special = [str(value) for value in self.also]
         if self.choices:
-            return self.limits()
-        is_bool = self.kind is bool
-        nouns = ["True", "False"] if is_bool else [self.noun or self._type()]
+            return _either([*special, *map(str, self.choices)])
         bounds = " and ".join(text for text, _, _ in self._bounds)
-        return ", ".join(
-            filter(None, (_either([*map(str, self.also), *nouns]), bounds))
-        )
+        return ", ".join(filter(None, (_either([*special, *self._nouns()]), bounds)))
+
+    def _nouns(self) -> list[str]:
+        if self.kind is bool:
+            return ["True", "False"]
+        if self.kind in (tuple, list) and self.default:
+            return [f"{self.kind.__name__} such as {self.default!r}"]
+        return [self.noun or _NAMES.get(self.kind) or self.kind.__name__]
 
     def problem(self, value: Any) -> str:
-        """What is wrong with a config's value, as "must be at least 1"; "" if nothing.
+        """What is wrong with a config's value, as "must be ..."; "" if nothing.
 
         Args:
           value: From a recipe or from a command line.
         """
         if not self.allows(value):
-            fits = self.is_type_of(value) and self.is_number(value)
-            return f"must be {self.limits() if fits else self.expected()}"
+            return f"must be {self.possible()}"
         endless = self.at_most is None and self.below is None
         if self.is_special(value) or not self._bounds or not endless:
             return ""
         if abs(value) > (most := _LARGEST.get(self.kind, math.inf)):
-            return f"must be {self.limits()}, and at most {most}"
+            return f"must be {self.possible()} and at most {most}"
         return ""
 
 

@@ -132,7 +132,7 @@ def override(config: Config, overrides: dict[str, str], recipe: str) -> None:
             value = _parse(text, declared[key], keys[key])
         except ValueError:
             raise UserError(
-                f"--config.{key}={text}: expected {declared[key].expected()} "
+                f"--config.{key}={text}: expected {declared[key].possible()} "
                 f"(the default is {keys[key]!r})"
             ) from None
         with group.ignore_type():  # it is of the declared type, not of the default's
@@ -240,9 +240,7 @@ def _describe(config: Config) -> str:
         lines.append("")
         for key in members:
             lines.append(f"  --config.{key}={keys[key]}")
-            about = declared[key].help
-            if limits := declared[key].limits():
-                about = f"{about} ({limits})" if about else limits
-            if about:
+            if about := declared[key].help:
+                about = f"{about} ({declared[key].possible()})"
                 lines.append(textwrap.fill(about, 88, **_INDENTED))
     return "\n".join(lines) + "\n"

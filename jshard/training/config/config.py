@@ -71,7 +71,7 @@ def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
         elif key in SHARED:
             declaration = SHARED[key]
             if not declaration.is_type_of(plain):
-                raise ValueError(f"{key}={plain!r}: expected {declaration.expected()}")
+                raise ValueError(f"{key}={plain!r}: expected {declaration.possible()}")
             _set(values, key, value)
         elif hint := _misspelt(key, config, prefix):
             raise ValueError(f"unknown key {key!r}{hint}")
