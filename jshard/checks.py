@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import UserError
-from jshard.layout.specs import layer_dims, param_spec
+from jshard.layout.layers import layer_dims
+from jshard.layout.layout import Layout
 from jshard.layout.variables import variables
 from jshard.mesh import FSDP, REPLICA
 from jshard.policy import Policy
@@ -93,19 +94,17 @@ def check_layer_counts(policy: Policy, model: nnx.Module) -> None:
                 )
 
 
-def warn_of_large_root(
-    model: nnx.Module, state: TrainState, policy: Policy, mesh: Mesh
-) -> None:
+def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> None:
     """Warns where much of a model, given with its Units, is in none of them."""
     root = [
         (path, variable)
         for path, variable in root_variables(model, state.params, state.frozen)
-        if FSDP in param_spec(variable, policy, mesh)
+        if layout.places[path].dim is not None
     ]
     size = {path: np.prod(np.shape(v.get_value())) for path, v in root}
     params = jax.tree.leaves((state.params, state.frozen))
     total = sum(np.prod(x.shape) for x in params)
-    if sum(size.values()) > total / 4 and mesh.shape[FSDP] > 1:
+    if sum(size.values()) > total / 4 and layout.mesh.shape[FSDP] > 1:
         largest = sorted(root, key=lambda item: -size[item[0]])[:3]
         names = ", ".join(".".join(map(str, path)) for path, _ in largest)
         warnings.warn(

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from jshard.compat.collective_primitives import axes_of, groups_of
+from jshard.layout.layers import layer_dims
+from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import HOST
-from jshard.layout.specs import placements
-from jshard.mesh import AXES, FSDP, REPLICA, hosts_of
+from jshard.mesh import AXES, BATCH, FSDP, REPLICA, hosts_of
 from jshard.nn.dropout import plain_streams
-from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.unit.batch_norm import batch_norms
 from jshard.unit.modules import root_variables
@@ -84,9 +85,7 @@ def _add(
     times: int,
     network: Mapping[str, int],
 ) -> None:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    groups = eqn.params.get("axis_index_groups")
+    axes, groups = axes_of(eqn), groups_of(eqn)
     n = len(groups[0]) if groups else int(np.prod([sizes[axis] for axis in axes]))
     if n == 1:
         return
@@ -122,9 +121,26 @@ def network_axes(mesh: Mesh, hosts: Sequence[int] | None = None) -> dict[str, in
     return shared
 
 
+def global_batch(batch: Any, mesh: Any) -> Any:
+    """The abstract global batch of which ``batch`` is one process's part.
+
+    Args:
+      batch: arrays of the host, (examples, ...) each, or global ones, abstract or not.
+      mesh: what the examples are sharded over.
+    """
+    processes, sharding = jax.process_count(), NamedSharding(mesh, BATCH)
+
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        shape = (np.shape(x)[0] * processes, *np.shape(x)[1:])
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, batch)
+
+
 def describe(
-    mesh: Mesh,
-    policy: Policy,
+    layout: Layout,
     state: TrainState,
     model: nnx.Module,
     jaxpr: Any,
@@ -133,13 +149,13 @@ def describe(
     """The start-up note as lines of text.
 
     Args:
-      mesh: where it runs.
-      policy: how it is sharded.
+      layout: of the state, on the mesh where it runs.
       state: the state, abstract or not.
       model: the model over the state's global (abstract) values, with its Units.
       jaxpr: of the train step.
       hosts: the host of each process, as for ``make_mesh``.
     """
+    mesh, policy = layout.mesh, layout.policy
     sizes = dict(mesh.shape)
     network = network_axes(mesh, hosts)
     device = mesh.devices.flat[0]
@@ -160,7 +176,7 @@ def describe(
             part = format_bytes(t.network_bytes) if t.network_bytes else "none"
             text += f", {part} over the network"
         lines.append((name + "s", text))
-    lines += _replicated(state, policy, mesh) + _root(model, state, policy, mesh)
+    lines += _replicated(state, layout) + _root(model, state, layout)
     norms = batch_norms(model)
     if norms and policy.accumulate > 1:
         text = f"{_some(norms)}: over one of the {policy.accumulate} micro-batches, of "
@@ -211,37 +227,40 @@ def _local_size(x: Any) -> int:
     return int(np.prod(x.sharding.shard_shape(x.shape)))
 
 
-def _replicated(state: TrainState, policy: Policy, mesh: Mesh) -> list[tuple[str, str]]:
-    if mesh.shape[FSDP] == 1:
+def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
+    shards, fewest = layout.mesh.shape[FSDP], layout.policy.min_shard_elements
+    if shards == 1:
         return [("replicated", "everything: the fsdp axis has one device")]
-    places = placements(state.params, state.frozen, policy, mesh)
     small, indivisible = [], []
     for tree in (state.params, state.frozen):
         for path, variable in nnx.to_flat_state(tree):
-            if places[path].dim is None:
+            if layout.places[path].dim is None:
                 shape = np.shape(variable.get_value())
-                depth = variable.get_metadata("layer_dims", 0)
-                few = np.prod(shape[depth:]) < policy.min_shard_elements
+                few = np.prod(shape[layer_dims(variable) :]) < fewest
                 (small if few else indivisible).append(".".join(map(str, path)))
     lines = []
     if small:
-        reason = f"fewer than {policy.min_shard_elements} elements (a layer)"
+        reason = f"fewer than {fewest} elements (a layer)"
         lines.append(("replicated", f"{reason}: {_some(small)}"))
     if indivisible:
-        reason = f"no dimension divides by {mesh.shape[FSDP]}"
+        reason = f"no dimension divides by {shards}"
         lines.append(("replicated", f"{reason}: {_some(indivisible)}"))
     return lines
 
 
 def _root(
-    model: nnx.Module, state: TrainState, policy: Policy, mesh: Mesh
+    model: nnx.Module, state: TrainState, layout: Layout
 ) -> list[tuple[str, str]]:
     root = root_variables(model, state.params, state.frozen)
-    if not root or mesh.shape[FSDP] == 1:
+    if not root or layout.mesh.shape[FSDP] == 1:
         return []
     names = [".".join(map(str, path)) for path, _ in root]
     nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
-    kept = "kept whole during a step" if not policy.reshard_root else "a unit itself"
+    kept = (
+        "kept whole during a step"
+        if not layout.policy.reshard_root
+        else "a unit itself"
+    )
     text = f"{format_bytes(nbytes)} in no Stack or Unit, {kept}"
     return [("root", f"{text}: {_some(names)}")]
 

@@ -20,6 +20,7 @@ from jshard.checkpoint.restore import ARRAYS, find_step
 from jshard.checkpoint.safetensors_write import DTYPES, INDEX, SafetensorsWriter, nbytes
 from jshard.checkpoint.tensor_names import Index, Layers, tensor_names
 from jshard.cli.command import checkpoint_parser, file_path, run_command
+from jshard.compat.orbax_files import open_array
 from jshard.errors import RunFailed, UserError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as Hugging Face's
@@ -224,21 +225,14 @@ def _read(step: Path, stored: str) -> Iterator[tuple[Index, np.ndarray]]:
       UserError: The checkpoint has been deleted.
     """
     try:
-        folder = next((step / ARRAYS).glob("*/manifest.ocdbt")).parent
-        kvstore = {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{folder}/"},
-            "path": f"{stored}/",
-        }
-        spec = {"driver": "zarr3", "kvstore": kvstore}
-        store = tensorstore.open(spec, read=True, context=_ONE_THREAD).result()
+        store = open_array(step / ARRAYS, stored, _ONE_THREAD)
         sizes = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
         axes = [range(0, n, size) for n, size in zip(store.shape, sizes, strict=True)]
         for start in itertools.product(*axes):
             ends = map(min, np.add(start, sizes), store.shape)
             box = tuple(map(slice, start, ends))
             yield start, store[box].read().result()
-    except (StopIteration, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise UserError(
             f"cannot read {stored} of {step}, which was whole a moment ago: has the "
             f"run deleted it? ({error})"

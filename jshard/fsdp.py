@@ -26,15 +26,8 @@ from jshard.compat import xla_options
 from jshard.given import check_optimizer, check_unit_types, existing, from_seed
 from jshard.layout import transfer
 from jshard.layout.initial_values import make, mark_stacked, prepare
-from jshard.layout.memory_kinds import (
-    check_memory,
-    check_state,
-    on_device,
-    shardings,
-    typed_as_device,
-)
-from jshard.layout.placement import Placement
-from jshard.layout.specs import manual_specs, placements, state_specs
+from jshard.layout.layout import Layout
+from jshard.layout.memory_kinds import check_memory, on_device, typed_as_device
 from jshard.mesh import AXES, BATCH, check_mesh, platform
 from jshard.mesh import FSDP as FSDP_AXIS
 from jshard.nn.loss import Means
@@ -42,7 +35,7 @@ from jshard.optim import ema, loss_scale
 from jshard.optim.update import next_state
 from jshard.policy import Policy
 from jshard.precision import for_update
-from jshard.state import TrainState
+from jshard.state import ModelArrays, TrainState
 from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
 from jshard.unit.loop_types import typed_loops
@@ -186,12 +179,9 @@ class FSDP:
         shapes = jax.eval_shape(create, inputs)
         check_trained(shapes.params)
         model = self._abstract_model(shapes)
-        warn_of_large_root(model, shapes, self.policy, self.mesh)
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            shapes,
-            shardings(self.policy, self._specs(shapes), self.mesh),
-        )
+        layout = Layout.of(shapes, self.policy, self.mesh)
+        warn_of_large_root(model, shapes, layout)
+        return layout.abstract(shapes)
 
     def _create(
         self, make: Callable[[Any], nnx.Module], optimizer: Any, wrt: Any, inputs: Any
@@ -219,9 +209,6 @@ class FSDP:
             "loss_scale": loss_scale.start() if self.policy.loss_scale else None,
         }
 
-    def _specs(self, state: TrainState) -> TrainState:
-        return state_specs(state, self.policy, self.mesh)
-
     # Steps.
 
     def train_step(
@@ -243,35 +230,30 @@ class FSDP:
           UserError: (when called) the batch does not divide, the loss is no Mean, or
             the state and the policy do not agree on averages or on a loss scale.
         """
-        accumulate = self.policy.accumulate
+        policy = self.policy
 
-        def train_step(state: TrainState, batch: Any):
-            check_batch(batch, self.mesh, accumulate=accumulate)
-            loss_scale.check(state.loss_scale, self.policy.loss_scale)
-            specs = self._checked_specs(state)
+        def train_step(
+            state: TrainState, batch: Any
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
+            check_batch(batch, self.mesh, accumulate=policy.accumulate)
+            loss_scale.check(state.loss_scale, policy.loss_scale)
+            layout = self._layout(state)
+            of_model = layout.gathered() if policy.defer_scatter else layout
             local = functools.partial(
                 step.train,
-                self._builder(state, training=True, whole=self.policy.defer_scatter),
-                self._places(state),
-                modules.with_root(loss_fn, self.policy.reshard_root),
-                manual_specs(specs.params),
-                self.policy,
+                step.builder(state.graphdef, self.units, of_model, training=True),
+                modules.with_root(loss_fn, policy.reshard_root),
+                layout,
             )
-            inputs = self._inputs(specs)
-            same = PartitionSpec()
-            run = self._shard_map(local, (*inputs, same), (inputs[0], same, same))
+            specs, same = layout.local_specs, PartitionSpec()
+            run = self._shard_map(
+                local, (specs, BATCH, same), (specs.params, same, same)
+            )
+            scale = state.loss_scale and state.loss_scale.scale
             with checked_names():
-                grads, metrics, model_state = run(
-                    state.params,
-                    state.frozen,
-                    state.model_state,
-                    batch,
-                    state.loss_scale and state.loss_scale.scale,
-                )
-            new, more = next_state(
-                self.mesh, self.policy, optimizer, state, grads, model_state
-            )
-            return self._constrain(new, specs), metrics | more
+                grads, metrics, model_state = run(state.model_arrays, batch, scale)
+            new, more = next_state(layout, optimizer, state, grads, model_state)
+            return layout.constrain(new), metrics | more
 
         return self._jit(train_step, donate_argnums=0)
 
@@ -283,16 +265,15 @@ class FSDP:
 
         def eval_step(state: TrainState, batch: Any) -> Means:
             check_batch(batch, self.mesh)
-            specs = self._checked_specs(state)
+            layout = self._layout(state)
             local = functools.partial(
                 step.evaluate,
-                self._builder(state, training=False),
+                step.builder(state.graphdef, self.units, layout, training=False),
                 modules.with_root(loss_fn, False),
             )
-            loss, metrics = self._shard_map(
-                local, self._inputs(specs), PartitionSpec()
-            )(state.params, state.frozen, state.model_state, batch)
-            return Means(loss, metrics)
+            inputs = (layout.local_specs, BATCH)
+            run = self._shard_map(local, inputs, PartitionSpec())
+            return Means(*run(state.model_arrays, batch))
 
         return self._jit(eval_step)
 
@@ -305,15 +286,15 @@ class FSDP:
 
         def predict_step(state: TrainState, batch: Any) -> Any:
             check_batch(batch, self.mesh)
-            specs = self._checked_specs(state)
-            build = self._builder(state, training=False)
+            layout = self._layout(state)
+            build = step.builder(state.graphdef, self.units, layout, training=False)
             predict = modules.with_root(fn, False)
 
-            def local(params, frozen, model_state, batch):
-                return predict(build(params, frozen, model_state), batch)
+            def local(arrays: ModelArrays, batch: Any) -> Any:
+                return predict(build(*arrays), batch)
 
-            run = self._shard_map(local, self._inputs(specs), BATCH)
-            return run(state.params, state.frozen, state.model_state, batch)
+            run = self._shard_map(local, (layout.local_specs, BATCH), BATCH)
+            return run(state.model_arrays, batch)
 
         return self._jit(predict_step)
 
@@ -329,46 +310,15 @@ class FSDP:
     def _on_cpus(self) -> bool:
         return self.mesh.size > 1 and platform(self.mesh) == "cpu"
 
-    def _checked_specs(self, state: TrainState) -> TrainState:
-        specs = self._specs(state)
-        check_state(self.policy, state, specs, self.mesh)
-        return specs
-
-    def _places(self, state: TrainState) -> tuple[nnx.State, nnx.State]:
-        """A Placement for every parameter, in trees like theirs."""
-        places = placements(state.params, state.frozen, self.policy, self.mesh)
-        put = lambda path, variable: variable.copy(places[path])
-        return nnx.map_state(put, state.params), nnx.map_state(put, state.frozen)
-
-    def _builder(
-        self, state: TrainState, *, training: bool, whole: bool = False
-    ) -> step.Build:
-        """Makes the model on one device, over shards that its units and root gather.
-
-        ``whole`` ones are given full weights already.
-        """
-        places = placements(state.params, state.frozen, self.policy, self.mesh)
-        if whole:
-            here = {path: place.trainable for path, place in places.items()}
-            places = {p: Placement(None, trainable=t) for p, t in here.items()}
-
-        def build(params, frozen, model_state):
-            model = nnx.merge(state.graphdef, params, frozen, model_state, copy=True)
-            if training:
-                model.train()
-            else:
-                model.eval()
-            modules.make_units(model, self.units)
-            modules.place(model, self.policy, places)
-            return model
-
-        return build
+    def _layout(self, state: TrainState) -> Layout:
+        """The layout of a step's state, which must be where the step expects it."""
+        layout = Layout.of(state, self.policy, self.mesh)
+        layout.check_memory(state)
+        return layout
 
     def _abstract_model(self, state: TrainState) -> nnx.Module:
         """The model over abstract values, with its Units, for inspection."""
-        model = nnx.merge(
-            state.graphdef, state.params, state.frozen, state.model_state, copy=True
-        )
+        model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
         modules.make_units(model, self.units)
         found = {path: module for path, module in nnx.iter_modules(model) if path}
         units = [path for path, module in found.items() if modules.is_unit(module)]
@@ -376,11 +326,6 @@ class FSDP:
         self.policy.check_overrides(found, units, stacks)
         check_layer_counts(self.policy, model)
         return model
-
-    def _inputs(self, specs: TrainState) -> tuple:
-        """Specs of what a step's local function takes."""
-        params, frozen = manual_specs(specs.params), manual_specs(specs.frozen)
-        return params, frozen, PartitionSpec(), BATCH
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         specs = {"in_specs": in_specs, "out_specs": out_specs}
@@ -391,15 +336,6 @@ class FSDP:
 
         run = jax.shard_map(local, mesh=self.mesh, axis_names=set(AXES), **specs)
         return lambda *args: run(*jax.tree.map(typed_as_device, args))
-
-    def _constrain(self, tree: Any, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda x, spec: jax.lax.with_sharding_constraint(
-                x, NamedSharding(self.mesh, spec)
-            ),
-            tree,
-            specs,
-        )
 
     # Data in and out.
 
@@ -418,9 +354,7 @@ class FSDP:
 
     def model(self, state: TrainState) -> nnx.Module:
         """An ordinary module over the state's (global, sharded) arrays."""
-        model = nnx.merge(
-            state.graphdef, state.params, state.frozen, state.model_state, copy=True
-        )
+        model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
         for _, module in list(nnx.iter_modules(model)):
             of_one_device(module)
         return model
@@ -450,17 +384,6 @@ class FSDP:
           train_step: of this FSDP; it is traced, which its first call then need not do.
           hosts: the host of each process, as for ``make_mesh``.
         """
-        processes = jax.process_count()
-        sharding = NamedSharding(self.mesh, BATCH)
-
-        def abstract(x: Any) -> jax.ShapeDtypeStruct:
-            if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            shape = (np.shape(x)[0] * processes, *np.shape(x)[1:])
-            return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
-
-        traced = train_step.trace(state, jax.tree.map(abstract, batch))
-        model = self._abstract_model(state)
-        return describe.describe(
-            self.mesh, self.policy, state, model, traced.jaxpr.jaxpr, hosts
-        )
+        traced = train_step.trace(state, describe.global_batch(batch, self.mesh))
+        layout, model = self._layout(state), self._abstract_model(state)
+        return describe.describe(layout, state, model, traced.jaxpr.jaxpr, hosts)

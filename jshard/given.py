@@ -12,6 +12,7 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
+from jshard.compat.flax_modules import is_pytree, unrecorded
 from jshard.errors import UserError
 from jshard.layout.specs import is_annotated
 from jshard.layout.variables import reachable, variables
@@ -130,11 +131,8 @@ def _opened(model: nnx.Module) -> list[tuple[nnx.Module, type]]:
         (module, type(module))
         for module in modules
         if isinstance(module, nnx.Module)
-        and type(module)._pytree__is_pytree
-        and any(
-            name not in module._pytree__nodes and variables_in(value)
-            for name, value in vars(module).items()
-        )
+        and is_pytree(type(module))
+        and any(map(variables_in, unrecorded(module).values()))
     ]
     for module, cls in closed:
         object.__setattr__(module, "__class__", _no_pytree(cls))

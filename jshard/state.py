@@ -1,7 +1,7 @@
 """TrainState: everything a step reads and writes, one pytree."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,20 @@ class LossScale:
     scale: jax.Array
     good_steps: jax.Array
     skipped: jax.Array
+
+
+class ModelArrays(NamedTuple):
+    """The arrays that a model is made of: whole ones, or one device's part of them.
+
+    Attributes:
+      params: what is trained.
+      frozen: the other parameters.
+      model_state: batch statistics, random streams, and the like; replicated.
+    """
+
+    params: nnx.State
+    frozen: nnx.State
+    model_state: nnx.State
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +65,11 @@ class TrainState:
     graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
     ema: nnx.State | None = None
     loss_scale: LossScale | None = None
+
+    @property
+    def model_arrays(self) -> ModelArrays:
+        """What ``graphdef`` makes the model of."""
+        return ModelArrays(self.params, self.frozen, self.model_state)
 
     def with_ema_params(self) -> "TrainState":
         """This state with the averages as its parameters, in the parameters' dtypes.

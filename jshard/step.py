@@ -18,48 +18,76 @@ from jshard.comm.equal_state import differing, of_first_device
 from jshard.comm.varying import vary, varying, zeros_like
 from jshard.compat.jaxprs import without_dead_code
 from jshard.errors import UserError
-from jshard.mesh import AXES, FSDP, manual_axes
+from jshard.layout.layout import Layout
+from jshard.mesh import AXES, manual_axes
 from jshard.nn.dropout import fold_streams, merge_state, microbatch
 from jshard.nn.loss import Loss, Mean, divide, split_result
-from jshard.policy import Policy
+from jshard.state import ModelArrays
+from jshard.unit import modules
 
 # (params, frozen, model_state) -> a model whose units gather
 Build = Callable[..., nnx.Module]
 
 
+def builder(
+    graphdef: nnx.GraphDef,
+    units: tuple[type, ...],
+    layout: Layout,
+    *,
+    training: bool,
+) -> Build:
+    """Makes the model on one device, over shards that its units and root gather.
+
+    Args:
+      graphdef: the model's structure.
+      units: module types that become Units.
+      layout: of the parameters that the model is made of.
+      training: whether the model is in train mode, or in eval mode.
+    """
+
+    def build(
+        params: nnx.State, frozen: nnx.State, model_state: nnx.State
+    ) -> nnx.Module:
+        model = nnx.merge(graphdef, params, frozen, model_state, copy=True)
+        if training:
+            model.train()
+        else:
+            model.eval()
+        modules.make_units(model, units)
+        modules.place(model, layout.policy, layout.places)
+        return model
+
+    return build
+
+
 def train(
     build: Build,
-    places: tuple[nnx.State, nnx.State],
-    loss_fn: Callable,
-    specs: nnx.State,
-    policy: Policy,
-    params: nnx.State,
-    frozen: nnx.State,
-    model_state: nnx.State,
+    loss_fn: Callable[[Any, Any], Any],
+    layout: Layout,
+    arrays: ModelArrays,
     batch: Any,
     scale: jax.Array | None,
 ) -> tuple[nnx.State, dict[str, jax.Array], nnx.State]:
     """Gradients, metrics and the next model state.
 
     Args:
-      build: makes the model from its parts.
-      places: Placements of ``params`` and ``frozen``.
+      build: makes the model from its arrays.
       loss_fn: ``loss_fn(model, batch)``.
-      specs: PartitionSpecs of ``params``.
-      policy: how many micro-batches, and when their gradients are scattered.
-      params: local shards; what gradients are taken of.
-      frozen: local shards of the other parameters.
-      model_state: replicated.
+      layout: of the state; its policy says how many micro-batches there are, and when
+        their gradients are scattered.
+      arrays: local shards, and the model state.
       batch: this device's examples, (examples, ...) each.
       scale: of the loss in the backward; None is 1.
     """
-    accumulate = policy.accumulate
+    params, frozen, model_state = arrays
+    accumulate, defer_scatter = layout.policy.accumulate, layout.policy.defer_scatter
+    places = layout.places_of(params)
     # Gradients are summed once a step where that is cheaper: those of replicated
     # parameters always, those of shards over "replica" when they accumulate first.
     local = jax.tree.map(
-        lambda p, spec: vary(p) if FSDP not in spec or accumulate > 1 else p,
+        lambda p, place: vary(p) if place.dim is None or accumulate > 1 else p,
         params,
-        specs,
+        places,
     )
 
     # Below, shards are (params, frozen).
@@ -94,9 +122,10 @@ def train(
         return grads, loss, metrics, after
 
     shards = (local, frozen)
-    if policy.defer_scatter:
+    if defer_scatter:
         gather = lambda shard, place: all_gather(vary(shard), place)
-        shards = jax.tree.map(gather, (params, frozen), places)
+        both = (places, layout.places_of(frozen))
+        shards = jax.tree.map(gather, (params, frozen), both)
     if accumulate == 1:
         grads, loss, metrics, after = backward(shards, model_state, batch, 0, None)
         after = merge_state(model_state, after)
@@ -104,8 +133,8 @@ def train(
         grads, loss, metrics, after = _accumulate(
             forward, backward, accumulate, shards, params, model_state, batch
         )
-    if policy.defer_scatter:
-        grads = jax.tree.map(reduce_scatter, grads, places[0], params)
+    if defer_scatter:
+        grads = jax.tree.map(reduce_scatter, grads, places, params)
     grads = jax.tree.map(
         lambda g, p: lax.psum(g, _between(p, g)) if _between(p, g) else g, grads, params
     )
@@ -118,14 +147,10 @@ def train(
 
 
 def evaluate(
-    build: Build,
-    loss_fn: Callable,
-    params: nnx.State,
-    frozen: nnx.State,
-    model_state: nnx.State,
-    batch: Any,
+    build: Build, loss_fn: Callable[[Any, Any], Any], arrays: ModelArrays, batch: Any
 ) -> tuple[Loss, dict[str, Mean]]:
     """The loss's terms and the named Means, with global totals and counts."""
+    params, frozen, model_state = arrays
     model = build(params, frozen, fold_streams(model_state, 0))
     loss, metrics = split_result(loss_fn(model, batch))
     return _global(_typed(loss)), _global(_typed(metrics))

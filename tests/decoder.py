@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hlo
 import jshard
-from jshard.layout.specs import param_spec
+from jshard.layout.specs import sharded_dim
 from jshard.mesh import FSDP, REPLICA
 from jshard.optim.per_layer import sharded_update
 
@@ -201,7 +201,7 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
             layered = "layer_dims" in variable.get_metadata()
             stack = int(shape[0]) if layered else 1
             layer = int(np.prod(shape)) // stack
-            if FSDP not in param_spec(variable, policy, mesh):
+            if sharded_dim(variable, policy, mesh) is None:
                 counts["all-reduce", mesh.size, stack * layer] += trained
                 continue
             if name == TABLE and _exchanged(fsdp, shape[0]):

@@ -70,15 +70,13 @@ def test_help_lists_every_key_with_its_default(config):
 
 
 def test_help_says_what_each_key_means_and_what_it_may_be():
-    own = {"width": Key(8, "of the residual stream", at_least=1), "name": "mlp"}
+    own = {"width": Key(8, "of the stream", at_least=1), "name": "mlp"}
     config = complete(
         ConfigDict({"steps": 10, "batch_size": 8, "model": own}), "mlp.py"
     )
     text = help_text(config, "mlp.py")
-    assert (
-        "  --config.model.width=8\n          of the residual stream (a whole number, at least 1)\n"
-        in text
-    )
+    meaning = "\n          of the stream (a whole number, at least 1)\n"
+    assert f"  --config.model.width=8{meaning}" in text
     assert (
         "steps=10\n          updates of the parameters (a whole number, at least 1)"
         in text

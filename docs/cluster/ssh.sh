@@ -1,9 +1,9 @@
 #!/bin/bash
 # Trains on hosts that ssh reaches, one process each: bash docs/cluster/ssh.sh a b c
 #
-# The hosts share a file system, with the environment and this folder in it. This is the
-# loop in its plainest form; `python -m jshard.launch --hosts=a,b,c -- ...` does the same,
-# passes signals on, and starts again after failures.
+# The hosts share a file system that holds the environment and this folder. This is the
+# plainest form; `python -m jshard.launch --hosts=a,b,c -- ...` does the same, forwards
+# signals, and restarts after failures.
 set -euo pipefail
 ssh=${RSH:-ssh -tt}
 python=${PYTHON:-.venv/bin/python}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.tensor_names import stack_paths
 from jshard.errors import UserError
-from jshard.layout.specs import layer_dims
+from jshard.layout.layers import layer_dims
 from jshard.nn.dropout import is_random
 from jshard.state import TrainState
 from jshard.version import versions

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jshard.cli.commands import COMMANDS
+from jshard.compat.plugin_log import LOGGER, is_about_absent_gpu
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _SCRIPTS = tuple(f"jshard-{name}" for name in COMMANDS)
@@ -80,11 +81,10 @@ def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a message of JAX's is more than that its CUDA plugin finds no GPU."""
-    remark = "Jax plugin configuration error" in str(record.msg)
-    return not (remark and "xla_cuda" in str(record.args)) or has_accelerator()
+    return not is_about_absent_gpu(record) or has_accelerator()
 
 
-logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)
+logging.getLogger(LOGGER).addFilter(_is_news)
 if "jax" not in sys.modules and is_command(sys.argv, sys.orig_argv):
     with without_remarks():
         importlib.import_module("jax")

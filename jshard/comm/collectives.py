@@ -28,7 +28,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     """The full parameter from one device's shard, in the layer's dtype."""
-    shard = place.fetched(shard)
+    shard = place.fetched(vary(shard))
     in_one_byte = quantized.is_quantized(place.gather)
     full = shard if in_one_byte else _cast(shard, place.gather)
     if place.dim is not None and lax.axis_size(FSDP) > 1:
@@ -126,7 +126,7 @@ class _Static:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_leaf(shard: jax.Array, place: Placement) -> jax.Array:
     """``all_gather`` whose transpose is ``reduce_scatter``, each in its own dtype."""
-    return all_gather(vary(shard), place)
+    return all_gather(shard, place)
 
 
 def _gather_forward(shard, place):

@@ -15,10 +15,10 @@ from jax import lax
 from jax.extend import core
 
 from jshard.comm.varying import abstract_like, varying
-from jshard.compat.jaxprs import has, scan_body, scan_sizes
+from jshard.compat.collective_primitives import SUMS, axes_of, groups_of
+from jshard.compat.jaxprs import has, open_inner, scan_body, scan_sizes
 from jshard.mesh import AXES
 
-_SUMS = {"psum", "psum_invariant", "pmax", "pmin"}
 # What they give differs by device though what they are given does not.
 _APART = {
     "axis_index",
@@ -62,15 +62,13 @@ def _differing(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 def _of_equation(eqn: Any, entering: list[bool]) -> list[bool]:
     name = eqn.primitive.name
-    if name in _SUMS and _over_all_devices(eqn):
+    if name in SUMS and _over_all_devices(eqn):
         return [False] * len(eqn.outvars)
     if name == "optimization_barrier":
         return entering
     if name == "scan":
         return _of_scan(eqn, entering)
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    inner = getattr(inner, "jaxpr", inner)
-    if isinstance(inner, core.Jaxpr) and len(inner.invars) == len(entering):
+    if (inner := open_inner(eqn)) is not None:
         return _differing(inner, entering)
     apart = name in _APART or has(eqn, _APART)
     return [apart or any(entering)] * len(eqn.outvars)
@@ -78,8 +76,7 @@ def _of_equation(eqn: Any, entering: list[bool]) -> list[bool]:
 
 def _over_all_devices(eqn: Any) -> bool:
     apart = {axis for axis in AXES if lax.axis_size(axis) > 1}
-    grouped = eqn.params.get("axis_index_groups")
-    return apart <= set(eqn.params["axes"]) and not grouped
+    return apart <= set(axes_of(eqn)) and not groups_of(eqn)
 
 
 def _of_scan(eqn: Any, entering: list[bool]) -> list[bool]:

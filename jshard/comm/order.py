@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
-from jax.sharding import PartitionSpec
 
+from jshard.compat.collective_primitives import COLLECTIVES, SUMS
 from jshard.compat.jaxprs import (
     CALLS,
     bind,
@@ -42,26 +41,15 @@ from jshard.compat.jaxprs import (
     read,
     read_by,
     scan_sizes,
+    shard_map_again,
     variables,
+    without_unused,
 )
 from jshard.errors import UserError
 
 # Results of a program's equations, and the token after them.
 Results = tuple[list[Any], jax.Array]
 
-_COLLECTIVES = {
-    "all_gather",
-    "all_gather_invariant",
-    "all_to_all",
-    "pmax",
-    "pmin",
-    "ppermute",
-    "psum",
-    "psum_invariant",
-    "ragged_all_to_all",
-    "reduce_scatter",
-}
-_SUMS = {"pmax", "pmin", "psum", "psum_invariant"}
 _LOOPS_AND_BRANCHES = {"scan", "while", "cond"}
 _SEQUENCES = _LOOPS_AND_BRANCHES | {"shard_map"}
 
@@ -149,21 +137,19 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
     here = token == 0
     for eqn in jaxpr.jaxpr.eqns:
         name, values = eqn.primitive.name, read(env, eqn.invars)
-        exchanges = has(eqn, _COLLECTIVES)
+        exchanges = has(eqn, COLLECTIVES)
         # Sums that do not wait for each other stay neighbours, which XLA combines.
         joins = (
-            name in _SUMS
-            and sums is not None
-            and sums.isdisjoint(variables(eqn.invars))
+            name in SUMS and sums is not None and sums.isdisjoint(variables(eqn.invars))
         )
         if exchanges and not joins:
-            here, sums = _here(token, last), set() if name in _SUMS else None
+            here, sums = _here(token, last), set() if name in SUMS else None
         with context(eqn):
-            if name in _COLLECTIVES:
+            if name in COLLECTIVES:
                 tied = [_tie(jnp.asarray(x), here) for x in values]
                 results = _collective(eqn, tied)
                 last = [x for x in results if x.size] + (last if joins else [])
-                if name in _SUMS and not joins:
+                if name in SUMS and not joins:
                     here = _here(token, [x for x in tied if x.size])
             elif name == "pvary":
                 results = values
@@ -246,7 +232,7 @@ def _take_turns(
     """Runs a program of global values, one sequence of operations at a time."""
     if any(e.primitive.name in CALLS and has(e, _SEQUENCES) for e in jaxpr.jaxpr.eqns):
         jaxpr = flat_jaxpr(core.jaxpr_as_fun(jaxpr), inputs)
-    jaxpr = _without_dead_code(jaxpr)
+    jaxpr = without_unused(jaxpr)  # the chain would keep its collectives alive
     env = _environment(jaxpr, inputs)
     outputs = jaxpr.jaxpr.outvars
     left = dict(enumerate(jaxpr.jaxpr.eqns))
@@ -282,16 +268,8 @@ def _take_turns(
 
 
 def _shard_map(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
-    params = eqn.params
-    jaxpr = core.ClosedJaxpr(params["jaxpr"], ())
-    run = jax.shard_map(
-        lambda token, *values: _chain(jaxpr, values, token),
-        mesh=params["mesh"],
-        in_specs=(PartitionSpec(), *params["in_specs"]),
-        out_specs=(list(params["out_specs"]), PartitionSpec()),
-        axis_names=params["newly_manual_axes"],
-        check_vma=False,
-    )
+    jaxpr = core.ClosedJaxpr(eqn.params["jaxpr"], ())
+    run = shard_map_again(eqn, lambda token, *values: _chain(jaxpr, values, token))
     return run(token, *values)
 
 
@@ -361,11 +339,3 @@ def _passed_on(results: Results, branch: int = 0) -> Results:
 def _environment(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> dict[Any, Any]:
     env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     return env | dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
-
-
-def _without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """What nobody reads goes: the chain would keep its collectives alive."""
-    used = [True] * len(jaxpr.jaxpr.outvars)
-    inner, consts, _ = pe.dce_jaxpr_consts(jaxpr.jaxpr, used, instantiate=True)
-    live = [x for x, is_used in zip(jaxpr.consts, consts, strict=True) if is_used]
-    return core.ClosedJaxpr(inner, live)

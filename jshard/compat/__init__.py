@@ -1,1 +1,5 @@
-"""What depends on the version of JAX, Flax, Orbax or XLA, or is private to them."""
+"""What is private to JAX, Flax or Orbax, or depends on their versions.
+
+A file has one subject. No other room makes such calls: ``tests/test_compat.py`` looks
+for them, and says in words what is broken when a new version changes one.
+"""

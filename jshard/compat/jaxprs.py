@@ -1,4 +1,11 @@
-"""Jaxprs taken apart: which equations read and make what, and how to run a few."""
+"""Jaxprs: which equations read and make what, and how to run a few of them.
+
+Jaxprs are no part of JAX's stable interface. ``jax.extend.core`` is public, and the
+same on JAX 0.10.2, 0.11.2 and 0.12.0.1; what differs between these, or comes from
+``jax.interpreters``, is here: names of primitives, of their parameters, what an
+equation was traced in, and the removal of dead code. When it breaks, steps cannot be
+traced; what is only misread shows as another number of collectives, or of residuals.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
+from jax.sharding import PartitionSpec
 
 # Calls that only group equations; where nothing is differentiated, custom rules do too.
 CALLS = {
@@ -110,6 +118,33 @@ def inner_jaxpr(call: Any) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
 
 
+def open_inner(eqn: Any) -> core.Jaxpr | None:
+    """The one program inside of an equation, if that takes its inputs as they are."""
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    inner = getattr(inner, "jaxpr", inner)
+    takes_all = isinstance(inner, core.Jaxpr) and len(inner.invars) == len(eqn.invars)
+    return inner if takes_all else None
+
+
+def shard_map_again(eqn: Any, fn: Callable) -> Callable:
+    """A ``shard_map`` like that of an equation, of another function.
+
+    Args:
+      eqn: of a ``shard_map`` of some number of arrays.
+      fn: ``fn(replicated, *arrays)``, which returns a list of outputs like theirs and
+        one more replicated array. Types of varying values are not checked.
+    """
+    params = eqn.params
+    return jax.shard_map(
+        fn,
+        mesh=params["mesh"],
+        in_specs=(PartitionSpec(), *params["in_specs"]),
+        out_specs=(list(params["out_specs"]), PartitionSpec()),
+        axis_names=params["newly_manual_axes"],
+        check_vma=False,
+    )
+
+
 def scan_sizes(eqn: Any) -> tuple[int, int]:
     """How many constants enter a ``scan``, and how many values its carry has.
 
@@ -133,18 +168,33 @@ def _same_rank(outside: Any, inside: Any) -> bool:
 def without_dead_code(fn: Callable) -> Callable:
     """``fn`` on a flat list of arrays, less what its outputs do not need."""
 
-    def run(*leaves):
+    def run(*leaves: Any) -> list[Any]:
         traced = jax.make_jaxpr(fn)(*leaves)
 
-        def hoisted(consts, leaves):
+        def hoisted(consts: Any, leaves: Any) -> list[Any]:
             closed = core.ClosedJaxpr(traced.jaxpr, consts)
             return core.jaxpr_as_fun(closed)(*leaves)
 
         jaxpr = jax.make_jaxpr(hoisted)(traced.consts, leaves).jaxpr
-        jaxpr, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        jaxpr, used = needed_for(jaxpr, [True] * len(jaxpr.outvars))
         return run_used(jaxpr, used, [*traced.consts, *leaves])
 
     return run
+
+
+def needed_for(
+    jaxpr: core.Jaxpr, outputs: Sequence[bool]
+) -> tuple[core.Jaxpr, list[bool]]:
+    """The part of a jaxpr that some of its outputs need, and which inputs that uses."""
+    return pe.dce_jaxpr(jaxpr, list(outputs))
+
+
+def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """A program less the equations and constants that nobody reads; inputs all stay."""
+    used = [True] * len(closed.jaxpr.outvars)
+    inner, consts, _ = pe.dce_jaxpr_consts(closed.jaxpr, used, instantiate=True)
+    live = [x for x, is_used in zip(closed.consts, consts, strict=True) if is_used]
+    return core.ClosedJaxpr(inner, live)
 
 
 def run_used(jaxpr: Any, used: Sequence[bool], inputs: Sequence[Any]) -> list[Any]:

@@ -1,8 +1,9 @@
 """The options that XLA compiles a step with on GPUs, and the reason for each.
 
 They belong to the step's own ``jit``: nothing has to be set in the environment. XLA's
-names and types of options differ between the JAX versions; what differs is here.
-docs/log.md has the measurements.
+names and types of options differ between the JAX versions; what differs is here. Tried
+on JAX 0.10.2, 0.11.2 and 0.12.0.1; when a name or type changes, compiling a step for
+GPUs fails with XLA's own message. docs/log.md has the measurements.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """Notes that a job's processes leave for each other, in JAX's coordination service.
 
 It lives in process 0 and is reached over its own connections, so that notes come
-through while the main thread waits in a collective. JAX has no public name for it.
+through while the main thread waits in a collective.
 """
 
-from jax._src import distributed
+from jshard.compat import coordination
 
 _FOLDER = "jshard"
 
@@ -17,9 +17,7 @@ class Board:
 
     def __init__(self) -> None:
         """Connects; `jax.distributed.initialize` comes first."""
-        client = distributed.global_state.client
-        assert client is not None
-        self._client = client
+        self._client = coordination.client()
 
     def put(self, name: str, text: str) -> None:
         """Leaves a note, or replaces one."""

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from jshard.compat.jaxprs import without_dead_code
 from jshard.errors import UserError
-from jshard.layout import specs
+from jshard.layout import layers
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import LOOKED_UP, is_annotated
 from jshard.layout.tables import make_by_rows, mark_table
@@ -80,7 +80,7 @@ def mark_stacked(
         for inner, variable in variables(module):
             if not number or not is_parameter((*path, *inner), variable):
                 continue
-            shape = np.shape(variable.get_value())[specs.layer_dims(variable) :]
+            shape = np.shape(variable.get_value())[layers.layer_dims(variable) :]
             counts.add(shape[:number])
             if len(shape) < number or len(counts) > 1:
                 name = ".".join(map(str, (*path, *inner)))
@@ -97,7 +97,7 @@ def mark_stacked(
             )
     for _, variable in variables(model):
         if id(variable) in stacked:
-            specs.mark_stacked(variable, *stacked[id(variable)])
+            layers.mark_stacked(variable, *stacked[id(variable)])
 
 
 def make(

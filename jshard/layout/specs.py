@@ -1,6 +1,5 @@
-"""Which dimension of each parameter is sharded, and the specs of a whole state."""
+"""Which dimension of a parameter is sharded, and what else is sharded like it."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,14 +8,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard.layout.placement import Placement
+from jshard.layout.layers import layer_dims
 from jshard.mesh import AXES, FSDP
 from jshard.policy import Policy
-from jshard.state import TrainState
 
-LAYER_DIMS = "layer_dims"  # metadata of a Stack's variables: leading layer dimensions
 LOOKED_UP = "looked_up"  # metadata of an embedding's table, in a Unit of its own
-IN_LAYER = "in_layer"  # metadata of the same: its path in a layer of each Stack
 
 
 def shard_dim(
@@ -52,58 +48,6 @@ def shard_dim(
     return None
 
 
-def layer_dims(variable: nnx.Variable) -> int:
-    """How many leading dimensions of ``variable`` count layers of a Stack."""
-    return variable.get_metadata(LAYER_DIMS, 0)
-
-
-def mark_layers(variable: nnx.Variable, path: tuple[Any, ...]) -> None:
-    """Marks a variable of a new Stack, whose first dimension now counts its layers.
-
-    Args:
-      variable: changed in place.
-      path: of the variable in a layer.
-    """
-    inner = variable.get_metadata(IN_LAYER, ())
-    variable.set_metadata(IN_LAYER, (tuple(map(str, path)), *inner))
-    variable.set_metadata(LAYER_DIMS, layer_dims(variable) + 1)
-
-
-def mark_stacked(variable: nnx.Variable, number: int, path: tuple[str, ...]) -> None:
-    """Marks dimensions that count layers inside of those marked already.
-
-    Args:
-      variable: changed in place.
-      number: of dimensions.
-      path: of the variable in a layer.
-    """
-    outer = variable.get_metadata(IN_LAYER, ())
-    variable.set_metadata(IN_LAYER, (*outer, *[path] * number))
-    variable.set_metadata(LAYER_DIMS, layer_dims(variable) + number)
-
-
-def without_layers(variable: nnx.Variable) -> nnx.Variable:
-    """One layer's variable of a Stack's, with one layer dimension less."""
-    inner = variable.get_metadata(IN_LAYER, ())[1:]
-    return variable.copy(**{LAYER_DIMS: layer_dims(variable) - 1, IN_LAYER: inner})
-
-
-def stack_of(path: tuple[Any, ...], variable: nnx.Variable) -> tuple[str, ...] | None:
-    """The path of the outermost Stack that holds a variable; None outside Stacks.
-
-    Args:
-      path: of the variable in the model. Where it is not its Stack's (an alias), the
-        variable counts as a Stack of its own.
-      variable: with the metadata of ``mark_layers``.
-    """
-    if not layer_dims(variable):
-        return None
-    names = tuple(map(str, path))
-    (in_layer, *_) = variable.get_metadata(IN_LAYER, (names,))
-    own = len(names) - len(in_layer)
-    return names[:own] if names[own:] == in_layer else names
-
-
 def is_annotated(variable: nnx.Variable) -> bool:
     """Whether Flax metadata names mesh axes for the dimensions of ``variable``."""
     return variable.get_metadata("out_sharding", None) is not None
@@ -121,7 +65,8 @@ def _other_axes(variable: nnx.Variable, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(known(axes) or None for axes in names)
 
 
-def _dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
+def sharded_dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
+    """``shard_dim`` of a parameter, as its metadata, policy and mesh have it."""
     return shard_dim(
         np.shape(variable.get_value()),
         mesh.shape[FSDP],
@@ -132,33 +77,14 @@ def _dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
     )
 
 
-def placements(
-    params: nnx.State, frozen: nnx.State, policy: Policy, mesh: Mesh
-) -> dict[tuple, Placement]:
-    """The Placement of every parameter by its path; ``frozen`` ones have no gradient.
+def param_spec(variable: nnx.Variable, dim: int | None, mesh: Mesh) -> PartitionSpec:
+    """The PartitionSpec of one parameter, other mesh axes included.
 
-    The arrays are the global ones: shapes, not shards, decide.
+    Args:
+      variable: holds the global array, or an abstract one.
+      dim: the sharded dimension, as ``sharded_dim`` gives it.
+      mesh: what it is sharded over.
     """
-    places = {}
-    for state, trainable in ((params, True), (frozen, False)):
-        for path, variable in nnx.to_flat_state(state):
-            precision = policy.precision_at(path)
-            dim = _dim(variable, policy, mesh)
-            places[path] = Placement(
-                dim,
-                precision.gather,
-                precision.compute,
-                precision.reduce,
-                precision.sum,
-                trainable,
-                hosted=policy.offload == "all" and dim is not None,
-            )
-    return places
-
-
-def param_spec(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> PartitionSpec:
-    """The PartitionSpec of one parameter, other mesh axes included."""
-    dim = _dim(variable, policy, mesh)
     others = _other_axes(variable, mesh)
     if dim is None and not any(others):
         return PartitionSpec()
@@ -177,22 +103,6 @@ def manual_specs(specs: Any) -> Any:
     return jax.tree.map(
         lambda spec: PartitionSpec(*(a if a == FSDP else None for a in spec)), specs
     )
-
-
-def param_specs(params: Any, policy: Policy, mesh: Mesh) -> Any:
-    """PartitionSpecs for an ``nnx.State`` of parameters, same structure."""
-
-    def spec(variable: nnx.Variable) -> nnx.Variable:
-        if not jax.tree.leaves(variable):  # masked by an optimizer
-            return variable
-        return variable.copy(param_spec(variable, policy, mesh))
-
-    return jax.tree.map(spec, params, is_leaf=lambda v: isinstance(v, nnx.Variable))
-
-
-def replicated_specs(tree: Any) -> Any:
-    """A replicated spec for every leaf of ``tree``."""
-    return jax.tree.map(lambda _: PartitionSpec(), tree)
 
 
 def follow(params: Any, values: Sequence[Any]) -> Callable[[tuple, Any], Any]:
@@ -225,36 +135,3 @@ def follow(params: Any, values: Sequence[Any]) -> Callable[[tuple, Any], Any]:
         return None
 
     return find
-
-
-def state_specs(state: TrainState, policy: Policy, mesh: Mesh) -> TrainState:
-    """PartitionSpecs for every array of a state."""
-    params = param_specs(state.params, policy, mesh)
-    return dataclasses.replace(
-        state,
-        step=PartitionSpec(),
-        params=params,
-        frozen=param_specs(state.frozen, policy, mesh),
-        model_state=replicated_specs(state.model_state),
-        opt_state=optimizer_specs(state.opt_state, state.params, params),
-        ema=param_specs(state.ema, policy, mesh),
-        loss_scale=replicated_specs(state.loss_scale),
-    )
-
-
-def optimizer_specs(opt_state: Any, params: Any, specs: Any) -> Any:
-    """PartitionSpecs for an optimizer's state.
-
-    What follows a parameter is sharded like it; everything else is replicated.
-    """
-    find = follow(params, _spec_leaves(specs))
-
-    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        found = find(path, leaf)
-        return PartitionSpec() if found is None else found
-
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
-
-
-def _spec_leaves(specs: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

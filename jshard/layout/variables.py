@@ -24,17 +24,14 @@ def reachable(start: Any, stop: Callable[[Any], bool]) -> list[Any]:
     entered in any case; Variables are not.
     """
     seen: dict[int, Any] = {}
-
-    def visit(x: Any) -> None:
+    left = [start]
+    while left:
+        x = left.pop()
         if id(x) in seen:
-            return
+            continue
         seen[id(x)] = x
-        if is_variable(x) or (x is not start and stop(x)):
-            return
-        for child in _children(x):
-            visit(child)
-
-    visit(start)
+        if not is_variable(x) and (x is start or not stop(x)):
+            left += reversed(_children(x))
     return list(seen.values())
 
 

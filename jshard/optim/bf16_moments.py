@@ -20,7 +20,8 @@ import optax
 from flax import nnx
 from jax import lax
 
-from jshard.layout.specs import follow, layer_dims
+from jshard.layout.layers import layer_dims
+from jshard.layout.specs import follow
 from jshard.optim.per_layer import layers_here
 
 Key: TypeAlias = tuple[jax.Array, jax.Array]  # two words of 32 bits
@@ -169,14 +170,15 @@ def _map_moments(
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     names = map(jax.tree_util.keystr, paths)
     find = follow(params, list(zip(names, depths, strict=True)))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     found: Counter[str] = Counter()
-
-    def one(path: tuple, leaf: Any) -> Any:
+    mapped = []
+    for path, leaf in leaves:
         name, depth = find(path, leaf) or ("", None)
         scalar = depth == jnp.ndim(leaf)  # of each layer: there is nothing to save
         if depth is None or scalar or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
+            mapped.append(leaf)
+            continue
         found[name] += 1
-        return fn(f"{name}{found[name]}", depth, leaf)
-
-    return jax.tree_util.tree_map_with_path(one, state)
+        mapped.append(fn(f"{name}{found[name]}", depth, leaf))
+    return structure.unflatten(mapped)

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.layout.specs import layer_dims, stack_of, without_layers
+from jshard.layout.layers import layer_dims, stack_of, without_layers
 from jshard.optim.whole_layers import map_layers
 from jshard.policy import Policy
 

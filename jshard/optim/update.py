@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
-from jshard.layout.specs import follow, layer_dims
+from jshard.layout.layers import layer_dims
+from jshard.layout.layout import Layout
+from jshard.layout.specs import follow
 from jshard.optim import ema, loss_scale
 from jshard.optim.per_layer import sharded_update
 from jshard.optim.streamed_update import streamed_update
-from jshard.policy import Policy
 from jshard.precision import for_update, updated_in
 from jshard.state import TrainState
 
@@ -26,8 +26,7 @@ Given = tuple[nnx.State, jax.Array, jax.Array | None]
 
 
 def next_state(
-    mesh: Mesh,
-    policy: Policy,
+    layout: Layout,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     grads: nnx.State,
@@ -36,8 +35,7 @@ def next_state(
     """The state after a step, and the metrics of its gradients.
 
     Args:
-      mesh: where arrays are sharded.
-      policy: of the step.
+      layout: of the state.
       optimizer: the transformation the state was made with.
       state: before the step.
       grads: global arrays sharded like their parameters.
@@ -53,7 +51,7 @@ def next_state(
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
     moving, given = (state.params, state.opt_state, state.ema), (grads, steps, finite)
-    params, opt_state, averages = update(mesh, policy, optimizer, moving, given)
+    params, opt_state, averages = update(layout, optimizer, moving, given)
     new = dataclasses.replace(
         state,
         step=steps,
@@ -67,8 +65,7 @@ def next_state(
 
 
 def update(
-    mesh: Mesh,
-    policy: Policy,
+    layout: Layout,
     optimizer: optax.GradientTransformation,
     moving: Moving,
     given: Given,
@@ -81,8 +78,8 @@ def update(
       UserError: the state and the policy do not agree on averages, or there are arrays
         in host memory and the optimizer does not treat layers independently.
     """
-    plain = functools.partial(_update, mesh, policy, optimizer)
-    if policy.offload is None:
+    plain = functools.partial(_update, layout, optimizer)
+    if layout.policy.offload is None:
         return plain(moving, given)
     params, _, averages = moving
     grads, *others = given
@@ -101,19 +98,22 @@ def update(
 
 
 def _update(
-    mesh: Mesh,
-    policy: Policy,
+    layout: Layout,
     optimizer: optax.GradientTransformation,
     moving: Moving,
     given: Given,
 ) -> Moving:
     params, opt_state, averages = moving
     grads, steps, finite = given
-    with sharded_update(mesh, policy):
+    with sharded_update(layout.mesh, layout.policy):
         wide = for_update(params)
         updates, opt_state = optimizer.update(grads, opt_state, wide)
     params = optax.apply_updates(params, updates)
-    new = (params, opt_state, ema.update(averages, params, policy.ema_decay, steps))
+    new = (
+        params,
+        opt_state,
+        ema.update(averages, params, layout.policy.ema_decay, steps),
+    )
     return new if finite is None else loss_scale.select(finite, new, moving)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard.plan.without_gpu import lowering_without_devices
+from jshard.compat import absent_gpus
 
 
 def compile_for(
@@ -26,7 +26,7 @@ def compile_for(
 
 def lower_for_gpus(traced: jax.stages.Traced) -> jax.stages.Lowered:
     """Lowers for GPUs what was traced on the ``abstract_mesh`` of absent ones."""
-    with lowering_without_devices():
+    with absent_gpus.lowering_without_devices():
         return traced.lower(lowering_platforms=("cuda",))
 
 
@@ -34,7 +34,6 @@ def compile_lowered(
     mesh: Mesh, lowered: Any, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
     """Compiles for the GPUs of ``mesh`` what ``lower_for_gpus`` lowered."""
-    targets = mesh.devices.flatten().tolist()
-    # JAX would ask its default backend, the CPU's, for this.
-    lowered._lowering.compile_args["backend"] = targets[0].client
-    return lowered.compile(options, device_assignment=tuple(targets))
+    return absent_gpus.compile_lowered(
+        lowered, mesh.devices.flatten().tolist(), options
+    )

@@ -10,8 +10,9 @@ from jshard.comm.collectives import placements
 from jshard.comm.varying import vary
 from jshard.policy import Reshard, UnitPolicy, check_remat
 from jshard.unit.loop_types import typed_loops
-from jshard.unit.stack import run_stack
-from jshard.unit.unit import split_aux
+from jshard.unit.partition import Static
+from jshard.unit.stack import make_scan, split_aux
+from jshard.unit.unit import Parameters
 
 
 def scan_layers(
@@ -50,36 +51,24 @@ def scan_layers(
       UserError: the carry changes its shape or dtype, or ``remat`` is not known.
     """
     check_remat(remat)
-    shards, params_tree = jax.tree.flatten(stacked_params)
     places = placements(specs, stacked_params, dtype=dtype, reduce_dtype=reduce_dtype)
-    inputs, inputs_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (carry, args)))
-    num_carry = jax.tree.structure(carry).num_leaves
-    returned: list[Any] = []
+    shards, params_tree = jax.tree.flatten(stacked_params)
+    places = jax.tree.leaves(places)
+    carry, args = jax.tree.map(jnp.asarray, (carry, args))
+    leaves, args_tree = jax.tree.flatten(args)
 
-    def layer(weights, xs, carry_leaves, arg_leaves):
-        del xs
+    def layer(weights, _, carry, leaves):
         params = jax.tree.unflatten(params_tree, weights)
-        arguments = [*carry_leaves, *arg_leaves[: len(inputs) - num_carry]]
-        state, extra = jax.tree.unflatten(inputs_tree, arguments)
-        state, aux, has_aux = split_aux(fn(params, state, *extra), carry)
-        leaves, tree = jax.tree.flatten(aux)
-        returned[:] = [has_aux, tree]
-        return [*jax.tree.leaves(state), *leaves]
+        args = jax.tree.unflatten(args_tree, leaves)
+        after, aux, has_aux = split_aux(fn(params, carry, *args), carry)
+        return after, (aux, Static(has_aux))
 
+    own = Parameters(
+        [vary(s) if p.dim is None else s for s, p in zip(shards, places, strict=True)],
+        places,
+    )
+    policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
     with typed_loops():
-        out, ys, _ = run_stack(
-            layer,
-            [
-                vary(s) if p.dim is None else s
-                for s, p in zip(shards, jax.tree.leaves(places), strict=True)
-            ],
-            jax.tree.leaves(places),
-            [],
-            inputs[:num_carry],
-            inputs[num_carry:],
-            UnitPolicy(remat, reshard_after_forward=reshard_after_forward),
-            [],
-        )
-    last = jax.tree.unflatten(jax.tree.structure(carry), out)
-    has_aux, tree = returned
-    return (last, jax.tree.unflatten(tree, ys)) if has_aux else last
+        run, inputs = make_scan(layer, own, [], carry, leaves, policy, Parameters())
+        carry, (aux, has_aux), _ = run(*inputs)
+    return (carry, aux) if has_aux.value else carry

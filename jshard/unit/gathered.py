@@ -1,18 +1,18 @@
 """A unit's weights gathered before a loop, as an ordinary module."""
 
-from collections.abc import Callable
+import functools
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
-from jshard.comm.collectives import gather_leaf
+from jshard.comm.collectives import gather_leaf, scatter, sum_copies
 from jshard.comm.varying import vary
 from jshard.errors import UserError
-from jshard.layout.variables import is_variable
-from jshard.unit.modules import Stack, Unit, make_plain, own_parameters, run_layers
-from jshard.unit.shards import shard_of, show
-from jshard.unit.weights import gather_before
+from jshard.layout.placement import Placement
+from jshard.unit.modules import Parts, Stack, Unit, prepare_layers
+from jshard.unit.partition import select
+from jshard.unit.unit import Parameters, barrier, map_present, unshard
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -28,7 +28,10 @@ def gathered(unit: M) -> M:
     Raises:
       UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
     """
-    return _gathered(unit, lambda own: [gather_leaf(v, p) for v, p in own])
+    if not (parts := _parts(unit)):
+        return unit
+    weights = jax.tree.map(gather_leaf, parts.own.shards, parts.own.places)
+    return parts.module(weights)  # pyright: ignore[reportReturnType]
 
 
 def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
@@ -40,15 +43,12 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
     Raises:
       UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
     """
-    passed = [x]
-
-    def gather(own):
-        shards, places = [v for v, _ in own], tuple(p for _, p in own)
-        out: Any = gather_before(places, shards, vary(x))
-        weights, passed[0] = out
-        return weights
-
-    return _gathered(unit, gather), passed[0]
+    if not (parts := _parts(unit)):
+        return unit, x
+    own = parts.own
+    out: Any = _gather_before(tuple(own.places), list(own.shards), vary(x))
+    weights, x = out
+    return parts.module(weights), x  # pyright: ignore[reportReturnType]
 
 
 def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
@@ -60,32 +60,40 @@ def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
     Raises:
       UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
     """
-    result = []
-
-    def gather(own):
-        shards, places = [v for v, _ in own], [p for _, p in own]
-        out, weights = run_layers(stack, x, args, list(map(vary, shards)), places)
-        result[:] = [out]
-        return weights
-
-    module = _gathered(unit, gather)
-    return module, result[0] if result else stack(x, *args)
+    if not (parts := _parts(unit)):
+        return unit, stack(x, *args)
+    following = Parameters(list(map(vary, parts.own.shards)), parts.own.places)
+    run, inputs, finish = prepare_layers(stack, x, args, following)
+    out, weights = finish(*run(*inputs))
+    return parts.module(weights), out  # pyright: ignore[reportReturnType]
 
 
-def _gathered(unit: M, gather: Callable[[list], list]) -> M:
-    """The plain module over what ``gather`` makes of its (shard, Placement) pairs."""
+def _parts(unit: nnx.Module) -> Parts | None:
+    """The parts of a Unit in a step; None where there is nothing to gather."""
     if isinstance(unit, Stack):
         raise UserError("jshard.gathered: a Stack gathers one layer at a time")
     if not isinstance(unit, Unit) or unit.unit_policy is None:
-        return unit
-    graphdef, own, rest = nnx.split(unit, own_parameters(unit), ...)
-    variables, tree = jax.tree.flatten(own, is_leaf=is_variable)
-    shards = [shard for v in variables if (shard := shard_of(v))]
-    weights = gather([(shard.array, shard.place) for shard in shards])
-    full = [v.copy(w) for v, w in zip(variables, weights, strict=True)]
-    # Variables that are not gathered stay the same objects: their updates count.
-    module = nnx.merge(graphdef, jax.tree.unflatten(tree, full), rest)
-    for variable in full:
-        show(variable)
-    make_plain(module)
-    return module
+        return None
+    return Parts(unit)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_before(
+    places: tuple[Placement, ...], shards: list[jax.Array], x: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """All weights, and ``x``, whose gradient waits until theirs are scattered."""
+    return unshard(shards, list(places)), x
+
+
+def _gather_before_forward(places, shards, x):
+    return _gather_before(places, shards, x), shards
+
+
+def _gather_before_backward(places, shards, cotangents):
+    grads, x_ct = cotangents
+    grads = select(grads, Parameters(shards, places).trained)
+    parts, x_ct = barrier(map_present(scatter, grads, places), x_ct)
+    return map_present(sum_copies, parts, shards), x_ct
+
+
+_gather_before.defvjp(_gather_before_forward, _gather_before_backward)

@@ -8,8 +8,9 @@ where a policy that looks at one primitive at a time would keep full weights of 
 layer.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -19,163 +20,177 @@ from jshard.comm.varying import abstract_like, is_float
 from jshard.compat.jaxprs import run_used
 from jshard.policy import Offload
 from jshard.unit.dataflow import dependencies
+from jshard.unit.partition import merge, select
 from jshard.unit.remat import checkpoint, note_names
 
-# What a value depends on, as bits.
-_WEIGHTS, _ARGS, _REST = 1, 2, 4
+
+class Inputs(NamedTuple):
+    """What a layer is called with: pytrees of arrays. Gradients have the same form.
+
+    Attributes:
+      weights: whole.
+      xs: what else belongs to this layer: state, shards of units inside it.
+      carry: what goes from layer to layer; of a Unit, the arguments of the call.
+      args: the same for every layer.
+    """
+
+    weights: Any
+    xs: Any
+    carry: Any
+    args: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedLayer:
+    """A layer's function as a jaxpr.
+
+    Attributes:
+      inputs: abstract; what the function closes over is at the end of its ``args``.
+      consts: what it closes over, so that this too gets gradients. The caller appends
+        it to its own ``args``.
+      outputs: a pytree of abstract arrays.
+    """
+
+    inputs: Inputs
+    jaxpr: core.Jaxpr
+    consts: list[Any]
+    outputs: Any
+
+    def __call__(self, inputs: Inputs) -> Any:
+        """The outputs alone, for evaluation."""
+        leaves = jax.tree.leaves(inputs)
+        split = len(self.jaxpr.invars)
+        consts = leaves[split:][: len(self.consts)]
+        run = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, consts))
+        return jax.tree.unflatten(
+            jax.tree.structure(self.outputs), run(*leaves[:split])
+        )
+
+
+def trace_layer(fn: Callable[..., Any], inputs: Inputs) -> TracedLayer:
+    """Traces ``fn(weights, xs, carry, args)``, which returns a pytree of arrays."""
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    outputs = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+    args = [*inputs.args, *map(abstract_like, traced.consts)]
+    return TracedLayer(
+        inputs._replace(args=args), traced.jaxpr, list(traced.consts), outputs
+    )
 
 
 class LinearizedLayer:
-    """One layer, traced with the residuals of its backward pass.
-
-    The layer is ``fn(weights, xs, carry, args) -> outputs`` on flat lists of arrays:
-    full weights; what else belongs to this layer; the carry; and ``args``, the same
-    for every layer. Values that ``fn`` closes over are hoisted into ``args``, so they
-    too get gradients.
+    """A traced layer with the residuals of its backward pass.
 
     Attributes:
-      consts: the hoisted values; the caller appends them to its ``args``.
-      outputs: abstract outputs of ``fn``, flat.
-      kept: abstract residuals that are kept until the backward pass.
-      weights_read: indices of the weights that the backward pass needs.
+      traced: the layer.
+      consts: constants of derivative rules that users define, which nothing moves; the
+        caller appends them to ``args``, behind those of ``traced``.
+      reads: which weights the backward pass needs.
     """
 
     def __init__(
         self,
-        fn: Callable[..., Sequence[Any]],
-        weights: Sequence[Any],
-        xs: Sequence[Any],
-        carry: Sequence[Any],
-        args: Sequence[Any],
-        *,
-        differentiable: Sequence[bool],
+        traced: TracedLayer,
+        trained: Sequence[bool],
         remat: Any,
         prevent_cse: bool,
     ):
-        groups = (weights, xs, carry, args)
-        self._sizes = [len(group) for group in groups]
-        flat = [x for group in groups for x in group]
-        traced = jax.make_jaxpr(lambda *leaves: fn(*self._split(leaves)))(*flat)
-        self.consts = list(traced.consts)
-        self.outputs = list(traced.out_avals)
-        num_leaves = len(flat)
         note_names(traced.jaxpr, remat)
+        self.traced = traced
+        # Weights have gradients where they are trained, all else where it is float.
+        moves: Inputs = jax.tree.map(is_float, traced.inputs)
+        moves = moves._replace(weights=list(trained))
+        fn = checkpoint(traced, remat, prevent_cse=prevent_cse)
 
-        def primal(*leaves):
-            consts = leaves[num_leaves:][: len(traced.consts)]
-            closed = core.ClosedJaxpr(traced.jaxpr, consts)
-            return core.jaxpr_as_fun(closed)(*leaves[:num_leaves])
+        def with_residuals(*inputs):
+            fixed = select(Inputs(*inputs), jax.tree.map(lambda m: not m, moves))
 
-        self._primal = primal
-        self._sizes[3] += len(self.consts)
-        self._offloads = isinstance(remat, Offload)
-        self._float_out = [is_float(aval) for aval in self.outputs]
-        self.differentiable = [*differentiable, *map(is_float, self.consts)]
-        flat += [abstract_like(const) for const in self.consts]
-        self._linearize(checkpoint(primal, remat, prevent_cse=prevent_cse), flat)
+            def of_moving(moving):
+                outputs = fn(merge(moving, fixed))
+                return differentiable(outputs, traced.outputs), outputs
 
-    def _split(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        groups, start = [], 0
-        for size in self._sizes:
-            groups.append(list(leaves[start : start + size]))
-            start += size
-        return groups
+            moving = select(Inputs(*inputs), moves)
+            _, pullback, outputs = jax.vjp(of_moving, moving, has_aux=True)
+            return outputs, pullback
 
-    def _linearize(self, fn: Callable, flat: list[Any]) -> None:
-        """Traces outputs and residuals, and sorts the residuals by what they need."""
+        run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*traced.inputs)
+        self._pullback = jax.tree.structure(shapes[1])
+        self.consts = list(run.consts)
 
-        def with_residuals(*leaves):
-            moving = [x for x, d in zip(leaves, self.differentiable, strict=True) if d]
+        def hoisted(consts, *leaves):
+            return core.jaxpr_as_fun(core.ClosedJaxpr(run.jaxpr, consts))(*leaves)
 
-            def of_moving(*moving):
-                rest = iter(moving)
-                outputs = fn(
-                    *(
-                        next(rest) if d else x
-                        for x, d in zip(leaves, self.differentiable, strict=True)
-                    )
-                )
-                moved = [o for o, f in zip(outputs, self._float_out, strict=True) if f]
-                return moved, outputs
-
-            _, pullback, outputs = jax.vjp(of_moving, *moving, has_aux=True)
-            residuals, structure = jax.tree.flatten(pullback)
-            treedef.append(structure)
-            return [*outputs, *residuals]
-
-        treedef: list[Any] = []
-        traced = jax.make_jaxpr(with_residuals)(*flat)
-        (self._pullback,) = treedef
-
-        def hoisted(*leaves):
-            closed = core.ClosedJaxpr(traced.jaxpr, leaves[len(flat) :])
-            return core.jaxpr_as_fun(closed)(*leaves[: len(flat)])
-
-        consts = traced.consts  # of derivatives that users define; nothing moves them
-        self.consts += consts
-        self._sizes[3] += len(consts)
-        self.differentiable += [False] * len(consts)
-        jaxpr = jax.make_jaxpr(hoisted)(*flat, *map(abstract_like, consts)).jaxpr
-        count = len(self.outputs)
-        bits = [_WEIGHTS, _REST, _REST, _ARGS]
-        inputs = [
-            b for b, size in zip(bits, self._sizes, strict=True) for _ in range(size)
+        leaves = jax.tree.leaves(traced.inputs)
+        consts = list(map(abstract_like, self.consts))
+        jaxpr = jax.make_jaxpr(lambda *x: hoisted(x[len(leaves) :], *x[: len(leaves)]))(
+            *leaves, *consts
+        ).jaxpr
+        self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
+        self._leaves_device = [
+            isinstance(remat, Offload) and var not in set(jaxpr.invars)
+            for var in self._kept
         ]
-        needs = dependencies(jaxpr, inputs)[count:]
-        residuals = jaxpr.outvars[count:]
-        carry_start = self._sizes[0] + self._sizes[1]
-        carry = jaxpr.invars[carry_start : carry_start + self._sizes[2]]
-        free = set(jaxpr.invars) - set(carry)
-        # Kept: what depends on the activations, once each; all else is rebuilt.
+
+    def _sort_residuals(self, jaxpr: core.Jaxpr, prefix: int) -> None:
+        """Into what is kept, since activations decide it, and what is built again."""
+        of_weights, of_args, of_rest = 1, 2, 4
+        inputs = self.traced.inputs
+        bits = Inputs(of_weights, of_rest, of_rest, of_args)
+        needs = jax.tree.leaves(
+            jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, inputs)
+        )
+        needs += [of_args] * len(self.consts)
+        needs = dependencies(jaxpr, needs)[prefix:]
+        before, carry = [len(jax.tree.leaves(x)) for x in (inputs[:2], inputs.carry)]
+        free = set(jaxpr.invars) - set(jaxpr.invars[before : before + carry])
         kept: dict[Any, int] = {}
         self._source: list[int | None] = []  # index among the kept, or None
-        for var, need in zip(residuals, needs, strict=True):
-            rebuilt = need in (0, _WEIGHTS, _ARGS) or var in free
+        for var, need in zip(jaxpr.outvars[prefix:], needs, strict=True):
+            rebuilt = need in (0, of_weights, of_args) or var in free
             self._source.append(None if rebuilt else kept.setdefault(var, len(kept)))
-        self.kept = [abstract_like(var.aval) for var in kept]
-        inputs_kept = set(jaxpr.invars)
-        self._leaves = [self._offloads and var not in inputs_kept for var in kept]
-        first = {index: i for i, index in reversed(list(enumerate(self._source)))}
-        used = [True] * count + [
-            index is not None and first[index] == i
+        self._kept = list(kept)
+        where = {index: i for i, index in reversed(list(enumerate(self._source)))}
+        used = [
+            index is not None and where[index] == i
             for i, index in enumerate(self._source)
         ]
-        self._forward, self._forward_used = pe.dce_jaxpr(jaxpr, used)
-        lost = [False] * count + [index is None for index in self._source]
-        self._rebuild, self._rebuild_used = pe.dce_jaxpr(jaxpr, lost)
-        read = self._rebuild_used[: self._sizes[0]]
-        self.weights_read = [i for i, r in enumerate(read) if r]
+        self._forward = pe.dce_jaxpr(jaxpr, [True] * prefix + used)
+        lost = [False] * prefix + [index is None for index in self._source]
+        self._rebuild = pe.dce_jaxpr(jaxpr, lost)
+        self.reads = self._rebuild[1][: len(inputs.weights)]
 
-    def call(self, weights, xs, carry, args) -> list[Any]:
-        """Outputs alone, for evaluation."""
-        return self._primal(*weights, *xs, *carry, *args)
+    def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:
+        """The outputs, and the residuals to keep until the backward pass."""
+        structure = jax.tree.structure(self.traced.outputs)
+        leaves = run_used(*self._forward, jax.tree.leaves(inputs))
+        outputs, kept = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
+        kept = self._move(kept, jax.memory.Space.Host)
+        return jax.tree.unflatten(structure, outputs), kept
 
-    def forward(self, weights, xs, carry, args) -> tuple[list[Any], list[Any]]:
-        """Outputs, and the residuals to keep until the backward pass."""
-        leaves = run_used(
-            self._forward, self._forward_used, [*weights, *xs, *carry, *args]
-        )
-        outputs, kept = leaves[: len(self.outputs)], leaves[len(self.outputs) :]
-        return outputs, self._moved(kept, jax.memory.Space.Host)
+    def transpose(self, inputs: Inputs, kept: Sequence[Any], cotangents: Any) -> Inputs:
+        """Gradients of the inputs.
 
-    def _moved(self, kept: Sequence[Any], space: Any) -> list[Any]:
+        Args:
+          inputs: without the carry, and with None for weights not in ``reads``.
+          kept: by ``forward``.
+          cotangents: of ``differentiable`` outputs.
+        """
+        carry = [None] * len(jax.tree.leaves(self.traced.inputs.carry))
+        inputs = inputs._replace(carry=carry)
+        leaves = jax.tree.leaves(inputs, is_leaf=lambda x: x is None)
+        kept = self._move(kept, jax.memory.Space.Device)
+        rebuilt = iter(run_used(*self._rebuild, leaves))
+        residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
+        (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
+        return grads._replace(args=[*grads.args, *[None] * len(self.consts)])
+
+    def _move(self, kept: Sequence[Any], space: Any) -> list[Any]:
         """Residuals with those that are offloaded in another memory."""
         return [
             jax.device_put(x, space) if leaves else x
-            for x, leaves in zip(kept, self._leaves, strict=True)
+            for x, leaves in zip(kept, self._leaves_device, strict=True)
         ]
 
-    def backward(self, weights, xs, args, kept, cotangents) -> list[list[Any]]:
-        """Gradients as (weights, xs, carry, args), None where there is none.
 
-        ``weights`` holds the weights in ``weights_read``; the others may be None.
-        ``cotangents`` are those of the floating outputs.
-        """
-        carry = [None] * self._sizes[2]
-        kept = self._moved(kept, jax.memory.Space.Device)
-        rebuilt = iter(
-            run_used(self._rebuild, self._rebuild_used, [*weights, *xs, *carry, *args])
-        )
-        leaves = [next(rebuilt) if i is None else kept[i] for i in self._source]
-        grads = iter(jax.tree.unflatten(self._pullback, leaves)(list(cotangents)))
-        return self._split([next(grads) if d else None for d in self.differentiable])
+def differentiable(tree: Any, outputs: Any) -> Any:
+    """``tree`` with None where an output of a layer is not float."""
+    return select(tree, jax.tree.map(is_float, outputs))

@@ -13,9 +13,8 @@ The rules of custom derivatives may give constants too, and differentiate consta
 The other way around JAX is silent: what a branch or a loop returns differs by device
 where its predicate does, though each branch's value is a constant. It is typed so here.
 
-JAX has no hook for this. Each of its functions is wrapped once, for tracebacks
-(``api_boundary``), and what that wrapper calls is replaced while a step is traced: code
-that imported ``scan`` by its name, and ``fori_loop``, meet the same function.
+JAX has no hook for this: what its functions call is replaced while a step is traced
+(``jshard.compat.jax_functions``).
 """
 
 import contextlib
@@ -32,6 +31,7 @@ import numpy as np
 from jax import lax
 
 from jshard.comm.varying import is_float, vary, varying
+from jshard.compat.jax_functions import inner, replace_inner, with_rules
 from jshard.mesh import manual_axes
 
 # The mesh axes over which a value varies.
@@ -46,7 +46,7 @@ def typed_loops() -> Iterator[None]:
         _inside += 1
         if _inside == 1:
             for function, typed in _TYPED.items():
-                _cell(function).cell_contents = typed
+                replace_inner(function, typed)
     token = _typing.set(True)
     try:
         yield
@@ -56,7 +56,7 @@ def typed_loops() -> Iterator[None]:
             _inside -= 1
             if _inside == 0:
                 for function in _TYPED:
-                    _cell(function).cell_contents = function.__wrapped__
+                    replace_inner(function, inner(function))
 
 
 class _VariesMore(Exception):
@@ -204,7 +204,7 @@ def _custom_vjp(
     )
     kwargs = {name: x if name in static else typed(x) for name, x in kwargs.items()}
     bwd: Any = function.bwd
-    alike = _with(function, bwd=lambda *residuals: typed(bwd(*residuals)))
+    alike = with_rules(function, bwd=lambda *residuals: typed(bwd(*residuals)))
     return custom_vjp(alike, *args, **kwargs)
 
 
@@ -219,15 +219,8 @@ def _custom_jvp(
         return out, jax.tree.map(like, out, tangents)
 
     rule: Any = function.jvp
-    alike = _with(function, jvp=jvp) if rule else function
+    alike = with_rules(function, jvp=jvp) if rule else function
     return custom_jvp(alike, *args, **kwargs)
-
-
-def _with(function: Any, **rules: Callable) -> Any:
-    """A copy of a custom function with other rules."""
-    alike = object.__new__(type(function))
-    vars(alike).update(vars(function) | rules)
-    return alike
 
 
 def _module(function: Any) -> str:
@@ -238,21 +231,9 @@ def _moves(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, float)) and is_float(jnp.asarray(x))
 
 
-def _cell(function: Callable) -> Any:
-    """Where the wrapper of one of JAX's functions holds what it calls."""
-    wrapper: Any = function
-    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-    if "fun" not in cells:
-        raise ImportError(
-            f"jshard cannot type the loops of JAX {jax.__version__}: {function} is not "
-            "wrapped as in 0.10.2 to 0.12; install one of these"
-        )
-    return cells["fun"]
-
-
 def _while_tracing_steps(typed: Callable, function: Callable) -> Callable:
     """JAX's ``function``, in ``shard_map`` of a step replaced by ``typed``."""
-    original: Any = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+    original = inner(function)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

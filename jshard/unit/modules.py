@@ -21,20 +21,19 @@ from flax import nnx
 
 from jshard.comm.collectives import gather_leaf
 from jshard.comm.embedding import is_cheaper, look_up
-from jshard.comm.varying import is_float
 from jshard.errors import UserError
+from jshard.layout.layers import mark_layers
 from jshard.layout.placement import Placement
-from jshard.layout.specs import mark_layers
 from jshard.layout.tables import is_table, mark_table
 from jshard.layout.variables import is_variable, reachable, variables
 from jshard.policy import Policy, Reshard, UnitPolicy
 from jshard.precision import set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import call_method, variables_in
-from jshard.unit.partition import take_apart
+from jshard.unit.partition import Static, combine, partition
 from jshard.unit.shards import hide, is_shard, shard_of, show
-from jshard.unit.stack import run_stack
-from jshard.unit.unit import check_carry, run_unit, split_aux
+from jshard.unit.stack import check_carry, make_scan, split_aux
+from jshard.unit.unit import Parameters, run_unit
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -114,7 +113,8 @@ class Stack(nnx.Module, pytree=False):
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """The last layer's output, or (output, stacked aux)."""
-        return run_layers(self, x, args)[0]
+        run, inputs, finish = prepare_layers(self, x, args, Parameters())
+        return finish(*run(*inputs))[0]
 
 
 def _become(target: nnx.Module, source: nnx.Module, cls: type) -> None:
@@ -248,27 +248,35 @@ def make_plain(module: Any) -> None:
     object.__setattr__(module, "__class__", type(module).plain_class)
 
 
-class _Pieces:
-    """A unit taken apart into flat lists of arrays, and put together again."""
+class Parts:
+    """A unit as its parameters, its other arrays, and what makes a module of these.
+
+    Attributes:
+      own: its own parameters.
+      rest: shards of inner units, weights gathered outside, and state: what an earlier
+        call left there may depend on parameters.
+    """
 
     def __init__(self, unit: nnx.Module):
-        self.unit = unit
-        self.graphdef, own, rest = nnx.split(unit, own_parameters(unit), ...)
-        self._own, self._own_tree = jax.tree.flatten(own, is_leaf=is_variable)
-        shards = [shard for v in self._own if (shard := shard_of(v))]
-        self.places: list[Placement] = [shard.place for shard in shards]
-        self.shards = [shard.array for shard in shards]
-        # Shards of inner units, weights gathered outside, and state: what an earlier
-        # call left there may depend on parameters.
-        self.rest, self._rest_with = take_apart(rest)
-        self.moving = list(map(is_float, self.rest))
+        self._graphdef, own, self._rest = nnx.split(unit, own_parameters(unit), ...)
+        self._variables, self._tree = jax.tree.flatten(own, is_leaf=is_variable)
+        shards = [shard for v in self._variables if (shard := shard_of(v))]
+        self.own = Parameters(
+            [shard.array for shard in shards], [shard.place for shard in shards]
+        )
+        self.rest, self._static = partition(self._rest)
 
-    def module(self, weights: list, rest: list) -> nnx.Module:
-        """The plain module over full weights and the given rest."""
-        full = [v.copy(w) for v, w in zip(self._own, weights, strict=True)]
-        own = jax.tree.unflatten(self._own_tree, full)
-        module = nnx.merge(self.graphdef, own, self._rest_with(rest))
-        for variable in full:
+    def module(self, weights: list, rest: list | None = None) -> nnx.Module:
+        """The plain module over whole weights, and over ``rest`` if that is given.
+
+        Else the Variables that are not gathered stay the same objects: their updates
+        count.
+        """
+        whole = [v.copy(w) for v, w in zip(self._variables, weights, strict=True)]
+        others = self._rest if rest is None else combine(rest, self._static)
+        own = jax.tree.unflatten(self._tree, whole)
+        module = nnx.merge(self._graphdef, own, others)
+        for variable in whole:
             show(variable)
         if is_unit(module):  # the root is not
             make_plain(module)
@@ -278,28 +286,24 @@ class _Pieces:
 def _run_unit(
     unit: Any, method: Callable, args: tuple, kwargs: dict, policy: UnitPolicy
 ) -> Any:
-    pieces = _Pieces(unit)
-    shards, places, rest = pieces.shards, pieces.places, pieces.rest
+    parts = Parts(unit)
+    own, rest = parts.own, parts.rest
     if is_table(unit) and method is nnx.Embed.__call__:
         # No table of its own, where that is shared or gathered already.
-        if shards and len(args) == 1 and not kwargs:
-            (shard,), (where,), (ids,) = shards, places, args
+        if own.shards and len(args) == 1 and not kwargs:
+            (shard,), (where,), (ids,) = own.shards, own.places, args
             if is_cheaper(shard, where, ids):
-                read = lambda table, ids: method(pieces.module([table], rest), ids)
+                read = lambda table, ids: method(parts.module([table], rest), ids)
                 return look_up(read, shard, where, ids)
-    inputs, arguments = take_apart((args, kwargs))
+    inputs, arguments = partition((args, kwargs))
     passed = variables_in((args, kwargs))
-    returned: list[Any] = []
 
-    def call(weights, rest, inputs):
-        module = pieces.module(weights, rest)
-        args, kwargs = arguments(inputs)
-        outputs, rebuild = take_apart(call_method(method, module, args, kwargs))
-        returned[:] = [rebuild]
-        return outputs
+    def call(weights, rest, inputs, _):
+        args, kwargs = combine(inputs, arguments)
+        module = parts.module(weights, rest)
+        return partition(call_method(method, module, args, kwargs))
 
-    out = run_unit(call, shards, places, rest, inputs, policy, pieces.moving)
-    result, state, changed = returned[0](out)
+    result, state, changed = combine(*run_unit(call, own, rest, inputs, policy))
     if state:
         nnx.update(unit, state)
     for i, value in changed.items():
@@ -307,62 +311,49 @@ def _run_unit(
     return result
 
 
-def run_layers(
-    stack: Stack, x: Any, args: tuple, next_shards: Any = (), next_places: Any = ()
-) -> tuple[Any, list[jax.Array]]:
-    """Every layer in turn: ``run_stack`` in a step, a plain scan outside one.
+def prepare_layers(
+    stack: Stack, x: Any, args: tuple, following: Parameters
+) -> tuple[Callable, tuple, Callable]:
+    """A Stack's call as ``run, inputs, finish``.
 
-    Returns the result, and the weights of the unit that comes next.
+    ``finish(*run(*inputs))`` gives the result, and the weights of ``following``. It is
+    the scan of ``unit.stack`` in a step, and a plain one outside.
     """
-    pieces = _Pieces(stack)
-    inputs, arguments = take_apart(args)
-    carry, carry_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
-    returned: list[Any] = []
+    parts = Parts(stack)
+    extra, arguments = partition(args)
+    carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
-        module = pieces.module(weights, rest)
-        before = jax.tree.unflatten(carry_tree, carry)
-        method = type(module).__call__
+        module = parts.module(weights, rest)
         result, state, changed = call_method(
-            method, module, (before, *arguments(extra)), {}
+            type(module).__call__, module, (carry, *combine(extra, arguments)), {}
         )
         if changed:
             raise UserError(
                 "a stacked layer changes a Variable that is passed to it (nnx.Rngs, "
                 "say); give each layer its own, as a part of the layer"
             )
-        after, aux, has_aux = split_aux(result, before)
-        flat, tree = jax.tree.flatten((aux, state))
-        returned[:] = [has_aux, tree]
-        return [*jax.tree.leaves(after), *flat]
+        after, aux, has_aux = split_aux(result, carry)
+        return after, (aux, state, Static(has_aux))
+
+    def finish(carry, ys, weights=()):
+        aux, state, has_aux = ys
+        if state:
+            nnx.update(stack, state)
+        return (carry, aux) if has_aux.value else carry, weights
 
     if stack.unit_policy is None:
-        (out, ys), weights = _plain_scan(layer, pieces, carry, inputs), []
-    else:
-        out, ys, weights = run_stack(
-            layer,
-            pieces.shards,
-            pieces.places,
-            pieces.rest,
-            carry,
-            inputs,
-            stack.unit_policy,
-            pieces.moving,
-            next_shards,
-            next_places,
-        )
-    has_aux, tree = returned
-    aux, state = jax.tree.unflatten(tree, ys)
-    if state:
-        nnx.update(stack, state)
-    last = jax.tree.unflatten(carry_tree, out)
-    return (last, aux) if has_aux else last, weights
+        return _plain_scan, (layer, parts, carry, extra), finish
+    run, inputs = make_scan(
+        layer, parts.own, parts.rest, carry, extra, stack.unit_policy, following
+    )
+    return run, inputs, finish
 
 
-def _plain_scan(layer: Callable, pieces: _Pieces, carry: list, extra: list) -> Any:
-    def body(carry, slices):
-        out = layer(*slices, carry, extra)
+def _plain_scan(layer: Callable, parts: Parts, carry: Any, extra: list) -> Any:
+    def body(carry, rest):
+        out, ys = layer([], rest, carry, extra)
         check_carry(carry, out)
-        return out[: len(carry)], out[len(carry) :]
+        return out, ys
 
-    return jax.lax.scan(body, carry, (pieces.shards, pieces.rest))
+    return jax.lax.scan(body, carry, parts.rest)

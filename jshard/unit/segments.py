@@ -1,17 +1,18 @@
-"""Runs of layers of a Stack that are treated alike."""
+"""A Stack's layers in segments that are treated alike, and single layers of those."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jshard.comm.varying import varying
-from jshard.layout.placement import Placement
 from jshard.mesh import FSDP, manual_axes
-from jshard.policy import Reshard, UnitPolicy
-from jshard.unit.linearize import LinearizedLayer
+from jshard.policy import UnitPolicy
+from jshard.unit.linearize import LinearizedLayer, TracedLayer
+from jshard.unit.unit import Parameters, ShardedLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,26 +20,32 @@ class Segment:
     """Neighbouring layers of a Stack that are treated alike, in loops of their own.
 
     XLA inlines a loop of one trip: a layer on its own is scheduled like a Unit.
+
+    Attributes:
+      start: the first layer.
+      stop: the layer after the last.
+      unit: a layer in a loop.
+      alone: the same outside of one.
+      prefetch: whether transfers run beside neighbouring layers.
     """
 
     start: int
     stop: int
-    layer: LinearizedLayer  # in a loop
-    alone: LinearizedLayer  # outside of one
-    reshard: Reshard
-    ahead: bool  # whether transfers run beside neighbouring layers
+    unit: ShardedLayer
+    alone: ShardedLayer
+    prefetch: bool
 
     @property
-    def single(self) -> bool:
-        """Whether it is one layer."""
-        return self.stop - self.start == 1
+    def length(self) -> int:
+        """The number of layers."""
+        return self.stop - self.start
+
+    def consts(self) -> tuple[list[Any], list[Any]]:
+        """What ``unit`` and ``alone`` want to be at the end of their ``args``."""
+        return self.unit.layer.consts, self.alone.layer.consts
 
 
-def moves(
-    places: Sequence[Placement],
-    trained: Sequence[bool],
-    shard_types: Sequence[jax.ShapeDtypeStruct],
-) -> bool:
+def moves(own: Parameters) -> bool:
     """Whether a layer gathers weights, or sums gradients over devices.
 
     Where whole weights are gathered once a step (``defer_scatter``) it does neither.
@@ -46,8 +53,10 @@ def moves(
     sharded = lax.axis_size(FSDP) > 1
     return any(
         (sharded and place.dim is not None)
-        or (moving and set(varying(shard)) != set(manual_axes()))
-        for place, moving, shard in zip(places, trained, shard_types, strict=True)
+        or (trained and set(varying(shard)) != set(manual_axes()))
+        for shard, place, trained in zip(
+            own.types(layer=True), own.places, own.trained, strict=True
+        )
     )
 
 
@@ -59,19 +68,32 @@ def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:
 
 
 def cut(
+    traced: TracedLayer,
+    own: Parameters,
     policy: UnitPolicy,
     length: int,
-    linearize: Callable[..., LinearizedLayer],
     prefetch: bool,
 ) -> list[Segment]:
     """The segments of so many layers.
 
     Args:
+      traced: one layer.
+      own: the layers' parameters.
       policy: of the Stack.
       length: of the Stack.
-      linearize: ``linearize(remat, prevent_cse=...)`` traces a layer.
       prefetch: whether transfers run beside neighbouring layers.
     """
+    types = own.types(layer=True)
+    linearized: dict[tuple[int, bool], LinearizedLayer] = {}
+
+    def sharded(remat: Any, reshard: Any, prevent_cse: bool) -> ShardedLayer:
+        # A layer is linearized once for each way in which it is.
+        key = (id(remat), prevent_cse)
+        if key not in linearized:
+            layer = LinearizedLayer(traced, own.trained, remat, prevent_cse)
+            linearized[key] = layer
+        return ShardedLayer(linearized[key], own.places, types, reshard)
+
     segments = []
     for start, stop in spans(policy, length):
         first = policy.first_k
@@ -79,8 +101,75 @@ def cut(
         kept = start >= length - policy.keep_last
         reshard = False if kept else policy.reshard_after_forward
         single = stop - start == 1
+        unit = sharded(remat, reshard, prevent_cse=single)
         ahead = prefetch and not single
-        layer = linearize(remat, prevent_cse=single)
-        alone = linearize(remat, prevent_cse=True) if ahead else layer
-        segments.append(Segment(start, stop, layer, alone, reshard, ahead))
+        alone = sharded(remat, reshard, prevent_cse=True) if ahead else unit
+        segments.append(Segment(start, stop, unit, alone, ahead))
     return segments
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Shards of neighbouring layers of a Stack, taken a layer at a time.
+
+    Attributes:
+      own: (L, ...) each, of all layers.
+      start: the first layer.
+      stop: the layer after the last.
+    """
+
+    own: Parameters
+    start: int
+    stop: int
+
+    def layer(self, index: Any) -> list[jax.Array]:
+        """One layer's shards, on the device."""
+        pairs = zip(layer_of(self.own.shards, index), self.own.places, strict=True)
+        return [place.fetched(shard) for shard, place in pairs]
+
+    # In a loop of one layer after the other, shards that wait in host memory are
+    # fetched while the layer before runs. A turn is (index, fetched).
+
+    def first(self, *, reverse: bool = False) -> tuple[jax.Array, list[jax.Array]]:
+        """The first turn."""
+        index = jnp.int32(self.stop - 1 if reverse else self.start)
+        return index, self._fetch(index)
+
+    def take(self, turn: tuple, *, reverse: bool = False) -> tuple[list, tuple]:
+        """A turn's layer, and the next turn."""
+        index, fetched = turn
+        following = index + (-1 if reverse else 1)
+        near = jnp.clip(following, self.start, self.stop - 1)
+        arriving = fetched if self.stop - self.start == 1 else self._fetch(near)
+        arrived = iter(fetched)
+        shards = [
+            next(arrived) if place.hosted else layer_of(shard, index)
+            for shard, place in zip(self.own.shards, self.own.places, strict=True)
+        ]
+        return shards, (following, arriving)
+
+    def _fetch(self, index: Any) -> list[jax.Array]:
+        pairs = zip(self.own.shards, self.own.places, strict=True)
+        layer = layer_of([shard for shard, place in pairs if place.hosted], index)
+        return [jax.device_put(x, jax.memory.Space.Device) for x in layer]
+
+
+def layer_of(stacked: Any, index: Any) -> Any:
+    """One layer's part of a pytree of (L, ...) arrays."""
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(
+            x, index, keepdims=False, allow_negative_indices=False
+        ),
+        stacked,
+    )
+
+
+def put_layer(stacked: Any, layer: Any, index: Any) -> Any:
+    """A pytree of (L, ...) arrays with one layer replaced; None where there is none."""
+    return jax.tree.map(
+        lambda x, y: lax.dynamic_update_index_in_dim(
+            x, y, index, 0, allow_negative_indices=False
+        ),
+        stacked,
+        layer,
+    )

@@ -1,346 +1,387 @@
-"""A Stack's passes: every layer forward, and every layer backward.
+"""A Stack's passes: the algorithm of ``unit.py``, scanned over layers.
 
-Forward, a layer at a time: all_gather its weights, run it, drop them, keep the
-residuals that ``remat`` allows. Backward, in reverse: all_gather the weights that the
-gradient reads, rebuild what was not kept, transpose the layer, reduce_scatter its
-gradients. ``jshard.unit.pipeline`` has the order of it all, with prefetch or without.
+Layers run one after another here, or with prefetch in the order that ``pipeline.py``
+has for the same verbs.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.varying import abstract_like, is_float, vary, zeros_like
+from jshard.comm.collectives import scatter, sum_copies
+from jshard.comm.varying import abstract_like, is_float, vary, varying, zeros_like
+from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.mesh import REPLICA, overlaps
 from jshard.policy import UnitPolicy
-from jshard.unit.linearize import LinearizedLayer
-from jshard.unit.pipeline import Layers, layer_of, put_layer
-from jshard.unit.segments import Segment, cut, moves
-from jshard.unit.unit import carry_like, check_carry, floats
-from jshard.unit.weights import (
-    full,
-    gather_all,
-    gather_read,
-    hold,
-    keep,
-    scatter,
-    scatter_shards,
-    sum_shards,
-    to_gather,
+from jshard.unit import pipeline
+from jshard.unit.linearize import Inputs, differentiable, trace_layer
+from jshard.unit.partition import select
+from jshard.unit.segments import Segment, Shards, cut, layer_of, moves, put_layer
+from jshard.unit.unit import (
+    Parameters,
+    ShardedLayer,
+    barrier,
+    map_present,
+    unshard,
+    whole,
 )
 
 
-def run_stack(
-    fn: Callable[[list, list, list, list], list],
-    shards: Sequence[jax.Array],
-    places: Sequence[Placement],
+class Sums(NamedTuple):
+    """What a backward pass adds up; None where there is no gradient.
+
+    Attributes:
+      carry: cotangents of a layer's carry.
+      args: of what is the same for every layer.
+      shards: gradients of the stacked shards.
+      xs: of the other stacked arrays.
+    """
+
+    carry: Any
+    args: Any
+    shards: Any
+    xs: Any
+
+
+def make_scan(
+    fn: Callable[[list, list, Any, list], tuple[Any, Any]],
+    own: Parameters,
     xs: Sequence[jax.Array],
-    carry: Sequence[jax.Array],
+    carry: Any,
     args: Sequence[jax.Array],
     policy: UnitPolicy,
-    moving_xs: Sequence[bool],
-    next_shards: Sequence[jax.Array] = (),
-    next_places: Sequence[Placement] = (),
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Scans ``fn(weights, xs, carry, args) -> [*carry, *ys]`` over stacked layers.
+    following: Parameters,
+) -> tuple[Callable[..., Any], tuple]:
+    """Prepares the scan of ``fn(weights, xs, carry, args) -> (carry, ys)`` over layers.
 
     Args:
-      fn: one layer on flat lists of arrays.
-      shards: local shards of the layers' own parameters, (L, ...) each.
-      places: their placements.
+      fn: one layer; its carry and ys are pytrees.
+      own: the layers' parameters.
       xs: what else belongs to each layer, (L, ...) each.
       carry: enters the first layer.
       args: the same for every layer.
       policy: remat, reshard and prefetch.
-      moving_xs: which of ``xs`` have gradients.
-      next_shards: of a unit that follows, gathered here, while the last layer runs.
-      next_places: their placements.
+      following: parameters of the unit that comes next, gathered during the last layer.
 
     Returns:
-      The last carry, the layers' ys stacked, and the weights of ``next_shards``.
+      ``run, inputs``: ``run(*inputs)`` gives the last carry, the layers' ys stacked,
+      and the weights of ``following``.
     """
-    carry, args = [vary(x) for x in carry], [vary(x) for x in args]
-    trained = [p.trainable and is_float(s) for s, p in zip(shards, places, strict=True)]
-
-    shard_types = [abstract_like(s, layer=True) for s in shards]
-
-    def linearize(remat: Any, *, prevent_cse: bool) -> LinearizedLayer:
-        return LinearizedLayer(
-            fn,
-            full(shard_types, places),
-            [abstract_like(x, layer=True) for x in xs],
-            [abstract_like(x) for x in carry],
-            [abstract_like(x) for x in args],
-            differentiable=[*trained, *moving_xs, *map(is_float, [*carry, *args])],
-            remat=remat,
-            prevent_cse=prevent_cse,
-        )
-
-    length = next(x.shape[0] for x in [*shards, *xs])
-    prefetch = overlaps() if policy.prefetch is None else policy.prefetch
-    prefetch = prefetch and moves(places, trained, shard_types)
-    segments = cut(policy, length, linearize, prefetch)
-    layer = segments[0].layer
-    check_carry(carry, layer.outputs)
-    passes = _Passes(
-        segments=segments,
-        places=places,
-        next_places=next_places,
-        trained=trained,
-        next_trained=[
-            p.trainable and is_float(s)
-            for s, p in zip(next_shards, next_places, strict=True)
-        ],
-        moving_xs=moving_xs,
-        num_carry=len(carry),
-        shard_types=shard_types,
-        next_types=[abstract_like(s) for s in next_shards],
+    carry, args = jax.tree.map(vary, carry), [vary(x) for x in args]
+    inputs = Inputs(
+        whole(own.types(layer=True), own.places),
+        [abstract_like(x, layer=True) for x in xs],
+        jax.tree.map(abstract_like, carry),
+        list(map(abstract_like, args)),
     )
+    traced = trace_layer(fn, inputs)
+    check_carry(carry, traced.outputs[0])
+    length = next(x.shape[0] for x in [*own.shards, *xs])
+    prefetch = overlaps() if policy.prefetch is None else policy.prefetch
+    segments = cut(traced, own, policy, length, prefetch and moves(own))
+    passes = _Passes(segments, own, following)
     run = jax.custom_vjp(passes.evaluate)
     run.defvjp(passes.forward, passes.backward)
-    return run(list(shards), list(xs), carry, [*args, *layer.consts], list(next_shards))
+    shards, next_shards = list(own.shards), list(following.shards)
+    consts = [segment.consts() for segment in segments]
+    return run, (shards, list(xs), carry, [*args, *traced.consts], consts, next_shards)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Passes:
-    """Forward and backward of all layers, on flat lists of arrays.
-
-    What a backward adds up, its sums, are the cotangents of the carry and of the args,
-    and the gradients of the stacked shards and xs.
-    """
+    """Forward and backward of all layers."""
 
     segments: Sequence[Segment]
-    places: Sequence[Placement]
-    next_places: Sequence[Placement]
-    trained: Sequence[bool]
-    next_trained: Sequence[bool]
-    moving_xs: Sequence[bool]
-    num_carry: int
-    shard_types: Sequence[jax.ShapeDtypeStruct]
-    next_types: Sequence[jax.ShapeDtypeStruct]
+    own: Parameters
+    following: Parameters
 
-    def evaluate(self, shards, xs, carry, args, next_shards):
+    def evaluate(self, shards, xs, carry, args, consts, next_shards):
         """Outputs alone."""
-        layer, length = self.segments[0].layer, self.segments[-1].stop
+        traced, length = self.segments[0].unit.layer.traced, self.segments[-1].stop
+        layers = self._shards(shards, 0, length)
 
-        def body(index, here, carry, _):
+        def body(state, _):
+            turn, carry = state
+            here, following = layers.take(turn)
             if length == 1:
-                here, carry = hold(here, carry)
-            weights = gather_all(here, self.places)
-            outputs = layer.call(weights, layer_of(xs, index), carry, args)
-            return self._split(outputs, carry)
+                here, carry = barrier(here, carry)
+            weights = unshard(here, self.own.places)
+            out, ys = traced(Inputs(weights, layer_of(xs, turn[0]), carry, args))
+            return (following, carry_like(out, carry)), ys
 
-        layers = Layers(shards, self.places, 0, length)
-        carry, ys = layers.in_turn(body, carry, None)
-        following, carry = self._gather_next(next_shards, carry)
-        return carry, ys, following
+        state = (layers.first(), carry)
+        (_, carry), ys = lax.scan(body, state, None, length=length)
+        weights, carry = unshard_following(next_shards, self.following.places, carry)
+        return carry, ys, weights
 
-    def forward(self, shards, xs, carry, args, next_shards):
+    def forward(self, shards, xs, carry, args, consts, next_shards):
         """Outputs, and what the backward needs."""
-        ys, saved, following = [], [], None
-        for segment in self.segments:
-            layers = Layers(shards, self.places, segment.start, segment.stop)
-            if segment.ahead:
+        ys, saved, weights = [], [], []
+        for segment, own_consts in zip(self.segments, consts, strict=True):
+            layers = self._shards(shards, segment.start, segment.stop)
+            inputs = _Given(segment, layers, xs, args, own_consts)
+            if segment.prefetch:
                 wanted = next_shards if segment is self.segments[-1] else []
-                carry, some_ys, kept, following = self._forward_ahead(
-                    segment, layers, xs, carry, args, wanted
-                )
-                ys += some_ys
+                verbs = _Forward(inputs, self.following.places, wanted)
+                carry, most, last, read = pipeline.forward(verbs, segment, carry)
+                (some_ys, kept), ((last_ys, last_kept), weights) = most, last
+                ys += [some_ys, jax.tree.map(lambda y: y[None], last_ys)]
+                # The backward begins with the last layer, whose weights are there.
+                read = select(read, segment.unit.layer.reads)
+                saved.append((kept, last_kept, read))
             else:
-                carry, some_ys, kept = self._forward_in_turn(
-                    segment, layers, xs, carry, args
-                )
+                carry, (some_ys, kept) = self._forward_in_turn(inputs, carry)
                 ys.append(some_ys)
-            saved.append(kept)
-        if not self.segments[-1].ahead:
-            following, carry = self._gather_next(next_shards, carry)
-        ys = [_concatenate(parts) for parts in zip(*ys, strict=True)]
-        return (carry, ys, following), (shards, xs, args, saved)
+                saved.append(kept)
+        if not self.segments[-1].prefetch:
+            weights, carry = unshard_following(
+                next_shards, self.following.places, carry
+            )
+        ys = jax.tree.map(lambda *parts: _concatenate(parts), *ys)
+        return (carry, ys, weights), (shards, xs, args, consts, saved)
 
-    def _forward_in_turn(self, segment, layers, xs, carry, args):
-        def body(index, here, carry, _):
-            if segment.single:
-                here, carry = hold(here, carry)
-            weights = gather_all(here, self.places)
-            return self._layer(segment, segment.layer, index, weights, xs, carry, args)
+    def _forward_in_turn(self, given, carry):
+        segment, layers = given.segment, given.layers
 
-        carry, (ys, kept) = layers.in_turn(body, carry, None)
-        return carry, ys, kept
+        def body(state, _):
+            turn, carry = state
+            here, following = layers.take(turn)
+            if segment.length == 1:
+                here, carry = barrier(here, carry)
+            weights = unshard(here, self.own.places)
+            carry, out = given.forward(segment.unit, turn[0], weights, carry)
+            return (following, carry), out
 
-    def _forward_ahead(self, segment, layers, xs, carry, args, next_shards):
-        following = []
-
-        def load(index, carry):
-            here, carry = hold(layers.here(index), carry)
-            return gather_all(here, self.places), carry
-
-        def body(index, weights, carry):
-            return self._layer(segment, segment.layer, index, weights, xs, carry, args)
-
-        def last(index, weights, carry):
-            following[:], carry = self._gather_next(next_shards, carry)
-            return self._layer(segment, segment.alone, index, weights, xs, carry, args)
-
-        carry, (ys, kept), (last_ys, last_kept), weights = layers.forward_ahead(
-            load, body, last, carry
-        )
-        # The backward begins with the last layer, whose weights are there already.
-        weights = [weights[i] for i in segment.layer.weights_read]
-        ys = [ys, [y[None] for y in last_ys]]
-        return carry, ys, (kept, last_kept, weights), following
-
-    def _layer(self, segment, layer, index, weights, xs, carry, args):
-        """One layer: the carry after it, its ys, and what its backward is left."""
-        outputs, kept = layer.forward(weights, layer_of(xs, index), carry, args)
-        weights = keep(weights, self.places, layer.weights_read, segment.reshard)
-        carry, ys = self._split(outputs, carry)
-        return carry, (ys, (kept, weights))
+        state = (layers.first(), carry)
+        (_, carry), out = lax.scan(body, state, None, length=segment.length)
+        return carry, out
 
     def backward(self, residuals, cotangents):
         """Gradients of what the forward was given."""
-        shards, xs, args, saved = residuals
-        outputs = self.segments[0].layer.outputs
-        carry, ys = outputs[: self.num_carry], outputs[self.num_carry :]
-        carry_ct, ys_ct = floats(cotangents[0], carry), floats(cotangents[1], ys)
-        next_grads = [
-            grad if trained else None
-            for grad, trained in zip(cotangents[2], self.next_trained, strict=True)
-        ]
-        parts = scatter_shards(next_grads, self.next_places)
-        if not self.segments[-1].ahead:
-            parts, carry_ct = hold(parts, carry_ct)
-        sums = (
+        shards, xs, args, consts, saved = residuals
+        outputs = self.segments[0].unit.layer.traced.outputs
+        carry_ct, ys_ct = differentiable(tuple(cotangents[:2]), outputs)
+        trained = self.following.trained
+        next_grads = select(cotangents[2], trained) if cotangents[2] else []
+        parts = map_present(scatter, next_grads, self.following.places)
+        if not self.segments[-1].prefetch:
+            parts, carry_ct = barrier(parts, carry_ct)
+        sums = Sums(
             carry_ct,
-            [zeros_like(a) for a in args if is_float(a)],
-            _zeros(shards, self.trained),
-            _zeros(xs, self.moving_xs),
+            [zeros_like(a) if is_float(a) else None for a in args],
+            _zeros(shards, self.own.trained),
+            _zeros(xs, map(is_float, xs)),
         )
-        for segment, kept in reversed(list(zip(self.segments, saved, strict=True))):
-            layers = Layers(shards, self.places, segment.start, segment.stop)
-            if segment.ahead:
+        for segment, own_consts, kept in reversed(
+            list(zip(self.segments, consts, saved, strict=True))
+        ):
+            layers = self._shards(shards, segment.start, segment.stop)
+            given = _Given(segment, layers, xs, args, own_consts)
+            if segment.prefetch:
                 last = segment is self.segments[-1]
-                sums, arrived = self._backward_ahead(
-                    segment, layers, xs, args, kept, ys_ct, sums, parts if last else []
+                verbs = _Backward(given, kept[0], kept[1], ys_ct, parts if last else [])
+                late = lax.axis_size(REPLICA) > 1
+                sums, arrived = pipeline.backward(
+                    verbs, segment, kept[2], sums, late=late
                 )
                 parts = arrived if last else parts
             else:
-                sums = self._backward_in_turn(
-                    segment, layers, xs, args, kept, ys_ct, sums
-                )
-        carry_ct, args_ct, grads, xs_grads = sums
-        moving = iter(carry_ct)
-        carry_grads = [next(moving) if is_float(c) else None for c in carry]
-        moving = iter(args_ct)
-        arg_grads = [next(moving) if is_float(a) else None for a in args]
-        next_grads = sum_shards(parts, self.next_types)
-        return grads, xs_grads, carry_grads, arg_grads, next_grads
+                sums = self._backward_in_turn(given, kept, ys_ct, sums)
+        parts = map_present(sum_copies, parts, self.following.types())
+        none = jax.tree.map(lambda _: None, consts)
+        return sums.shards, sums.xs, sums.carry, sums.args, none, parts
 
-    def _backward_in_turn(self, segment, layers, xs, args, kept, ys_ct, sums):
-        read, reshard = segment.layer.weights_read, segment.reshard
+    def _backward_in_turn(self, given, saved, ys_ct, sums):
+        segment, layers = given.segment, given.layers
+        unit = segment.unit
 
-        def body(index, here, sums, slices):
-            (kept, weights), ys_ct = slices
-            needed = to_gather(weights, here, read)
-            if segment.single and reshard:
-                needed, carry_ct = hold(needed, sums[0])
-                sums = (carry_ct, *sums[1:])
-            weights = gather_read(needed, self.places, read, reshard)
-            sums, layer_grads = self._transposed(
-                segment.layer, index, weights, xs, args, kept, ys_ct, sums
+        def body(state, slices):
+            turn, sums = state
+            (residuals, kept), ys_ct = slices
+            here, following = layers.take(turn, reverse=True)
+            source = unit.source(kept, here)
+            if segment.length == 1 and unit.reshard_after_forward:
+                source, carry_ct = barrier(source, sums.carry)
+                sums = sums._replace(carry=carry_ct)
+            weights = unit.unshard_again(source)
+            sums, grads = given.transpose(
+                unit, turn[0], weights, residuals, ys_ct, sums
             )
-            parts = scatter(layer_grads, self.places, self.shard_types)
-            return self._put(parts, index, sums), None
+            sums = given.put(turn[0], unit.reduce_scatter(grads), sums)
+            return (following, sums), None
 
-        ys_ct = [ct[segment.start : segment.stop] for ct in ys_ct]
-        sums, _ = layers.in_turn(body, sums, (kept, ys_ct), reverse=True)
+        ys_ct = jax.tree.map(lambda ct: ct[segment.start : segment.stop], ys_ct)
+        state = (layers.first(reverse=True), sums)
+        (_, sums), _ = lax.scan(
+            body, state, (saved, ys_ct), length=segment.length, reverse=True
+        )
         return sums
 
-    def _backward_ahead(self, segment, layers, xs, args, kept, ys_ct, sums, arriving):
-        """The sums, and ``arriving``: there once the last layer's backward is."""
-        stacked, last_kept, last_weights = kept
-        read, reshard = segment.layer.weights_read, segment.reshard
-        arrived = []
+    def _shards(self, shards, start, stop):
+        return Shards(Parameters(shards, self.own.places), start, stop)
 
-        def kept_at(index):
-            if isinstance(index, int) and index == segment.stop - 1:
-                return last_kept
-            leaves, tree = jax.tree.flatten(stacked)
-            return jax.tree.unflatten(tree, layer_of(leaves, index - segment.start))
 
-        def load(index, sums):
-            _, weights = kept_at(index)
-            here = layers.here(index) if weights is None else []
-            needed, carry_ct = hold(to_gather(weights, here, read), sums[0])
-            weights = gather_read(needed, self.places, read, reshard)
-            return weights, (carry_ct, *sums[1:])
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """A segment, and what its passes are given."""
 
-        def step(layer, index, weights, sums):
-            return self._transposed(
-                layer, index, weights, xs, args, kept_at(index)[0],
-                layer_of(ys_ct, index), sums,
-            )  # fmt: skip
+    segment: Segment
+    layers: Shards
+    xs: Any
+    args: Any
+    consts: tuple[list, list]
 
-        def alone(index, weights, sums):
-            sums, grads = step(segment.alone, index, weights, sums)
-            if index == segment.stop - 1:
-                arrived[:], carry_ct = hold(arriving, sums[0])
-                sums = (carry_ct, *sums[1:])
-            return sums, grads
+    def inputs(self, unit: ShardedLayer, index, weights, carry) -> Inputs:
+        consts = self.consts[unit is not self.segment.unit]
+        return Inputs(weights, layer_of(self.xs, index), carry, [*self.args, *consts])
 
-        def scattered(grads, following, sums):
-            parts, carry_ct = scatter_shards(grads, self.places), sums[0]
-            if following is not None:
-                (parts, following), carry_ct = hold((parts, following), carry_ct)
-            return parts, following, (carry_ct, *sums[1:])
+    def forward(self, unit: ShardedLayer, index, weights, carry):
+        """One layer: the carry after it, and (ys, what its backward is left)."""
+        inputs = self.inputs(unit, index, weights, carry)
+        (out, ys), kept = unit.forward(inputs)
+        return carry_like(out, carry), (ys, kept)
 
-        def put(index, parts, sums):
-            return self._put(sum_shards(parts, self.shard_types), index, sums)
-
-        weights: list[Any] = [None] * len(self.places)
-        for i, weight in zip(read, last_weights, strict=True):
-            weights[i] = weight
-        body = functools.partial(step, segment.layer)
-        late = lax.axis_size(REPLICA) > 1
-        sums = layers.backward_ahead(
-            load, body, alone, scattered, put, weights, sums, late=late
-        )
-        return sums, arrived
-
-    def _transposed(self, layer, index, weights, xs, args, kept, ys_ct, sums):
+    def transpose(self, unit: ShardedLayer, index, weights, residuals, ys_ct, sums):
         """One layer's backward: the sums after it, and gradients of whole weights."""
-        carry_ct, args_ct, grads, xs_grads = sums
-        layer_grads, layer_xs_grads, carry_grads, arg_grads = layer.backward(
-            weights, layer_of(xs, index), args, kept, [*carry_ct, *ys_ct]
-        )
-        moved = [g for g, a in zip(arg_grads, args, strict=True) if is_float(a)]
-        args_ct = [a + g for a, g in zip(args_ct, moved, strict=True)]
-        carry_ct = [g for g in carry_grads if g is not None]
-        xs_grads = put_layer(xs_grads, layer_xs_grads, index)
-        return (carry_ct, args_ct, grads, xs_grads), layer_grads
+        inputs = self.inputs(unit, index, weights, [])
+        cotangents = (sums.carry, ys_ct)
+        grads = unit.layer.transpose(inputs, residuals, cotangents)
+        added = grads.args[: len(self.args)]
+        args = jax.tree.map(lambda a, g: a + g, sums.args, added)
+        xs = put_layer(sums.xs, grads.xs, index)
+        return Sums(grads.carry, args, sums.shards, xs), grads.weights
 
-    def _put(self, parts, index, sums):
-        carry_ct, args_ct, grads, xs_grads = sums
-        return carry_ct, args_ct, put_layer(grads, parts, index), xs_grads
-
-    def _split(self, outputs, carry):
-        """A layer's outputs as (carry, ys)."""
-        return carry_like(outputs[: self.num_carry], carry), outputs[self.num_carry :]
-
-    def _gather_next(self, next_shards, carry):
-        """The next unit's weights, not before ``carry`` is there; and the carry."""
-        if not next_shards:
-            return [], carry
-        here, carry = hold(next_shards, carry)
-        return gather_all(here, self.next_places), carry
+    def put(self, index, parts, sums):
+        """The sums with the gradients of one layer's shards."""
+        return sums._replace(shards=put_layer(sums.shards, parts, index))
 
 
-def _zeros(stacked: Sequence[jax.Array], wanted: Sequence[bool]) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """What ``pipeline.forward`` calls: see ``pipeline.Forward``."""
+
+    given: _Given
+    next_places: Sequence[Placement]
+    next_shards: Sequence[jax.Array]
+
+    def unshard(self, index, carry):
+        layers = self.given.layers
+        here, carry = barrier(layers.layer(index), carry)
+        return unshard(here, list(layers.own.places)), carry
+
+    def run(self, index, weights, carry):
+        return self.given.forward(self.given.segment.unit, index, weights, carry)
+
+    def run_last(self, index, weights, carry):
+        following, carry = unshard_following(self.next_shards, self.next_places, carry)
+        alone = self.given.segment.alone
+        carry, out = self.given.forward(alone, index, weights, carry)
+        return carry, (out, following)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """What ``pipeline.backward`` calls: see ``pipeline.Backward``.
+
+    Attributes:
+      given: the segment.
+      stacked: (residuals, kept weights) of the layers but the last.
+      last: those of the last layer.
+      ys_ct: cotangents of the stacked outputs.
+      arriving: gradients of the unit that follows, on their way since before.
+    """
+
+    given: _Given
+    stacked: Any
+    last: Any
+    ys_ct: Any
+    arriving: Sequence[Any]
+
+    def _saved(self, index):
+        segment = self.given.segment
+        if isinstance(index, int) and index == segment.stop - 1:
+            return self.last
+        return layer_of(self.stacked, index - segment.start)
+
+    def unshard_again(self, index, sums):
+        unit, layers = self.given.segment.unit, self.given.layers
+        _, kept = self._saved(index)
+        here = layers.layer(index) if kept is None else []
+        source = unit.source(kept, here)
+        source, carry_ct = barrier(source, sums.carry)
+        return unit.unshard_again(source), sums._replace(carry=carry_ct)
+
+    def transpose(self, index, weights, sums):
+        return self._transpose(self.given.segment.unit, index, weights, sums)
+
+    def transpose_alone(self, index, weights, sums):
+        return self._transpose(self.given.segment.alone, index, weights, sums)
+
+    def transpose_last(self, index, weights, sums):
+        sums, grads = self.transpose_alone(index, weights, sums)
+        arrived, carry_ct = barrier(self.arriving, sums.carry)
+        return sums._replace(carry=carry_ct), grads, arrived
+
+    def _transpose(self, unit, index, weights, sums):
+        residuals, _ = self._saved(index)
+        ys_ct = layer_of(self.ys_ct, index)
+        return self.given.transpose(unit, index, weights, residuals, ys_ct, sums)
+
+    def scatter(self, grads, following, sums):
+        parts, carry_ct = self.given.segment.unit.scatter(grads), sums.carry
+        if following is not None:
+            (parts, following), carry_ct = barrier((parts, following), carry_ct)
+        return parts, following, sums._replace(carry=carry_ct)
+
+    def put(self, index, parts, sums):
+        return self.given.put(index, self.given.segment.unit.sum_copies(parts), sums)
+
+
+def unshard_following(shards, places, carry):
+    """The weights of the unit that comes next, not before ``carry``; and the carry."""
+    if not shards:
+        return [], carry
+    here, carry = barrier(shards, carry)
+    return unshard(here, list(places)), carry
+
+
+def check_carry(carry: Any, outputs: Any) -> None:
+    """Raises UserError unless a layer returns the shapes and dtypes it is given."""
+    pairs = zip(jax.tree.leaves(carry), jax.tree.leaves(outputs), strict=True)
+    for before, after in pairs:
+        if before.shape != after.shape or before.dtype != after.dtype:
+            raise UserError(
+                f"a stacked layer turns {before.dtype}{list(before.shape)} into "
+                f"{after.dtype}{list(after.shape)}; equal layers must keep shape and "
+                "dtype, so cast the stack's input or the layer's output"
+            )
+
+
+def split_aux(result: Any, carry: Any) -> tuple[Any, Any, bool]:
+    """(carry, aux, whether there is aux) of what a layer returns."""
+    same = jax.tree.structure(carry)
+    if jax.tree.structure(result) == same:
+        return result, None, False
+    if isinstance(result, tuple) and len(result) == 2:
+        if jax.tree.structure(result[0]) == same:
+            return result[0], result[1], True
+    raise UserError(
+        "a stacked layer must return its first argument's tree, or a pair of that and "
+        f"aux; got {jax.tree.structure(result)} for {same}"
+    )
+
+
+def carry_like(outputs: Any, carry: Any) -> Any:
+    """A layer's outputs with the mesh types of its inputs."""
+    return jax.tree.map(lambda o, c: vary(o, sorted(varying(c))), outputs, carry)
+
+
+def _zeros(stacked: Sequence[jax.Array], wanted: Iterable[bool]) -> list[Any]:
     return [zeros_like(x) if w else None for x, w in zip(stacked, wanted, strict=True)]
 
 

@@ -16,7 +16,9 @@ from flax import nnx
 
 from jshard.comm.quantized import is_quantized
 from jshard.comm.varying import is_float
-from jshard.layout.specs import LOOKED_UP, layer_dims, placements
+from jshard.layout.layers import layer_dims
+from jshard.layout.layout import Layout
+from jshard.layout.specs import LOOKED_UP
 from jshard.mesh import FSDP, REPLICA
 from jshard.plan.cost.cost import Transfer, transfer
 from jshard.plan.hlo.hlo import Computation, Module
@@ -153,7 +155,7 @@ def least(
         the backward begins with the last layer's weights, which the forward had.
     """
     shards, copies = mesh.shape[FSDP], mesh.shape[REPLICA]
-    places = placements(state.params, state.frozen, policy, mesh)
+    places = Layout.of(state, policy, mesh).places
     found: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def add(kind: str, dtype: Any, elements: float) -> None:

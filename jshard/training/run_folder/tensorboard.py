@@ -1,19 +1,15 @@
-"""TensorBoard event files, written at once.
-
-tensorboardX's own writer is a thread that dies of a full disk, and then blocks who
-writes to it. Its events and checksums are used here, not its files.
-"""
+"""TensorBoard event files, written at once."""
 
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import scalar
-
+from jshard.compat.tensorboard_records import (
+    restart_record,
+    scalar_record,
+    version_record,
+)
 from jshard.training.run_folder.append import AppendedFile
 
 
@@ -33,10 +29,9 @@ class EventFile(AppendedFile):
         """
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
         super().__init__(folder / name)
-        self._add(file_version="brain.Event:2")
+        self.write(version_record())
         if resume_from is not None:
-            log = SessionLog(status=SessionLog.START)
-            self._add(step=resume_from + 1, session_log=log)
+            self.write(restart_record(resume_from + 1))
 
     def add(self, step: int, values: Mapping[str, float]) -> str:
         """Writes the values of a step, each a chart of its own; returns as `write`."""
@@ -46,12 +41,5 @@ class EventFile(AppendedFile):
             group, _, rest = name.partition("_")
             grouped = group in ("eval", "checkpoint") and rest
             tag = f"{group}/{rest}" if grouped else f"train/{name}"
-            problem = self._add(step=step, summary=scalar(tag, value))
+            problem = self.write(scalar_record(step, tag, value))
         return problem
-
-    def _add(self, **event) -> str:
-        """Frames an event as a TFRecord: length, its checksum, data, its checksum."""
-        data = Event(wall_time=time.time(), **event).SerializeToString()
-        length = struct.pack("<Q", len(data))
-        sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-        return self.write(length + sums[0] + data + sums[1])

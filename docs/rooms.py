@@ -1,0 +1,195 @@
+"""Draws docs/rooms.svg: the rooms of jshard/ and the imports between them.
+
+    python docs/rooms.py
+
+reads the imports of every file with ``ast`` and imports nothing itself. A room is a
+folder, or some files of jshard/ itself, and stands on a floor; imports go down. The
+picture leaves out an arrow that follows from two others.
+"""
+
+import ast
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[1]
+PICTURE = REPOSITORY / "docs" / "rooms.svg"
+
+
+class Room(NamedTuple):
+    """A box of the picture.
+
+    Attributes:
+      floor: 0 is the ground. A room imports from lower floors only.
+      left: left edge of the box, in pixels; so ``right``.
+      what: what the room is for.
+      files: the files of jshard/ that it consists of; none for a folder.
+    """
+
+    floor: int
+    left: int
+    right: int
+    what: str
+    files: str = ""
+
+
+ROOMS = {
+    "commands": Room(
+        11, 0, 420, "parse, build, run: python -m jshard.NAME",
+        "train launch inspect export __main__",
+    ),
+    "plan": Room(10, 440, 700, "compile for GPUs that are not there"),
+    "training": Room(9, 0, 860, "recipe, config, data, loop, run folder, report"),
+    "surface": Room(8, 0, 700, "the public names", "__init__ safetensors_read"),
+    "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
+    "fsdp": Room(
+        6, 260, 640, "mesh and policy to states and jitted steps",
+        "fsdp step checks given describe",
+    ),
+    "nn": Room(5, 0, 230, "losses, attention, dropout"),
+    "optim": Room(5, 470, 640, "the update of the shards"),
+    "unit": Room(4, 260, 450, "gather, compute, drop"),
+    "comm": Room(3, 0, 450, "collectives, their transposes and their order"),
+    "layout": Room(2, 0, 640, "where every array lives: specs, memory kinds, values"),
+    "distributed": Room(3, 720, 860, "jobs, heartbeat"),
+    "compat": Room(1, 0, 700, "private and versioned calls of JAX and Orbax"),
+    "cli": Room(2, 660, 860, "errors in one line, quiet imports"),
+    "ground": Room(
+        0, 0, 860, "mesh axes, all knobs, TrainState",
+        "errors mesh policy precision state version",
+    ),
+}  # fmt: skip
+
+
+class Import(NamedTuple):
+    """One import: ``file`` in ``room`` imports ``module``, which is in ``of``."""
+
+    file: str
+    line: int
+    room: str
+    module: str
+    of: str
+
+
+def imports(repository: Path = REPOSITORY) -> list[Import]:
+    """Every import of one of jshard's modules by another, sorted by file."""
+    files = {
+        ".".join(path.relative_to(repository).with_suffix("").parts): path
+        for path in sorted((repository / "jshard").rglob("*.py"))
+    }
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    return [
+        Import(
+            str(path.relative_to(repository)), line, _room(name), target, _room(target)
+        )
+        for name, path in modules.items()
+        for line, target in _imported(ast.parse(path.read_text()), modules)
+        if target != name
+    ]
+
+
+def _imported(tree: ast.Module, modules: dict[str, Path]) -> list[tuple[int, str]]:
+    """Lines and jshard's modules of all imports, also those within functions."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(
+                    f"line {node.lineno}: write imports from jshard in full"
+                )
+            for alias in node.names:  # of a module, or of a name in one
+                name = f"{node.module}.{alias.name}"
+                found.append((node.lineno, name if name in modules else node.module))
+    return [(line, name) for line, name in found if name in modules]
+
+
+def _room(module: str) -> str:
+    """The room of ``jshard``, ``jshard.FILE`` or ``jshard.FOLDER...``."""
+    first = module.split(".")[1] if "." in module else "__init__"
+    for name, room in ROOMS.items():
+        if (first == name and not room.files) or first in room.files.split():
+            return name
+    raise KeyError(f"{module} is in no room of docs/rooms.py")
+
+
+def against_the_arrows(found: list[Import]) -> list[str]:
+    """A line for each import that does not go down."""
+    return [
+        f"{i.file}:{i.line} imports {i.module}, but {i.room} (floor "
+        f"{ROOMS[i.room].floor}) may import only from lower floors, and {i.of} is on "
+        f"floor {ROOMS[i.of].floor}"
+        for i in found
+        if i.room != i.of and ROOMS[i.of].floor >= ROOMS[i.room].floor
+    ]
+
+
+def arrows(found: list[Import]) -> list[tuple[str, str]]:
+    """Pairs of rooms with an import, but those that others lead to."""
+    direct = {room: {i.of for i in found if i.room == room} - {room} for room in ROOMS}
+    reached: dict[str, set[str]] = {}
+    for room in sorted(ROOMS, key=lambda name: ROOMS[name].floor):
+        reached[room] = direct[room].union(*(reached.get(r, ()) for r in direct[room]))
+    return [
+        (room, to)
+        for room in ROOMS
+        for to in ROOMS
+        if to in direct[room] and not any(to in reached[via] for via in direct[room])
+    ]
+
+
+WIDTH, HEIGHT, PITCH, MARGIN = 860, 44, 68, 12
+FONT = "font-family='Helvetica, Arial, DejaVu Sans, sans-serif'"
+TOP = max(room.floor for room in ROOMS.values())
+
+
+def _top(name: str) -> int:
+    return (TOP - ROOMS[name].floor) * PITCH
+
+
+def _ends(source: Room, target: Room) -> tuple[int, int]:
+    """Where an arrow leaves and arrives: straight down where the boxes overlap."""
+    left, right = max(source.left, target.left), min(source.right, target.right)
+    if left < right:
+        return (left + right) // 2, (left + right) // 2
+    if source.right <= target.left:
+        return source.right - 12, target.left + 24
+    return source.left + 24, target.right - 24
+
+
+def svg(found: list[Import]) -> str:
+    """The picture."""
+    width, height = WIDTH + 2 * MARGIN, TOP * PITCH + HEIGHT + 2 * MARGIN
+    lines = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
+        f"viewBox='{-MARGIN} {-MARGIN} {width} {height}' role='img' {FONT}>",
+        "<title>The rooms of jshard; an arrow is an import</title>",
+        "<defs><marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' "
+        "markerHeight='7' orient='auto'><path d='M0 0 8 4 0 8z' fill='#667'/></marker>"
+        "</defs>",
+        f"<rect x='{-MARGIN}' y='{-MARGIN}' width='{width}' height='{height}' "
+        "fill='#fff'/>",
+    ]
+    for source, target in arrows(found):
+        x, to = _ends(ROOMS[source], ROOMS[target])
+        lines.append(
+            f"<path d='M{x} {_top(source) + HEIGHT} {to} {_top(target) - 2}' "
+            "stroke='#667' stroke-width='1.4' fill='none' marker-end='url(#head)'/>"
+        )
+    for name, room in ROOMS.items():
+        title = room.files.replace(" ", ".py, ") + ".py" if room.files else f"{name}/"
+        fill = "#fdecc8" if name == "unit" else "#eef3fb"
+        middle, y = (room.left + room.right) // 2, _top(name)
+        lines += [
+            f"<rect x='{room.left}' y='{y}' width='{room.right - room.left}' "
+            f"height='{HEIGHT}' rx='5' fill='{fill}' stroke='#89a'/>",
+            f"<text x='{middle}' y='{y + 18}' text-anchor='middle' font-size='13' "
+            f"font-weight='bold' fill='#223'>{title}</text>",
+            f"<text x='{middle}' y='{y + 35}' text-anchor='middle' font-size='12' "
+            f"fill='#445'>{room.what}</text>",
+        ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(svg(imports()))
