@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jshard.errors import UserError
+from jshard.knob import Knob, described, knob, knobs
 from jshard.precision import Precision
 
 POLICIES = ("full", "dots", "none")
@@ -49,126 +50,169 @@ def check_remat(remat: Any) -> None:
 Reshard = bool | int
 
 
+_RESHARD: dict[str, Any] = {
+    "kind": int,
+    "also": (True, False),
+    "at_least": 1,
+    "noun": "the size of a group of devices",
+}
+
+
+@described
 @dataclasses.dataclass(frozen=True)
 class UnitPolicy:
-    """How one unit (a Unit, or the layers of a Stack) treats its weights.
+    """How one unit (a Unit, or the layers of a Stack) treats its weights."""
 
-    Attributes:
-      remat: what the backward keeps; see ``Policy.remat``.
-      reshard_after_forward: True drops gathered weights after the forward and gathers
-        them again for the backward; False keeps them; a number keeps them sharded
-        over groups of so many devices, which the backward gathers from.
-      first_k: to how many layers of a Stack ``remat`` applies; the others keep all
-        that their backward reads. None is all layers.
-      keep_last: how many of a Stack's last layers keep their gathered weights.
-      prefetch: whether a Stack's layer runs between the gather of the next one's
-        weights and the scatter of the last one's gradients. None is on GPUs, where
-        they run at the same time.
-    """
+    remat: Any = knob(
+        "full",
+        "activation checkpointing: full recomputes each layer in the backward pass, "
+        "dots keeps products with weights, none keeps all activations, names:A+B keeps "
+        "these, offload:A+B keeps these in host memory",
+        noun="full, dots, none, names:A+B or offload:A+B",
+    )
+    """In Python also ``Names(...)`` and ``Offload(...)``, for activations named with
+    ``jax.ad_checkpoint.checkpoint_name``, or any ``jax.checkpoint`` policy. None of
+    them keeps gathered weights."""
 
-    remat: Any = "full"
-    reshard_after_forward: Reshard = True
-    first_k: int | None = None
-    keep_last: int = 0
-    prefetch: bool | None = None
+    first_k: int | None = knob(
+        None,
+        "number of layers of a Stack, from the first, to which remat applies; the "
+        "others keep all activations; None is all layers",
+        kind=int,
+        at_least=0,
+        noun="a number of layers",
+    )
+
+    reshard_after_forward: Reshard = knob(
+        True,
+        "drop gathered weights after the forward pass and gather them again for the "
+        "backward; False keeps them; a number keeps them sharded over groups of so "
+        "many devices",
+        **_RESHARD,
+    )
+    """The devices of a group are neighbours, on one host, say; the backward gathers
+    within it."""
+
+    keep_last: int = knob(
+        0,
+        "number of layers of a Stack, from the last, that keep gathered weights for "
+        "the backward pass, which reads them first",
+        at_least=0,
+        noun="a number of layers",
+    )
+
+    prefetch: bool | None = knob(
+        None,
+        "gather each layer's weights while the one before computes; None: on GPUs",
+        kind=bool,
+    )
+    """In the backward pass the last layer's gradients are scattered at the same time,
+    so that both are hidden. It takes the memory of another layer's weights and
+    gradients. CPU devices do not compute and communicate at the same time."""
+
+    def __post_init__(self):
+        check_remat(self.remat)
+        for name, declared in knobs(self).items():
+            if "." in name or name in ("remat", "overrides"):
+                continue  # checked elsewhere
+            if not declared.allows(value := getattr(self, name)):
+                raise UserError(
+                    f"policy.{name}: {value!r} must be {declared.possible()}"
+                )
 
 
-_OFFLOADS = (None, "optimizer", "all")
 OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))
 _OF_STACKS = {"first_k", "keep_last", "prefetch"}
 _OVERRIDABLE = (*OF_UNITS, "precision")
 
 
+@described
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(UnitPolicy):
     """How a model is sharded, what is kept, and in which dtypes.
 
-    Attributes:
-      remat: what the backward of each Stack layer and Unit keeps of its forward:
-        "full" recomputes everything, "dots" keeps products of activations with
-        weights, "none" keeps all activations, ``Names(...)`` keeps those named with
-        ``jax.ad_checkpoint.checkpoint_name``, and any ``jax.checkpoint`` policy does
-        as it says. None of them keeps gathered weights.
-      first_k: ``remat`` applies to so many layers of each Stack, the first ones; the
-        others keep all activations. None is all layers.
-      reshard_after_forward: True drops gathered weights after the forward; False
-        keeps them for the backward; a number keeps them sharded over groups of so
-        many neighbouring devices, and the backward gathers within a group (on one
-        host, say).
-      keep_last: so many layers of each Stack, the last ones, keep their gathered
-        weights all the same: the backward reads them first.
-      prefetch: whether each layer of a Stack runs between the gather of the next one's
-        weights and the scatter of the last one's gradients, so that both are hidden; at
-        the price of another layer's weights and gradients in memory. None is on GPUs,
-        where they can run at the same time.
-      reshard_root: the same choice for the root, what is in no Stack or Unit, which
-        is otherwise gathered once a step and kept.
-      precision: dtypes of parameters, wire, computation and reduction.
-      accumulate: micro-batches a step; gradients accumulate as shards. Statistics of
-        a batch (``nnx.BatchNorm``) are those of a micro-batch, on all devices, and
-        running statistics move with each.
-      defer_scatter: gather all weights once a step, add up whole gradients, and
-        scatter them once: with micro-batches the traffic of one of them, and memory
-        for all weights and gradients (``no_sync`` elsewhere; ZeRO-1 but for the
-        parameters between steps, which stay shards).
-      loss_scale: whether the loss is scaled in the backward, by a factor that follows
-        the gradients; float16 needs it. A step that overflows is skipped and counted.
-      min_shard_elements: parameters (of one layer) with fewer elements stay
-        replicated: they cost less memory than a message costs time.
-      ema_decay: keeps averages of the trained parameters, ``decay * average + (1 -
-        decay) * parameter`` after every step, with a smaller decay in the first ones;
-        ``state.with_ema_params()`` has them. None keeps none.
-      offload: what waits in pinned host memory when it is not used: "optimizer" is its
-        state (and the averages), streamed through the update a layer at a time; "all"
-        is the parameters, too, whose shards come to the device a layer at a time.
-        None keeps all on the device.
-      overrides: for module paths (``"blocks.norm*"``, of a Stack without the layer
-        index) a mapping with any of remat, first_k, reshard_after_forward, keep_last
-        (which are those of Stacks and Units) and precision, which replace the above;
-        the first pattern that matches wins.
+    What it shares with UnitPolicy holds for all units but those in ``overrides``.
+    ``precision`` has the dtypes of parameters, wire, computation and reduction.
     """
 
-    remat: Any = "full"
-    first_k: int | None = None
-    reshard_after_forward: Reshard = True
-    keep_last: int = 0
-    prefetch: bool | None = None
-    reshard_root: Reshard = False
+    reshard_root: Reshard = knob(
+        False,
+        "reshard_after_forward of the root, the modules in no Stack or Unit",
+        **_RESHARD,
+    )
+    """The root is otherwise gathered once a step and kept."""
+
     precision: Precision = Precision()
-    accumulate: int = 1
-    defer_scatter: bool = False
-    loss_scale: bool = False
-    min_shard_elements: int = 4096
-    ema_decay: float | None = None
-    offload: str | None = None
-    overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    accumulate: int = knob(
+        1,
+        "micro-batches a step (gradient accumulation): less memory for activations",
+        at_least=1,
+        noun="a number of micro-batches",
+    )
+    """Gradients accumulate as shards. Statistics of a batch (``nnx.BatchNorm``) are
+    those of a micro-batch, on all devices, and running statistics move with each."""
+
+    defer_scatter: bool = knob(
+        False, "gather weights and scatter gradients once a step, not each micro-batch"
+    )
+    """Traffic is that of one micro-batch, and memory holds all weights and gradients:
+    ``no_sync`` elsewhere, or ZeRO-1 but for the parameters between steps, which stay
+    shards."""
+
+    loss_scale: bool = knob(
+        False, "scale the loss in the backward pass, which float16 needs"
+    )
+    """The factor follows the gradients. A step that overflows is skipped, and
+    counted."""
+
+    min_shard_elements: int = knob(
+        4096,
+        "parameters (of one layer) with fewer elements are replicated",
+        at_least=0,
+        noun="a number of elements",
+    )
+    """They cost less memory than a message costs time."""
+
+    ema_decay: float | None = knob(
+        None,
+        "decay of an exponential moving average of the parameters; None keeps none",
+        kind=float,
+        above=0,
+        below=1,
+        noun="a number like 0.999",
+    )
+    """``decay * average + (1 - decay) * parameter`` after every step, with a smaller
+    decay in the first ones; ``state.with_ema_params()`` has the averages."""
+
+    offload: str | None = knob(
+        None,
+        "what waits in pinned host memory: the optimizer state (and averages), or all "
+        "(parameters, too)",
+        kind=str,
+        choices=("optimizer", "all"),
+    )
+    """The state is streamed through the update a layer at a time, and the shards of
+    parameters come to the device a layer at a time."""
+
+    overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            Knob: Knob(
+                (),
+                "other values for some modules: PATTERN:KEY=VALUE,..., like "
+                "blocks.norm*:compute=float32",
+                noun="PATTERN:KEY=VALUE,...",
+            )
+        },
+    )
+    """In Python, for patterns of module paths (``"blocks.norm*"``; a Stack's have no
+    layer index), mappings with values of a UnitPolicy's fields and of precision; the
+    first pattern that matches counts."""
 
     def __post_init__(self):
-        _check(**self._fields())
-        _check_reshard("reshard_root", self.reshard_root)
-        if not _is_count(self.accumulate) or not self.accumulate:
-            raise UserError(
-                f"policy.accumulate: {self.accumulate!r} must be a positive integer"
-            )
-        for name in ("defer_scatter", "loss_scale"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise UserError(f"policy.{name}: {value!r} must be True or False")
-        if not _is_count(self.min_shard_elements):
-            raise UserError(
-                f"policy.min_shard_elements: {self.min_shard_elements!r} must be a "
-                "number of elements"
-            )
-        decay = self.ema_decay
-        if decay is not None and not (isinstance(decay, float) and 0 < decay < 1):
-            raise UserError(
-                f"policy.ema_decay: {decay!r} must be a number above 0 and below 1, "
-                "like 0.999"
-            )
-        if self.offload not in _OFFLOADS:
-            raise UserError(
-                f"policy.offload: {self.offload!r} is not one of "
-                f"{', '.join(map(repr, _OFFLOADS))}"
-            )
+        super().__post_init__()
+        _check_precision(self.precision)
         if not isinstance(self.overrides, Mapping):
             raise UserError(
                 f"policy.overrides: {self.overrides!r} must be a mapping, like "
@@ -186,7 +230,9 @@ class Policy:
                     f"policy.overrides[{pattern!r}]: unknown {', '.join(unknown)}; "
                     f"possible: {', '.join(_OVERRIDABLE)}"
                 )
-            _check(**self._fields() | dict(fields))
+            values = self._fields() | dict(fields)
+            _check_precision(values.pop("precision"))
+            UnitPolicy(**values)  # checks them
 
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OVERRIDABLE}
@@ -273,37 +319,8 @@ def _prefixes(paths: Iterable[Iterable[Any]]) -> list[str]:
     return sorted({".".join(p[: i + 1]) for p in parts for i in range(len(p))})
 
 
-def _check(
-    remat: Any,
-    first_k: Any,
-    reshard_after_forward: Any,
-    keep_last: Any,
-    prefetch: Any,
-    precision: Any,
-) -> None:
-    check_remat(remat)
-    if first_k is not None and not _is_count(first_k):
-        raise UserError(
-            f"policy.first_k: {first_k!r} must be None or a number of layers"
-        )
-    if not _is_count(keep_last):
-        raise UserError(f"policy.keep_last: {keep_last!r} must be a number of layers")
-    if not isinstance(prefetch, bool | None):
-        raise UserError(f"policy.prefetch: {prefetch!r} must be True, False or None")
-    _check_reshard("reshard_after_forward", reshard_after_forward)
+def _check_precision(precision: Any) -> None:
     if not isinstance(precision, Precision):
         raise UserError(
             f"policy.precision: {precision!r} must be a jshard.Precision(...)"
-        )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _check_reshard(name: str, value: Any) -> None:
-    if not isinstance(value, int) or (value is not False and value < 1):
-        raise UserError(
-            f"policy.{name}: {value!r} must be True, False or the size of a group of "
-            "devices"
         )

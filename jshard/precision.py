@@ -7,52 +7,71 @@ import jax
 import jax.numpy as jnp
 
 from jshard.errors import UserError
+from jshard.knob import described, knob, knobs
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
+_FLOATING: dict[str, Any] = {"kind": str, "choices": FLOATING}
+
+
+@described
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Dtypes; None keeps what the module declares.
+    """Dtypes, as strings or as JAX has them; None keeps what the module declares."""
 
-    Attributes:
-      param: dtype of the stored parameters, and of gradients and optimizer state;
-        those of float16 parameters are float32.
-      gather: dtype on the wire of all-gathers; by default ``compute``. int8,
-        float8_e4m3fn and float8_e5m2 are scaled in blocks (``jshard.comm.quantized``).
-      compute: dtype of the weights a layer sees; modules that declare a ``dtype``
-        (Flax's do) get it too, so that their inputs follow.
-      reduce: dtype on the wire of gradients, unit by unit; by default that of the
-        computation. What is added up first (over micro-batches, for the sum over
-        replicas) leaves in the parameter's dtype.
-      sum: dtype in which a reduction over "fsdp" adds up; by default ``reduce``, as
-        a reduce-scatter does. Another one takes an all-to-all, of as many bytes, and
-        each device adds up: bfloat16 on the wire without its rounding in the sums.
-    """
+    param: Any = knob(
+        None, "dtype of stored parameters; None is the model's", **_FLOATING
+    )
+    """Gradients and optimizer state have it, too, but for float16 parameters: theirs
+    are float32."""
 
-    param: Any = None
-    gather: Any = None
-    compute: Any = None
-    reduce: Any = None
-    sum: Any = None
+    gather: Any = knob(
+        None,
+        "dtype in which weights are gathered; None is that of compute",
+        kind=str,
+        choices=(*FLOATING, *ONE_BYTE),
+    )
+    """int8, float8_e4m3fn and float8_e5m2 are scaled in blocks
+    (``jshard.comm.quantized``)."""
+
+    compute: Any = knob(
+        None, "dtype of the computation; None is the model's", **_FLOATING
+    )
+    """The dtype of the weights that a layer sees. Modules that declare a ``dtype``, as
+    Flax's do, get it too, so that their inputs follow."""
+
+    reduce: Any = knob(
+        None, "dtype in which gradients are sent; None is that of compute", **_FLOATING
+    )
+    """Holds for each unit's reduce-scatter. What is added up before it is sent (over
+    micro-batches, for the sum over replicas) is sent in the parameter's dtype."""
+
+    sum: Any = knob(
+        None,
+        "dtype in which gradients are added up; None is that of reduce",
+        **_FLOATING,
+    )
+    """A reduce-scatter adds up in the dtype on the wire. Another one takes an
+    all-to-all of as many bytes, and each device adds up what it receives: bfloat16 on
+    the wire without bfloat16's rounding in the sums."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            object.__setattr__(self, field.name, _dtype(field.name, value))
+        for name, declared in knobs(type(self)).items():
+            dtype = _dtype(name, getattr(self, name), declared.choices)
+            object.__setattr__(self, name, dtype)
         if self.gather is None:
             object.__setattr__(self, "gather", self.compute)
 
 
-def _dtype(name: str, value: Any) -> Any:
+def _dtype(name: str, value: Any, possible: tuple[str, ...]) -> Any:
     if value is None:
         return None
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    possible = FLOATING + (ONE_BYTE if name == "gather" else ())
     if dtype is None or dtype.name not in possible:
         raise UserError(
             f"precision.{name}: {value!r} is not one of {', '.join(possible)}"

@@ -9,6 +9,7 @@ Exit codes:
 """
 
 import os
+import re
 import sys
 import time
 from datetime import datetime
@@ -41,17 +42,17 @@ def _train(argv: list[str]) -> None:
             raise UserError("which recipe? for example --config=gpt.py; see --help")
         print(help_text(), end="")
         return
-    file = find_recipe(arguments.recipe)
+    path = find_recipe(arguments.recipe)
     cluster = None if arguments.help else find_cluster(arguments.options)
     if cluster is not None and not has_parent():
         sys.exit(supervise(cluster, [sys.executable, *sys.orig_argv[1:]]))
     choose_platform()
-    with join(cluster) as peers, open_recipe(file) as recipe:
-        config = complete(recipe.get_config(), file.name)
+    with join(cluster) as peers, open_recipe(path) as recipe:
+        config = complete(recipe.get_config(), recipe.name)
         if arguments.help:
-            print(help_text(config, file.name), end="")
+            print(help_text(config, recipe.name), end="")
             return
-        override(config, arguments.overrides, file.name)
+        override(config, arguments.overrides, recipe.name)
         check(config)
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
@@ -59,7 +60,8 @@ def _train(argv: list[str]) -> None:
         from jshard.training.loop import run
 
         stamp = peers.publish("stamp", datetime.now().strftime("%Y%m%d-%H%M%S"))
-        workdir = arguments.options.get("workdir") or f"runs/{recipe.name}-{stamp}"
+        name = re.sub(r"[^\w.-]", "-", recipe.name)  # of a folder
+        workdir = arguments.options.get("workdir") or f"runs/{name}-{stamp}"
         run(recipe, config, Path(workdir), started=_process_start(), peers=peers)
 
 

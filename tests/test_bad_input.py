@@ -19,12 +19,15 @@ import jshard.train
 import jshard.training.loop
 from jobs import environment
 from jshard.errors import UserError
+from jshard.knob import Knob
 from jshard.training.config.command_line import override
 from jshard.training.config.config import SHARED, check, complete, declarations, flatten
-from jshard.training.keys import Key
 from jshard.training.recipe import find_recipe, open_recipe, packaged_recipes
 
-RECIPES = sorted(file.name for file in packaged_recipes().glob("*.py"))
+# Those with names like llama3_8b.py are the same as llama.py's (tests/test_llama.py).
+FILES = {file.name for file in packaged_recipes().glob("*.py")}
+FORMER = {f"llama{s}.py" for s in ("2_7b", "2_13b", "3_8b", "3_70b", "3_405b")}
+RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - FORMER - {"llama.py"})
 LONG = "x" * 5000
 
 
@@ -34,7 +37,7 @@ def config_of(name: str) -> Iterator:
         yield complete(recipe.get_config(), name)
 
 
-def bad_values(key: Key) -> list[str]:
+def bad_values(key: Knob) -> list[str]:
     """What a key cannot be, by its declaration alone."""
     if key.kind is Path:
         return [LONG, f"{LONG}/{LONG}"]
@@ -121,7 +124,7 @@ def test_a_misspelt_key_of_any_recipe_is_one_line_that_names_it(name):
                 override(config, {wrong: "1"}, name)
 
 
-@pytest.mark.parametrize("name", ["gpt.py", "llama3_8b.py"])
+@pytest.mark.parametrize("name", ["gpt.py", "llama.py:3-8b"])
 def test_training_refuses_them_before_anything_starts(name, refused):
     rng = random.Random(name)
     with config_of(name) as config:
@@ -136,18 +139,18 @@ def test_training_refuses_them_before_anything_starts(name, refused):
 
 def test_the_planner_refuses_the_same(refused):
     rng = random.Random(0)
-    with config_of("llama3_8b.py") as config:
+    with config_of("llama.py:3-8b") as config:
         declared = declarations(config)
     for key, declaration in declared.items():
         if bad := bad_values(declaration):
             setting = f"--config.{key}={rng.choice(bad)}"
-            words = ["--config=llama3_8b.py", "--topology=h100:8", setting]
+            words = ["--config=llama.py:3-8b", "--topology=h100:8", setting]
             refused(jshard.plan.command_line, words, f"--config.{key}=")
 
 
 OPTIONS = {
     jshard.train: {
-        "config": ("", LONG, "nosuch"),
+        "config": ("", LONG, "nosuch", "llama.py", "llama.py:1", "gpt.py:1"),
         "workdir": ("", LONG),
         "coordinator": ("", "a", "a:", "a:0", "a:65536", "a:many", f"{LONG}:1", ":7"),
         "num_processes": ("", "0", "-1", "many", "nan", "1e3", "1" + "0" * 20, LONG),
@@ -265,15 +268,21 @@ def test_a_shared_key_that_a_recipe_misspells_is_one_line_that_names_it(
         ({"checkpoint": {"evry": 1}}, "did you mean checkpoint.every?"),
         ({"watch": {"zzz": 1}}, "unknown key 'watch.zzz'; did you mean watch."),
         ({"chekpoint": {"every": 1}}, "did you mean checkpoint?"),
-        ({"mesh": {"replica": True}}, "mesh.replica=True: expected a whole number"),
+        ({"mesh": {"replica": True}}, "mesh.replica=True: expected hosts or a whole"),
         ({"steps": 2.5}, "steps=2.5: expected a whole number"),
         ({"steps": True}, "steps=True: expected a whole number"),
         ({"steps": {"number": 3}}, "steps="),
-        ({"seed": -1}, "--config.seed=-1: must be at least 0"),
+        ({"seed": -1}, "--config.seed=-1: must be a whole number, at least 0"),
         ({"policy": {"precision": "bf16"}}, "policy.precision is a group"),
         ({"watch": {"silence": math.nan}}, "--config.watch.silence=nan: must be a"),
-        ({"optimizer": {"b2": 2.0}}, "--config.optimizer.b2=2.0: must be at least 0"),
-        ({"optimizer": {"clip_norm": 0}}, "optimizer.clip_norm=0: must be above 0"),
+        (
+            {"optimizer": {"b2": 2.0}},
+            "--config.optimizer.b2=2.0: must be a finite number, at least 0 and",
+        ),
+        (
+            {"optimizer": {"clip_norm": 0}},
+            "optimizer.clip_norm=0: must be a finite number, above 0",
+        ),
         ({"mesh": {"cpu_devices": 100_000}}, "mesh.cpu_devices=100000: must be"),
     ],
 )

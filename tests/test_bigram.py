@@ -125,7 +125,7 @@ def test_it_is_evaluated_on_what_evaluations_see(tmp_path, batches):
     assert got == pytest.approx(bigram_loss(count_pairs(train), seen), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gpt.py", "gpt2_124m.py", "llama3_8b.py"])
+@pytest.mark.parametrize("name", ["gpt.py", "gpt2_124m.py", "llama.py:3-8b"])
 def test_tokens_that_are_no_bytes_and_runs_without_evaluation_have_none(tmp_path, name):
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     with open_recipe(find_recipe(name)) as recipe:

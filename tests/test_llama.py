@@ -15,6 +15,8 @@ from flax import nnx
 
 import jshard
 import parity
+from jshard import inspect
+from jshard.checkpoint.step_folders import step_folder
 from jshard.training.recipe import find_recipe, open_recipe
 from models.llama import Llama, LlamaConfig, rotate
 
@@ -213,11 +215,15 @@ def test_sizes_that_do_not_divide_are_a_users_error(sizes, message):
 @pytest.mark.parametrize(
     ("name", "parameters", "flops"),
     [
-        ("llama2_7b.py", 6_738_415_616, 6 * (6_607_077_376 + 32 * 4096 * 4096)),
-        ("llama2_13b.py", 13_015_864_320, 6 * (12_851_609_600 + 40 * 5120 * 4096)),
-        ("llama3_8b.py", 8_030_261_248, 6 * (7_504_658_432 + 32 * 4096 * 8192)),
-        ("llama3_70b.py", 70_553_706_496, 6 * (69_501_714_432 + 80 * 8192 * 8192)),
-        ("llama3_405b.py", 405_853_388_800, 6 * (403_747_897_344 + 126 * 16384 * 8192)),
+        ("llama.py:2-7b", 6_738_415_616, 6 * (6_607_077_376 + 32 * 4096 * 4096)),
+        ("llama.py:2-13b", 13_015_864_320, 6 * (12_851_609_600 + 40 * 5120 * 4096)),
+        ("llama.py:3-8b", 8_030_261_248, 6 * (7_504_658_432 + 32 * 4096 * 8192)),
+        ("llama.py:3-70b", 70_553_706_496, 6 * (69_501_714_432 + 80 * 8192 * 8192)),
+        (
+            "llama.py:3-405b",
+            405_853_388_800,
+            6 * (403_747_897_344 + 126 * 16384 * 8192),
+        ),
     ],
 )
 def test_a_recipe_has_the_size_of_its_model(name, parameters, flops):
@@ -233,31 +239,68 @@ def test_a_recipe_has_the_size_of_its_model(name, parameters, flops):
     chex.assert_type(jax.tree.leaves(state.params), jnp.float32)
 
 
-def test_a_llama_3_recipe_lists_its_keys_and_trains_in_small(command, tmp_path):
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        words = ("--config=llama3_8b.py", *words)
+@pytest.mark.parametrize("size", ["2-7b", "2-13b", "3-8b", "3-70b", "3-405b"])
+def test_a_former_name_of_a_recipe_is_the_same_recipe(size):
+    former = f"llama{size.replace('-', '_')}.py"
+    with open_recipe(find_recipe(former)) as recipe:
+        old = vars(recipe) | {"config": recipe.get_config()}
+    with open_recipe(find_recipe(f"llama.py:{size}")) as recipe:
+        assert json.dumps(old["config"].to_dict()) == json.dumps(
+            recipe.get_config().to_dict()
+        )
+        assert (recipe.name, old["file"].name) == (f"llama:{size}", former)
+        for name in ("make_model", "loss_fn", "references", "flops_per_token"):
+            assert old[name].__code__ == getattr(recipe, name).__code__
+
+
+@pytest.mark.parametrize("name", ["llama.py", "llama", "llama.py:", "llama.py:4-8b"])
+def test_an_unknown_size_is_one_line_that_lists_the_sizes(name):
+    with (
+        open_recipe(find_recipe(name)) as recipe,
+        pytest.raises(jshard.UserError) as error,
+    ):
+        recipe.get_config()
+    assert "2-7b, 2-13b, 3-8b, 3-70b, 3-405b" in str(error.value)
+
+
+def test_a_llama_3_lists_its_keys_trains_in_small_and_resumes_by_its_former_name(
+    command, tmp_path
+):
+    def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        words = (f"--config={name}", *words)
         env = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         return subprocess.run(timeout=120, **command(tmp_path, *words, env=env))
 
-    listed = run("--help")
+    listed = run("llama.py:3-8b", "--help")
     assert (listed.returncode, listed.stderr) == (0, "")
     for key in ("model.attention=auto", "data.token_dtype=uint32", "batch_size=512"):
         assert f"--config.{key}\n" in listed.stdout
 
     small = SMALL | {"vocab_size": 256, "sequence_length": 32}
-    done = run(
+    words = [
         "--workdir=run",
-        "--config.steps=2",
         "--config.batch_size=4",
         "--config.eval_every=0",
-        "--config.checkpoint.every=0",
         "--config.mesh.cpu_devices=2",
         *(f"--config.model.{key}={value}" for key, value in small.items()),
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    ]
+    for name, steps, said in (
+        ("llama.py:3-8b", 2, "step 2/2"),
+        ("llama3_8b.py", 3, "resuming run after step 2; config differs from the run's: "
+         "steps 2 -> 3\n"),
+    ):  # fmt: skip
+        done = run(name, f"--config.steps={steps}", *words)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert said in done.stdout
+        config = json.loads((tmp_path / "run/config.json").read_text())
+        called = name.replace(".py", "")
+        assert config["recipe"] == called
+        assert f"<h1>{called}</h1>" in (tmp_path / "run/report.html").read_text()
+        newest = step_folder(tmp_path / "run/checkpoints", steps)
+        assert f"recipe={called}, " in inspect.show(newest)
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    assert len(losses) == 2
+    losses = [x["loss"] for x in map(json.loads, lines) if "loss" in x]
+    assert len(losses) == 3
     np.testing.assert_allclose(losses, np.log(256), rtol=0.05)
 
 

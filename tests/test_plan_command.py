@@ -21,7 +21,7 @@ TINY = [
 ]
 ATTACHED = [*TINY, "--topology=attached"]
 LLAMA = [
-    "--config=llama3_8b.py",
+    "--config=llama.py:3-8b",
     "--topology=h100:8",
     "--config.batch_size=8",
     "--config.model.num_layers=6",
@@ -93,7 +93,7 @@ def is_self_contained(page: str) -> bool:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "which recipe? for example --config=llama3_8b.py"),
+        ([], "which recipe? for example --config=llama.py:3-8b"),
         (["--config=gpt.py"], "for which devices? for example --topology=h100:64"),
         (["--config=no.py", "--topology=attached"], "no recipe 'no.py'"),
         (["--topolgy=h100:8"], "did you mean --topology?"),

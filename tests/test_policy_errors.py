@@ -12,7 +12,7 @@ from decoder import Sizes, make_decoder, make_fsdp
 
 GROUPS = "must be True, False or the size of a group of devices"
 OVERRIDABLE = (
-    "possible: remat, reshard_after_forward, first_k, keep_last, prefetch, precision"
+    "possible: remat, first_k, reshard_after_forward, keep_last, prefetch, precision"
 )
 FLOATING = "is not one of float32, bfloat16, float16, float64"
 
@@ -44,9 +44,21 @@ def check(error: pytest.ExceptionInfo, *parts: str) -> None:
         ({"reshard_after_forward": "yes"}, "reshard_after_forward: 'yes'", GROUPS),
         ({"reshard_after_forward": None}, "reshard_after_forward: None", GROUPS),
         ({"reshard_root": 0}, "reshard_root: 0", GROUPS),
-        ({"accumulate": 0}, "accumulate: 0", "must be a positive integer"),
-        ({"accumulate": 2.0}, "accumulate: 2.0", "must be a positive integer"),
-        ({"accumulate": True}, "accumulate: True", "must be a positive integer"),
+        (
+            {"accumulate": 0},
+            "accumulate: 0",
+            "must be a number of micro-batches, at least 1",
+        ),
+        (
+            {"accumulate": 2.0},
+            "accumulate: 2.0",
+            "must be a number of micro-batches, at least 1",
+        ),
+        (
+            {"accumulate": True},
+            "accumulate: True",
+            "must be a number of micro-batches, at least 1",
+        ),
         ({"defer_scatter": "no"}, "defer_scatter: 'no'", "must be True or False"),
         ({"defer_scatter": 4}, "defer_scatter: 4", "must be True or False"),
         ({"loss_scale": 1024.0}, "loss_scale: 1024.0", "must be True or False"),

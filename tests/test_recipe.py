@@ -71,7 +71,10 @@ def test_a_recipe_is_looked_for_as_given_then_in_train_then_among_the_packaged(
         elsewhere / "gpt.py",
     ):
         write(file, OWN)
-        assert find_recipe("gpt.py") == find_recipe("gpt") == file
+        assert find_recipe("gpt.py") == find_recipe("gpt") == str(file)
+        assert (
+            find_recipe("gpt.py:a/b:c") == find_recipe("gpt:a/b:c") == f"{file}:a/b:c"
+        )
 
 
 def test_a_recipe_that_is_not_there_is_an_error_that_lists_where_it_was_looked_for(
@@ -83,8 +86,54 @@ def test_a_recipe_that_is_not_there_is_an_error_that_lists_where_it_was_looked_f
         assert place in str(error.value)
 
 
+def test_a_colon_in_a_folders_name_begins_no_argument(tmp_path):
+    file = write(tmp_path / "12:30/own.py", OWN)
+    assert find_recipe(str(file)) == str(file)
+    assert find_recipe(f"{file}:x") == f"{file}:x"
+    with open_recipe(f"{file}") as recipe:
+        assert (recipe.file, recipe.argument, recipe.name) == (file, None, "own")
+
+
 def test_the_recipes_of_a_checkout_are_beside_the_package():
     assert recipes.packaged_recipes() == Path(__file__).parents[1] / "train"
+
+
+# The argument of a recipe.
+
+SIZED = OWN.replace(
+    "get_config(): return {", "get_config(size=None): return {'size': size, "
+)
+
+
+@pytest.mark.parametrize("argument", [None, "3-8b", "", "gs://a//b", "x.py:y"])
+def test_get_config_is_given_what_follows_the_recipe_and_a_colon(argument, tmp_path):
+    file = write(tmp_path / "sized.py", SIZED)
+    path = str(file) if argument is None else f"{file}:{argument}"
+    with open_recipe(find_recipe(path)) as recipe:
+        assert recipe.get_config()["size"] == argument
+        assert (recipe.file, recipe.path) == (file, path)
+        assert recipe.name == ("sized" if argument is None else f"sized:{argument}")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name", "said"),
+    [
+        ("", "own.py:x", "too many positional arguments; use --config=own.py"),
+        (
+            "size",
+            "own.py",
+            "missing a required argument: 'size'; use --config=own.py:A",
+        ),
+    ],
+)
+def test_an_argument_that_is_missing_or_too_much_is_a_users_error(
+    parameters, name, said, tmp_path
+):
+    write(tmp_path / "own.py", OWN.replace("get_config()", f"get_config({parameters})"))
+    with pytest.raises(UserError) as error, open_recipe(tmp_path / name):
+        pass
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 # What a recipe imports.

@@ -114,8 +114,8 @@ def test_where_nothing_fits_the_closest_is_named_with_exit_code_3(tmp_path, caps
         "policy.remat": "full",
     }
     code, found = run_search(
-        "llama3_70b.py",
-        find_recipe("llama3_70b.py"),
+        "llama.py:3-70b",
+        find_recipe("llama.py:3-70b"),
         given,
         "h100:8",
         parse_search(["--search"], given),

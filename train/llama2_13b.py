@@ -1,22 +1,8 @@
-"""Llama 2 13B: llama2_7b.py with 40 layers of 5120."""
+"""Llama 2 13B: llama.py:2-13b by its former name."""
 
-from ml_collections import ConfigDict
+from functools import partial
 
-from train import llama2_7b
+from train.llama import *  # noqa: F403
+from train.llama import get_config
 
-make_model = llama2_7b.make_model
-make_optimizer = llama2_7b.make_optimizer
-loss_fn = llama2_7b.loss_fn
-make_data = llama2_7b.make_data
-learning_rate = llama2_7b.learning_rate
-references = llama2_7b.references
-flops_per_token = llama2_7b.flops_per_token
-
-
-def get_config() -> ConfigDict:
-    config = llama2_7b.get_config()
-    config.model.num_layers = 40
-    config.model.num_heads = config.model.num_kv_heads = 40
-    config.model.width = 5120
-    config.model.hidden = 13824
-    return config
+get_config = partial(get_config, "2-13b")

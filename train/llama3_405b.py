@@ -1,22 +1,8 @@
-"""Llama 3 405B: llama3_8b.py with 126 layers of 16384."""
+"""Llama 3 405B: llama.py:3-405b by its former name."""
 
-from ml_collections import ConfigDict
+from functools import partial
 
-from train import llama3_8b
+from train.llama import *  # noqa: F403
+from train.llama import get_config
 
-make_model = llama3_8b.make_model
-make_optimizer = llama3_8b.make_optimizer
-loss_fn = llama3_8b.loss_fn
-make_data = llama3_8b.make_data
-learning_rate = llama3_8b.learning_rate
-flops_per_token = llama3_8b.flops_per_token
-
-
-def get_config() -> ConfigDict:
-    config = llama3_8b.get_config()
-    config.model.num_layers = 126
-    config.model.num_heads = 128
-    config.model.width = 16384
-    config.model.hidden = 53248
-    config.optimizer.learning_rate = 8e-5
-    return config
+get_config = partial(get_config, "3-405b")

@@ -1,8 +1,6 @@
 """What a checkpoint says of itself: arrays, versions, mesh, config."""
 
-import importlib.metadata
 import json
-import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +17,9 @@ from jshard.errors import UserError
 from jshard.layout.layers import layer_dims
 from jshard.nn.dropout import is_random
 from jshard.state import TrainState
-from jshard.version import __version__
+from jshard.version import versions
 
 FILE = "description.json"
-
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
 
 def arrays_by_name(state: TrainState) -> dict[str, Any]:
@@ -130,12 +126,6 @@ def describe(
         "stacks": stack_paths(state),
         "arrays": {name: entry(name, array) for name, array in arrays.items()},
     }
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that write checkpoints."""
-    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"python": platform.python_version(), "jshard": __version__, **found}
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Plans a recipe: `python -m jshard.plan --config=llama3_8b.py --topology=h100:64`.
+"""Plans a recipe: `python -m jshard.plan --config=llama.py:3-8b --topology=h100:64`.
 
 Exit codes:
   0: The step fits the card, or there is no card to compare with.
@@ -91,32 +91,32 @@ def _plan(argv: list[str]) -> None:
     if arguments.recipe is None:
         if not arguments.help:
             raise UserError(
-                "which recipe? for example --config=llama3_8b.py; see --help"
+                "which recipe? for example --config=llama.py:3-8b; see --help"
             )
         print(USAGE, end="")
         return
-    file = find_recipe(arguments.recipe)
+    path = find_recipe(arguments.recipe)
     if not arguments.help:
         _check_topology(topology)
         _check_files(arguments.options)
     speed = STATED if constants is None else read_constants(constants)
     _choose_platform(topology)
     if searched and not arguments.help:
-        _search(searched, arguments, file, topology or "", constants)
+        _search(searched, arguments, path, topology or "", constants)
         return
-    with open_recipe(file) as recipe:
+    with open_recipe(path) as recipe:
         plan = None
         with without_remarks():
-            config = complete(recipe.get_config(), file.name)
+            config = complete(recipe.get_config(), recipe.name)
             if not arguments.help:
-                override(config, arguments.overrides, file.name)
+                override(config, arguments.overrides, recipe.name)
                 check(config)
                 make_cpu_devices(config.mesh.cpu_devices)
                 program = trace(recipe, config, topology or "", speed)
                 _check_card(program, arguments.options)
                 plan = make_plan(program)
         if plan is None:
-            print(help_text(config, file.name, USAGE), end="")
+            print(help_text(config, recipe.name, USAGE), end="")
             return
         print("\n".join(terminal.lines(plan)))
         _write_files(plan, arguments.options)
@@ -127,7 +127,7 @@ def _plan(argv: list[str]) -> None:
 def _search(
     words: list[str],
     arguments: Arguments,
-    file: Path,
+    path: str,
     topology: str,
     constants: Path | None,
 ) -> None:
@@ -145,7 +145,7 @@ def _search(
     with without_remarks():
         code, found = run_search(
             arguments.recipe or "",
-            file,
+            path,
             arguments.overrides,
             topology,
             allowed,

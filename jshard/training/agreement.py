@@ -3,13 +3,11 @@
 import base64
 import hashlib
 import json
-import platform
 import secrets
 import sys
 import time
 import zlib
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from jshard.errors import UserError
 from jshard.training.config.config import Config, flatten
 from jshard.training.recipe import OWN_PACKAGES, Recipe
 from jshard.training.run_folder.start import Start
+from jshard.version import versions
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
 SHOWN = 3  # differences
 PATIENCE = 15.0  # seconds, for file systems that remember what was not there
 
@@ -121,7 +119,7 @@ def facts_of(
     return {
         "--workdir": {"": str(workdir)},
         "config": {key: repr(value) for key, value in flatten(config).items()},
-        "package": _packages(),
+        "package": versions(),
         "code": _code(recipe),
         "parameter": {
             jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
@@ -135,11 +133,6 @@ def facts_of(
             for name, fact in _data(split, data).items()
         },
     }
-
-
-def _packages() -> dict[str, str]:
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **versions}
 
 
 def _code(recipe: Recipe) -> dict[str, str]:

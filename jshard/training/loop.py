@@ -119,6 +119,7 @@ def run(
         RunFolder(
             workdir,
             config,
+            recipe=recipe.name,
             resume_from=resume_from,
             lines=start.metrics,
             enabled=writes,
@@ -130,7 +131,7 @@ def run(
         if saves or jax.process_count() > 1:
             listening.enter_context(preemption)
         display.say("\n".join(filter(None, (start.message, start_up))))
-        folder.note(recipe=str(recipe.file), start_up=start_up, references=references)
+        folder.note(recipe=recipe.path, start_up=start_up, references=references)
 
         if state is None:
             peers.at("making initial values", start.step)

@@ -3,11 +3,13 @@
 import dataclasses
 import importlib.machinery
 import importlib.util
+import re
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,18 @@ OWN_PACKAGES = ("models", "train")
 class Recipe:
     """The functions of a recipe file.
 
+    A recipe for several models, like packaged `llama.py`, tells them apart by an
+    argument, as ml_collections' `config_flags` do: `--config=llama.py:3-8b` calls
+    `get_config("3-8b")`, and `--config=llama.py` calls `get_config()`. Its
+    `get_config(size: str = "")` raises `jshard.UserError` for a text that it does not
+    know, with those that it does. What follows from the argument is to be in the
+    config, as the other functions are given nothing else.
+
     Attributes:
       file: Where the recipe was read from.
-      get_config: `get_config()` returns the `ConfigDict` of every number and name.
+      argument: What follows the file and ":" in `--config`; None where nothing does.
+      get_config: `get_config()`, with the argument if there is one, returns the
+        `ConfigDict` of every number and name.
       make_model: `make_model(config, rngs)` returns a Flax NNX model.
       make_optimizer: `make_optimizer(config)` returns an optax transformation.
       loss_fn: `loss_fn(model, batch)` returns a `jshard.Mean`, as `FSDP.train_step`
@@ -47,6 +58,7 @@ class Recipe:
     """
 
     file: Path
+    argument: str | None
     get_config: Callable[[], Config]
     make_model: Callable[..., Any]
     make_optimizer: Callable[[Config], Any]
@@ -59,9 +71,31 @@ class Recipe:
     units: Callable[[Config], Any] | None = None
 
     @property
+    def path(self) -> str:
+        """What `open_recipe` takes: "/home/me/train/llama.py:3-8b"."""
+        return _join(str(self.file), self.argument)
+
+    @property
     def name(self) -> str:
-        """The file's name without `.py`."""
-        return self.file.stem
+        """The same without folders and ".py": "llama:3-8b"."""
+        return short_name(self.path)
+
+
+def short_name(path: str) -> str:
+    """Returns "llama:3-8b" for "train/llama.py:3-8b"."""
+    file, argument = _split(path)
+    return _join(Path(file).stem, argument)
+
+
+def _split(path: str) -> tuple[str, str | None]:
+    """The file and the argument of "train/llama.py:3-8b"; None without one."""
+    match = re.fullmatch(r"(.*?\.py|[^:]*)(?::(.*))?", path, re.DOTALL)
+    assert match is not None
+    return match[1], match[2]
+
+
+def _join(file: str, argument: str | None) -> str:
+    return file if argument is None else f"{file}:{argument}"
 
 
 def packaged_recipes() -> Path:
@@ -71,37 +105,40 @@ def packaged_recipes() -> Path:
     return installed if installed.is_dir() else package.parent / "train"
 
 
-def find_recipe(name: str) -> Path:
+def find_recipe(name: str) -> str:
     """Finds a recipe: as given, then in `./train/`, then among the packaged ones.
 
     Args:
-      name: A path or a file name, with or without `.py`.
+      name: A path or a file name, with or without `.py`, and `:ARGUMENT` if the recipe
+        takes one.
 
     Returns:
-      The absolute path of the file.
+      The same with the absolute path of the file, for `open_recipe`.
 
     Raises:
       UserError: There is no such file; the message lists where it was looked for.
     """
-    file_name = name if name.endswith(".py") else f"{name}.py"
+    given, argument = _split(name)
+    file_name = given if given.endswith(".py") else f"{given}.py"
     candidates = [Path(file_name), "train" / Path(file_name)]
     candidates.append(packaged_recipes() / file_name)
     for candidate in candidates:
         if candidate.is_file():
-            return candidate.resolve()
+            return _join(str(candidate.resolve()), argument)
     looked = ", ".join(str(candidate) for candidate in candidates)
     raise UserError(f"no recipe {name!r}: looked for {looked}")
 
 
 @contextmanager
-def open_recipe(file: Path) -> Iterator[Recipe]:
+def open_recipe(path: str | Path) -> Iterator[Recipe]:
     """Loads a recipe; inside the block `models` and `train` are the recipe's own.
 
     They resolve against the recipe's project: the folder that holds `models/` or
     `train/`. Afterwards `sys.path` and `sys.modules` are as they were.
 
     Args:
-      file: The recipe's file, as `find_recipe` gives it.
+      path: The recipe's file, with `:ARGUMENT` if it takes one, as `find_recipe`
+        returns it.
 
     Yields:
       The recipe.
@@ -109,17 +146,19 @@ def open_recipe(file: Path) -> Iterator[Recipe]:
     Raises:
       UserError: The file cannot be read, parsed or imported, or lacks a function.
     """
+    given, argument = _split(str(path))
+    file = Path(given)
     project = _project(file)
-    path, hidden = sys.path.copy(), _pop_own_modules()
+    search_path, hidden = sys.path.copy(), _pop_own_modules()
     sys.path.insert(0, str(project))
     # Last, for a project without a `models/` of its own.
     sys.path.append(str(packaged_recipes().parent))
     for name in OWN_PACKAGES:
         _bind_namespace_package(name, project / name)
     try:
-        yield _load(file)
+        yield _load(file, argument)
     finally:
-        sys.path[:] = path
+        sys.path[:] = search_path
         _pop_own_modules()
         sys.modules.update(hidden)
 
@@ -148,20 +187,34 @@ def _bind_namespace_package(name: str, folder: Path) -> None:
     sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
-def _load(file: Path) -> Recipe:
+def _load(file: Path, argument: str | None) -> Recipe:
     module = _execute(file)
     functions: dict[str, Any] = {}
-    for field in dataclasses.fields(Recipe)[1:]:
-        function = getattr(module, field.name, None)
-        if function is None and field.default is dataclasses.MISSING:
-            raise UserError(f"recipe {file} lacks the function {field.name}()")
+    for name, arguments in ARGUMENTS.items():
+        function = getattr(module, name, None)
+        required = Recipe.__dataclass_fields__[name].default is dataclasses.MISSING
+        if function is None and required:
+            raise UserError(f"recipe {file} lacks the function {name}()")
         if function is not None and not callable(function):
-            raise UserError(f"{field.name} in recipe {file} is not a function")
-        if function is not None:
-            where = f"{file.name}: {field.name}"
-            check_signature(function, where, ARGUMENTS[field.name])
-        functions[field.name] = function
-    return Recipe(file, **functions)
+            raise UserError(f"{name} in recipe {file} is not a function")
+        if function is not None and name != "get_config":
+            check_signature(function, f"{file.name}: {name}", arguments)
+        functions[name] = function
+    functions["get_config"] = _give(functions["get_config"], file, argument)
+    return Recipe(file, argument, **functions)
+
+
+def _give(
+    get_config: Callable[..., Config], file: Path, argument: str | None
+) -> Callable[[], Config]:
+    """Gives `get_config` the argument of the command line, where there is one."""
+    try:
+        names = () if argument is None else ("argument",)
+        check_signature(get_config, f"{file.name}: get_config", names)
+    except UserError as error:
+        takes = f"--config={file.name}{':ARGUMENT' if argument is None else ''}"
+        raise UserError(f"{error}; use {takes}") from error
+    return get_config if argument is None else partial(get_config, argument)
 
 
 def _execute(file: Path) -> types.ModuleType:

@@ -67,7 +67,7 @@ def scan_layers(
         [vary(s) if p.dim is None else s for s, p in zip(shards, places, strict=True)],
         places,
     )
-    policy = UnitPolicy(remat, reshard_after_forward)
+    policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
     with typed_loops():
         run, inputs = make_scan(layer, own, [], carry, leaves, policy, Parameters())
         carry, (aux, has_aux), _ = run(*inputs)

@@ -223,7 +223,7 @@ def gather_root(model: nnx.Module) -> None:
 
 def root_as_unit(fn: Callable, reshard: Reshard) -> Callable:
     """``fn(model, *args)`` as one Unit, whose backward gathers the root again."""
-    policy = UnitPolicy("none", reshard)
+    policy = UnitPolicy("none", reshard_after_forward=reshard)
     return lambda model, *args: _run_unit(model, fn, args, {}, policy)
 
 

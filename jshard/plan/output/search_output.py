@@ -26,7 +26,7 @@ _CHANGING = (*CHANGING_KNOBS, "policy.precision.sum")
 
 def run_search(
     name: str,
-    file: Path,
+    path: str | Path,
     overrides: Mapping[str, str],
     topology: str,
     allowed: Mapping[str, Sequence[str] | None],
@@ -39,7 +39,7 @@ def run_search(
 
     Args:
       name: of the recipe, as the user gave it.
-      file: of the recipe.
+      path: of the recipe, as `open_recipe` takes it.
       overrides: text by key that the user gave.
       topology: "h100:64".
       allowed: what varies (``jshard.plan.search.candidates.parse_search``).
@@ -55,7 +55,7 @@ def run_search(
     """
     with progress() as report:
         found = search(
-            file,
+            path,
             overrides,
             topology,
             allowed,

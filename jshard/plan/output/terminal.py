@@ -48,7 +48,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def heading(plan: Plan) -> str:
-    """As "llama3_8b on 64 x NVIDIA H100 80GB HBM3"."""
+    """As "llama:3-8b on 64 x NVIDIA H100 80GB HBM3"."""
     return f"{plan.program.job.recipe.name} on {devices(plan)}"
 
 

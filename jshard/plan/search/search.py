@@ -48,7 +48,7 @@ _FIGURES = ("rate", "mfu", "seconds", "exposed", "memory", "host", "cached")
 
 
 def search(
-    file: Path,
+    path: str | Path,
     overrides: Mapping[str, str],
     topology: str,
     allowed: Mapping[str, Sequence[str] | None],
@@ -63,7 +63,7 @@ def search(
     """Compiles the promising ways to run a recipe's job on a topology.
 
     Args:
-      file: the recipe's.
+      path: the recipe's, as `open_recipe` takes it.
       overrides: text by key that the user gave; these stay.
       topology: "h100:64".
       allowed: what varies, as ``jshard.plan.search.candidates.parse_search`` reads it.
@@ -82,12 +82,12 @@ def search(
         gpu = dataclasses.replace(gpu, constants=read_constants(constants))
     there = devices(topology)
     processes = processes or os.cpu_count() or 1
-    workers = _workers(file, topology, constants, processes, timeout)
-    with open_recipe(file) as recipe, workers:
+    workers = _workers(path, topology, constants, processes, timeout)
+    with open_recipe(path) as recipe, workers:
         given = make_config(recipe, dict(overrides))
         for key, values in allowed.items():
             for value in values or ():
-                override(make_config(recipe, {}), {key: value}, file.name)
+                override(make_config(recipe, {}), {key: value}, recipe.name)
         looked = _look(workers, given, dict(overrides), number, allowed)
         everything = candidates(given, number, allowed, looked.names)
         usable = int(USABLE * gpu.memory)
@@ -156,9 +156,13 @@ def _sift(
 
 
 def _workers(
-    file: Path, topology: str, constants: Path | None, processes: int, timeout: float
+    path: str | Path,
+    topology: str,
+    constants: Path | None,
+    processes: int,
+    timeout: float,
 ) -> Workers:
-    given = [str(file), topology, *([str(constants)] if constants else [])]
+    given = [str(path), topology, *([str(constants)] if constants else [])]
     return Workers(
         [sys.executable, "-m", "jshard.plan.search.worker", *given],
         processes=processes,

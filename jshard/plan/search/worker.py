@@ -35,8 +35,8 @@ def make_config(recipe: Recipe, settings: dict[str, str]) -> Config:
     Raises:
       UserError: a key or a value is not possible.
     """
-    config = complete(recipe.get_config(), recipe.file.name)
-    override(config, settings, recipe.file.name)
+    config = complete(recipe.get_config(), recipe.name)
+    override(config, settings, recipe.name)
     check(config)
     return config
 
@@ -90,11 +90,11 @@ def main() -> None:
     """Serves tasks until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    file, topology, *rest = sys.argv[1:]
+    path, topology, *rest = sys.argv[1:]
     constants = read_constants(Path(rest[0])) if rest else STATED
     tasks: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
-    with open_recipe(Path(file)) as recipe:
+    with open_recipe(path) as recipe:
         while True:
             print(
                 json.dumps(_answer(recipe, topology, tasks.get(), constants)),

@@ -10,9 +10,9 @@ from typing import Any
 from jshard.cli.paths import path_problem
 from jshard.distributed import cluster
 from jshard.errors import UserError
+from jshard.knob import Knob
 from jshard.training.config.config import Config, declarations, flatten, nearest
 from jshard.training.config.shared_keys import DEFAULTS, REQUIRED, SHARED
-from jshard.training.keys import Key
 
 USAGE = """\
 usage: python -m jshard.train --config=FILE [--config.KEY=VALUE ...] [--workdir=DIR]
@@ -132,14 +132,14 @@ def override(config: Config, overrides: dict[str, str], recipe: str) -> None:
             value = _parse(text, declared[key], keys[key])
         except ValueError:
             raise UserError(
-                f"--config.{key}={text}: expected {declared[key].expected()} "
+                f"--config.{key}={text}: expected {declared[key].possible()} "
                 f"(the default is {keys[key]!r})"
             ) from None
         with group.ignore_type():  # it is of the declared type, not of the default's
             group[name] = value
 
 
-def _parse(text: str, key: Key, default: Any) -> Any:
+def _parse(text: str, key: Knob, default: Any) -> Any:
     """Reads the value of a key.
 
     Raises:
@@ -240,9 +240,7 @@ def _describe(config: Config) -> str:
         lines.append("")
         for key in members:
             lines.append(f"  --config.{key}={keys[key]}")
-            about = declared[key].help
-            if limits := declared[key].limits():
-                about = f"{about} ({limits})" if about else limits
-            if about:
+            if about := declared[key].help:
+                about = f"{about} ({declared[key].possible()})"
                 lines.append(textwrap.fill(about, 88, **_INDENTED))
     return "\n".join(lines) + "\n"

@@ -2,11 +2,14 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict, FieldReference
 
+from jshard.cli.paths import path_problem
 from jshard.errors import UserError
+from jshard.knob import Knob
 from jshard.training.config.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
 from jshard.training.keys import Key
 
@@ -42,7 +45,7 @@ def complete(config: Config, recipe: str) -> Config:
             raise UserError(f"get_config() of recipe {recipe} lacks the key {key!r}")
     values: dict[str, Any] = {}
     for key, declaration in DEFAULTS.items():
-        _set(values, key, declaration.get())
+        _set(values, key, declaration.default)
     try:
         _merge(values, config)
     except ValueError as error:
@@ -68,7 +71,7 @@ def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
         elif key in SHARED:
             declaration = SHARED[key]
             if not declaration.is_type_of(plain):
-                raise ValueError(f"{key}={plain!r}: expected {declaration.expected()}")
+                raise ValueError(f"{key}={plain!r}: expected {declaration.possible()}")
             _set(values, key, value)
         elif hint := _misspelt(key, config, prefix):
             raise ValueError(f"unknown key {key!r}{hint}")
@@ -99,14 +102,14 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def declarations(config: Config, prefix: str = "") -> dict[str, Key]:
+def declarations(config: Config, prefix: str = "") -> dict[str, Knob]:
     """Returns what is declared of every key, by its flattened name.
 
     Args:
       config: With every shared key.
       prefix: Of the names.
     """
-    found: dict[str, Key] = {}
+    found: dict[str, Knob] = {}
     for name, value in config.items(preserve_field_references=True):
         key = f"{prefix}{name}"
         if isinstance(value, ConfigDict):
@@ -114,7 +117,7 @@ def declarations(config: Config, prefix: str = "") -> dict[str, Key]:
         elif key in SHARED:
             found[key] = SHARED[key]
         elif isinstance(value, Key):
-            found[key] = value
+            found[key] = value.knob
         elif key in COMMON and COMMON[key].is_type_of(config[name]):
             found[key] = COMMON[key]
         else:
@@ -122,12 +125,12 @@ def declarations(config: Config, prefix: str = "") -> dict[str, Key]:
     return found
 
 
-def _undeclared(value: Any, kind: type) -> Key:
+def _undeclared(value: Any, kind: type) -> Knob:
     """A plain value, which bounds nothing but its type."""
     if kind is type(None):
         kind = object
     also = (None,) if value is None or kind is str else ()
-    return Key(value, "", kind=kind, also=also)
+    return Knob(value, "", kind=kind, also=also)
 
 
 def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
@@ -156,7 +159,10 @@ def check(config: Config) -> None:
     """Raises a UserError for keys that are out of range or at odds."""
     flat = flatten(config)
     for key, declaration in declarations(config).items():
-        if problem := declaration.problem(flat[key]):
+        problem = declaration.problem(flat[key])
+        if declaration.kind is Path:
+            problem = problem or path_problem(flat[key])
+        if problem:
             raise UserError(f"--config.{key}={flat[key]}: {problem}")
     _check_best(config)
     _check_restore(config.checkpoint)

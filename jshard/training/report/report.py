@@ -12,6 +12,7 @@ from jshard.describe import format_bytes
 from jshard.errors import UserError
 from jshard.training.config.config import flatten
 from jshard.training.progress import format_count
+from jshard.training.recipe import short_name
 from jshard.training.report.charts import line_chart
 from jshard.training.report.page import document, section, table
 
@@ -67,7 +68,7 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
 
 def render(workdir: Path, config: _Line, metrics: Sequence[_Line], notes: _Line) -> str:
     """Returns the page; everything in it that is not ours is escaped."""
-    heading = Path(notes.get("recipe", workdir.name)).stem
+    heading = short_name(notes.get("recipe", workdir.name))
     where = str(workdir.absolute())
     if steps := notes.get("resumed"):
         listed = ", ".join(map(str, steps))

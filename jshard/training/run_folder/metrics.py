@@ -30,6 +30,7 @@ class RunFolder:
 
     Attributes:
       path: The folder.
+      config: The run's config as it is written, with the recipe's name as `recipe`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RunFolder:
         path: Path,
         config: Config,
         *,
+        recipe: str = "",
         resume_from: int | None = None,
         lines: Sequence[Mapping[str, Any]] | None = None,
         enabled: bool = True,
@@ -46,6 +48,7 @@ class RunFolder:
         Args:
           path: The folder; made when it is not there.
           config: The run's config.
+          recipe: Its recipe's name.
           resume_from: The step after which the folder's run goes on: what it wrote of
             later steps goes. 0 starts it again; None is a new run.
           lines: The metrics to go on from; by default those of the folder.
@@ -56,6 +59,7 @@ class RunFolder:
             run's metrics, or holds metrics that cannot be read.
         """
         self.path = path
+        self.config = {"recipe": recipe} | config.to_dict()
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
         self._waits = False  # whether the disk did not take all
@@ -65,16 +69,13 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as undo:
                 self._lock = undo.enter_context(lock_folder(path))
-                self._open(config, resume_from, lines)
+                self._open(resume_from, lines)
                 undo.pop_all()
         except OSError as error:
             raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
 
     def _open(
-        self,
-        config: Config,
-        resume_from: int | None,
-        lines: Sequence[Mapping[str, Any]] | None,
+        self, resume_from: int | None, lines: Sequence[Mapping[str, Any]] | None
     ) -> None:
         metrics, page = self.path / METRICS, self.path / REPORT
         if page.is_dir():  # it would be found out at the end
@@ -92,7 +93,7 @@ class RunFolder:
             replace_file(metrics, "".join(kept))
             self._notes["resumed"] = [*self._notes.get("resumed", []), resume_from]
             self._write_notes()
-        replace_file(self.path / "config.json", _json(config.to_dict(), indent=2))
+        replace_file(self.path / "config.json", _json(self.config, indent=2))
         self._metrics = AppendedFile(metrics)
         self._events = EventFile(self.path, resume_from)
 

@@ -50,10 +50,12 @@ def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]
 
     Returns:
       Old and new value by flattened key, both as JSON keeps them, so that a tuple and
-      a list are the same; `ABSENT` stands for no value. `checkpoint.accept` is left
-      out.
+      a list are the same; `ABSENT` stands for no value. `checkpoint.accept` and the
+      recipe's name are left out.
     """
     before, after = flatten(old), flatten(_as_json(new.to_dict()))
+    if "recipe" not in after:  # else it is a key of the recipe's own
+        before.pop("recipe", None)
     return {
         key: (before.get(key, ABSENT), after.get(key, ABSENT))
         for key in after | before

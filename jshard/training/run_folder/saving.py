@@ -86,7 +86,7 @@ class Saving:
         self._checkpointer.save(
             state,
             metrics=metrics,
-            config=self._config.to_dict(),
+            config=self._folder.config,
             files={METRICS: self._folder.metrics()},
         )
 

@@ -1,0 +1,167 @@
+"""Knobs: a setting's default, meaning and possible values, declared once.
+
+`Policy` and `Precision` check their fields by them, configs have them as keys, and
+`--help` and docs/knobs.md list them.
+"""
+
+import dataclasses
+import inspect
+import math
+import operator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_LARGEST: dict[Any, float] = {int: 2**31 - 1, float: 3.4e38}  # of int32 and float32
+_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    Path: "a path",
+    tuple: "names, like a,b",
+    list: "names, like a,b",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """A setting.
+
+    Attributes:
+      default: Its value where none is given; always possible.
+      help: What it means, on one line.
+      kind: The type of its values, by default that of `default`. `Path` is a str that
+        names a file or a folder.
+      also: Possible values of other types, like None.
+      choices: All possible values but those of `also`; empty for any of `kind`.
+      at_least: The smallest value.
+      above: What values must be larger than.
+      at_most: The largest value; where a smallest is given this is, in a config, by
+        default what an int32 or a float32 holds.
+      below: What values must be smaller than.
+      noun: What a value of `kind` is, like "a number of layers".
+    """
+
+    default: Any
+    help: str
+    _: dataclasses.KW_ONLY
+    kind: Any = None
+    also: tuple[Any, ...] = ()
+    choices: tuple[Any, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    noun: str = ""
+
+    def __post_init__(self):
+        if self.kind is None:
+            object.__setattr__(self, "kind", type(self.default))
+        elif not self.is_type_of(self.default):
+            object.__setattr__(self, "also", (self.default, *self.also))
+
+    @property
+    def _bounds(self) -> list[tuple[str, Any, float]]:
+        bounds = (
+            ("at least", operator.ge, self.at_least),
+            ("above", operator.gt, self.above),
+            ("at most", operator.le, self.at_most),
+            ("below", operator.lt, self.below),
+        )
+        return [(f"{name} {n}", holds, n) for name, holds, n in bounds if n is not None]
+
+    def is_special(self, value: Any) -> bool:
+        """Whether a value is one of `also`."""
+        return any(type(value) is type(one) and value == one for one in self.also)
+
+    def is_type_of(self, value: Any) -> bool:
+        """Whether a value has the type of this knob; an int is a float, too."""
+        if self.is_special(value):
+            return True
+        if isinstance(value, bool):
+            return self.kind in (bool, object)
+        if self.kind is float:
+            return isinstance(value, int | float)
+        if self.kind in (tuple, list):
+            return isinstance(value, tuple | list)
+        return isinstance(value, str if self.kind is Path else self.kind)
+
+    def is_number(self, value: Any) -> bool:
+        """False for nan and infinities, unless such a value is the default."""
+        return _is_finite(value) or not _is_finite(self.default)
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value is possible."""
+        if self.is_special(value):
+            return True
+        if not self.is_type_of(value) or not self.is_number(value):
+            return False
+        if self.choices:
+            return value in self.choices
+        return all(holds(value, bound) for _, holds, bound in self._bounds)
+
+    def possible(self) -> str:
+        """What it may be, in words: "None or a number of layers, at least 0"."""
+        special = [str(value) for value in self.also]
+        if self.choices:
+            return _either([*special, *map(str, self.choices)])
+        bounds = " and ".join(text for text, _, _ in self._bounds)
+        return ", ".join(filter(None, (_either([*special, *self._nouns()]), bounds)))
+
+    def _nouns(self) -> list[str]:
+        if self.kind is bool:
+            return ["True", "False"]
+        if self.kind in (tuple, list) and self.default:
+            return [f"{self.kind.__name__} such as {self.default!r}"]
+        return [self.noun or _NAMES.get(self.kind) or self.kind.__name__]
+
+    def problem(self, value: Any) -> str:
+        """What is wrong with a config's value, as "must be ..."; "" if nothing.
+
+        Args:
+          value: From a recipe or from a command line.
+        """
+        if not self.allows(value):
+            return f"must be {self.possible()}"
+        endless = self.at_most is None and self.below is None
+        if self.is_special(value) or not self._bounds or not endless:
+            return ""
+        if abs(value) > (most := _LARGEST.get(self.kind, math.inf)):
+            return f"must be {self.possible()} and at most {most}"
+        return ""
+
+
+def knob(default: Any, help: str, **limits: Any) -> Any:
+    """The field of a dataclass that is a knob, with the arguments of `Knob`."""
+    declared = Knob(default, help, **limits)
+    return dataclasses.field(default=default, metadata={Knob: declared})
+
+
+def knobs(cls: Any, prefix: str = "") -> dict[str, Knob]:
+    """Every knob of a dataclass, and of dataclasses in it, by its dotted name."""
+    found: dict[str, Knob] = {}
+    for field in dataclasses.fields(cls):
+        if Knob in field.metadata:
+            found[prefix + field.name] = field.metadata[Knob]
+        elif dataclasses.is_dataclass(field.default):
+            found |= knobs(field.default, f"{prefix}{field.name}.")
+    return found
+
+
+def described(cls: type[T]) -> type[T]:
+    """Lists the knobs of a dataclass in its docstring."""
+    lines = [f"  {name}: {declared.help}." for name, declared in knobs(cls).items()]
+    text = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:", *lines]
+    cls.__doc__ = "\n".join(text)
+    return cls
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _either(words: list[str]) -> str:
+    """Words as in "a, b or c"."""
+    *some, last = words
+    return f"{', '.join(some)} or {last}" if some else last
