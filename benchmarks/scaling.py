@@ -18,7 +18,7 @@ import jax
 
 from compiling import Row, compile_row
 from jshard.plan import GPUS
-from jshard.plan.cost.constants import STATED
+from jshard.plan.constants import STATED
 from jshard.plan.topology import GPUS_A_HOST
 
 GIB = 2**30

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh
 
+from jshard.formatting import format_bytes
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import placements
 from jshard.mesh import AXES, FSDP, REPLICA, hosts_of
@@ -249,12 +250,3 @@ def _root(
 def _some(names: list[str], limit: int = 4) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def format_bytes(n: float) -> str:
-    """Returns 1536 as "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from jshard.mesh import AXES, BATCH
-from jshard.plan.cost.constants import STATED
+from jshard.plan.constants import STATED
 from jshard.plan.memory.memory import device_total
 from jshard.plan.search.arithmetic import (
     Activity,

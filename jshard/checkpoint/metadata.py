@@ -1,8 +1,6 @@
 """What a checkpoint says of itself: arrays, versions, mesh, config."""
 
-import importlib.metadata
 import json
-import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard import formatting
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.tensor_names import stack_paths
 from jshard.errors import UserError
@@ -134,8 +133,7 @@ def describe(
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that write checkpoints."""
-    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"python": platform.python_version(), "jshard": __version__, **found}
+    return {"jshard": __version__, **formatting.versions(_PACKAGES)}
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> None:

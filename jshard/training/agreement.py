@@ -3,13 +3,11 @@
 import base64
 import hashlib
 import json
-import platform
 import secrets
 import sys
 import time
 import zlib
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import numpy as np
 
 from jshard.distributed import Peers
 from jshard.errors import UserError
+from jshard.formatting import versions
 from jshard.training.config.config import Config, flatten
 from jshard.training.recipe import OWN_PACKAGES, Recipe
 from jshard.training.run_folder.start import Start
@@ -121,7 +120,7 @@ def facts_of(
     return {
         "--workdir": {"": str(workdir)},
         "config": {key: repr(value) for key, value in flatten(config).items()},
-        "package": _packages(),
+        "package": versions(PACKAGES),
         "code": _code(recipe),
         "parameter": {
             jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
@@ -135,11 +134,6 @@ def facts_of(
             for name, fact in _data(split, data).items()
         },
     }
-
-
-def _packages() -> dict[str, str]:
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **versions}
 
 
 def _code(recipe: Recipe) -> dict[str, str]:

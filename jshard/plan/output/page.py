@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from jshard.describe import format_bytes
+from jshard.formatting import format_bytes, format_count
 from jshard.plan.cost.cost import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Timeline
@@ -12,7 +12,6 @@ from jshard.plan.memory.memory import Memory
 from jshard.plan.output import terminal
 from jshard.plan.output.terminal import duration
 from jshard.plan.planning import Plan
-from jshard.training.progress import format_count
 from jshard.training.report.charts import script_json
 from jshard.training.report.page import document, section, table
 

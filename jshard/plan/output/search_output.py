@@ -15,7 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from jshard.describe import format_bytes
+from jshard.formatting import format_bytes
 from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, Candidate
 from jshard.plan.search.outcomes import Outcome, Search
 from jshard.plan.search.search import search

@@ -4,14 +4,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from jshard.compat import xla_options
-from jshard.describe import format_bytes
+from jshard.formatting import format_bytes, format_count
 from jshard.plan.cost.cost import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline
 from jshard.plan.cost.traffic import Traffic
-from jshard.plan.memory.memory import lines as memory_lines
+from jshard.plan.memory.memory import Memory
 from jshard.plan.planning import Plan
-from jshard.training.progress import format_count
 
 GAPS = 10
 
@@ -21,9 +20,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield heading(plan)
     yield job(plan)
     yield ""
-    first, *others = memory_lines(plan.memory)
-    yield f"MEMORY{first.removeprefix('memory')}"
-    yield from others
+    yield from memory_lines(plan.memory)
     yield ""
     yield from _traffic(plan.traffic)
     yield ""
@@ -84,6 +81,29 @@ def options(plan: Plan) -> list[tuple[str, object, str]]:
         (name, value, reasons.get(name, "asked for by config.compiler_options"))
         for name, value in plan.options.items()
     ]
+
+
+def memory_lines(memory: Memory) -> Iterator[str]:
+    """A line a part, the total against the card, the host."""
+    rows = [("MEMORY a device", "", "")]
+    rows += [(p.name, format_bytes(p.bytes), p.what) for p in memory.parts if p.bytes]
+    share = f"{memory.unexplained / memory.total:.1%} of the total"
+    rows.append(("unexplained", format_bytes(memory.unexplained), share))
+    fits = (
+        ""
+        if memory.usable is None
+        else f"{format_bytes(memory.usable)} that the card leaves"
+    )
+    if fits:
+        fits = f"{'fits in' if memory.fits else 'does not fit in'} {fits}"
+    rows.append(("total", format_bytes(memory.total), fits))
+    if memory.host:
+        kinds = ", ".join(f"{p.name} {format_bytes(p.bytes)}" for p in memory.host)
+        number = memory.devices_a_host
+        shared = format_bytes(memory.host_bytes * number)
+        of = f"pinned for each: {kinds}; {shared} for the {number} of a host"
+        rows.append(("host", format_bytes(memory.host_bytes), of))
+    yield from _columns(rows, "<><")
 
 
 def _traffic(traffic: Traffic) -> Iterator[str]:

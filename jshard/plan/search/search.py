@@ -15,8 +15,7 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.mesh import FSDP, REPLICA
-from jshard.plan.cost.constants import read_constants
-from jshard.plan.memory.memory import USABLE
+from jshard.plan.constants import read_constants
 from jshard.plan.program import check_batch_size
 from jshard.plan.search import arithmetic
 from jshard.plan.search.arithmetic import Activity, Estimate, StateSize
@@ -90,7 +89,7 @@ def search(
                 override(make_config(recipe, {}), {key: value}, file.name)
         looked = _look(workers, given, dict(overrides), number, allowed)
         everything = candidates(given, number, allowed, looked.names)
-        usable = int(USABLE * gpu.memory)
+        usable = gpu.usable
         sizer = _Sizer(recipe, there, gpu, looked)
         promising, refused, too_large = _sift(sizer, everything, overrides, usable)
         choice = Choice(promising, usable)

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from jshard.errors import UserError
 from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
-from jshard.plan.cost.constants import STATED, Constants, read_constants
+from jshard.plan.constants import STATED, Constants, read_constants
 from jshard.plan.program import Program, trace
 from jshard.plan.search.arithmetic import activity
 from jshard.plan.search.cache import Cache, program_key

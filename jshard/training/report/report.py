@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.describe import format_bytes
 from jshard.errors import UserError
+from jshard.formatting import format_bytes, format_count
 from jshard.training.config.config import flatten
-from jshard.training.progress import format_count
 from jshard.training.report.charts import line_chart
 from jshard.training.report.page import document, section, table
 
