@@ -19,7 +19,7 @@ from jshard.mesh import BATCH
 from jshard.plan import GPUS
 from jshard.plan.memory import buffers
 from jshard.plan.memory.memory import Memory, memory
-from jshard.plan.output.terminal import memory_lines
+from jshard.plan.output.terminal import memory_rows
 
 DEVICES, EXAMPLES = 8, 2
 SIZES = Sizes(layers=16, width=256, hidden=1024, vocab=64, length=32)
@@ -99,18 +99,17 @@ def test_what_remat_names_is_saved_and_gradients_are_whole_until_they_are_scatte
 
 
 def test_the_table_says_whether_it_fits(plain):
-    text = list(memory_lines(plain))
+    rows = list(memory_rows(plain))
     assert plain.fits
     assert plain.as_dict()["fits"]
-    assert [line.split("  ")[0] for line in text] == [
-        "MEMORY a device",
+    assert [name for name, *_ in rows] == [
         *(p.name for p in plain.parts if p.bytes),
         "unexplained",
         "total",
     ]
-    assert text[-1].endswith("fits in 75.2 GiB that the card leaves")
+    assert rows[-1][-1] == "fits in 75.2 GiB that the card leaves"
     small = dataclasses.replace(plain, usable=plain.total - 1)
-    assert "does not fit in" in list(memory_lines(small))[-1]
+    assert "does not fit in" in list(memory_rows(small))[-1][-1]
 
 
 # XLA's buffers.
