@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.plan.hlo import hlo
-from jshard.plan.hlo.hlo import Module
+from jshard.plan.hlo.hlo import HOST_SPACE, Module
 
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+), (.*):$")
 _VALUE = re.compile(
@@ -22,7 +22,6 @@ _VALUE = re.compile(
 )
 _RANGE = re.compile(r"\s+(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
 _IN_SEQUENCE = re.compile(r"\s+(\d+):(\S+)$")
-_HOST_COLOR = 5  # XLA's memory space of pinned host memory
 
 Place = tuple[int, int]  # offset and size of a part of the heap
 
@@ -111,7 +110,7 @@ def read(folder: str | Path) -> Assignment:
     sequence, ranges = _live(_only(folder, "*_after_optimizations-live-range.txt"))
     arguments, slots, fragmentation, most, moment = {}, [], 0, 0, 0
     for size, kind, values in _allocations(text, ranges):
-        hosted = f"color {_HOST_COLOR}" in kind
+        hosted = f"color {HOST_SPACE}" in kind
         number = re.search(r"\bparameter (\d+)", kind)
         if number and not hosted:
             arguments[int(number[1])] = size

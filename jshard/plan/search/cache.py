@@ -16,7 +16,7 @@ from jshard.plan.cost import cost, nccl, timeline
 from jshard.plan.hlo import hlo
 from jshard.plan.memory import memory
 from jshard.plan.program import Program
-from jshard.plan.search import measuring
+from jshard.plan.search import evaluation
 
 # Packages whose version decides what a program compiles to.
 _COMPILERS = (
@@ -25,7 +25,7 @@ _COMPILERS = (
 )  # fmt: skip
 # Modules whose code, constants included, makes a result of a program.
 _MODEL = (
-    ahead_of_time, constants, cost, hlo, measuring, memory, nccl, timeline, topology,
+    ahead_of_time, constants, cost, hlo, evaluation, memory, nccl, timeline, topology,
 )  # fmt: skip
 
 
