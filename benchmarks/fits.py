@@ -19,7 +19,7 @@ from jshard.plan import GPUS
 
 GIB = 2**30
 # Of the memory, what the CUDA context, NCCL and cuDNN's workspaces do not take.
-USABLE = 0.95 * GPUS["h100"].memory
+USABLE = GPUS["h100"].usable
 
 
 def family(layers: int) -> tuple[tuple[str, Any], ...]:

@@ -22,10 +22,11 @@ import numpy as np  # noqa: E402
 
 import jshard  # noqa: E402
 from jshard.describe import traffic  # noqa: E402
+from jshard.formatting import format_bytes  # noqa: E402
 from jshard.training.config.config import complete  # noqa: E402
 from jshard.training.data.batches import batches, eval_batches  # noqa: E402
 from jshard.training.recipe import find_recipe, open_recipe  # noqa: E402
-from jshard.training.report.charts import ticks  # noqa: E402
+from jshard.training.report.charts import Axes, element, labels, picture, ticks  # noqa: E402
 
 BF16 = {"compute": "bfloat16", "reduce": "float32"}
 FP16 = {"compute": "float16", "reduce": "float32"}
@@ -196,8 +197,8 @@ def table(results: dict[str, Any]) -> list[str]:
             label,
             f"{result['eval_loss']:.4f}",
             distance,
-            *(f"{wire[kind] / 2**20:.2f} MiB" for kind in ("gathered", "reduced")),
-            f"{result['optimizer_bytes'] / 2**20:.2f} MiB",
+            *(format_bytes(wire[kind]) for kind in ("gathered", "reduced")),
+            format_bytes(result["optimizer_bytes"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -208,6 +209,7 @@ COLORS = ("#000000", "#8a8a8a", "#0072b2", "#d55e00", "#e69f00", "#56b4e9", "#cc
 COLORS += ("#009e73", "#7a5c00")
 WIDTH, LEFT, RIGHT = 900, 60, 620  # px; the names of the lines stand at the right
 LABEL_HEIGHT = 17
+STYLE = ".line { fill: none; stroke-width: 1.5 } .grid { stroke: #ddd }"
 
 
 def chart(results: dict[str, Any]) -> str:
@@ -217,20 +219,13 @@ def chart(results: dict[str, Any]) -> str:
     apart = {name: curve - base for name, curve in losses.items()}
     window = len(results["bf16"]["losses"]) - len(base)
     losses_title = f"training loss, nats a byte, mean of {window + 1} steps"
-    parts = panel(losses_title, losses, 0)
+    parts = ['<rect width="100%" height="100%" fill="#fff"/>']
+    parts += panel(losses_title, losses, 0)
     parts += panel(f"difference from {SETTINGS['bf16'].label}", apart, 300)
     for i, name in enumerate(results):
-        attributes = (
-            f'x="{RIGHT + 16}" y="{48 + LABEL_HEIGHT * i}" fill="{color(name)}"'
-        )
-        parts.append(f"<text {attributes}>{SETTINGS[name].label}</text>")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 610" '
-        'font-family="sans-serif" font-size="12" role="img" aria-label="Training loss '
-        'in several precisions">\n<rect width="100%" height="100%" fill="#fff"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+        at = {"x": RIGHT + 16, "y": 48 + LABEL_HEIGHT * i, "fill": color(name)}
+        parts.append(element("text", SETTINGS[name].label, **at))
+    return picture((WIDTH, 610), "Training loss in several precisions", STYLE, parts)
 
 
 def color(name: str) -> str:
@@ -243,32 +238,18 @@ def panel(title: str, curves: dict[str, np.ndarray], top: int) -> list[str]:
     last = first + len(next(iter(curves.values()))) - 1
     values = np.concatenate(list(curves.values()))
     y_ticks = ticks(float(values.min()), float(values.max()), 5)
-    low, high = y_ticks[0], y_ticks[-1]
-    upper, lower = top + 40, top + 270
-
-    def x(step: float) -> float:
-        return round(LEFT + (step - first) / max(last - first, 1) * (RIGHT - LEFT), 1)
-
-    def y(value: float) -> float:
-        return round(upper + (high - value) / (high - low) * (lower - upper), 1)
-
-    text = lambda x, y, words, more="": f'<text x="{x}" y="{y}" {more}>{words}</text>'
-    parts = [text(LEFT, top + 24, title, 'font-weight="bold"')]
-    for tick in y_ticks:
-        parts.append(f'<path stroke="#ddd" d="M{LEFT} {y(tick)}H{RIGHT}"/>')
-        label = f"{round(tick, 10):g}"
-        parts.append(text(LEFT - 8, y(tick) + 4, label, 'text-anchor="end"'))
-    for tick in ticks(first, last, 8):
-        if first <= tick <= last:
-            label = f"{tick:g}" if tick < last else f"step {tick:g}"
-            parts.append(text(x(tick), lower + 18, label, 'text-anchor="middle"'))
-    for name, curve in curves.items():
-        corners = "L".join(
-            f"{x(step)} {y(value)}" for step, value in enumerate(curve, first)
-        )
-        style = f'fill="none" stroke="{color(name)}" stroke-width="1.5"'
-        parts.append(f'<path {style} d="M{corners}"/>')
-    return parts
+    axes = Axes(
+        (LEFT, RIGHT, top + 40, top + 270),
+        (first, max(last, first + 1)),
+        (y_ticks[0], y_ticks[-1]),
+    )
+    title = element("text", title, x=LEFT, y=top + 24, font_weight="bold")
+    lines = [
+        axes.line(list(enumerate(curve, first)), class_="line", stroke=color(name))
+        for name, curve in curves.items()
+    ]
+    x_labels = labels(ticks(first, last, 8)) | {last: f"step {last}"}
+    return [title, *axes.grid(x_labels, labels(y_ticks)), *lines]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the steps as SVG.
 """
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ import jax
 
 from compiling import Row, compile_row
 from jshard.plan import GPUS
-from jshard.plan.cost.constants import STATED
+from jshard.plan.constants import STATED
 from jshard.plan.topology import GPUS_A_HOST
+from jshard.training.report.charts import Axes, element, picture
 
 GIB = 2**30
-USABLE = 0.95 * GPUS["h100"].memory  # the rest is CUDA's, NCCL's and cuDNN's
+USABLE = GPUS["h100"].usable
 RECIPE, REMAT = "llama3_8b", "dots"
 SIZES = tuple(GPUS_A_HOST * 2**i for i in range(10))
 # strategy: its name, a color that shows on white and on black, and the number of GPUs
@@ -34,7 +34,10 @@ LINES = {
 WIDTH, HEIGHT = 800, 400  # px
 LEFT, RIGHT, TOP, BOTTOM = 70, 770, 70, 350
 TICKS = [*range(100, 1000, 100), *range(1000, 5000, 250)]  # ms
-GRAY = "#808080"  # shows on white and on black, too
+STYLE = """
+.line { fill: none; stroke-width: 2 }
+text { fill: #808080 } .grid { stroke: #808080; stroke-opacity: 0.35 }
+"""  # gray shows on white and on black, too
 
 Found = dict[str, dict[int, dict[str, Any]]]
 
@@ -67,49 +70,37 @@ def chart(found: Found) -> str:
     highest = max(max(line.values()) for line in steps.values())
     lowest = min(min(line.values()) for line in steps.values())
     y_ticks = [ms for ms in TICKS if 0.9 * lowest < ms < 1.1 * highest]
-    bottom, top = y_ticks[0], max(highest, y_ticks[-1])
-
-    def x(gpus: int) -> float:
-        share = math.log(gpus / min(SIZES)) / math.log(max(SIZES) / min(SIZES))
-        return round(LEFT + share * (RIGHT - LEFT), 1)
-
-    def y(ms: float) -> float:
-        share = math.log(ms / bottom) / math.log(top / bottom)
-        return round(BOTTOM - share * (BOTTOM - TOP), 1)
-
-    def text(x: float, y: float, words: str, more: str = f'fill="{GRAY}"') -> str:
-        return f'<text x="{x}" y="{y}" {more}>{words}</text>'
-
-    gray, middle = f'fill="{GRAY}"', 'text-anchor="middle"'
+    axes = Axes(
+        (LEFT, RIGHT, TOP, BOTTOM),
+        (min(SIZES), max(SIZES)),
+        (y_ticks[0], max(highest, y_ticks[-1])),
+        log=True,
+    )
+    middle, up = {"text_anchor": "middle"}, (TOP + BOTTOM) / 2
+    title = f"{RECIPE}, one sequence of 8192 tokens a GPU, remat {REMAT}"
     parts = [
-        text(LEFT, 22, f"{RECIPE}, one sequence of 8192 tokens a GPU, remat {REMAT}"),
-        text(LEFT, 42, network()),
+        element("text", title, x=LEFT, y=22),
+        element("text", network(), x=LEFT, y=42),
+        *axes.grid({size: str(size) for size in SIZES}, {y: f"{y:g}" for y in y_ticks}),
+        element("text", "GPUs", x=(LEFT + RIGHT) / 2, y=BOTTOM + 42, **middle),
+        element(
+            "text",
+            "ms a step, predicted (log)",
+            x=18,
+            y=up,
+            transform=f"rotate(-90 18 {up})",
+            **middle,
+        ),
     ]
-    for tick in y_ticks:
-        line = f'stroke="{GRAY}" stroke-opacity="0.35"'
-        parts.append(f'<path {line} d="M{LEFT} {y(tick)}H{RIGHT}"/>')
-        end = f'{gray} text-anchor="end"'
-        parts.append(text(LEFT - 8, y(tick) + 4, f"{tick:g}", end))
-    for size in SIZES:
-        parts.append(text(x(size), BOTTOM + 20, str(size), f"{gray} {middle}"))
-    parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 42, "GPUs", f"{gray} {middle}"))
-    at = f'{gray} {middle} transform="rotate(-90 18 {(TOP + BOTTOM) / 2})"'
-    parts.append(text(18, (TOP + BOTTOM) / 2, "ms a step, predicted (log)", at))
     for strategy, (name, color, named) in LINES.items():
         line = steps[strategy]
-        points = [(x(gpus), y(ms)) for gpus, ms in line.items()]
-        corners = "L".join(f"{px} {py}" for px, py in points)
-        style = f'fill="none" stroke="{color}" stroke-width="2"'
-        parts.append(f'<path {style} d="M{corners}"/>')
-        for px, py in points:
-            parts.append(f'<circle cx="{px}" cy="{py}" r="3" fill="{color}"/>')
-        at = f'fill="{color}" text-anchor="end"'
-        parts.append(text(x(named) - 10, y(line[named]) - 10, name, at))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12" role="img" aria-label="Predicted time '
-        'of a step over the number of GPUs">\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+        parts.append(axes.line(list(line.items()), class_="line", stroke=color))
+        parts += [axes.dot(*point, fill=color) for point in line.items()]
+        at = {"x": axes.across(named) - 10, "y": axes.up(line[named]) - 10}
+        style = {"style": f"fill: {color}", "text_anchor": "end"}
+        parts.append(element("text", name, **at, **style))
+    label = "Predicted time of a step over the number of GPUs"
+    return picture((WIDTH, HEIGHT), label, STYLE, parts)
 
 
 def main() -> None:

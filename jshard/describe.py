@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.compat.collective_primitives import axes_of, groups_of
+from jshard.formatting import format_bytes
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import HOST
@@ -268,12 +269,3 @@ def _root(
 def _some(names: list[str], limit: int = 4) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def format_bytes(n: float) -> str:
-    """Returns 1536 as "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"

@@ -10,8 +10,8 @@ from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import checkpoint_parser, run_command
-from jshard.describe import format_bytes
 from jshard.errors import UserError
+from jshard.formatting import format_bytes
 from jshard.training.config.config import flatten
 
 

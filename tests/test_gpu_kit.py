@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import jshard
 from jshard.mesh import BATCH
 from jshard.plan import compile_for, devices, has_plugin, tracing_for
-from jshard.plan.cost.constants import read_constants
+from jshard.plan.constants import read_constants
 from jshard.plan.cost.traffic import count
 from jshard.plan.hlo import hlo
 from jshard.plan.memory.memory import device_total

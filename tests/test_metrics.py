@@ -15,8 +15,9 @@ from tensorboardX.proto.event_pb2 import Event
 import jshard
 from checkpoints import small_disk
 from jshard.errors import RunFailed, UserError
+from jshard.formatting import format_count, format_duration
 from jshard.training import throughput as speed
-from jshard.training.progress import ProgressDisplay, format_count, format_duration
+from jshard.training.progress import ProgressDisplay
 from jshard.training.run_folder.metrics import RunFolder
 from jshard.training.throughput import Throughput, count_items, peak_flops
 

@@ -69,7 +69,7 @@ def test_the_devices_at_hand_have_memory_and_traffic_and_no_timeline(
         "schema", "versions", "recipe", "config", "topology", "gpu", "mesh", "batch",
         "compile_seconds", "fits", "memory", "traffic", "timeline", "options", "model",
     }  # fmt: skip
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert found["config"]["model.width"] == 32
     assert found["mesh"] == {"replica": 1, "fsdp": 8}
     assert found["batch"] == {"items": 256, "unit": "tokens"}

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import jshard
-from jshard.plan.cost.constants import STATED, read_constants
+from jshard.plan.constants import STATED, read_constants
 from jshard.plan.cost.cost import Transfer, Work, assumed, assumptions
 from jshard.plan.topology import GPUS
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jshard.plan.constants import STATED
 from jshard.plan.cost import nccl
-from jshard.plan.cost.constants import STATED
 from jshard.plan.cost.cost import Transfer, assumed, assumptions
 from jshard.plan.cost.nccl import POST, RINGS, SIMPLE, TREES
 from jshard.plan.topology import GPUS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jshard.plan.cost.constants import STATED
+from jshard.plan.constants import STATED
 from jshard.plan.cost.nccl import RINGS, TREES
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Timeline, replay

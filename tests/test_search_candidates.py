@@ -12,9 +12,17 @@ from ml_collections import ConfigDict
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from jshard.mesh import AXES, BATCH
-from jshard.plan.cost.constants import STATED
+from jshard.plan.constants import STATED
 from jshard.plan.memory.memory import device_total
-from jshard.plan.search.arithmetic import (
+from jshard.plan.search.acquisition import Choice
+from jshard.plan.search.candidates import (
+    CHANGING_KNOBS,
+    DEFAULT_KNOBS,
+    Candidate,
+    candidates,
+    parse_search,
+)
+from jshard.plan.search.estimates import (
     Activity,
     Estimate,
     StateSize,
@@ -23,15 +31,7 @@ from jshard.plan.search.arithmetic import (
     memory_bound,
     state_size,
 )
-from jshard.plan.search.candidates import (
-    CHANGING_KNOBS,
-    DEFAULT_KNOBS,
-    Candidate,
-    candidates,
-    parse_search,
-)
-from jshard.plan.search.choosing import Choice
-from jshard.plan.search.outcomes import Outcome, pareto
+from jshard.plan.search.results import Outcome, pareto
 from jshard.plan.topology import GPUS
 from jshard.training.config.command_line import override
 from jshard.training.config.config import complete

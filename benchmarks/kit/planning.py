@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from jshard.plan.cost.constants import Constants, read_constants
+from jshard.plan.constants import Constants, read_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace

@@ -20,7 +20,7 @@ from jshard.checkpoint.atomic import replace_file
 from jshard.cli.command import run_command
 from jshard.cli.quiet import without_remarks
 from jshard.errors import UserError
-from jshard.plan.cost.constants import STATED, read_constants
+from jshard.plan.constants import STATED, read_constants
 from jshard.plan.cost.cost import assumed
 from jshard.plan.output import as_json, page, terminal
 from jshard.plan.output.search_output import run_search

@@ -65,12 +65,18 @@ def make_plan(program: Program) -> Plan:
     start = time.perf_counter()
     # A program from JAX's cache would leave no buffer assignment.
     with tempfile.TemporaryDirectory() as folder, _without_cache():
-        dump = folder if gpu is not None else None
-        compiled = program.compile(buffers.dump_options(folder) if dump else None)
+        compiled = program.compile(buffers.dump_options(folder))
         seconds = time.perf_counter() - start
-        needed = _memory(program, compiled, dump)
-    text = compiled.as_text() or ""
-    module = hlo.parse(text)
+        text = compiled.as_text() or ""
+        module = hlo.parse(text)
+        needed = memory(
+            job.fsdp.policy,
+            program.state,
+            compiled,
+            folder,
+            devices=mesh.size,
+            gpu=gpu,
+        )
     ahead = platform(job.fsdp.mesh) == "gpu"
     traffic = Traffic(
         count(module, mesh.size, gpu),
@@ -100,18 +106,3 @@ def _without_cache() -> Iterator[None]:
     finally:
         jax.config.update(name, before)
         compilation_cache.reset_cache()
-
-
-def _memory(
-    program: Program, compiled: jax.stages.Compiled, dump: str | None
-) -> Memory:
-    fsdp = program.job.fsdp
-    return memory(
-        fsdp.mesh,
-        fsdp.policy,
-        program.state,
-        program.traced,
-        gpu=program.gpu,
-        compiled=compiled,
-        dump=dump,
-    )

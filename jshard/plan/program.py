@@ -12,7 +12,7 @@ import jshard
 from jshard.errors import UserError
 from jshard.mesh import BATCH
 from jshard.plan.ahead_of_time import compile_for
-from jshard.plan.cost.constants import STATED, Constants
+from jshard.plan.constants import STATED, Constants
 from jshard.plan.topology import GPU, GPUS, devices, parse
 from jshard.plan.without_gpu import tracing_for
 from jshard.training.config.config import Config

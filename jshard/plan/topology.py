@@ -9,10 +9,11 @@ from typing import Any
 from jax.experimental import topologies
 
 from jshard.errors import UserError
-from jshard.plan.cost.constants import STATED, Constants
+from jshard.plan.constants import STATED, Constants
 from jshard.training.throughput import PEAK_FLOPS
 
 GPUS_A_HOST = 8
+_USABLE = 0.95  # of the memory; the rest CUDA's context, NCCL and cuDNN take
 CUDNN = (9, 8, 0)  # as CUDA, of the versions that JAX's wheels bring
 CUDA = (12, 9, 0)
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -49,6 +50,11 @@ class GPU:
     flops: float
     nvlink: float
     constants: Constants = STATED
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the memory that a program may use."""
+        return int(_USABLE * self.memory)
 
 
 _A100_SHARED = (49152, 167936, 166912)

@@ -7,6 +7,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from jshard.formatting import format_count, format_duration
+
 
 class ProgressDisplay:
     """Shows step, loss, speed, time left and the last evaluation.
@@ -96,21 +98,3 @@ class ProgressDisplay:
     def __exit__(self, *exception: object) -> None:
         """Leaves the last state of the live line on the screen."""
         self._bar.stop()
-
-
-def format_count(value: float) -> str:
-    """Returns 51234 as "51.2k"."""
-    value = float(f"{value:.3g}")  # first, or 999999 becomes "1e+03k"
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
-
-
-def format_duration(seconds: float) -> str:
-    """Returns 83 as "1:23" and 3723 as "1:02:03"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{seconds:02}"
-    return f"{minutes}:{seconds:02}"

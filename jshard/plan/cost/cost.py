@@ -14,8 +14,8 @@ import math
 import re
 from typing import Any
 
+from jshard.plan.constants import STATED, Constants
 from jshard.plan.cost import nccl
-from jshard.plan.cost.constants import STATED, Constants
 from jshard.plan.hlo.hlo import HOST_SPACE, Computation, Instruction, Module
 from jshard.plan.topology import GPU, GPUS_A_HOST
 

@@ -1,18 +1,15 @@
 """What an event of a timeline is, in words: "forward, layers", "update", ...
 
-XLA keeps the JAX operation that an instruction comes from, with the transformations
-around it: ``jvp`` is the forward, ``transpose`` the backward, and what is outside of
-``shard_map`` is the update. A loop with the weights' collectives runs over layers.
+The JAX operation that an instruction comes from tells its direction; a loop with the
+weights' collectives runs over layers.
 """
 
 import collections
 from collections.abc import Mapping, Sequence
 
 from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, Event, Timeline
+from jshard.plan.hlo.source import direction
 
-UPDATE = "update"
-FORWARD = "forward"
-BACKWARD = "backward"
 LAYERS = "layers"
 
 
@@ -40,7 +37,7 @@ class Phases:
         Of some instructions in it XLA keeps no source.
         """
         name = next((x for x, _ in event.loops if x in self._ways), None)
-        return direction(event) if name is None else self._ways[name]
+        return direction(event.source) if name is None else self._ways[name]
 
     def of(self, event: Event) -> str:
         """As "forward, layers", "backward, before the layers", "update"."""
@@ -102,22 +99,12 @@ def _total(spans: Mapping[int, Sequence[float]]) -> float:
     return sum(end - start for start, end in spans.values())
 
 
-def direction(event: Event) -> str:
-    """What it is part of: "forward", "backward", "update"; "step" is around them."""
-    if "transpose(" in event.source:
-        return BACKWARD
-    if "jvp(" in event.source:
-        return FORWARD
-    inside = "shard_map" in event.source or not event.source
-    return "step" if inside else UPDATE
-
-
 def _ways(timeline: Timeline, loops: set[str]) -> dict[str, str]:
     """The direction of each loop: that of most of its time."""
     seconds: dict[str, dict[str, float]] = {name: {} for name in loops}
     for event in timeline.events:
         for name in {name for name, _ in event.loops} & loops:
-            way = direction(event)
+            way = direction(event.source)
             seconds[name][way] = seconds[name].get(way, 0.0) + event.seconds
     return {
         name: max(found, key=lambda way: found[way])

@@ -69,7 +69,6 @@ class Instruction:
       operands: names of instructions in the same computation.
       text: the attributes, after the operands.
       is_root: whether it is its computation's result.
-      shape: the type as printed.
       literal: what stands in the parentheses.
     """
 
@@ -79,7 +78,6 @@ class Instruction:
     operands: tuple[str, ...]
     text: str
     is_root: bool
-    shape: str
     literal: str
 
     @property
@@ -207,6 +205,12 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
 
+    @functools.cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """All of them; a name is unique in its module."""
+        found = self.computations.values()
+        return {x.name: x for body in found for x in body.instructions}
+
     def body(self, instruction: Instruction, role: str = "body") -> Computation:
         """The computation that an instruction calls in a role."""
         return self.computations[instruction.called[role][0]]
@@ -260,7 +264,6 @@ def _instruction(line: str) -> Instruction | None:
         operands=tuple(m[1] for m in _REFERENCE.finditer(operands)),
         text=line[end + 1 :],
         is_root=bool(match["root"]),
-        shape=match["shape"],
         literal=operands,
     )
 

@@ -8,9 +8,12 @@ fullest moment is nearly all of the heap, and what it leaves unused is fragmenta
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from jshard.plan.hlo import hlo
+from jshard.plan.hlo.hlo import HOST_SPACE, Module
 
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+), (.*):$")
 _VALUE = re.compile(
@@ -19,7 +22,8 @@ _VALUE = re.compile(
 )
 _RANGE = re.compile(r"\s+(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
 _IN_SEQUENCE = re.compile(r"\s+(\d+):(\S+)$")
-_HOST_COLOR = 5  # XLA's memory space of pinned host memory
+
+Place = tuple[int, int]  # offset and size of a part of the heap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,11 @@ class Value:
     shape: str
     start: int
     end: int
+
+    @property
+    def element(self) -> int | None:
+        """Of its instruction's result; None where that is no tuple."""
+        return self.index[0] if self.index else None
 
     @property
     def is_tuple(self) -> bool:
@@ -73,17 +82,17 @@ class Assignment:
       arguments: bytes of each argument on the device, by its number.
       slots: of temporary memory, at the fullest moment.
       fragmentation: bytes of temporary memory that are not in use then.
-      temporary: bytes of temporary memory.
+      fullest: the instruction that runs then.
       sequence: the instructions in the order they run, loop bodies once.
-      hlo: the compiled program as text.
+      module: the program; its text elsewhere leaves out what runs beside others.
     """
 
     arguments: dict[int, int]
     slots: tuple[Slot, ...]
     fragmentation: int
-    temporary: int
+    fullest: str
     sequence: tuple[str, ...]
-    hlo: str
+    module: Module
 
 
 def dump_options(folder: str | Path) -> dict[str, Any]:
@@ -95,24 +104,27 @@ def read(folder: str | Path) -> Assignment:
     """Reads what one compilation with ``dump_options`` wrote.
 
     Raises:
-      ValueError: the folder has no buffer assignment of a GPU's program, or several.
+      ValueError: the folder has no buffer assignment, or several.
     """
-    text = _only(folder, "*gpu_after_optimizations-buffer-assignment.txt")
-    sequence, ranges = _live(_only(folder, "*gpu_after_optimizations-live-range.txt"))
-    arguments, slots, fragmentation, temporary = {}, [], 0, 0
+    text = _only(folder, "*_after_optimizations-buffer-assignment.txt")
+    sequence, ranges = _live(_only(folder, "*_after_optimizations-live-range.txt"))
+    arguments, slots, fragmentation, most, moment = {}, [], 0, 0, 0
     for size, kind, values in _allocations(text, ranges):
-        hosted = f"color {_HOST_COLOR}" in kind
+        hosted = f"color {HOST_SPACE}" in kind
         number = re.search(r"\bparameter (\d+)", kind)
         if number and not hosted:
             arguments[int(number[1])] = size
         elif "preallocated-temp" in kind and not hosted:
-            found = _fullest(values)
+            at, found = _fullest(values)
+            used = sum(slot.nbytes for slot in found)
             slots += found
-            temporary += size
-            fragmentation += size - sum(slot.nbytes for slot in found)
-    hlo = _only(folder, "*gpu_after_optimizations.txt")
+            fragmentation += size - used
+            if used > most:
+                most, moment = used, at
+    fullest = sequence[moment] if moment < len(sequence) else ""
+    module = hlo.parse(_only(folder, "*_after_optimizations.txt"))
     return Assignment(
-        arguments, tuple(slots), fragmentation, temporary, tuple(sequence), hlo
+        arguments, tuple(slots), fragmentation, fullest, tuple(sequence), module
     )
 
 
@@ -158,57 +170,42 @@ def _allocations(
     yield from ((s, k, v) for s, k, v in found)
 
 
-def _fullest(values: list[tuple[Value, int, int]]) -> list[Slot]:
-    """The slots in use when the most bytes are."""
-    changes: dict[int, list[tuple[tuple[int, int], int]]]
-    changes = collections.defaultdict(list)
+def _fullest(values: list[tuple[Value, int, int]]) -> tuple[int, list[Slot]]:
+    """When the most bytes are in use, and the slots that are then."""
+    changes: dict[int, list[tuple[Place, int]]] = collections.defaultdict(list)
+    at: dict[Place, list[Value]] = collections.defaultdict(list)
     for value, offset, size in values:
+        at[offset, size].append(value)
         changes[value.start].append(((offset, size), 1))
         changes[value.end + 1].append(((offset, size), -1))
-    users: collections.Counter = collections.Counter()
+    users: collections.Counter[Place] = collections.Counter()
     most, moment = 0, 0
     for time in sorted(changes):
         for place, change in changes[time]:
             users[place] += change
-        covered = sum(stop - start for start, stop in _covered(+users))
+        covered = sum(nbytes for _, nbytes in _covered(+users))
         if covered > most:
             most, moment = covered, time
-    return list(_slots(values, moment))
-
-
-def _covered(places: Any) -> Iterator[tuple[int, int]]:
-    """The parts of the heap that places, (offset, size), cover: each byte once."""
-    end = 0
-    for offset, size in sorted(places, key=lambda place: (place[0], -place[1])):
-        if offset + size > end:
-            yield max(offset, end), offset + size
-            end = offset + size
-
-
-def _slots(values: list[tuple[Value, int, int]], moment: int) -> Iterator[Slot]:
-    at: dict[tuple[int, int], list[Value]] = collections.defaultdict(list)
-    for value, offset, size in values:
-        at[offset, size].append(value)
     live = {
         place: here
         for place, found in at.items()
         if (here := [v for v in found if v.start <= moment <= v.end])
     }
-    end = 0
-    for place in sorted(live, key=lambda place: (place[0], -place[1])):
-        offset, size = place
-        if offset + size <= end:
-            continue
-        nbytes = offset + size - max(offset, end)
-        end = offset + size
+    slots = []
+    for place, nbytes in _covered(live):
         history = _history(at[place], live[place])
-        yield Slot(
-            nbytes,
-            tuple(live[place]),
-            min(v.start for v in history),
-            max(v.end for v in history),
-            tuple(history),
-        )
+        start, end = min(v.start for v in history), max(v.end for v in history)
+        slots.append(Slot(nbytes, tuple(live[place]), start, end, tuple(history)))
+    return moment, slots
+
+
+def _covered(places: Iterable[Place]) -> Iterator[tuple[Place, int]]:
+    """The places, and bytes of the heap that each adds: each byte counts once."""
+    end = 0
+    for offset, size in sorted(places, key=lambda place: (place[0], -place[1])):
+        if offset + size > end:
+            yield (offset, size), offset + size - max(offset, end)
+            end = offset + size
 
 
 def _history(found: list[Value], live: list[Value]) -> list[Value]:

@@ -1,9 +1,7 @@
-"""What a step needs of a GPU's memory, by part: derived, and as XLA assigned it.
+"""What a step needs of a device's memory, by part, as XLA assigned it.
 
-The parts are derived from the abstract state, the policy and the step's jaxpr, without
-compiling (``plan.memory.liveness``). Where the step is compiled as well, each part
-has XLA's bytes besides (``plan.memory.reconcile``), and what of XLA's total no part
-explains is a line of its own.
+The total is XLA's; the parts are its buffers at the fullest moment, told apart by
+``plan.memory.parts``. What no part explains is a figure of its own.
 """
 
 import collections
@@ -15,21 +13,30 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
 
-from jshard.describe import format_bytes
-from jshard.layout.memory_kinds import HOST as PINNED_HOST
+from jshard.formatting import format_bytes
+from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import layer_dims
-from jshard.plan.memory import buffers, liveness, reconcile
-from jshard.plan.memory.liveness import GATHERED, GRADIENTS, SAVED, WORKSPACE
-from jshard.plan.memory.reconcile import BATCH, FRAGMENTATION, OPTIMIZER, PARAMETERS
+from jshard.plan.hlo.source import direction
+from jshard.plan.memory import buffers
+from jshard.plan.memory.parts import (
+    BATCH,
+    FRAGMENTATION,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    SAVED,
+    WORKSPACE,
+    account,
+    part_of,
+)
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Names, Policy
 from jshard.state import TrainState
 
-# Of a card's memory, what the CUDA context, NCCL and cuDNN's workspaces do not take.
-USABLE = 0.95
 PARTS = (PARAMETERS, OPTIMIZER, BATCH, GRADIENTS, GATHERED, SAVED, WORKSPACE)
+PARTS += (FRAGMENTATION,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +44,13 @@ class Part:
     """A part of a device's memory at the fullest moment of a step.
 
     Attributes:
-      name: of ``PARTS``, or "fragmentation".
-      bytes: XLA's where the step is compiled and its buffers are known, else derived.
-      derived: what it should be.
+      name: of ``PARTS``.
+      bytes: of it.
       what: it is made of, in a few words.
     """
 
     name: str
     bytes: int
-    derived: int
     what: str
 
 
@@ -55,23 +60,19 @@ class Memory:
 
     Attributes:
       parts: of the device's memory.
-      total: of the device: XLA's where the step is compiled, else the parts' sum.
-      derived: the sum of what the parts should be.
-      unexplained: of the total, what is in no part; 0 where nothing is compiled.
+      total: of the device.
+      unexplained: of the total, what is in no part.
       usable: of the card; None where there is no card.
       host: what waits in pinned host memory for one device, by part.
       devices_a_host: how many share a host.
-      compiled: whether the total is XLA's.
     """
 
     parts: tuple[Part, ...]
     total: int
-    derived: int
     unexplained: int
     usable: int | None
     host: tuple[Part, ...]
     devices_a_host: int
-    compiled: bool
 
     @property
     def fits(self) -> bool | None:
@@ -92,55 +93,41 @@ class Memory:
 
 
 def memory(
-    mesh: Mesh | AbstractMesh,
     policy: Policy,
     state: TrainState,
-    traced: jax.stages.Traced,
+    compiled: jax.stages.Compiled,
+    dump: str | Path,
     *,
+    devices: int,
     gpu: GPU | None = None,
-    compiled: jax.stages.Compiled | None = None,
-    dump: str | Path | None = None,
 ) -> Memory:
     """What a train step needs.
 
     Args:
-      mesh: of the step.
       policy: of the step.
       state: abstract, with shardings (``FSDP.abstract_state``).
-      traced: ``train_step.trace(state, batch)``.
-      gpu: the card; None for a device that is no card.
-      compiled: the step; None estimates it from what is derived alone.
+      compiled: the step.
       dump: the folder of ``buffers.dump_options`` that it was compiled with.
+      devices: of the mesh.
+      gpu: the card; None for a device that is no card.
 
     Raises:
       ValueError: ``dump`` has no buffer assignment.
     """
-    peak = liveness.peak(traced.jaxpr.jaxpr, state)
-    derived = _arguments(state, traced, mesh, hosted=False) + peak.held
-    host = _arguments(state, traced, mesh, hosted=True)
-    host[SAVED] += peak.host
-    names: tuple[str, ...] = PARTS
-    found = derived
-    if dump is not None:
-        found = reconcile.account(buffers.read(dump), state)
-        names = (*PARTS, FRAGMENTATION)
-    what = _what(state, policy, derived, peak.where)
-    parts = tuple(
-        Part(name, found[name], derived[name], what.get(name, "")) for name in names
-    )
-    total = sum(derived.values())
-    if compiled is not None:
-        host = _host_total(compiled, host)
-        total = device_total(compiled)
+    assignment = buffers.read(dump)
+    found = account(assignment, state)
+    fullest = assignment.module.instructions.get(assignment.fullest)
+    what = _what(state, policy, direction(fullest.source if fullest else ""))
+    parts = tuple(Part(name, found[name], what[name]) for name in PARTS)
+    total, host = device_total(compiled), _hosted(state)
+    host[SAVED] = host_total(compiled) - host.total()
     return Memory(
         parts,
         total,
-        derived.total(),
         total - sum(part.bytes for part in parts),
-        None if gpu is None else int(USABLE * gpu.memory),
-        tuple(Part(k, v, v, what.get(k, "")) for k, v in host.items() if v),
-        min(GPUS_A_HOST, mesh.size),
-        compiled is not None,
+        None if gpu is None else gpu.usable,
+        tuple(Part(k, v, what[k]) for k, v in host.items() if v > 0),
+        min(GPUS_A_HOST, devices),
     )
 
 
@@ -155,32 +142,32 @@ def device_total(compiled: jax.stages.Compiled) -> int:
     )
 
 
-def _host_total(compiled: jax.stages.Compiled, derived: Any) -> Any:
-    """Bytes in host memory as XLA has them: arguments as derived, and activations."""
+def host_total(compiled: jax.stages.Compiled) -> int:
+    """Bytes that it needs of pinned host memory for a device."""
     found: Any = compiled.memory_analysis()
-    return derived | {SAVED: found.host_temp_size_in_bytes}
+    return (
+        found.host_argument_size_in_bytes
+        + found.host_output_size_in_bytes
+        - found.host_alias_size_in_bytes
+        + found.host_temp_size_in_bytes
+    )
 
 
-def _arguments(
-    state: TrainState, traced: jax.stages.Traced, mesh: Any, *, hosted: bool
-) -> collections.Counter[str]:
-    """Bytes of a device's part of the state and the batch, by part."""
+def shard_bytes(x: Any) -> int:
+    """Bytes of an abstract array's part on one device."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _hosted(state: TrainState) -> collections.Counter[str]:
+    """Bytes of a device's part of the state that wait in host memory, by part."""
     found: collections.Counter[str] = collections.Counter()
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    for path, x in leaves:
-        if (x.sharding.memory_kind == PINNED_HOST) == hosted:
-            local = x.sharding.shard_shape(x.shape)
-            size = math.prod(local) * x.dtype.itemsize
-            found[reconcile.part_of(f"state{jax.tree_util.keystr(path)}")] += size
-    if not hosted:
-        batch = traced.jaxpr.in_avals[len(leaves) :]
-        found[BATCH] = sum(map(liveness.nbytes, batch)) // mesh.size
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if x.sharding.memory_kind == HOST:
+            found[part_of(f"state{jax.tree_util.keystr(path)}")] += shard_bytes(x)
     return found
 
 
-def _what(
-    state: TrainState, policy: Policy, derived: Any, where: str
-) -> dict[str, str]:
+def _what(state: TrainState, policy: Policy, fullest: str) -> dict[str, str]:
     """A few words on each part."""
     params = jax.tree.leaves((state.params, state.frozen))
     count = sum(x.size for x in params)
@@ -205,18 +192,9 @@ def _what(
         GRADIENTS: f"{gradients}{sums}",
         GATHERED: f"{gathered}{layer}",
         SAVED: f"remat {_remat(policy)}",
-        WORKSPACE: f"of the {_WHERE.get(where, 'step')}",
+        WORKSPACE: f"of the {fullest}",
         FRAGMENTATION: "gaps in XLA's heap",
     }
-
-
-_WHERE = {
-    "jvp": "loss",
-    "jvp loop": "forward",
-    "transpose": "backward",
-    "transpose loop": "backward",
-    "update": "update",
-}
 
 
 def _in_groups(kept: bool | int) -> str:
@@ -237,7 +215,7 @@ def _dtypes(leaves: Iterable[Any]) -> str:
     sizes: collections.Counter[str] = collections.Counter()
     for x in leaves:
         if x.size > 1:
-            sizes[str(x.dtype)] += liveness.nbytes(x)
+            sizes[str(x.dtype)] += x.size * x.dtype.itemsize
     return ", ".join(name for name, _ in sizes.most_common(2)) or "none"
 
 
@@ -252,41 +230,3 @@ def _layer_bytes(state: TrainState, policy: Policy) -> int:
                 layer = math.prod(x.shape[layer_dims(variable) :])
                 layers[path[0], x.shape[0]] += layer * dtype.itemsize
     return max(layers.values(), default=0)
-
-
-def lines(memory: Memory) -> list[str]:
-    """The table as text: a line a part, the total against the card, the host."""
-    rows: list[tuple[str, int, int | None, str]] = [
-        (part.name, part.bytes, part.derived, part.what)
-        for part in memory.parts
-        if part.bytes or part.derived
-    ]
-    if memory.compiled:
-        rows.append(("unexplained", memory.unexplained, None, _share(memory)))
-    rows.append(("total", memory.total, memory.derived, _verdict(memory)))
-    text = (
-        [f"{'memory a device':<20}{'':>11}{'derived':>11}"] if memory.compiled else []
-    )
-    for name, size, derived, what in rows:
-        both = f"{'' if derived is None else format_bytes(derived):>11}"
-        line = f"{name:<20}{format_bytes(size):>11}"
-        text.append(f"{line}{both if memory.compiled else ''}  {what}".rstrip())
-    if memory.host:
-        kinds = ", ".join(f"{p.name} {format_bytes(p.bytes)}" for p in memory.host)
-        shared = format_bytes(memory.host_bytes * memory.devices_a_host)
-        text.append(
-            f"{'host':<20}{format_bytes(memory.host_bytes):>11}  pinned for each: "
-            f"{kinds}; {shared} for the {memory.devices_a_host} of a host"
-        )
-    return text
-
-
-def _share(memory: Memory) -> str:
-    return f"{100 * memory.unexplained / max(memory.total, 1):.1f} % of the total"
-
-
-def _verdict(memory: Memory) -> str:
-    if memory.usable is None:
-        return ""
-    does = "fits in" if memory.fits else "does not fit in"
-    return f"{does} {format_bytes(memory.usable)} that the card leaves"

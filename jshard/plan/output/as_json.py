@@ -4,19 +4,18 @@ docs/plan.md has the schemas.
 """
 
 import dataclasses
-import platform
-from importlib import metadata
 from typing import Any
 
+from jshard.plan.constants import STATED
 from jshard.plan.cost import cost
-from jshard.plan.cost.constants import STATED
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Event, Timeline
 from jshard.plan.output.terminal import options
 from jshard.plan.planning import Plan
 from jshard.training.config.config import flatten
+from jshard.version import versions
 
-SCHEMA = 1
+SCHEMA = 2
 _COMPILERS = ("jax", "jaxlib", "flax", "optax")
 
 
@@ -25,7 +24,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     program = plan.program
     return {
         "schema": SCHEMA,
-        "versions": _versions(),
+        "versions": versions(_COMPILERS),
         "recipe": program.job.recipe.name,
         "config": flatten(program.job.config),
         "topology": program.topology,
@@ -52,12 +51,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         ],
         "model": cost.assumptions(program.gpu.constants if program.gpu else STATED),
     }
-
-
-def _versions() -> dict[str, str]:
-    """Of what made the program."""
-    found = {name: metadata.version(name) for name in _COMPILERS}
-    return {"python": platform.python_version(), **found}
 
 
 def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:

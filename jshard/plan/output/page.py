@@ -4,17 +4,15 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from jshard.describe import format_bytes
+from jshard.formatting import format_bytes, format_count, format_seconds
 from jshard.plan.cost.cost import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Timeline
 from jshard.plan.memory.memory import Memory
 from jshard.plan.output import terminal
-from jshard.plan.output.terminal import duration
 from jshard.plan.planning import Plan
-from jshard.training.progress import format_count
 from jshard.training.report.charts import script_json
-from jshard.training.report.page import document, section, table
+from jshard.training.report.page import document, section, table, tiles
 
 KINDS = (
     "matrix product",
@@ -37,18 +35,15 @@ def render(plan: Plan) -> str:
     if plan.timeline is not None:
         sections.append(section("Where no kernel runs", _gaps(plan.timeline)))
         phases = Phases(plan.timeline).seconds().items()
-        rows = {name: [duration(seconds)] for name, seconds in phases}
+        rows = [(name, format_seconds(seconds)) for name, seconds in phases]
         sections.append(section("Kernels by phase", table(rows)))
     if plan.options:
-        rows = {
-            f"{name}={value}": [reason]
-            for name, value, reason in terminal.options(plan)
-        }
+        rows = [(f"{name}={value}", why) for name, value, why in terminal.options(plan)]
         sections.append(section("Options of XLA", table(rows)))
     if plan.program.gpu is not None:
         model = assumed(plan.program.gpu.constants)
-        model = escape(f"{model}. What runs at the same time does not slow down.")
-        sections.append(section("Model", f'<p class="note">{model}</p>'))
+        model = f"{model}. What runs at the same time does not slow down."
+        sections.append(section("Model", _note(model)))
     return document(
         terminal.heading(plan),
         terminal.job(plan),
@@ -60,29 +55,28 @@ def render(plan: Plan) -> str:
 
 
 def _tiles(plan: Plan) -> str:
-    tiles = []
+    figures = []
     if plan.timeline is not None:
         per_second, size = plan.items_per_second or 0.0, plan.program.mesh.size
         unit, exposed = plan.program.unit, plan.timeline.exposed
         share = exposed / plan.timeline.seconds
-        tiles = [
-            (duration(plan.timeline.seconds), "a step"),
+        figures = [
+            (format_seconds(plan.timeline.seconds), "a step"),
             (f"{format_count(per_second / size)}", f"{unit}/s a GPU"),
             (f"{format_count(per_second)}", f"{unit}/s"),
-            (duration(exposed), f"communication not hidden, {share:.1%} of the step"),
+            (
+                format_seconds(exposed),
+                f"communication not hidden, {share:.1%} of the step",
+            ),
         ]
         if plan.mfu is not None:
-            tiles.insert(1, (f"{plan.mfu:.1%}", "MFU"))
+            figures.insert(1, (f"{plan.mfu:.1%}", "MFU"))
     total, usable = plan.memory.total, plan.memory.usable
     of = "a device" if usable is None else f"of {format_bytes(usable)} usable: "
     if usable is not None:
         of += "fits" if plan.fits else "does not fit"
-    tiles.append((format_bytes(total), of))
-    cells = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for value, name in tiles
-    )
-    return f'<div class="tiles">{cells}</div>'
+    figures.append((format_bytes(total), of))
+    return tiles(figures)
 
 
 def _charts(timeline: Timeline) -> Iterator[str]:
@@ -167,60 +161,31 @@ def _memory(memory: Memory) -> str:
     """A bar of the parts against the card, and the table."""
     whole = max(memory.usable or 0, memory.total)
     parts = [(part.name, part.bytes) for part in memory.parts if part.bytes > 0]
-    if memory.unexplained > 0:
-        parts.append(("unexplained", memory.unexplained))
+    marks = [f"part-{number}" for number in range(len(parts))]
     blocks = "".join(
-        f'<i class="part-{number}" style="width:{100 * size / whole:.3f}%" '
+        f'<i class="{mark}" style="width:{100 * size / whole:.3f}%" '
         f'title="{escape(name)}: {format_bytes(size)}"></i>'
-        for number, (name, size) in enumerate(parts)
+        for mark, (name, size) in zip(marks, parts, strict=True)
     )
-    edge = ""
     if memory.usable is not None:
-        at = 100 * memory.usable / whole
-        edge = f'<u style="left:{at:.3f}%"></u>'
-    what = {part.name: part.what for part in memory.parts}
-    rows = "".join(
-        f'<tr><th><i class="swatch part-{number}"></i>{escape(name)}</th>'
-        f"<td>{format_bytes(size)}</td><td>{size / memory.total:.1%}</td>"
-        f"<td>{escape(what.get(name, ''))}</td></tr>"
-        for number, (name, size) in enumerate(parts)
-    )
-    of = "" if memory.usable is None else f"of {format_bytes(memory.usable)} usable"
-    rows += (
-        f"<tr><th>total</th><td>{format_bytes(memory.total)}</td><td></td>"
-        f"<td>{of}</td></tr>"
-    )
-    if memory.host:
-        kinds = ", ".join(f"{p.name} {format_bytes(p.bytes)}" for p in memory.host)
-        rows += (
-            f"<tr><th>in host memory</th><td>{format_bytes(memory.host_bytes)}</td>"
-            f"<td></td><td>pinned, for each device: {escape(kinds)}</td></tr>"
-        )
-    return (
-        f'<div class="bar">{blocks}{edge}</div>'
-        f'<div class="table numbers"><table>{rows}</table></div>'
-    )
+        blocks += f'<u style="left:{100 * memory.usable / whole:.3f}%"></u>'
+    rows = terminal.memory_rows(memory)
+    return f'<div class="bar">{blocks}</div>' + table(rows, (), "numbers", marks)
 
 
 def _traffic(plan: Plan) -> str:
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
-    found = _table(heading, terminal.traffic_rows(plan.traffic), "none")
+    found = table(terminal.traffic_rows(plan.traffic), heading, "grid-table")
     if plan.traffic.network_bytes:
-        found += f'<p class="note">{escape(terminal.network(plan.traffic))}.</p>'
-    return found
+        found += _note(f"{terminal.network(plan.traffic)}.")
+    return found or _note("none")
 
 
 def _gaps(timeline: Timeline) -> str:
     heading = ["at", "lasts", "waits for", "between"]
-    return _table(heading, terminal.gap_rows(timeline), "nowhere: there is no gap")
+    found = table(terminal.gap_rows(timeline), heading, "grid-table")
+    return found or _note("nowhere: there is no gap")
 
 
-def _table(heading: list[str], rows: Any, empty: str) -> str:
-    lines = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
-    if not lines:
-        return f'<p class="note">{escape(empty)}</p>'
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
-    return f'<div class="table grid-table"><table><tr>{head}</tr>{lines}</table></div>'
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'

@@ -15,9 +15,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from jshard.describe import format_bytes
+from jshard.formatting import format_bytes
 from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, Candidate
-from jshard.plan.search.outcomes import Outcome, Search
+from jshard.plan.search.results import Outcome, Search
 from jshard.plan.search.search import search
 
 NOTHING_FITS = 3  # the exit code

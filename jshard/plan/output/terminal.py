@@ -4,14 +4,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from jshard.compat import xla_options
-from jshard.describe import format_bytes
+from jshard.formatting import format_bytes, format_count, format_seconds
 from jshard.plan.cost.cost import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline
 from jshard.plan.cost.traffic import Traffic
-from jshard.plan.memory.memory import lines as memory_lines
+from jshard.plan.memory.memory import Memory
 from jshard.plan.planning import Plan
-from jshard.training.progress import format_count
 
 GAPS = 10
 
@@ -21,9 +20,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield heading(plan)
     yield job(plan)
     yield ""
-    first, *others = memory_lines(plan.memory)
-    yield f"MEMORY{first.removeprefix('memory')}"
-    yield from others
+    rows = [("MEMORY a device", "", "", ""), *memory_rows(plan.memory)]
+    yield from _columns(rows, "<>><")
     yield ""
     yield from _traffic(plan.traffic)
     yield ""
@@ -86,14 +84,35 @@ def options(plan: Plan) -> list[tuple[str, object, str]]:
     ]
 
 
+def memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
+    """Cells of a table: part, bytes, share of the total, what it is made of."""
+
+    def row(name: str, size: int, what: str = "") -> tuple[str, str, str, str]:
+        return name, format_bytes(size), f"{size / memory.total:.1%}", what
+
+    for part in memory.parts:
+        if part.bytes:
+            yield row(part.name, part.bytes, part.what)
+    yield row("unexplained", memory.unexplained)
+    fits = ""
+    if memory.usable is not None:
+        does = "fits in" if memory.fits else "does not fit in"
+        fits = f"{does} {format_bytes(memory.usable)} that the card leaves"
+    yield "total", format_bytes(memory.total), "", fits
+    if memory.host:
+        kinds = ", ".join(f"{p.name} {format_bytes(p.bytes)}" for p in memory.host)
+        number = memory.devices_a_host
+        shared = format_bytes(memory.host_bytes * number)
+        of = f"pinned for each: {kinds}; {shared} for the {number} of a host"
+        yield "host", format_bytes(memory.host_bytes), "", of
+
+
 def _traffic(traffic: Traffic) -> Iterator[str]:
     if not traffic.rows:
         yield "TRAFFIC         none"
         return
-    rows = [("TRAFFIC", "dtype", "over", "count", "a device", "at least", "busy")]
-    for name, dtype, link, number, size, least, busy in traffic_rows(traffic):
-        rows.append((name, dtype, link, number, size, least, busy))
-    yield from _columns(rows, "<<<>>>>")
+    heading = ("TRAFFIC", "dtype", "over", "count", "a device", "at least", "busy")
+    yield from _columns([heading, *traffic_rows(traffic)], "<<<>>>>")
     if traffic.network_bytes:
         yield network(traffic)
 
@@ -116,7 +135,7 @@ def traffic_rows(traffic: Traffic) -> Iterator[tuple[str, ...]]:
             f"{row.count:,}",
             format_bytes(row.bytes),
             "" if least is None else format_bytes(least),
-            "" if row.seconds is None else duration(row.seconds),
+            "" if row.seconds is None else format_seconds(row.seconds),
         )
     for (kind, dtype), least in left.items():  # what runs in another dtype, or not
         yield kind, dtype, "", "0", "0 B", format_bytes(least), ""
@@ -127,7 +146,7 @@ def _timeline(plan: Plan, timeline: Timeline) -> Iterator[str]:
     phases = Phases(timeline).seconds().items()
     yield ""
     yield "KERNELS by phase"
-    yield from _columns([(duration(s), name) for name, s in phases], "><")
+    yield from _columns([(format_seconds(s), name) for name, s in phases], "><")
     if timeline.gaps:
         yield ""
         yield "GAPS in which no kernel runs, the longest first"
@@ -148,22 +167,22 @@ def facts(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
     floor = "with all communication hidden"
     if plan.mfu is not None:
         floor += f", MFU {plan.mfu * seconds / timeline.floor:.1%}"
-    sent = timeline.busy(COLLECTIVES)
+    sent = format_seconds(timeline.busy(COLLECTIVES))
     found = [
-        ("step", duration(seconds), f"{speed}{mfu}"),
-        ("floor", duration(timeline.floor), floor),
+        ("step", format_seconds(seconds), f"{speed}{mfu}"),
+        ("floor", format_seconds(timeline.floor), floor),
         (
             "exposed",
-            duration(exposed),
-            f"{exposed / seconds:.1%} of the step, of {duration(sent)} of collectives",
+            format_seconds(exposed),
+            f"{exposed / seconds:.1%} of the step, of {sent} of collectives",
         ),
-        ("kernels", duration(timeline.busy(COMPUTE)), "on the compute stream"),
+        ("kernels", format_seconds(timeline.busy(COMPUTE)), "on the compute stream"),
     ]
     copied = sum(timeline.busy(s) for s in STREAMS if s not in (COMPUTE, COLLECTIVES))
     if copied:
-        waits = duration(timeline.waits_for_copies)
+        waits = format_seconds(timeline.waits_for_copies)
         found.append(
-            ("copies", duration(copied), f"beside kernels; {waits} waited for")
+            ("copies", format_seconds(copied), f"beside kernels; {waits} waited for")
         )
     return found
 
@@ -175,19 +194,11 @@ def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
         what = gap.waits_for
         before, after = gap.before, gap.after
         yield (
-            duration(gap.start),
-            duration(gap.seconds),
+            format_seconds(gap.start),
+            format_seconds(gap.seconds),
             f"{what.kind} of {format_bytes(what.bytes)} ({phases.of(what)})",
             f"{phases.words(before)} | {phases.words(after)}",
         )
-
-
-def duration(seconds: float) -> str:
-    """Returns 0.01234 as "12.34 ms"."""
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
-    ms = seconds * 1e3
-    return f"{ms:.{1 if ms >= 100 else 2 if ms >= 1 else 3}f} ms"
 
 
 def _columns(rows: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:

@@ -6,17 +6,17 @@ import hashlib
 import json
 import os
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.plan import ahead_of_time, topology
-from jshard.plan.cost import constants, cost, nccl, timeline
+from jshard.plan import ahead_of_time, constants, topology
+from jshard.plan.cost import cost, nccl, timeline
 from jshard.plan.hlo import hlo
 from jshard.plan.memory import memory
 from jshard.plan.program import Program
-from jshard.plan.search import measuring
+from jshard.plan.search import evaluation
+from jshard.version import versions
 
 # Packages whose version decides what a program compiles to.
 _COMPILERS = (
@@ -25,7 +25,7 @@ _COMPILERS = (
 )  # fmt: skip
 # Modules whose code, constants included, makes a result of a program.
 _MODEL = (
-    ahead_of_time, constants, cost, hlo, measuring, memory, nccl, timeline, topology,
+    ahead_of_time, constants, cost, hlo, evaluation, memory, nccl, timeline, topology,
 )  # fmt: skip
 
 
@@ -90,21 +90,10 @@ def program_key(program: Program, lowered: str) -> str:
         "gpu": repr(program.gpu),
         "options": {k: repr(v) for k, v in program.job.fsdp.compiler_options.items()},
         "flags": os.environ.get("XLA_FLAGS", ""),
-        "versions": _versions(),
+        "versions": versions(_COMPILERS),
         "model": _model(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _COMPILERS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Searches the ways to run a job for those that no other beats.
 
 All combinations of what may vary are listed, those that cannot be are refused, and
-those whose memory cannot fit are ruled out by arithmetic (``plan.search.arithmetic``).
+those whose memory cannot fit are ruled out by arithmetic (``plan.search.estimates``).
 The rest is compiled in processes of its own, and its schedules replayed, in the order
-that ``plan.search.choosing`` has for it, until ``limit`` are.
+that ``plan.search.acquisition`` has for it, until ``limit`` are.
 """
 
 import dataclasses
@@ -15,15 +15,14 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.mesh import FSDP, REPLICA
-from jshard.plan.cost.constants import read_constants
-from jshard.plan.memory.memory import USABLE
+from jshard.plan.constants import read_constants
 from jshard.plan.program import check_batch_size
-from jshard.plan.search import arithmetic
-from jshard.plan.search.arithmetic import Activity, Estimate, StateSize
+from jshard.plan.search import estimates
+from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.cache import default_folder
 from jshard.plan.search.candidates import REMAT, Candidate, Settings, candidates
-from jshard.plan.search.choosing import Choice
-from jshard.plan.search.outcomes import Outcome, Search
+from jshard.plan.search.estimates import Activity, Estimate, StateSize
+from jshard.plan.search.results import Outcome, Search
 from jshard.plan.search.worker import make_config
 from jshard.plan.search.workers import Workers
 from jshard.plan.topology import GPU, devices, parse
@@ -90,7 +89,7 @@ def search(
                 override(make_config(recipe, {}), {key: value}, recipe.name)
         looked = _look(workers, given, dict(overrides), number, allowed)
         everything = candidates(given, number, allowed, looked.names)
-        usable = int(USABLE * gpu.memory)
+        usable = gpu.usable
         sizer = _Sizer(recipe, there, gpu, looked)
         promising, refused, too_large = _sift(sizer, everything, overrides, usable)
         choice = Choice(promising, usable)
@@ -245,10 +244,10 @@ class _Sizer:
         )
         if key not in self.sizes:
             job = make_job(self.recipe, config, mesh.abstract_mesh)
-            self.sizes[key] = arithmetic.state_size(job.abstract_state())
+            self.sizes[key] = estimates.state_size(job.abstract_state())
         size = self.sizes[key]
         number = mesh.shape[FSDP] * mesh.shape[REPLICA]
         examples = config.batch_size // number
         activity = self.looked.of(config)
-        guess = arithmetic.estimate(size, policy, mesh, self.gpu, activity, examples)
-        return arithmetic.memory_bound(size, policy), guess
+        guess = estimates.estimate(size, policy, mesh, self.gpu, activity, examples)
+        return estimates.memory_bound(size, policy), guess

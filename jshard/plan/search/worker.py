@@ -18,11 +18,11 @@ from typing import Any, TextIO
 
 from jshard.errors import UserError
 from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
-from jshard.plan.cost.constants import STATED, Constants, read_constants
+from jshard.plan.constants import STATED, Constants, read_constants
 from jshard.plan.program import Program, trace
-from jshard.plan.search.arithmetic import activity
 from jshard.plan.search.cache import Cache, program_key
-from jshard.plan.search.measuring import measure
+from jshard.plan.search.estimates import activity
+from jshard.plan.search.evaluation import measure
 from jshard.training.config.command_line import override
 from jshard.training.config.config import Config, check, complete
 from jshard.training.recipe import Recipe, open_recipe
@@ -57,7 +57,7 @@ def do(
       constants: of the cost model.
 
     Returns:
-      Of a traced program the "activity" (``arithmetic.Activity``) and the
+      Of a traced program the "activity" (``estimates.Activity``) and the
       "names" of its activations. Of a compiled one its ``measure``, the "rate" in
       a "unit" (tokens) a second, "mfu", and whether it was "cached".
     """

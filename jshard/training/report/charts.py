@@ -1,5 +1,6 @@
-"""Line charts as inline SVG, for pages that need no network."""
+"""Line charts as SVG: in pages that need no network, and as files."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,98 @@ from html import escape
 Points = Sequence[tuple[float, float]]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 34  # margins, in px
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The area of a plot, and the values at its edges.
+
+    Attributes:
+      box: left, right, top and bottom, in px.
+      x: the values at left and right.
+      y: the values at bottom and top.
+      log: whether both axes are logarithmic.
+    """
+
+    box: tuple[float, float, float, float]
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool = False
+
+    def across(self, value: float) -> float:
+        """Where a value of x is, in px."""
+        left, right, _, _ = self.box
+        return round(left + self._share(value, *self.x) * (right - left), 1)
+
+    def up(self, value: float) -> float:
+        """Where a value of y is, in px."""
+        _, _, top, bottom = self.box
+        return round(bottom - self._share(value, *self.y) * (bottom - top), 1)
+
+    def _share(self, value: float, low: float, high: float) -> float:
+        if self.log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return (value - low) / (high - low)
+
+    def level(self, y: float, **attributes: object) -> str:
+        """A horizontal line at a value of y."""
+        left, right, _, _ = self.box
+        return element("path", **attributes, d=f"M{left} {self.up(y)}H{right}")
+
+    def grid(self, x: Mapping[float, str], y: Mapping[float, str]) -> list[str]:
+        """Lines at values of y, and labels of values of both, where they are inside."""
+        left, _, _, bottom = self.box
+        parts = []
+        for value, label in y.items():
+            at = {"x": left - 8, "y": self.up(value) + 4, "text_anchor": "end"}
+            parts.append(self.level(value, class_="grid"))
+            parts.append(element("text", escape(label), class_="tick", **at))
+        for value, label in x.items():
+            if self.x[0] <= value <= self.x[1]:
+                x_px, y_px = self.across(value), bottom + 18
+                at = {"x": x_px, "y": y_px, "text_anchor": "middle"}
+                parts.append(element("text", escape(label), class_="tick", **at))
+        return parts
+
+    def line(self, points: Points, **attributes: object) -> str:
+        """A line through points."""
+        corners = "L".join(f"{self.across(x)} {self.up(y)}" for x, y in points)
+        return element("path", **attributes, d=f"M{corners}")
+
+    def dot(self, x: float, y: float, **attributes: object) -> str:
+        """A point."""
+        return element("circle", **attributes, cx=self.across(x), cy=self.up(y), r=3)
+
+
+def element(tag: str, content: str = "", /, **attributes: object) -> str:
+    """An SVG element; ``class_`` and ``text_anchor`` are ``class``, ``text-anchor``."""
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for name, value in attributes.items()
+    )
+    return f"<{tag}{given}>{content}</{tag}>" if content else f"<{tag}{given}/>"
+
+
+def picture(size: tuple[int, int], label: str, style: str, parts: list[str]) -> str:
+    """An SVG file.
+
+    Args:
+      size: width and height, in px.
+      label: what it shows, for those who do not see it.
+      style: CSS.
+      parts: its elements.
+    """
+    content = "\n".join([f"<style>{style}</style>", *parts])
+    return element(
+        "svg",
+        f"\n{content}\n",
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {size[0]} {size[1]}",
+        font_family="sans-serif",
+        font_size=12,
+        role="img",
+        aria_label=label,
+    )
 
 
 def line_chart(
@@ -38,62 +131,48 @@ def line_chart(
     width, height = (940, 340) if wide else (320, 210)  # px; the page scales them
     steps = [step for points in lines.values() for step, _ in points]
     values = [value for points in lines.values() for _, value in points]
-    x_ticks = ticks(min(steps), max(steps), 10 if wide else 4)
+    first, last = min(steps), max(steps)
+    x_ticks = ticks(first, last, 10 if wide else 4)
     y_ticks = ticks(*_span([*values, *references.values()]), 5)
-    x_low, x_high = min(steps), max(max(steps), min(steps) + 1)
-    y_low, y_high = y_ticks[0], y_ticks[-1]
-
-    def x(step: float) -> float:
-        plot = width - _LEFT - _RIGHT
-        return round(_LEFT + (step - x_low) / (x_high - x_low) * plot, 1)
-
-    def y(value: float) -> float:
-        plot = height - _TOP - _BOTTOM
-        return round(_TOP + (y_high - value) / (y_high - y_low) * plot, 1)
-
-    parts = []
-    for tick in y_ticks:
-        parts.append(f'<path class="grid" d="M{_LEFT} {y(tick)}H{width - _RIGHT}"/>')
-        label = f'<text class="tick" x="{_LEFT - 8}" y="{y(tick) + 4}" '
-        parts.append(f'{label}text-anchor="end">{_label(tick, y_ticks)}</text>')
-    for tick in x_ticks:
-        if x_low <= tick <= x_high:
-            label = f'<text class="tick" x="{x(tick)}" y="{height - _BOTTOM + 18}" '
-            parts.append(f'{label}text-anchor="middle">{_label(tick, x_ticks)}</text>')
+    axes = Axes(
+        (_LEFT, width - _RIGHT, _TOP, height - _BOTTOM),
+        (first, max(last, first + 1)),
+        (y_ticks[0], y_ticks[-1]),
+    )
+    parts = axes.grid(labels(x_ticks), labels(y_ticks))
     for name, value in references.items():
         # Below the line, where a falling curve is last; above it at the very bottom.
-        low = y(value) + 20 > height - _BOTTOM
-        label_y = y(value) + (-5 if low else 14)
-        parts.append(
-            f'<path class="reference" d="M{_LEFT} {y(value)}H{width - _RIGHT}"/>'
-            f'<text class="reference-label" x="{_LEFT + 6}" y="{label_y}">'
-            f"{escape(name)} {value:.4g}</text>"
-        )
+        low = axes.up(value) + 20 > height - _BOTTOM
+        at = {"x": _LEFT + 6, "y": axes.up(value) + (-5 if low else 14)}
+        words = f"{escape(name)} {value:.4g}"
+        parts.append(axes.level(value, class_="reference"))
+        parts.append(element("text", words, class_="reference-label", **at))
     for index, points in enumerate(lines.values()):
-        corners = "L".join(f"{x(step)} {y(value)}" for step, value in points)
-        parts.append(f'<path class="line line-{index}" d="M{corners}"/>')
+        parts.append(axes.line(points, class_=f"line line-{index}"))
         if len(points) == 1:  # a path of one point is invisible
-            step, value = points[0]
-            dot = f'cx="{x(step)}" cy="{y(value)}" r="3"'
-            parts.append(f'<circle class="dot line-{index}" {dot}/>')
-
+            parts.append(axes.dot(*points[0], class_=f"dot line-{index}"))
+    at = {"x": width - _RIGHT, "y": height - 3, "text_anchor": "end"}
+    parts.append(element("text", "step", class_="tick", **at))
+    svg = element(
+        "svg",
+        "".join(parts),
+        viewBox=f"0 0 {width} {height}",
+        role="img",
+        aria_label=f"{title} by step",
+    )
     legend = "".join(
         f'<span class="key key-{index}">{escape(name)}</span>'
         for index, name in enumerate(lines)
         if len(lines) > 1
     )
     data = {
-        "x": [x_low, x_high, _LEFT, width - _RIGHT],
-        "y": [y_low, y_high, height - _BOTTOM, _TOP],
+        "x": [*axes.x, *axes.box[:2]],
+        "y": [*axes.y, axes.box[3], axes.box[2]],
         "lines": lines,
     }
     return (
         f'<figure class="{"wide" if wide else "small"}">'
-        f"<figcaption>{escape(title)}{legend}</figcaption>"
-        f'<svg viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{escape(title)} by step">{"".join(parts)}'
-        f'<text class="tick" x="{width - _RIGHT}" y="{height - 3}" '
-        'text-anchor="end">step</text></svg>'
+        f"<figcaption>{escape(title)}{legend}</figcaption>{svg}"
         f'<script type="application/json">{script_json(data)}</script></figure>'
     )
 
@@ -129,12 +208,11 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _label(tick: float, all_ticks: Sequence[float]) -> str:
-    largest = max(abs(t) for t in all_ticks)
-    if largest >= 1e4:
-        for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if largest >= size:
-                return f"{tick / size:g}{suffix}" if tick else "0"
-    if largest < 1e-2:
-        return f"{tick:.3g}"
-    return f"{round(tick, 10):g}"
+def labels(values: Sequence[float]) -> dict[float, str]:
+    """What to write at ticks, as "20k"."""
+    largest = max(map(abs, values))
+    units = ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= 1e4 else ()
+    size, suffix = next((unit for unit in units if largest >= unit[0]), (1.0, ""))
+    return {
+        x: f"{x / size:g}{suffix}" if abs(x) > 1e-9 * largest else "0" for x in values
+    }

@@ -1,6 +1,6 @@
 """HTML pages that need no network: their styles and scripts are in them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
@@ -46,17 +46,38 @@ def section(heading: str, content: str) -> str:
     return f"<h2>{escape(heading)}</h2>\n{content}\n"
 
 
-def table(rows: Mapping[str, Sequence[str]], heading: Sequence[str] = ()) -> str:
-    """A table of texts, with a first cell for each row and maybe a heading."""
-    lines = [_row("th", heading)] if heading else []
-    lines += [
-        _row("td", cells, first=f"<th>{escape(name)}</th>")
-        for name, cells in rows.items()
-    ]
-    kind = "table columns" if heading else "table"
+def tiles(figures: Iterable[tuple[str, str]]) -> str:
+    """Figures in large type, each (as text, what it is)."""
+    found = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for value, name in figures
+    )
+    return f'<div class="tiles">{found}</div>'
+
+
+def table(
+    rows: Iterable[Sequence[str]],
+    heading: Sequence[str] = (),
+    kind: str = "",
+    marks: Sequence[str] = (),
+) -> str:
+    """A table of texts, whose first cells name their rows; "" if there are no rows.
+
+    Args:
+      rows: of texts.
+      heading: the first row, or none.
+      kind: a CSS class.
+      marks: CSS classes of colored marks before the first rows' names.
+    """
+    lines = []
+    for number, (name, *cells) in enumerate(rows):
+        mark = f'<i class="swatch {marks[number]}"></i>' if marks[number:] else ""
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        lines.append(f"<tr><th>{mark}{escape(name)}</th>{cells}</tr>")
+    if not lines:
+        return ""
+    if heading:
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
+        lines.insert(0, f"<tr>{head}</tr>")
+    kind = f"table {kind}".strip()
     return f'<div class="{kind}"><table>{"".join(lines)}</table></div>'
-
-
-def _row(tag: str, cells: Sequence[str], first: str = "") -> str:
-    cells = [f"<{tag}>{escape(cell)}</{tag}>" for cell in cells]
-    return f"<tr>{first}{''.join(cells)}</tr>"

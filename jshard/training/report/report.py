@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.describe import format_bytes
 from jshard.errors import UserError
+from jshard.formatting import format_bytes, format_count
 from jshard.training.config.config import flatten
-from jshard.training.progress import format_count
 from jshard.training.recipe import short_name
 from jshard.training.report.charts import line_chart
-from jshard.training.report.page import document, section, table
+from jshard.training.report.page import document, section, table, tiles
 
 _Line = Mapping[str, Any]
 
@@ -74,13 +73,10 @@ def render(workdir: Path, config: _Line, metrics: Sequence[_Line], notes: _Line)
         listed = ", ".join(map(str, steps))
         where += f" · resumed at {'steps' if len(steps) > 1 else 'step'} {listed}"
     references = notes.get("references", {})
-    tiles = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in _results(metrics, references).items()
-    )
+    results = _results(metrics, references).items()
     charts = "".join(_charts(metrics, references))
     sections = [
-        f'<div class="tiles">{tiles}</div>',
+        tiles((value, name) for name, value in results),
         section("Curves", f'<div class="charts">{charts}</div>'),
     ]
     if checkpoints := _checkpoints(metrics):
@@ -89,7 +85,7 @@ def render(workdir: Path, config: _Line, metrics: Sequence[_Line], notes: _Line)
         if key in notes:
             sections.append(section(name, f"<pre>{escape(notes[key])}</pre>"))
     sections.append(
-        section("Config", table({k: [str(v)] for k, v in flatten(config).items()}))
+        section("Config", table((k, str(v)) for k, v in flatten(config).items()))
     )
     return document(heading, where, sections, ["report.css"], ["report.js"])
 
@@ -150,13 +146,14 @@ def _checkpoints(metrics: Sequence[_Line]) -> str:
         "written in": ("checkpoint_write_time", _duration),
     }
     values = {name: dict(_points(metrics, key)) for name, (key, _) in columns.items()}
-    rows = {}
+    rows = []
     for step in sorted({step for column in values.values() for step in column}):
-        rows[str(step)] = [
+        cells = [
             show(values[name][step]) if step in values[name] else ""
             for name, (_, show) in columns.items()
         ]
-    return table(rows, heading=["step", *columns]) if rows else ""
+        rows.append((str(step), *cells))
+    return table(rows, ["step", *columns], "columns")
 
 
 def _duration(seconds: float) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import CHECKPOINTS
-from jshard.describe import format_bytes
 from jshard.errors import RunFailed, UserError
+from jshard.formatting import format_bytes
 from jshard.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.progress import ProgressDisplay

@@ -6,7 +6,7 @@ import jax
 
 from jshard.plan.cost.timeline import replay
 from jshard.plan.hlo import hlo
-from jshard.plan.memory.memory import device_total
+from jshard.plan.memory.memory import device_total, host_total
 from jshard.plan.program import Program
 
 
@@ -18,15 +18,10 @@ def measure(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
       memory, each of one device.
     """
     assert program.gpu is not None
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
     time = replay(hlo.parse(compiled.as_text() or ""), program.gpu, program.mesh.size)
     return {
         "seconds": time.seconds,
         "exposed": time.exposed,
         "memory": device_total(compiled),
-        "host": analysis.host_argument_size_in_bytes
-        + analysis.host_output_size_in_bytes
-        - analysis.host_alias_size_in_bytes
-        + analysis.host_temp_size_in_bytes,
+        "host": host_total(compiled),
     }

@@ -5,8 +5,10 @@ same time, by dataflow. It rules candidates out. The estimate decides which of t
 others are compiled, and in which order; nothing is ruled out by it.
 """
 
+import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,16 +17,18 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
+from jshard.compat.jaxprs import CALLS, scan_body, scan_sizes
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import layer_dims
 from jshard.mesh import FSDP
-from jshard.plan.memory.liveness import SAVED, WORKSPACE
-from jshard.plan.memory.memory import memory
+from jshard.plan.memory.memory import shard_bytes
+from jshard.plan.memory.parts import PARAMS, REST
 from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.state import TrainState
+from jshard.unit.dataflow import equation_dependencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +86,14 @@ def state_size(state: TrainState) -> StateSize:
     """Measures an abstract state with shardings."""
     place = {False: 0, True: 0}
     for x in jax.tree.leaves(state):
-        place[x.sharding.memory_kind == HOST] += _shard_bytes(x)
+        place[x.sharding.memory_kind == HOST] += shard_bytes(x)
     elements = stacked = layer = trained = shards = 0
     for params, moving in ((state.params, True), (state.frozen, False)):
         for _, variable in nnx.to_flat_state(params):
             x = variable.get_value()
             if moving:
                 trained += x.size * x.dtype.itemsize
-                shards += _shard_bytes(x)
+                shards += shard_bytes(x)
             if FSDP not in x.sharding.spec:
                 continue
             elements += x.size
@@ -98,10 +102,6 @@ def state_size(state: TrainState) -> StateSize:
                 layer += x.size // math.prod(x.shape[:dims])
     weights = Weights(elements, stacked, layer, trained, shards)
     return StateSize(place[False], place[True], weights)
-
-
-def _shard_bytes(x: Any) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def memory_bound(size: StateSize, policy: Policy) -> int:
@@ -202,18 +202,74 @@ def _speed(group: int, gpu: GPU, in_host: int = GPUS_A_HOST) -> float:
 
 def activity(program: Program) -> Activity:
     """Measures a traced step, per example of a micro-batch on a device."""
-    config, fsdp = program.job.config, program.job.fsdp
-    needed = memory(
-        fsdp.mesh, fsdp.policy, program.state, program.traced, gpu=program.gpu
-    )
-    device = {part.name: part.derived for part in needed.parts}
-    host = {part.name: part.derived for part in needed.host}
+    config, jaxpr = program.job.config, program.traced.jaxpr.jaxpr
+    params = {
+        id(x) for x in jax.tree.leaves((program.state.params, program.state.frozen))
+    }
+    bits = [PARAMS if id(x) in params else REST for x in jax.tree.leaves(program.state)]
+    bits += [REST] * (len(jaxpr.invars) - len(bits))
+    found = _activations(jaxpr, bits)
     examples = config.batch_size / program.mesh.size / config.policy.accumulate
     return Activity(
-        _flops(program.traced.jaxpr.jaxpr),
-        (device[SAVED] + device[WORKSPACE]) / examples,
-        host.get(SAVED, 0) / examples,
+        _flops(jaxpr),
+        (found["saved"] + found["layer"]) / examples,
+        found["hosted"] / examples,
     )
+
+
+def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[str]:
+    """Bytes that the forward's loops keep for the backward, and of a layer of it.
+
+    Args:
+      jaxpr: of a step, or of a part of it.
+      bits: what its inputs depend on; what depends on parameters alone is a weight.
+
+    Returns:
+      What is "saved" on a device, and "hosted"; and the results of the products in the
+      largest "layer", which the backward computes again (or chunk of the loss).
+    """
+    found: collections.Counter[str] = collections.Counter()
+    env = dict(zip(jaxpr.invars, bits, strict=True))
+    for eqn in jaxpr.eqns:
+        entering = [
+            0 if isinstance(x, core.Literal) else env.get(x, 0) for x in eqn.invars
+        ]
+        out = equation_dependencies(eqn, entering, by_value=True)
+        env.update(zip(eqn.outvars, out, strict=True))
+        stack, name = str(eqn.source_info.name_stack), eqn.primitive.name
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if name == "scan" and stack.startswith(("jvp", "transpose")):
+            found["layer"] = max(found["layer"], _products(scan_body(eqn)))
+            _, carry = scan_sizes(eqn)
+            for var, bit in list(zip(eqn.outvars, out, strict=True))[carry:]:
+                if bit & REST and stack.startswith("jvp"):
+                    aval: Any = var.aval
+                    hosted = aval.memory_space == jax.memory.Space.Host
+                    found["hosted" if hosted else "saved"] += _nbytes(aval)
+        elif inner and (name in CALLS or name in ("scan", "shard_map")):
+            if name == "scan":  # what its carry depends on, too
+                consts, carry = scan_sizes(eqn)
+                for i in range(carry):
+                    entering[consts + i] |= out[i]
+            inside = _activations(inner, entering)
+            layer = max(found.pop("layer", 0), inside.pop("layer", 0))
+            found += inside + collections.Counter(layer=layer)
+    return found
+
+
+def _products(jaxpr: core.Jaxpr) -> int:
+    """Bytes of the results of matrix products."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            total += _nbytes(eqn.outvars[0].aval)
+        total += sum(map(_products, core.jaxprs_in_params(eqn.params)))
+    return total
+
+
+def _nbytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
 
 
 def _flops(jaxpr: core.Jaxpr) -> float:

@@ -9,9 +9,9 @@ indicator; Zitzler and Thiele 1999, doi:10.1109/4235.797969).
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jshard.plan.search.arithmetic import Estimate
 from jshard.plan.search.candidates import Candidate
-from jshard.plan.search.outcomes import Outcome
+from jshard.plan.search.estimates import Estimate
+from jshard.plan.search.results import Outcome
 
 # What a candidate may turn out to be of its estimate: where none adds to the front as
 # estimated, those just behind it come next.
