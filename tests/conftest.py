@@ -19,6 +19,15 @@ if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Programs of tests run for milliseconds: their machine code need not be good. The
+# second is most of it, and newer versions do not have it. README's commands and the
+# examples, which .ci/run runs too, compile as users do.
+jax.config.update("jax_disable_most_optimizations", True)
+FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+
 # Helpers of the tests, whose assertions explain themselves like a test's own.
 pytest.register_assert_rewrite(
     "checkpoints",
@@ -62,16 +71,6 @@ def x64():
         yield
 
 
-@pytest.fixture
-def quick_compilation():
-    """For programs that run for milliseconds: their machine code need not be good."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
-
-
 @pytest.fixture(scope="session")
 def command(tmp_path_factory):
     """Makes the arguments of `subprocess.run` for the command line in a folder."""
@@ -83,6 +82,8 @@ def command(tmp_path_factory):
     environment |= {
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
     }
 

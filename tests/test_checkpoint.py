@@ -91,7 +91,6 @@ def test_parameters_come_back_in_another_dtype_and_the_user_is_told(state, saved
     np.testing.assert_array_equal(got[name], want[name].astype(jnp.bfloat16))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_steps_go_on_while_a_state_is_saved_and_go_on_from_it_bit_for_bit(
     tmp_path, abstract
 ):

@@ -18,8 +18,6 @@ import parity
 from jshard.training.recipe import find_recipe, open_recipe
 from models.llama import Llama, LlamaConfig, rotate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SMALL = {
     "vocab_size": 40,
     "num_layers": 2,

@@ -16,7 +16,7 @@ import parity
 from jshard.layout.specs import layer_dims
 from jshard.optim.per_layer import sharded_update
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("x64")
 
 POLICY = jshard.Policy(min_shard_elements=0)
 WIDTH = 8

@@ -22,8 +22,6 @@ from checkpoints import (
 from jshard.checkpoint.restore import restore_parameters
 from jshard.export import export
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TX = optax.adamw(1e-2)
 OFFLOADS = (None, "optimizer", "all")
 MESHES = ((1, 8), (2, 4), (1, 1))

@@ -22,8 +22,6 @@ from jshard.optim.bf16_moments import random_bits, round_to_bf16
 from jshard.optim.per_layer import sharded_update
 from jshard.optim.update import update
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 POLICY = jshard.Policy(min_shard_elements=0)
 ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)
 KEY = (jnp.uint32(1), jnp.uint32(2))

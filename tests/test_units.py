@@ -13,8 +13,6 @@ import zoo
 from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("model", zoo.MODELS, ids=lambda m: m.__name__)
