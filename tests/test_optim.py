@@ -275,7 +275,11 @@ def found(opt_state: Any, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "wrap", [jshard.per_layer, lambda tx: tx], ids=["per_layer", ""]
+    "wrap",
+    [
+        pytest.param(jshard.per_layer, id="per_layer"),
+        pytest.param(lambda tx: tx, id="", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", MOMENTS)
 def test_moments_are_sharded_like_their_parameters(name, wrap):
