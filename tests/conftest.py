@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     # In the environment too, for the processes that tests start. It also keeps an
@@ -69,6 +70,25 @@ def x64():
     """Run the test in 64-bit precision, as parity tests do."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Keeps what is compiled, for tests that make the same programs again and again."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+
+    def choose(values):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # it looks at its settings once
+
+    choose(settings)
+    yield
+    choose(before)
 
 
 @pytest.fixture(scope="session")

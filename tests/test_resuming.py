@@ -23,6 +23,8 @@ from jshard.export import export
 from jshard.training.progress import ProgressDisplay
 from resumable import read_metrics, train
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
