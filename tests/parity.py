@@ -7,7 +7,7 @@ Units. Both see the same parameters and batches, and must go the same way.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -338,6 +338,19 @@ def every_pair(quick: bool = False, **factors: tuple[Any, ...]) -> Any:
         for name, row in rows.items()
     ]
     return pytest.mark.parametrize("case", params)
+
+
+def some_quick(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Parameters of a test, all but ``quick`` slow."""
+    values = list(values)
+    assert all(value in values for value in quick)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in quick else pytest.mark.slow,
+        )
+        for value in values
+    ]
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -104,10 +104,7 @@ def product(names: str, *factors: Any, quick: Any) -> Any:
     """Every combination; those that are not ``quick`` are slow."""
     return pytest.mark.parametrize(
         names,
-        [
-            row if row in quick else pytest.param(*row, marks=pytest.mark.slow)
-            for row in itertools.product(*factors)
-        ],
+        parity.some_quick(itertools.product(*factors), *quick),
     )
 
 
@@ -143,10 +140,7 @@ def test_training_follows_the_plain_run_with_weights_kept_in_groups(group, units
 
 @pytest.mark.parametrize(
     ("first_k", "remat"),
-    [
-        pytest.param(first_k, remat, marks=() if first_k == 2 else pytest.mark.slow)
-        for first_k, remat in zip((0, 1, 4, 2), REMATS, strict=True)
-    ],
+    parity.some_quick(zip((0, 1, 4, 2), REMATS, strict=True), (2, REMATS[-1])),
 )
 def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, remat):
     check(Case(first_k=first_k, remat=remat, dropout=True, two_losses=True))
