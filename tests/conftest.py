@@ -20,10 +20,9 @@ if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Programs of tests run for milliseconds: their machine code need not be good. The
-# second is most of it, and newer versions do not have it. README's commands and the
-# examples, which .ci/run runs too, compile as users do.
-jax.config.update("jax_disable_most_optimizations", True)
+# Programs of tests run for milliseconds, but XLA's newer code generator takes long to
+# make them. Since JAX 0.11 there is no other, and README's commands, which
+# .ci/run runs too, compile as users do.
 FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
@@ -63,6 +62,13 @@ def pytest_collection_modifyitems(config, items):
         kept = items[index - 1 :: count]
         config.hook.pytest_deselected(items=[x for x in items if x not in set(kept)])
         items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Machine code need not be good that runs for milliseconds; for GPUs it counts."""
+    for_gpus = item.get_closest_marker("h100") is not None
+    jax.config.update("jax_disable_most_optimizations", not for_gpus)
 
 
 @pytest.fixture
