@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPES = _PACKAGE / "recipes"  # of a wheel; they are written as users write theirs
 _PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 _LONGEST = 300  # letters of an error's text in one line
