@@ -81,7 +81,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     pids.touch()
     script = f"""
         import os, signal
-        from jshard.plan.workers import Workers
+        from jshard.plan.search.workers import Workers
         # A shell's background jobs, which these tests may be, ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         tasks = [{{"sleep": {str(pids)!r}}}] * 2
