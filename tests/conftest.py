@@ -12,12 +12,21 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     # In the environment too, for the processes that tests start. It also keeps an
     # installed CUDA plugin from looking for GPUs.
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Programs of tests run for milliseconds, but XLA's newer code generator takes long to
+# make them. Since JAX 0.11 there is no other, and README's commands, which
+# .ci/run runs too, compile as users do.
+FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 # Helpers of the tests, whose assertions explain themselves like a test's own.
 pytest.register_assert_rewrite(
@@ -41,7 +50,7 @@ hypothesis.settings.load_profile("jshard")
 
 
 def pytest_addoption(parser):
-    """CI has 90 minutes on machines of any speed: it takes a part of the slow tests."""
+    """CI has 30 minutes: it takes a part of the slow tests."""
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts alone")
 
 
@@ -55,6 +64,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Machine code need not be good that runs for milliseconds; for GPUs it counts."""
+    for_gpus = item.get_closest_marker("h100") is not None
+    jax.config.update("jax_disable_most_optimizations", not for_gpus)
+
+
 @pytest.fixture
 def x64():
     """Run the test in 64-bit precision, as parity tests do."""
@@ -62,14 +78,23 @@ def x64():
         yield
 
 
-@pytest.fixture
-def quick_compilation():
-    """For programs that run for milliseconds: their machine code need not be good."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Keeps what is compiled, for tests that make the same programs again and again."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+
+    def choose(values):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # it looks at its settings once
+
+    choose(settings)
     yield
-    jax.config.update(name, before)
+    choose(before)
 
 
 @pytest.fixture(scope="session")
@@ -83,6 +108,8 @@ def command(tmp_path_factory):
     environment |= {
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
     }
 

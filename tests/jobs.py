@@ -150,6 +150,7 @@ def environment() -> dict[str, str]:
     return kept | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "PYTHONUNBUFFERED": "1",
     }

@@ -7,7 +7,7 @@ Units. Both see the same parameters and batches, and must go the same way.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -288,12 +288,8 @@ def worst(got: dict[Any, Any], want: dict[Any, Any]) -> float:
     return max(error(got[key], want[key]) for key in want)
 
 
-def pairwise(
-    factors: dict[str, tuple[Any, ...]], but: tuple[str, ...] = ()
-) -> Iterator[dict[str, Any]]:
+def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Rows that together hold every pair of values of any two factors.
-
-    Of the two factors ``but`` they hold every value only.
 
     Greedy: each row starts from a pair that is still missing, and takes for every
     other factor the value that adds most missing pairs.
@@ -301,7 +297,6 @@ def pairwise(
     missing = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(factors, 2)
-        if (a, b) != but
         for x, y in itertools.product(range(len(factors[a])), range(len(factors[b])))
     }
     order = {name: i for i, name in enumerate(factors)}
@@ -309,6 +304,7 @@ def pairwise(
     def pair(one: tuple[str, int], two: tuple[str, int]) -> tuple:
         return (one, two) if order[one[0]] < order[two[0]] else (two, one)
 
+    rows = []
     while missing:
         row = dict(min(missing, key=lambda p: [(order[n], i) for n, i in p]))
         for name in factors:
@@ -320,21 +316,45 @@ def pairwise(
                     ),
                 )
         missing -= {pair(*two) for two in itertools.combinations(row.items(), 2)}
-        yield {name: factors[name][row[name]] for name in factors}
+        rows.append({name: factors[name][row[name]] for name in factors})
+    return rows
 
 
-def every_pair(**factors: tuple[Any, ...]) -> Any:
-    """A slow test by ``case``, over rows that hold every pair of values."""
+def every_pair(quick: bool = False, **factors: tuple[Any, ...]) -> Any:
+    """A test by ``case``, over rows that hold every pair of values.
 
-    def name(row: dict[str, Any]) -> str:
-        return "-".join(str(value).replace(" ", "") for value in row.values())
+    All are slow; if ``quick``, but a few that hold every value.
+    """
+    rows = {_name(row): row for row in pairwise(factors)}
+    values = {name: {(k, str(v)) for k, v in row.items()} for name, row in rows.items()}
+    missing: set[Any] = set().union(*values.values()) if quick else set()
+    soon = set()
+    while missing:
+        most = max(rows, key=lambda name: len(values[name] & missing))
+        missing -= values[most]
+        soon.add(most)
+    params = [
+        pytest.param(row, id=name, marks=() if name in soon else pytest.mark.slow)
+        for name, row in rows.items()
+    ]
+    return pytest.mark.parametrize("case", params)
 
-    rows = [pytest.param(row, id=name(row)) for row in pairwise(factors)]
 
-    def mark(test: Callable) -> Callable:
-        return pytest.mark.slow(pytest.mark.parametrize("case", rows)(test))
+def some_quick(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Parameters of a test, all but ``quick`` slow."""
+    values = list(values)
+    assert all(value in values for value in quick)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in quick else pytest.mark.slow,
+        )
+        for value in values
+    ]
 
-    return mark
+
+def _name(row: dict[str, Any]) -> str:
+    return "-".join(str(value).replace(" ", "") for value in row.values())
 
 
 def make_mesh(replica: int, fsdp: int) -> Mesh:

@@ -28,7 +28,7 @@ from runs import (
 from zoo_layers import WIDTH, example
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compilation", "x64"),
+    pytest.mark.usefixtures("x64"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
 ]
 

@@ -29,8 +29,6 @@ from jshard.training.config.config import check as check_config
 from jshard.training.config.config import complete
 from jshard.training.recipe import find_recipe, open_recipe
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 POLICY = jshard.Policy(min_shard_elements=0)
 
 

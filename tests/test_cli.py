@@ -186,8 +186,8 @@ def test_the_same_seed_gives_bitwise_the_same_metrics_and_another_seed_others(
     ("words", "env", "devices"),
     [
         ([], {}, 2),  # as get_config says
-        (["--config.mesh.cpu_devices=4"], {}, 4),
-        ([], {"JAX_NUM_CPU_DEVICES": "1"}, 1),
+        pytest.param(["--config.mesh.cpu_devices=4"], {}, 4, marks=pytest.mark.slow),
+        pytest.param([], {"JAX_NUM_CPU_DEVICES": "1"}, 1, marks=pytest.mark.slow),
         ([], {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, 1),
     ],
 )
@@ -251,13 +251,33 @@ def test_a_gpu_plugin_is_not_heard_of_on_a_machine_without_a_gpu(train, tmp_path
     [
         (["--config=nosuch.py"], "no recipe 'nosuch.py': looked for"),
         (["--config.stepz=3"], "did you mean steps?"),
-        (["--config.steps=three"], "--config.steps=three: expected a whole number"),
+        pytest.param(
+            ["--config.steps=three"],
+            "--config.steps=three: expected a whole number",
+            marks=pytest.mark.slow,
+        ),
         (["--config.batch_size=7"], "7 examples does not divide"),
-        (["--config.policy.accumulate=3"], "16 examples does not divide"),
-        (["--config.mesh.fsdp=3"], "needs 3 devices but there are 2"),
+        pytest.param(
+            ["--config.policy.accumulate=3"],
+            "16 examples does not divide",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--config.mesh.fsdp=3"],
+            "needs 3 devices but there are 2",
+            marks=pytest.mark.slow,
+        ),
         (["--config.data.path=nosuch"], "nosuch: no such file or folder"),
-        (["--config.data.path=empty.txt"], "empty.txt: the file is empty"),
-        (["--config.data.path=short.txt"], "sequence_length=8"),
+        pytest.param(
+            ["--config.data.path=empty.txt"],
+            "empty.txt: the file is empty",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--config.data.path=short.txt"],
+            "sequence_length=8",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, said, train, tmp_path):
@@ -269,9 +289,19 @@ def test_bad_input_is_one_line_and_exit_code_2(words, said, train, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("def loss_fn", "def loss", "lacks the function loss_fn()"),
+        pytest.param(
+            "def loss_fn",
+            "def loss",
+            "lacks the function loss_fn()",
+            marks=pytest.mark.slow,
+        ),
         ("return jshard.Mean(", "return jnp.maximum(", "loss_fn returned"),
-        ("return nnx.Sequential(", "return nnx.Dropout(0.5) or (", "no parameters"),
+        pytest.param(
+            "return nnx.Sequential(",
+            "return nnx.Dropout(0.5) or (",
+            "no parameters",
+            marks=pytest.mark.slow,
+        ),
         ("import jshard\n", "jnp.ones(3)\nimport jshard\n", "while it is imported"),
     ],
 )
@@ -364,12 +394,16 @@ def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train, tmp_path):
             'map(lambda row: {"x": row / missing})',
             r"make_data.<locals>.<lambda>",
         ),
-        (
+        pytest.param(
             "return optax.linear_schedule(0.1, 0.0, 10)",
             "return lambda step: missing",
             "learning_rate.<locals>.<lambda>",
+            marks=pytest.mark.slow,
         ),
-        ('f"<{len(row)}>', 'f"<{missing}>', "sample.<locals>.<lambda>"),
+        pytest.param(
+            *('f"<{len(row)}>', 'f"<{missing}>', "sample.<locals>.<lambda>"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_error_of_the_users_function_shows_its_lines_and_exits_1(

@@ -30,45 +30,27 @@ from decoder import (
     policies,
 )
 from models.gpt import GPT, GPTConfig
+from parity import every_pair
 
 SIZES = Sizes()
 
-# (remat, reshard, accumulate, replicas, a plain list of layers): every pair of values.
-PAIRWISE = [
-    ("full", True, 1, 1, False),
-    ("full", False, 4, 2, True),
-    ("dots", True, 4, 2, False),
-    ("dots", False, 1, 1, True),
-    ("names", True, 4, 1, True),
-    ("names", False, 1, 2, False),
-    ("none", True, 1, 2, True),
-    ("none", False, 4, 1, False),
-    ("everything", True, 4, 1, False),
-    ("everything", False, 1, 2, True),
-]
 
-
-@pytest.mark.parametrize(
-    ("remat", "reshard", "accumulate", "replica", "plain"), PAIRWISE
-)
-def test_each_unit_gathers_once_a_pass_and_scatters_once(
-    remat, reshard, accumulate, replica, plain
-):
-    remat, reads = REMATS[remat]
-    policy = policies(remat=remat, reshard_after_forward=reshard, accumulate=accumulate)
-    check_counts(policy, reads, replica=replica, plain=plain)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("replica", [1, 2, 8])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("remat", REMATS)
-def test_counts_hold_for_the_whole_product(remat, reshard, accumulate, replica, plain):
-    test_each_unit_gathers_once_a_pass_and_scatters_once(
-        remat, reshard, accumulate, replica, plain
+@every_pair(
+    quick=True,
+    remat=tuple(REMATS),
+    reshard=(True, False),
+    accumulate=(1, 4),
+    replica=(1, 2, 8),
+)
+def test_each_unit_gathers_once_a_pass_and_scatters_once(case, plain):
+    remat, reads = REMATS[case["remat"]]
+    policy = policies(
+        remat=remat,
+        reshard_after_forward=case["reshard"],
+        accumulate=case["accumulate"],
     )
+    check_counts(policy, reads, replica=case["replica"], plain=plain)
 
 
 @pytest.mark.parametrize("replica", [1, 2])

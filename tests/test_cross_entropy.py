@@ -20,8 +20,6 @@ import jshard
 import parity
 from jshard import cross_entropy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WEIGHTS = {
     "ones": lambda rng, shape: np.ones(shape),
     "zeros": lambda rng, shape: np.zeros(shape),

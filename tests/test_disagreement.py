@@ -70,7 +70,7 @@ def apart(tmp_path):
 
 IMPATIENT = """
 import os
-from jshard import restore
+from jshard.checkpoint import restore
 restore.PATIENCE = float(os.environ.get("PATIENCE", restore.PATIENCE))
 """
 # Orbax does not save where folders have several names.

@@ -21,6 +21,7 @@ from checkpoints import at_step, values
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import find_damage, newest_whole, restore_state
 from jshard.checkpoint.step_folders import find_steps, step_folder
+from parity import some_quick
 from processes import Processes
 from system_calls import compile_library, watch
 
@@ -174,11 +175,16 @@ def preloaded(library, tmp_path_factory) -> Iterator[dict[int, Processes]]:
 
 @pytest.mark.parametrize(
     ("processes", "name"),
-    [
-        *((1, name) for name in SCENARIOS),
-        (2, "a new step"),
+    some_quick(
+        [
+            *((1, name) for name in SCENARIOS),
+            (2, "a new step"),
+            (2, "a step that exists among superfluous ones"),
+        ],
+        (1, "the only step, which exists"),
+        (1, "one that is no longer the newest, nor the best"),
         (2, "a step that exists among superfluous ones"),
-    ],
+    ),
 )
 def test_a_save_leaves_whole_checkpoints_at_every_system_call(
     processes, name, preloaded, tmp_path

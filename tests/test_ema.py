@@ -55,7 +55,7 @@ def averages(history: list[dict[tuple, Any]]) -> dict[tuple, Any]:
     return mean
 
 
-@pytest.mark.usefixtures("x64", "quick_compilation")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("replica", "accumulate"), [(1, 1), (2, 4)])
 def test_averages_are_those_of_the_parameters_of_every_step(replica, accumulate):
     variant = parity.Variant(layers=1, frozen=True)
@@ -91,7 +91,6 @@ def test_averages_start_as_the_parameters_and_share_no_buffers_with_them():
     assert not buffers(state.ema) & buffers(state.with_ema_params().params)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_averages_are_sharded_like_the_parameters():
     fsdp, state = trained()
     abstract = fsdp.abstract_state(make_decoder(SIZES), OPTIMIZER)
@@ -103,7 +102,6 @@ def test_averages_are_sharded_like_the_parameters():
         assert np.prod(shapes[0]) == param.size / 4
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_averages_of_bfloat16_parameters_are_float32():
     _, state = trained()
     dtypes = lambda tree: {str(x.dtype) for x in jax.tree.leaves(tree)}
@@ -119,7 +117,6 @@ def test_parameters_that_are_no_floats_are_copied():
     jax.tree.map(np.testing.assert_array_equal, averages, params[1])
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_averages_are_evaluated_as_weights_by_the_program_of_the_parameters():
     fsdp, state = trained()
     traces = []

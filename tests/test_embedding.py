@@ -97,7 +97,7 @@ def moved(policy: jshard.Policy, mesh: Any, **kwargs: Any) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.usefixtures("x64", "quick_compilation")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("mesh", "knobs"),
     [

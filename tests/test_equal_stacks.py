@@ -121,7 +121,7 @@ ACROSS = {
 }
 
 
-@pytest.mark.usefixtures("x64", "quick_compilation")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "replica", "offload"),
     [("adam", 2, None), ("muon", 1, None), ("adam", 1, "optimizer")],
@@ -220,7 +220,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("name", "make"), [("muon", Shallow), ("bf16", Model), ("around", Model)]
 )

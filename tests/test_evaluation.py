@@ -17,6 +17,7 @@ from jshard.training.config.config import check, complete
 from jshard.training.evaluation import prepare_evaluation
 from jshard.training.loop import run
 from jshard.training.recipe import open_recipe
+from parity import some_quick
 from processes import Processes
 from resumable import RECIPE
 from test_stopping import RECIPE as WITH_SAMPLE
@@ -86,8 +87,7 @@ def _config():
 COUNTS = [1, 5, 15, 16, 17, 33]
 
 
-@pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", some_quick(COUNTS, 5, 17))  # and all of them below
 def test_examples_without_weights_that_no_batch_divides_are_evaluated_exactly(count):
     got, want = evaluated(count)
     assert got == pytest.approx(want, rel=1e-9)
@@ -120,7 +120,6 @@ EMPTY = RECIPE.replace(SPLIT, "        return data[:0]\n")
 ENDLESS = RECIPE.replace(SPLIT, "        return data.repeat()\n")
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("recipe", "keys", "said"),
     [
@@ -159,7 +158,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_recipe_whose_batch_does_not_divide_its_validation_data_trains(tmp_path):
     recipe = RECIPE.replace(SPLIT, "        return data[:13]\n")
     workdir = train(tmp_path, recipe, steps=2, eval_every=2, checkpoint__every=0)

@@ -14,8 +14,6 @@ from parity import make_mesh
 from runs import check_close, loss_fn
 from zoo_layers import WIDTH, Residual, example, make_stack
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TX = optax.adam(1e-2)
 POLICY = jshard.Policy(min_shard_elements=0)
 HALF = jshard.Precision(param="bfloat16")

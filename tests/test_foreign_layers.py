@@ -21,7 +21,7 @@ from runs import as_unit, check_run, compare, everywhere, run
 from zoo_layers import WIDTH, Counting, Dense
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compilation", "x64"),
+    pytest.mark.usefixtures("x64"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
 ]
 

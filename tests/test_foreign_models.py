@@ -16,7 +16,7 @@ import jshard
 from parity import make_mesh
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compilation", "x64"),
+    pytest.mark.usefixtures("x64"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # their own
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
 ]

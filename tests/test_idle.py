@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 RECIPE = """
 import time
 import jax
@@ -20,6 +22,7 @@ def wait():
 """
 
 
+@pytest.mark.slow
 def test_a_step_that_is_stuck_is_named_before_xla_aborts(command, tmp_path):
     (tmp_path / "stuck.py").write_text(RECIPE)
     small = [f"--config.model.{size}" for size in ("width=32", "num_layers=1")]

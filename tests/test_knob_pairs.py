@@ -19,7 +19,7 @@ import jshard
 from models.gpt import GPT, GPTConfig
 from parity import every_pair, make_mesh, worst
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("x64")
 
 STEPS, BATCH, TIME, VOCABULARY = 3, 16, 8, 32
 CONFIG = GPTConfig(

@@ -27,8 +27,6 @@ from zoo_layers import (
     make_stack,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def layers_of(stack: Any, layer: Any) -> list[Any]:
     """The layers of a Stack as modules of their own."""

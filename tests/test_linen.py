@@ -12,7 +12,7 @@ from flax import linen, nnx
 import jshard
 from parity import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "x64")
+pytestmark = pytest.mark.usefixtures("x64")
 
 TX = optax.adam(1e-2)
 VOCABULARY, TIME, WIDTH, LAYERS, EXAMPLES = 64, 8, 16, 2, 16

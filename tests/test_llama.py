@@ -20,8 +20,6 @@ from jshard.checkpoint.step_folders import step_folder
 from jshard.training.recipe import find_recipe, open_recipe
 from models.llama import Llama, LlamaConfig, rotate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SMALL = {
     "vocab_size": 40,
     "num_layers": 2,

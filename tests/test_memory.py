@@ -26,6 +26,7 @@ from decoder import (
     make_fsdp,
 )
 from models.gpt import cross_entropy
+from parity import every_pair
 
 DEVICES = 8
 # Wide layers and one short example a device: weights are what there is.
@@ -77,47 +78,23 @@ REMATS = {
 
 
 # A bfloat16 layer casts its weights: casts, too, depend on weights alone.
-@pytest.mark.parametrize(
-    ("remat", "plain", "accumulate", "dtype"),
-    [
-        ("full", False, 1, jnp.float32),
-        ("none", False, 2, jnp.bfloat16),
-        ("none", True, 1, jnp.float32),
-        ("everything", False, 1, jnp.float32),
-        ("everything", True, 2, jnp.bfloat16),
-    ],
+@every_pair(
+    quick=True,
+    remat=tuple(REMATS),
+    plain=(False, True),
+    accumulate=(1, 2),
+    dtype=(jnp.float32, jnp.bfloat16),
 )
-def test_no_gathered_weight_is_kept_from_forward_to_backward(
-    remat, plain, accumulate, dtype
-):
-    four, eight = (
-        step_memory(
-            layers,
-            remat=REMATS[remat],
-            plain=plain,
-            accumulate=accumulate,
-            dtype=dtype,
-        )
-        for layers in (4, 8)
-    )
+def test_no_gathered_weight_is_kept_from_forward_to_backward(case):
+    case = case | {"remat": REMATS[case["remat"]]}
+    four, eight = (step_memory(layers, **case) for layers in (4, 8))
     # A layer more is a shard more of gradients (two, where they are summed), and its
     # activations.
-    grow = accumulate * LAYER // DEVICES + ACTIVATIONS
+    grow = case["accumulate"] * LAYER // DEVICES + ACTIVATIONS
     assert grow < LAYER / 2
     assert (eight - four) / 4 < grow
     # At any time two layers at most are whole.
     assert eight < 2 * LAYER + 8 * grow
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("remat", REMATS)
-def test_no_policy_keeps_gathered_weights(remat, plain, accumulate, dtype):
-    test_no_gathered_weight_is_kept_from_forward_to_backward(
-        remat, plain, accumulate, dtype
-    )
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -27,7 +27,7 @@ def make_policy(offload: str | None, **knobs: Any) -> jshard.Policy:
     return jshard.Policy(min_shard_elements=0, offload=offload, **knobs)
 
 
-@pytest.mark.usefixtures("x64", "quick_compilation")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("offload", "name", "units", "mesh", "knobs"),
     [

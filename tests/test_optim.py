@@ -16,7 +16,7 @@ import parity
 from jshard.layout.layers import layer_dims
 from jshard.optim.per_layer import sharded_update
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("x64")
 
 POLICY = jshard.Policy(min_shard_elements=0)
 WIDTH = 8
@@ -275,7 +275,11 @@ def found(opt_state: Any, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "wrap", [jshard.per_layer, lambda tx: tx], ids=["per_layer", ""]
+    "wrap",
+    [
+        pytest.param(jshard.per_layer, id="per_layer"),
+        pytest.param(lambda tx: tx, id="", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", MOMENTS)
 def test_moments_are_sharded_like_their_parameters(name, wrap):

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 import jshard
 import parity
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("x64")
 
 BOUND = 1e-9
 MESHES = ((1, 1), (1, 2), (1, 8), (2, 4), (4, 2), (8, 1))  # replica, fsdp
@@ -57,16 +57,6 @@ class Case:
     two_losses: bool = False
     one_layer: bool = False
 
-    def __str__(self) -> str:
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        names = (field.name for field in dataclasses.fields(self))
-        parts = [
-            name if value is True else f"{name}={value}"
-            for name, value in zip(names, values, strict=True)
-            if value not in (False, None)
-        ]
-        return " ".join(parts).replace("mesh=", "").replace(", ", "x")
-
     def variant(self) -> parity.Variant:
         chosen = [fields for name, fields in FLAGS.items() if getattr(self, name)]
         return parity.Variant(**{k: v for fields in chosen for k, v in fields.items()})
@@ -82,10 +72,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "units": (False, True),
     **dict.fromkeys(FLAGS, (False, True)),
 }
-
-
-def cases(*iterables: Any) -> Any:
-    return pytest.mark.parametrize("case", list(itertools.chain(*iterables)), ids=str)
 
 
 def check(case: Case, mesh: Mesh | None = None) -> None:
@@ -118,38 +104,14 @@ def product(names: str, *factors: Any, quick: Any) -> Any:
     """Every combination; those that are not ``quick`` are slow."""
     return pytest.mark.parametrize(
         names,
-        [
-            row if row in quick else pytest.param(*row, marks=pytest.mark.slow)
-            for row in itertools.product(*factors)
-        ],
+        parity.some_quick(itertools.product(*factors), *quick),
     )
 
 
-# Every optimizer on every mesh is the slow test below.
-@cases(Case(**row) for row in parity.pairwise(FACTORS, but=("mesh", "optimizer")))
+# Every optimizer and every flag on every mesh, too.
+@parity.every_pair(quick=True, **FACTORS)
 def test_training_follows_the_plain_run_for_every_pair_of_choices(case):
-    check(case)
-
-
-@pytest.mark.slow
-@cases(
-    Case(mesh=mesh, optimizer=optimizer, accumulate=accumulate)
-    for optimizer in parity.TRANSFORMATIONS
-    for mesh in MESHES
-    for accumulate in (1, 4)
-)
-def test_training_follows_the_plain_run_with_every_optimizer_on_every_mesh(case):
-    check(case)
-
-
-@pytest.mark.slow
-@cases(
-    Case(mesh=mesh, **{flag: True})  # pyright: ignore[reportArgumentType]
-    for flag in ("units", *FLAGS)
-    for mesh in MESHES
-)
-def test_training_follows_the_plain_run_in_every_variant_on_every_mesh(case):
-    check(case)
+    check(Case(**case))
 
 
 def test_training_follows_the_plain_run_on_a_mesh_with_an_automatic_third_axis():
@@ -176,7 +138,10 @@ def test_training_follows_the_plain_run_with_weights_kept_in_groups(group, units
     check(Case(mesh=(1, 8), reshard=group, units=units, remat="dots"))
 
 
-@product(*("first_k, remat", (0, 1, 2, 4), REMATS), quick=[(2, REMATS[-1])])
+@pytest.mark.parametrize(
+    ("first_k", "remat"),
+    parity.some_quick(zip((0, 1, 4, 2), REMATS, strict=True), (2, REMATS[-1])),
+)
 def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, remat):
     check(Case(first_k=first_k, remat=remat, dropout=True, two_losses=True))
 
@@ -189,17 +154,11 @@ def test_training_follows_the_plain_run_with_weights_of_the_last_layers_kept(
     check(dataclasses.replace(case, frozen=True, accumulate=4, two_losses=True))
 
 
-@product(
-    "mesh, reshard, frozen",
-    MESHES,
-    (True, False, 2),
-    (False, True),
-    quick=[((2, 4), True, True)],
-)
+@product("mesh, reshard", MESHES, (True, False, 2), quick=[((2, 4), True)])
 def test_training_follows_the_plain_run_with_transfers_beside_other_layers(
-    mesh, reshard, frozen
+    mesh, reshard
 ):
-    case = Case(mesh=mesh, reshard=reshard, frozen=frozen, prefetch=True, dropout=True)
+    case = Case(mesh=mesh, reshard=reshard, frozen=True, prefetch=True, dropout=True)
     check(dataclasses.replace(case, remat="dots", accumulate=2, two_losses=True))
 
 

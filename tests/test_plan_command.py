@@ -51,9 +51,7 @@ def plan(monkeypatch, capfd):
     return run
 
 
-def test_the_devices_at_hand_have_memory_and_traffic_and_no_timeline(
-    plan, tmp_path, quick_compilation
-):
+def test_the_devices_at_hand_have_memory_and_traffic_and_no_timeline(plan, tmp_path):
     code, out, err = plan(
         *ATTACHED, *(f"--{kind}={tmp_path / kind}" for kind in ("json", "html", "hlo"))
     )

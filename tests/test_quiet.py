@@ -7,7 +7,7 @@ from pathlib import Path
 
 SCRIPT = """
 import os
-from jshard import quiet
+from jshard.cli import quiet
 quiet._PLUGINS = ("json",)
 quiet.has_accelerator = lambda: False
 remarks = [

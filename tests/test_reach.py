@@ -27,7 +27,7 @@ from reach import PLACES, WAYS, called, indexed, leaves, values
 from zoo_layers import WIDTH, Dense, Residual, example
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compilation", "x64"),
+    pytest.mark.usefixtures("x64"),
     pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
 ]

@@ -21,8 +21,7 @@ from checkpoints import (
 )
 from jshard.checkpoint.restore import restore_parameters
 from jshard.export import export
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from parity import every_pair
 
 TX = optax.adamw(1e-2)
 OFFLOADS = (None, "optimizer", "all")
@@ -64,12 +63,11 @@ def check_usable(fsdp: jshard.FSDP, state: jshard.TrainState, tx: Any = TX) -> N
     fsdp.train_step(loss_fn, tx).trace(state, batch)
 
 
-@pytest.mark.parametrize("ema_decay", [None, 0.9])
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_state_restores_bit_for_bit_in_every_memory(
-    ema_decay, offload, mesh, tmp_path
-):
+@every_pair(
+    quick=True, ema_decay=(None, 0.9), offload=tuple(OFFLOADS), mesh=tuple(MESHES)
+)
+def test_a_state_restores_bit_for_bit_in_every_memory(case, tmp_path):
+    ema_decay, offload, mesh = case.values()
     knobs = {"loss_scale": True, "precision": jshard.Precision(param="bfloat16")}
     tx = jshard.bf16_moments(TX)
     fsdp = make(ema_decay, offload, mesh, **knobs)

@@ -251,7 +251,7 @@ def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
 HOLD = """\
 import sys, time
 from pathlib import Path
-from jshard.training.lock import lock_folder
+from jshard.training.run_folder.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -24,13 +23,7 @@ from jshard.export import export
 from jshard.training.progress import ProgressDisplay
 from resumable import read_metrics, train
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """The same for all runs, or they round otherwise."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

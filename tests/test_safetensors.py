@@ -50,7 +50,7 @@ from typing import Any
 import jax
 
 from jshard.export import export
-from jshard.restore import find_step
+from jshard.checkpoint.restore import find_step
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -169,16 +169,14 @@ def steps(examples):
 
 
 @steps(2)
-def test_no_step_needs_less_than_the_bound(
-    quick_compilation, policy, replica, layers, optimizer
-):
+def test_no_step_needs_less_than_the_bound(policy, replica, layers, optimizer):
     check_bound(policy, replica, layers, optimizer)
 
 
 @pytest.mark.slow
 @steps(30)
 def test_none_of_many_steps_needs_less_than_the_bound(
-    quick_compilation, policy, replica, layers, optimizer
+    policy, replica, layers, optimizer
 ):
     check_bound(policy, replica, layers, optimizer)
 

@@ -21,8 +21,7 @@ from jshard.optim import bf16_moments
 from jshard.optim.bf16_moments import random_bits, round_to_bf16
 from jshard.optim.per_layer import sharded_update
 from jshard.optim.update import update
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from parity import some_quick
 
 POLICY = jshard.Policy(min_shard_elements=0)
 ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)
@@ -283,8 +282,12 @@ def first_moments() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("order", "where"),
-    [*((order, "one device") for order in ORDERS)]
-    + [(order, where) for order in ("around", "inside") for where in [*MESHES][1:]],
+    some_quick(
+        [*((order, "one device") for order in ORDERS)]
+        + [(order, where) for order in ("around", "inside") for where in [*MESHES][1:]],
+        *(("inside", where) for where in ("one device", "hybrid", "offloaded")),
+        *((order, "one device") for order in ("around a chain", "in a mask")),
+    ),
 )
 def test_around_and_inside_per_layer_round_alike_on_every_mesh(order, where):
     got = moments_on(order, where)

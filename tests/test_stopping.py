@@ -138,7 +138,7 @@ def end_of(folder: Path, phase: str, step: int, **keys) -> str:
 LAST = [(phase, STEPS) for phase in ("step", "evaluating", "sampling", "finishing")]
 
 
-@pytest.mark.usefixtures("ending", "quick_compilation")
+@pytest.mark.usefixtures("ending", "compiled_once")
 @pytest.mark.parametrize("every", [0, 3])
 @pytest.mark.parametrize(("phase", "step"), [*LAST, ("saving", 4), ("reporting", 4)])
 def test_a_signal_in_the_last_step_or_after_it_ends_a_run_as_done(
@@ -152,12 +152,12 @@ def test_a_signal_in_the_last_step_or_after_it_ends_a_run_as_done(
     assert find_steps(tmp_path / "run/checkpoints") == ([3, 4] if every else [])
 
 
-@pytest.mark.usefixtures("ending", "quick_compilation")
+@pytest.mark.usefixtures("ending", "compiled_once")
 def test_a_run_of_one_step_that_is_hit_while_it_compiles_is_done(tmp_path):
     assert end_of(tmp_path, "compiling", 1, steps=1) == "done"
 
 
-@pytest.mark.usefixtures("ending", "quick_compilation")
+@pytest.mark.usefixtures("ending", "compiled_once")
 @pytest.mark.parametrize(
     ("phase", "step", "saved"),
     [
@@ -182,7 +182,7 @@ def test_a_signal_before_the_last_step_saves_and_the_run_goes_on(
     assert find_steps(tmp_path / "run/checkpoints")[-1] == STEPS
 
 
-@pytest.mark.usefixtures("ending", "quick_compilation")
+@pytest.mark.usefixtures("ending", "compiled_once")
 @pytest.mark.parametrize(
     ("phase", "step"), [("compiling", 1), ("step", 2), ("evaluating", 2), ("data", 3)]
 )

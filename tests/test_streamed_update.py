@@ -170,7 +170,7 @@ TRANSFORMATIONS: dict[str, Any] = {
 QUICK = ("adamw", "no state")  # to compile
 
 
-@pytest.mark.usefixtures("x64", "quick_compilation")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize(
     "name",
@@ -183,19 +183,18 @@ def test_a_streamed_update_is_the_update(name, offload):
     check_update(offload, TRANSFORMATIONS[name])
 
 
-@pytest.mark.usefixtures("x64", "quick_compilation")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("fsdp", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_streamed_update_is_the_update_on_every_mesh(fsdp):
     check_update("all", TRANSFORMATIONS["momentum"], fsdp=fsdp)
 
 
-@pytest.mark.usefixtures("x64", "quick_compilation")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("finite", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_update_that_is_skipped_changes_nothing_in_host_memory(finite):
     check_update("optimizer", TRANSFORMATIONS["momentum"], finite)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_streamed_update_adds_no_collective():
     def collectives(offload: str | None) -> list[Any]:
         fsdp = make_fsdp(make_policy(offload))

@@ -10,10 +10,9 @@ from flax import nnx
 
 import jshard
 import zoo
+from parity import every_pair
 from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.usefixtures("x64")
@@ -23,16 +22,15 @@ def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize(
-    "model", [zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack]
+@every_pair(
+    quick=True,
+    model=(zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack),
+    remat=("full", "dots", "none"),
+    reshard_after_forward=(True, False),
 )
-def test_so_it_does_with_every_remat_and_reshard(model, remat, reshard):
-    check_run(
-        model,
-        jshard.Policy(remat=remat, reshard_after_forward=reshard, min_shard_elements=0),
-    )
+def test_so_it_does_with_every_remat_and_reshard(case):
+    policy = {name: value for name, value in case.items() if name != "model"}
+    check_run(case["model"], jshard.Policy(**policy, min_shard_elements=0))
 
 
 @pytest.mark.usefixtures("x64")

@@ -75,30 +75,15 @@ def asked(policy: jshard.Policy, kind: str) -> set[str]:
 
 # Groups.
 
-# (devices of a group, replicas, remat, a plain list of layers)
-GROUPS = [
-    (1, 1, "full", False),
-    (2, 1, "none", False),
-    (4, 1, "dots", True),
-    (8, 1, "full", False),
-    (2, 2, "names", False),
-]
-
-
-@pytest.mark.parametrize(("group", "replica", "remat", "plain"), GROUPS)
-def test_the_backward_gathers_within_groups_alone(group, replica, remat, plain):
-    remat, reads = REMATS[remat]
-    policy = policies(remat=remat, reshard_after_forward=group)
-    check_counts(policy, reads, replica=replica, plain=plain)
-
 
 @every_pair(
-    mesh=((1, 1), (1, 2), (1, 8), (2, 2), (2, 4), (4, 1), (8, 1)),
-    remat=tuple(REMATS),
+    quick=True,
+    mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
+    remat=("full", "names", "none"),
     accumulate=(1, 2),
     plain=(False, True),
 )
-def test_groups_hold_for_every_pair_of_choices(case):
+def test_the_backward_gathers_within_groups_alone(case):
     (replica, group), (remat, reads) = case["mesh"], REMATS[case["remat"]]
     policy = policies(
         remat=remat, reshard_after_forward=group, accumulate=case["accumulate"]
@@ -168,24 +153,15 @@ def test_the_backward_gathers_the_root_again_when_it_is_resharded(
 # Deferred scatters.
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "replica", "plain"), [(4, 1, False), (2, 2, True), (1, 2, False)]
-)
-def test_deferred_gradients_are_gathered_and_scattered_once_a_step(
-    accumulate, replica, plain
-):
-    policy = policies(accumulate=accumulate, defer_scatter=True)
-    check_counts(policy, set(), replica=replica, plain=plain)
-
-
 @every_pair(
-    remat=tuple(REMATS),
+    quick=True,
+    remat=("full", "none"),
     reshard_after_forward=(True, False, 1),
     replica=(1, 2, 8),
     accumulate=(1, 4),
     plain=(False, True),
 )
-def test_deferral_holds_for_every_pair_of_choices(case):
+def test_deferred_gradients_are_gathered_and_scattered_once_a_step(case):
     knobs = {k: case[k] for k in ("reshard_after_forward", "accumulate")}
     policy = policies(remat=REMATS[case["remat"]][0], defer_scatter=True, **knobs)
     check_counts(policy, set(), replica=case["replica"], plain=case["plain"])

@@ -13,7 +13,7 @@ import jshard
 from runs import check_close, loss_fn
 from zoo_layers import WIDTH, Dense, example, make_stack
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "x64")
+pytestmark = pytest.mark.usefixtures("x64")
 
 TX = optax.adam(1e-2)
 
