@@ -137,6 +137,20 @@ def test_training_refuses_them_before_anything_starts(name, refused):
         refused(jshard.train, [f"--config={name}", f"--config.{wrong}=1"], wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama.py", "must be one of 2-7b, 2-13b, 3-8b, 3-70b, 3-405b"),
+        ("llama.py:3", "must be one of 2-7b, 2-13b, 3-8b, 3-70b, 3-405b"),
+        ("gpt.py:3", "too many positional arguments; use --config=gpt.py"),
+    ],
+)
+def test_a_recipe_whose_argument_cannot_be_is_refused(name, said, refused):
+    refused(jshard.train, [f"--config={name}"], said)
+    words = [f"--config={name}", "--topology=h100:8"]
+    refused(jshard.plan.command_line, words, said)
+
+
 def test_the_planner_refuses_the_same(refused):
     rng = random.Random(0)
     with config_of("llama.py:3-8b") as config:
@@ -150,7 +164,7 @@ def test_the_planner_refuses_the_same(refused):
 
 OPTIONS = {
     jshard.train: {
-        "config": ("", LONG, "nosuch", "llama.py", "llama.py:1", "gpt.py:1"),
+        "config": ("", LONG, "nosuch"),
         "workdir": ("", LONG),
         "coordinator": ("", "a", "a:", "a:0", "a:65536", "a:many", f"{LONG}:1", ":7"),
         "num_processes": ("", "0", "-1", "many", "nan", "1e3", "1" + "0" * 20, LONG),
