@@ -119,7 +119,12 @@ def train(
             lambda x, p: zeros_like(x).astype(p.dtype), whole[0], params
         )
         grads, loss, metrics, after = _accumulate(
-            run, accumulate, ModelArrays(*whole, model_state), batch, zeros, scale
+            run,
+            accumulate,
+            ModelArrays(whole[0], whole[1], model_state),
+            batch,
+            zeros,
+            scale,
         )
     if defer_scatter:
         grads = jax.tree.map(reduce_scatter, grads, places, params)

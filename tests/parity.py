@@ -320,7 +320,7 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     return rows
 
 
-def every_pair(quick: bool = False, **factors: tuple[Any, ...]) -> Any:
+def every_pair(quick: bool = False, /, **factors: tuple[Any, ...]) -> Any:
     """A test by ``case``, over rows that hold every pair of values.
 
     All are slow; if ``quick``, but a few that hold every value.

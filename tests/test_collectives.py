@@ -37,7 +37,7 @@ SIZES = Sizes()
 
 @pytest.mark.parametrize("plain", [False, True])
 @every_pair(
-    quick=True,
+    True,
     remat=tuple(REMATS),
     reshard=(True, False),
     accumulate=(1, 4),

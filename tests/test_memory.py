@@ -79,7 +79,7 @@ REMATS = {
 
 # A bfloat16 layer casts its weights: casts, too, depend on weights alone.
 @every_pair(
-    quick=True,
+    True,
     remat=tuple(REMATS),
     plain=(False, True),
     accumulate=(1, 2),

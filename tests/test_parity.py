@@ -109,7 +109,7 @@ def product(names: str, *factors: Any, quick: Any) -> Any:
 
 
 # Every optimizer and every flag on every mesh, too.
-@parity.every_pair(quick=True, **FACTORS)
+@parity.every_pair(True, **FACTORS)
 def test_training_follows_the_plain_run_for_every_pair_of_choices(case):
     check(Case(**case))
 

@@ -156,8 +156,8 @@ def test_no_loop_copies_the_weights_or_the_gradients_that_it_carries(gpus, remat
     config = recipe().get_config().model
     whole = config.width * config.hidden
     for body in loops(module):
-        copied = [x.shape for x in body.instructions if x.opcode == "copy"]
-        sizes = [a.size for shape in copied for a in hlo.arrays(shape)]
+        copied = [x for x in body.instructions if x.opcode == "copy"]
+        sizes = [array.size for x in copied for array in x.arrays]
         assert whole not in sizes
 
 

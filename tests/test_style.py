@@ -10,8 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "jshard"
 ROOMS = ("layout", "comm", "unit", "step.py", "fsdp.py")
 TRACED = (*ROOMS, "optim", "nn")
 LONGEST = 7  # positional parameters
-# Written anew at the moment; to be emptied when that is merged.
-EXEMPT = {"unit"}
+# JAX calls the branches of a cond: what the first one returns can be told to the others
+# by assignment alone.
+EXEMPT = {"unit/loop_types.py"}
 
 # Not "update", which is a method of optimizers, too.
 CHANGES = {"append", "extend", "insert", "add", "setdefault", "pop"}
@@ -81,13 +82,7 @@ def _changed(node: ast.AST) -> list[str]:
     return [target.id] if isinstance(target, ast.Name) else []
 
 
-def parametrize(rooms: tuple[str, ...]):
-    exempt = pytest.mark.xfail(reason="written anew at the moment", strict=True)
-    marked = [pytest.param(r, marks=exempt if r in EXEMPT else ()) for r in rooms]
-    return pytest.mark.parametrize("room", marked)
-
-
-@parametrize(ROOMS)
+@pytest.mark.parametrize("room", ROOMS)
 def test_no_function_has_more_than_seven_positional_parameters(room):
     assert files(room)
     found = [
@@ -98,7 +93,7 @@ def test_no_function_has_more_than_seven_positional_parameters(room):
     assert not found
 
 
-@parametrize(ROOMS)
+@pytest.mark.parametrize("room", ROOMS)
 def test_every_public_function_has_types(room):
     found = [
         f"{path.relative_to(PACKAGE)}:{problem}"
@@ -108,11 +103,12 @@ def test_every_public_function_has_types(room):
     assert not found
 
 
-@parametrize(TRACED)
+@pytest.mark.parametrize("room", TRACED)
 def test_results_leave_functions_as_what_they_return(room):
     found = [
         f"{path.relative_to(PACKAGE)}:{problem}"
         for path in files(room)
+        if str(path.relative_to(PACKAGE)) not in EXEMPT
         for problem in side_channels(ast.parse(path.read_text()))
     ]
     assert not found

@@ -23,7 +23,7 @@ def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
 
 @pytest.mark.usefixtures("x64")
 @every_pair(
-    quick=True,
+    True,
     model=(zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack),
     remat=("full", "dots", "none"),
     reshard_after_forward=(True, False),

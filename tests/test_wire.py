@@ -77,7 +77,7 @@ def asked(policy: jshard.Policy, kind: str) -> set[str]:
 
 
 @every_pair(
-    quick=True,
+    True,
     mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
     remat=("full", "names", "none"),
     accumulate=(1, 2),
@@ -154,7 +154,7 @@ def test_the_backward_gathers_the_root_again_when_it_is_resharded(
 
 
 @every_pair(
-    quick=True,
+    True,
     remat=("full", "none"),
     reshard_after_forward=(True, False, 1),
     replica=(1, 2, 8),

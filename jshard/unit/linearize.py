@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
 from jshard.comm.varying import abstract_like, is_float
-from jshard.compat.jaxprs import run_used
+from jshard.compat.jaxprs import needed_for, run_used
 from jshard.policy import Offload
 from jshard.unit.dataflow import dependencies
 from jshard.unit.partition import merge, select
@@ -153,9 +152,9 @@ class LinearizedLayer:
             index is not None and where[index] == i
             for i, index in enumerate(self._source)
         ]
-        self._forward = pe.dce_jaxpr(jaxpr, [True] * prefix + used)
+        self._forward = needed_for(jaxpr, [True] * prefix + used)
         lost = [False] * prefix + [index is None for index in self._source]
-        self._rebuild = pe.dce_jaxpr(jaxpr, lost)
+        self._rebuild = needed_for(jaxpr, lost)
         self.reads = self._rebuild[1][: len(inputs.weights)]
 
     def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:

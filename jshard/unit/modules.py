@@ -21,6 +21,7 @@ from flax import nnx
 
 from jshard.comm.collectives import gather_leaf
 from jshard.comm.embedding import is_cheaper, look_up
+from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
 from jshard.layout.layers import mark_layers
 from jshard.layout.placement import Placement
@@ -143,12 +144,11 @@ def _stack_class(cls: type) -> type:
 def _subclass(name: str, base: type, cls: type, methods: dict[str, Any]) -> type:
     """A class of both, and a pytree only where ``cls`` is one."""
     # A module that is none does not record which attributes hold arrays.
-    is_pytree = issubclass(cls, nnx.Pytree) and cls._pytree__is_pytree
     members = methods | {"plain_class": cls}
     return types.new_class(
         name,
         (base, cls),
-        {"pytree": is_pytree},
+        {"pytree": is_pytree(cls)},
         lambda namespace: namespace.update(members),
     )
 

@@ -1,6 +1,7 @@
 """A Stack's layers in segments that are treated alike, and single layers of those."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -84,15 +85,14 @@ def cut(
       prefetch: whether transfers run beside neighbouring layers.
     """
     types = own.types(layer=True)
-    linearized: dict[tuple[int, bool], LinearizedLayer] = {}
+
+    # A layer is linearized once for each way in which it is.
+    @functools.cache
+    def linearized(remat: Any, prevent_cse: bool) -> LinearizedLayer:
+        return LinearizedLayer(traced, own.trained, remat, prevent_cse)
 
     def sharded(remat: Any, reshard: Any, prevent_cse: bool) -> ShardedLayer:
-        # A layer is linearized once for each way in which it is.
-        key = (id(remat), prevent_cse)
-        if key not in linearized:
-            layer = LinearizedLayer(traced, own.trained, remat, prevent_cse)
-            linearized[key] = layer
-        return ShardedLayer(linearized[key], own.places, types, reshard)
+        return ShardedLayer(linearized(remat, prevent_cse), own.places, types, reshard)
 
     segments = []
     for start, stop in spans(policy, length):

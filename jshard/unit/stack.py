@@ -350,7 +350,9 @@ class _Backward:
         return self.given.put(index, self.given.segment.unit.sum_copies(parts), sums)
 
 
-def unshard_following(shards, places, carry):
+def unshard_following(
+    shards: Sequence[jax.Array], places: Sequence[Placement], carry: Any
+) -> tuple[list[jax.Array], Any]:
     """The weights of the unit that comes next, not before ``carry``; and the carry."""
     if not shards:
         return [], carry
