@@ -118,13 +118,9 @@ def train(
         zeros = jax.tree.map(
             lambda x, p: zeros_like(x).astype(p.dtype), whole[0], params
         )
+        given = ModelArrays(whole[0], whole[1], model_state)
         grads, loss, metrics, after = _accumulate(
-            run,
-            accumulate,
-            ModelArrays(whole[0], whole[1], model_state),
-            batch,
-            zeros,
-            scale,
+            run, accumulate, given, batch, zeros, scale
         )
     if defer_scatter:
         grads = jax.tree.map(reduce_scatter, grads, places, params)
