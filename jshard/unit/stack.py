@@ -245,7 +245,8 @@ class _Given:
     consts: tuple[list, list]
 
     def inputs(self, unit: ShardedLayer, index, weights, carry) -> Inputs:
-        consts = self.consts[unit is not self.segment.unit]
+        in_loop, alone = self.consts
+        consts = in_loop if unit is self.segment.unit else alone
         return Inputs(weights, layer_of(self.xs, index), carry, [*self.args, *consts])
 
     def forward(self, unit: ShardedLayer, index, weights, carry):
