@@ -118,7 +118,8 @@ def train(
         zeros = jax.tree.map(
             lambda x, p: zeros_like(x).astype(p.dtype), whole[0], params
         )
-        given = ModelArrays(whole[0], whole[1], model_state)
+        # Typed as what passes a barrier: micro-batches are traced once.
+        given = ModelArrays(*jax.tree.map(vary, whole), model_state)
         grads, loss, metrics, after = _accumulate(
             run, accumulate, given, batch, zeros, scale
         )

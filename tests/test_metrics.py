@@ -70,9 +70,13 @@ def test_values_that_are_not_finite_are_null_so_that_every_line_is_json(tmp_path
 
 
 def test_the_config_is_written_whole(tmp_path):
-    with RunFolder(tmp_path, CONFIG):
+    with RunFolder(tmp_path, CONFIG, recipe="llama:3-8b"):
         written = json.loads((tmp_path / "config.json").read_text())
-    assert written == {"steps": 3, "optimizer": {"betas": [0.9, 0.95]}}
+    assert written == {
+        "recipe": "llama:3-8b",
+        "steps": 3,
+        "optimizer": {"betas": [0.9, 0.95]},
+    }
 
 
 def test_tensorboard_has_the_same_values_training_and_evaluation_apart(tmp_path):
