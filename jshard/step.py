@@ -119,7 +119,8 @@ def train(
             lambda x, p: zeros_like(x).astype(p.dtype), whole[0], params
         )
         # Typed as what passes a barrier: micro-batches are traced once.
-        given = ModelArrays(*jax.tree.map(vary, whole), model_state)
+        whole = jax.tree.map(vary, whole)
+        given = ModelArrays(whole[0], whole[1], model_state)
         grads, loss, metrics, after = _accumulate(
             run, accumulate, given, batch, zeros, scale
         )
