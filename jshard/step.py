@@ -108,11 +108,12 @@ def train(
         both = (places, layout.places_of(frozen))
         whole = jax.tree.map(all_gather, (params, frozen), both)
     if accumulate == 1:
-        rest = {"frozen": whole[1], "state": model_state, "batch": batch, "index": 0}
-        of_params = functools.partial(run, **rest)
+        of_params = functools.partial(
+            run, frozen=whole[1], state=model_state, batch=batch, index=0
+        )
         _, pullback, (loss, metrics, after) = jax.vjp(of_params, whole[0], has_aux=True)
         (grads,) = pullback(_seeds(loss, _counts(loss), scale))
-        after = _typed_as(model_state, after, run, (*whole, *list(rest.values())[1:]))
+        after = _typed_as(model_state, after, run, (*whole, model_state, batch, 0))
         after = merge_state(model_state, after)
     else:
         zeros = jax.tree.map(

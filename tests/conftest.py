@@ -14,6 +14,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tiny_runs import RECIPE
+
 if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     # In the environment too, for the processes that tests start. It also keeps an
     # installed CUDA plugin from looking for GPUs.
@@ -172,3 +174,14 @@ def whole(tmp_path_factory):
     with Job(folder, 2, 2, *WORDS) as job:
         assert job.wait() == [0, 0], job.err()
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def train(command):
+    """Runs the command line to its end, with the recipe in `tiny.py`."""
+
+    def run(folder, *words, recipe=RECIPE, **options):
+        (folder / "tiny.py").write_text(recipe)
+        return subprocess.run(timeout=120, **command(folder, *words, **options))
+
+    return run

@@ -120,3 +120,14 @@ def test_what_the_list_does_not_know_is_one_line(word, run):
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
+
+
+def test_the_paths_of_modules_that_moved_still_give_what_they_had():
+    from jshard.checkpoint import Checkpointer
+    from jshard.checkpoint.safetensors_read import load_safetensors as today
+    from jshard.nn import cross_entropy
+    from jshard.safetensors_read import load_safetensors
+
+    assert Checkpointer is jshard.Checkpointer
+    assert cross_entropy is jshard.cross_entropy
+    assert load_safetensors is today

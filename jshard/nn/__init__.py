@@ -1,1 +1,15 @@
 """What a model imports: losses, cross entropy, attention, dropout."""
+
+from jshard.nn.attention import dot_product_attention
+from jshard.nn.cross_entropy import cross_entropy
+from jshard.nn.dropout import Dropout
+from jshard.nn.loss import Loss, Mean, Means
+
+__all__ = [
+    "Dropout",
+    "Loss",
+    "Mean",
+    "Means",
+    "cross_entropy",
+    "dot_product_attention",
+]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.compat import absent_gpus
 from jshard.plan import ahead_of_time, constants, topology
 from jshard.plan.cost import cost, nccl, timeline
 from jshard.plan.hlo import hlo
@@ -25,7 +26,8 @@ _COMPILERS = (
 )  # fmt: skip
 # Modules whose code, constants included, makes a result of a program.
 _MODEL = (
-    ahead_of_time, constants, cost, hlo, evaluation, memory, nccl, timeline, topology,
+    absent_gpus, ahead_of_time, constants, cost, hlo, evaluation, memory, nccl,
+    timeline, topology,
 )  # fmt: skip
 
 
