@@ -6,7 +6,7 @@ memory's bandwidth, and a launch each. Collectives by alpha-beta (Hockney 1994):
 latency, and the bytes on the wire over the bandwidth of the slowest link they cross.
 The latency grows with the devices as in NCCL's own model of rings and trees, with the
 fastest of its protocols (``plan.cost.nccl``). Host copies by the bandwidth of the
-bus. The constants are ``plan.cost.constants``.
+bus. The constants are ``plan.constants``.
 """
 
 import dataclasses
