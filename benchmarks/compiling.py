@@ -7,6 +7,7 @@ and moments), one sequence a GPU.
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 import math
@@ -22,6 +23,7 @@ import gspmd
 import jshard
 from jshard.mesh import BATCH
 from jshard.plan import compile_for, devices, tracing_for
+from jshard.plan.constants import STATED, Constants
 from jshard.plan.cost.timeline import COLLECTIVES, replay
 from jshard.plan.cost.traffic import Traffic, count
 from jshard.plan.hlo import hlo
@@ -47,6 +49,9 @@ class Row:
       rules: GSPMD's, "maxtext" (the default) or "first".
       model: further settings of the recipe's model, as (name, value) pairs.
       policy: further settings of jshard's Policy, as (name, value) pairs.
+      form: further settings of ``gspmd.Form``, as (name, value) pairs.
+      fsdp: devices that share a copy of the weights, with "hybrid"; None is 8.
+      products: of jshard's Precision.
     """
 
     system: str = "jshard"
@@ -61,6 +66,9 @@ class Row:
     rules: str | None = None
     model: tuple[tuple[str, Any], ...] = ()
     policy: tuple[tuple[str, Any], ...] = ()
+    form: tuple[tuple[str, Any], ...] = ()
+    fsdp: int | None = None
+    products: str | None = None
 
     def name(self) -> str:
         """Of the file that caches it."""
@@ -69,13 +77,16 @@ class Row:
         return "".join(c if c.isalnum() or c in "-." else "_" for c in text)
 
 
-def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
+def compile_row(
+    row: Row, cache: Path | None = None, constants: Constants = STATED
+) -> dict[str, Any]:
     """Of one device: bytes, by part and in all; seconds of a step, replayed.
 
     "exposed" are those in which nothing hides a collective, "wire" the bytes received,
     "network" those of them that come through the device's own network port.
     """
-    path = cache and cache / f"jax{jax.__version__}_{row.name()}.json"
+    speed = "" if constants == STATED else f"_{digest(constants)}"
+    path = cache and cache / f"jax{jax.__version__}_{row.name()}{speed}.json"
     if path and path.exists():
         return json.loads(path.read_text())
     mesh = make_mesh(row)
@@ -91,6 +102,7 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     took = time.perf_counter() - start
     gpu, number = parse(row.topology)
+    gpu = dataclasses.replace(gpu, constants=constants)
     module = hlo.parse(compiled.as_text())
     timeline = replay(module, gpu, number)
     moved = [e for e in timeline.events if e.stream == COLLECTIVES]
@@ -119,11 +131,17 @@ def compile_row(row: Row, cache: Path | None = None) -> dict[str, Any]:
     return result
 
 
+def digest(constants: Constants) -> str:
+    """For the name of a file."""
+    return hashlib.sha256(repr(constants).encode()).hexdigest()[:8]
+
+
 def make_mesh(row: Row) -> Mesh:
-    """The mesh of a strategy; "hybrid" shards within hosts of eight."""
+    """The mesh of a strategy; "hybrid" shards over ``row.fsdp`` of its devices."""
     there = devices(row.topology)
     if row.strategy == "hybrid":
-        return jshard.make_mesh(fsdp=8, replica=len(there) // 8, devices=there)
+        fsdp = row.fsdp or 8
+        return jshard.make_mesh(fsdp=fsdp, replica=len(there) // fsdp, devices=there)
     if row.strategy == "ddp":
         return jshard.make_mesh(fsdp=1, replica=len(there), devices=there)
     return jshard.make_mesh(devices=there)
@@ -154,7 +172,8 @@ def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
             state, graphdef = gspmd.abstract_state(
                 make_model, optimizer, mesh, row.rules or "maxtext"
             )
-            step = gspmd.train_step(graphdef, optimizer, mesh, row.remat, state)
+            form = gspmd.Form(row.remat, **dict(row.form))
+            step = gspmd.train_step(graphdef, optimizer, mesh, form, state)
             return step.trace(state, batch), state, state[0]
         fsdp = jshard.FSDP(mesh, make_policy(row))
         state = fsdp.abstract_state(make_model, optimizer)
@@ -170,7 +189,7 @@ def make_policy(row: Row) -> jshard.Policy:
     }.get(row.strategy, {})
     settings: dict[str, Any] = {
         "remat": row.remat,
-        "precision": jshard.Precision(compute="bfloat16"),
+        "precision": jshard.Precision(compute="bfloat16", products=row.products),
         **strategy,
         **dict(row.policy),
     }
@@ -179,12 +198,17 @@ def make_policy(row: Row) -> jshard.Policy:
 
 @functools.cache
 def supported(name: str, device: Any) -> tuple[dict[str, Any], list[str]]:
-    """The options of a set that this JAX knows, and the names of the others."""
+    """The options of one of ``gspmd.OPTIONS`` that this JAX knows; see ``known``."""
+    return known(gspmd.OPTIONS[name], device)
+
+
+def known(options: dict[str, Any], device: Any) -> tuple[dict[str, Any], list[str]]:
+    """The options that this JAX knows, as it spells them; names of the others."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     one = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=sharding)
     lowered = jax.jit(lambda x: x + 1).lower(one)
-    known, left_out = {}, []
-    for option, value in gspmd.OPTIONS[name].items():
+    found, left_out = {}, []
+    for option, value in options.items():
         newer = option.replace("enable_pipelined", "pipeline")
         for spelled, given in (
             (option, value),
@@ -196,11 +220,11 @@ def supported(name: str, device: Any) -> tuple[dict[str, Any], list[str]]:
                 if "No such compile option" not in str(error):
                     raise
             else:
-                known[spelled] = given
+                found[spelled] = given
                 break
         else:
             left_out.append(option)
-    return known, left_out
+    return found, left_out
 
 
 def local_bytes(tree: Any) -> int:

@@ -8,6 +8,7 @@ is given (MaxText makes the logits of the whole batch), so that the difference i
 of the sharding.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "axlearn, overlap 2": AXLEARN_OPTIONS | _OVERLAP,
 }
 
+# Those that a step without a loop over layers is compiled with, too (MaxText's
+# scan_layers=False, as in the 7B run that NVIDIA publishes with its MaxText container).
+ALSO_UNROLLED = ("maxtext", "axlearn, overlap 2")
+
+# MaxText's policies that keep what jshard's of another name do.
+ALIKE = {"dots": "minimal_flash"}
+
 # Weights that end in the embedding dimension; the others (but norms) begin with it.
 _EMBED_LAST = ("embed", "out", "down")
 
@@ -111,29 +119,71 @@ def abstract_state(
     return (params, opt_state), graphdef
 
 
-def checkpointed(fn: Any, remat: str) -> Any:
-    """MaxText's remat policies around one layer."""
+def checkpointed(fn: Any, remat: str, scan: bool = True) -> Any:
+    """MaxText's remat policies around one layer, by MaxText's names or jshard's.
+
+    MaxText saves activations by name. Here the same ones are found by the primitive
+    that makes them: products with a weight, by their shape, and cuDNN's attention.
+    """
     policies = jax.checkpoint_policies
     if remat == "none":
         return fn
+    products = policies.dots_with_no_batch_dims_saveable
     policy = {
         "full": policies.nothing_saveable,
-        "dots": policies.dots_with_no_batch_dims_saveable,
+        "dots": products,
+        "minimal_flash": policies.save_from_both_policies(products, _is_attention),
+        "save_dot_except_mlpwi": lambda *args, **params: (
+            products(*args, **params) and not _widens(*args)
+        ),
+        "save_dot_with_context_except_mlp": lambda *args, **params: (
+            (products(*args, **params) and not _widens(*args))
+            or _is_attention(*args, **params)
+        ),
+        "save_qkv_proj": policies.save_only_these_names("qkv"),
     }[remat]
-    return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+    # Where layers are written out XLA would find a recomputation equal to its original.
+    return jax.checkpoint(fn, policy=policy, prevent_cse=not scan)
 
 
-def loss(
-    model: Any, batch: Any, mesh: Mesh, remat: str, chunk: int | None = None
-) -> jax.Array:
+def _is_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a primitive is the forward of cuDNN's attention ("context")."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+def _widens(primitive: Any, *operands: Any) -> bool:
+    """Whether a product is the MLP's gate or up projection, whose output is wider."""
+    del primitive
+    size_in, size_out = operands[1].shape
+    return size_out > size_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a step is written, apart from its sharding.
+
+    Attributes:
+      remat: MaxText's policy around a layer.
+      scan: whether layers are a loop, or each is written out.
+      iota: whether tokens are embedded by a product with their one-hot vectors, as
+        with MaxText's ``use_iota_embed``, or looked up.
+      chunk: tokens whose logits exist at a time; None is all, as in MaxText.
+    """
+
+    remat: str
+    scan: bool = True
+    iota: bool = False
+    chunk: int | None = None
+
+
+def loss(model: Any, batch: Any, mesh: Mesh, form: Form) -> jax.Array:
     """The mean cross-entropy, over the tokens that count.
 
     Args:
       model: a Llama, or a GPT without dropout.
       batch: "inputs", "targets" and "weights".
       mesh: what the batch is split over.
-      remat: MaxText's policy around a layer.
-      chunk: tokens whose logits exist at a time; None is all, as in MaxText.
+      form: how the step is written.
     """
     constrain = functools.partial(
         lax.with_sharding_constraint, shardings=NamedSharding(mesh, BATCH)
@@ -145,10 +195,21 @@ def loss(
         object.__setattr__(block, "__class__", type(model.blocks).plain_class)
         return constrain(block(x_BTD)), None
 
-    x_BTD = model.embed(batch["inputs"])
+    if form.iota:
+        embedding_VD = model.embed.embedding.get_value().astype(model.embed.dtype)
+        size, dtype = embedding_VD.shape[0], embedding_VD.dtype
+        x_BTD = constrain(jax.nn.one_hot(batch["inputs"], size, dtype=dtype))
+        x_BTD = x_BTD @ embedding_VD
+    else:
+        x_BTD = model.embed(batch["inputs"])
     if hasattr(model, "positions"):
         x_BTD = x_BTD + model.positions(jnp.arange(x_BTD.shape[1]))
-    x_BTD, _ = lax.scan(checkpointed(layer, remat), constrain(x_BTD), stacked)
+    x_BTD, _ = lax.scan(
+        checkpointed(layer, form.remat, form.scan),
+        constrain(x_BTD),
+        stacked,
+        unroll=1 if form.scan else True,
+    )
     x_BTD = model.norm(x_BTD)
     if hasattr(model, "head"):
         head_DV = model.head.kernel.get_value()
@@ -161,7 +222,7 @@ def loss(
         head_DV,
         batch["targets"],
         batch["weights"],
-        chunk=chunk or batch["targets"].size,
+        chunk=form.chunk or batch["targets"].size,
     )
     return mean.compute()
 
@@ -170,10 +231,9 @@ def train_step(
     graphdef: Any,
     optimizer: Any,
     mesh: Mesh,
-    remat: str,
+    form: Form,
     state: Any,
     accumulate: int = 1,
-    chunk: int | None = None,
 ) -> Any:
     """The jitted ``state, loss = step(state, batch)``; the state is donated."""
 
@@ -182,7 +242,7 @@ def train_step(
 
         def of_params(params, batch):
             model = nnx.merge(graphdef, params, copy=True)
-            return loss(model, batch, mesh, remat, chunk)
+            return loss(model, batch, mesh, form)
 
         differentiate = jax.value_and_grad(of_params)
         if accumulate > 1:

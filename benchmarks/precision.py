@@ -9,8 +9,10 @@ an interrupted run goes on; the table and docs/precision.svg show all it holds.
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ SETTINGS = {
     "fp32": Setting("fp32 throughout", {}),
     "int8": Setting("int8 gathers", BF16 | {"gather": "int8"}),
     "fp8": Setting("float8_e4m3fn gathers", BF16 | {"gather": "float8_e4m3fn"}),
+    "products": Setting("float8 products and gathers", BF16 | {"products": "float8"}),
     "reduce": Setting("bf16 reductions", BF16 | {"reduce": "bfloat16"}),
     "sum": Setting(
         "bf16 reductions, summed in fp32",
@@ -102,7 +105,7 @@ def main() -> None:
         print(f"chart: {options.chart}")
 
 
-def read(file: Path, size: dict[str, int]) -> dict[str, Any]:
+def read(file: Path, size: dict[str, Any]) -> dict[str, Any]:
     """The settings that ``file`` holds, of runs of this size."""
     if not file.exists():
         return {}
@@ -112,12 +115,14 @@ def read(file: Path, size: dict[str, int]) -> dict[str, Any]:
     return kept["results"]
 
 
-def train(setting: Setting, size: dict[str, int]) -> dict[str, Any]:
+def train(
+    setting: Setting, size: dict[str, Any], seed: int = 0, *, evaluate: bool = True
+) -> dict[str, Any]:
     """Losses of every step, the held-out loss, and bytes on the wire."""
     file = find_recipe("gpt.py")
     with open_recipe(file) as recipe:
-        config = complete(recipe.get_config(), file.name)
-        config.update(size)
+        config = complete(recipe.get_config(), file)
+        config.update({"seed": seed, **size})
         config.optimizer.moment_dtype = setting.moment_dtype
         policy = jshard.Policy(
             precision=jshard.Precision(**setting.precision),
@@ -129,7 +134,8 @@ def train(setting: Setting, size: dict[str, int]) -> dict[str, Any]:
         )
         fsdp = jshard.FSDP(jshard.make_mesh(replica=setting.replica), policy)
         optimizer = recipe.make_optimizer(config)
-        state = fsdp.init(lambda rngs: recipe.make_model(config, rngs), optimizer)
+        make_model = functools.partial(recipe.make_model, config)
+        state = fsdp.init(make_model, optimizer, seed=seed)
         step = fsdp.train_step(recipe.loss_fn, optimizer)
         data = batches(
             recipe.make_data(config, "train"),
@@ -147,15 +153,15 @@ def train(setting: Setting, size: dict[str, int]) -> dict[str, Any]:
 
         eval_step, total = fsdp.eval_step(recipe.loss_fn), None
         held_out = recipe.make_data(config, "validation")
-        for factor, batch in eval_batches(held_out, batch_size=config.batch_size):
+        left_out = eval_batches(held_out, batch_size=config.batch_size)
+        for factor, batch in left_out if evaluate else ():
             means = eval_step(state, fsdp.shard_batch(batch)).scaled(factor)
             total = means if total is None else total + means
             jax.block_until_ready(total)
     assert traced is not None
-    assert total is not None
     return {
         "losses": losses,
-        "eval_loss": float(total.compute()["loss"]),
+        "eval_loss": None if total is None else float(total.compute()["loss"]),
         "skipped": int(metrics.get("skipped_steps", 0)),
         "wire": wire_bytes(traced.jaxpr.jaxpr, dict(fsdp.mesh.shape)),
         "optimizer_bytes": sum(x.nbytes for x in jax.tree.leaves(state.opt_state)),
@@ -207,7 +213,7 @@ def table(results: dict[str, Any]) -> list[str]:
 
 # Told apart by people who see no red or green, too (Okabe and Ito).
 COLORS = ("#000000", "#8a8a8a", "#0072b2", "#d55e00", "#e69f00", "#56b4e9", "#cc79a7")
-COLORS += ("#009e73", "#7a5c00")
+COLORS += ("#009e73", "#7a5c00", "#b0006d")
 WIDTH, LEFT, RIGHT = 900, 60, 620  # px; the names of the lines stand at the right
 LABEL_HEIGHT = 17
 STYLE = ".line { fill: none; stroke-width: 1.5 } .grid { stroke: #ddd }"
@@ -221,8 +227,8 @@ def chart(results: dict[str, Any]) -> str:
     window = len(results["bf16"]["losses"]) - len(base)
     losses_title = f"training loss, nats a byte, mean of {window + 1} steps"
     parts = ['<rect width="100%" height="100%" fill="#fff"/>']
-    parts += panel(losses_title, losses, 0)
-    parts += panel(f"difference from {SETTINGS['bf16'].label}", apart, 300)
+    parts += panel(losses_title, losses, color, 0)
+    parts += panel(f"difference from {SETTINGS['bf16'].label}", apart, color, 300)
     for i, name in enumerate(results):
         at = {"x": RIGHT + 16, "y": 48 + LABEL_HEIGHT * i, "fill": color(name)}
         parts.append(element("text", SETTINGS[name].label, **at))
@@ -233,8 +239,10 @@ def color(name: str) -> str:
     return COLORS[list(SETTINGS).index(name)]
 
 
-def panel(title: str, curves: dict[str, np.ndarray], top: int) -> list[str]:
-    """A panel whose upper end is at ``top`` px."""
+def panel(
+    title: str, curves: dict[str, np.ndarray], color: Callable[[str], str], top: int
+) -> list[str]:
+    """A panel whose upper end is at ``top`` px, with a curve in each one's color."""
     first = SMOOTHED  # the step that the first mean ends with
     last = first + len(next(iter(curves.values()))) - 1
     values = np.concatenate(list(curves.values()))

@@ -5,11 +5,15 @@
 Llama steps of one sequence a GPU, compiled for absent GPUs; their schedules replayed
 with the cost model of docs/plan.md. Prints a markdown table: milliseconds of a
 step, those in which nothing hides a collective, and the floor, a step with none; GB
-that a device receives; GiB of its memory. GSPMD is the same model under MaxText's
+that a device receives; GiB of its memory. jshard's layers are unrolled, unless
+``--scan`` is given. GSPMD is the same model under MaxText's
 sharding, compiled with each set of published options (``gspmd.OPTIONS``): its row is
 the fastest of these, which "options" names. "ratio" is of the steps. "least" is what a
 device receives where every sharded weight is gathered twice in bf16 and its gradient
 scattered once; only ``--strategy=zero3`` has one.
+
+The cost model has its stated constants by default, so that tables of different dates
+compare; ``--constants=fitted`` takes the planner's default.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import jax
 
 import gspmd
 from compiling import STRATEGIES, Row, compile_row, make_mesh, trace
+from jshard.plan.constants import Constants, find_constants
 
 GIB = 2**30
 HEADS = [
@@ -64,12 +69,24 @@ def cells(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def fastest_peer(row: Row, cache: Path | None) -> tuple[dict[str, Any], str]:
+def fastest_peer(
+    row: Row, cache: Path | None, constants: Constants
+) -> tuple[dict[str, Any], str]:
     """GSPMD's result with the options that make its step fastest, and their name."""
     found = {}
     for name in gspmd.OPTIONS:
-        peer = {"system": "gspmd", "rules": "maxtext", "options": name}
-        found[name] = compile_row(dataclasses.replace(row, **peer), cache)
+        for scan in (True, False) if name in gspmd.ALSO_UNROLLED else (True,):
+            peer = dataclasses.replace(
+                row,
+                system="gspmd",
+                rules="maxtext",
+                remat=gspmd.ALIKE.get(row.remat, row.remat),
+                options=name,
+                form=() if scan else (("scan", False),),
+                policy=(),
+            )
+            label = name if scan else f"{name}, no scan"
+            found[label] = compile_row(peer, cache, constants)
     best = min(found, key=lambda name: found[name]["step"])
     return found[best], best
 
@@ -80,10 +97,16 @@ def main() -> None:
     parser.add_argument("--topology", default="h100:8,h100:64,h100:256")
     parser.add_argument("--remat", default="full,dots")
     parser.add_argument("--strategy", default="zero3", choices=STRATEGIES)
+    parser.add_argument("--scan", action="store_true", help="jshard: loop over layers")
     parser.add_argument("--cache", type=Path, help="folder of results to reuse")
+    parser.add_argument("--constants", default="stated", help="or fitted, or a file")
     options = parser.parse_args()
+    constants = find_constants(options.constants)
 
-    print(f"JAX {jax.__version__}; ms, GB received, GiB of memory\n")
+    print(
+        f"JAX {jax.__version__}; ms, GB received, GiB of memory; constants "
+        f"{constants.source}\n"
+    )
     print("| " + " | ".join(HEADS) + " |")
     print("|---" * len(HEADS) + "|")
     for recipe in options.recipe.split(","):
@@ -94,9 +117,10 @@ def main() -> None:
                     topology=topology,
                     remat=remat,
                     strategy=options.strategy,
+                    policy=() if options.scan else (("unroll", True),),
                 )
-                ours = compile_row(row, options.cache)
-                theirs, best = fastest_peer(row, options.cache)
+                ours = compile_row(row, options.cache, constants)
+                theirs, best = fastest_peer(row, options.cache, constants)
                 bound = f"{least(row) / 1e9:.2f}" if row.strategy == "zero3" else ""
                 line = [recipe, topology.partition(":")[2], remat, bound]
                 line += [*cells(ours), *cells(theirs)]

@@ -55,7 +55,7 @@ ROOMS = {
     "cli": Room(2, 660, 860, "errors in one line, quiet imports"),
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
-        "errors formatting knob mesh policy precision state version",
+        "errors formatting knob mesh policy precision scopes state version",
     ),
 }  # fmt: skip
 

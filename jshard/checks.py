@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jshard.errors import UserError, some_of
 from jshard.layout.layers import layer_dims
@@ -21,6 +21,31 @@ from jshard.unit.modules import Stack, root_variables
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
+
+
+_FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs (Ada, Hopper) that multiply float8
+
+
+def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the policy wants float8 products that cannot be had."""
+    if not policy.multiplies_in_float8():
+        return
+    if policy.offload == "all":
+        raise UserError(
+            "precision.products='float8' does not go with policy.offload='all': scales "
+            "need all shards on the device; use offload='optimizer'"
+        )
+    if isinstance(mesh, AbstractMesh):
+        return
+    device = mesh.devices.flat[0]
+    capability = str(getattr(device, "compute_capability", None) or "")
+    numbers = tuple(map(int, capability.split("."))) if "." in capability else None
+    if device.platform == "gpu" and numbers and numbers < _FLOAT8_CAPABILITY:
+        raise UserError(
+            f"precision.products='float8' needs GPUs of compute capability 8.9 or "
+            f"newer (Ada, Hopper, Blackwell); {device.device_kind} has {capability}; "
+            "use products=None"
+        )
 
 
 def check_trained(params: nnx.State) -> None:

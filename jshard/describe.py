@@ -12,20 +12,24 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.compat.collective_primitives import axes_of, groups_of
+from jshard.compat.jaxprs import scopes_of
 from jshard.errors import some_of
 from jshard.formatting import format_bytes
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import HOST
 from jshard.mesh import AXES, BATCH, FSDP, REPLICA, hosts_of
+from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.state import TrainState
 from jshard.unit.batch_norm import batch_norms
 from jshard.unit.modules import root_variables
+from jshard.unit.products import SCOPE
 
 _KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
+    "pmax": "all-reduce",
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
     "all_to_all": "all-to-all",
@@ -95,6 +99,14 @@ def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
             yield from equations(inner, times * trips)
 
 
+def attention_kernels(jaxpr: core.Jaxpr) -> list[str]:
+    """Returns what the program's attention is, in words; empty without any."""
+    scopes = {scopes_of(eqn) for eqn, _ in equations(jaxpr)}
+    return [
+        words for scope, words in KERNELS.items() if any(scope in x for x in scopes)
+    ]
+
+
 def _network_axes(mesh: Mesh, hosts: list[Any]) -> dict[str, int]:
     """Returns the axes that span hosts, and how many of their devices share one."""
     of_host = np.reshape(hosts, mesh.devices.shape)
@@ -159,6 +171,10 @@ def describe(
             part = format_bytes(t.network_bytes) if t.network_bytes else "none"
             text += f", {part} over the network"
         lines.append((name + "s", text))
+    if kernels := attention_kernels(jaxpr):
+        lines.append(("attention", ", and ".join(kernels)))
+    if policy.multiplies_in_float8():
+        lines.append(("float8", _float8(jaxpr)))
     lines += _replicated(state, layout) + _root(model, state, layout)
     norms = batch_norms(model)
     if norms and policy.accumulate > 1:
@@ -169,6 +185,22 @@ def describe(
         text = f"{_some(streams)}: plain random streams, whose draws depend on the mesh"
         lines.append(("random", f"{text} (those of jshard.Dropout do not)"))
     return "\n".join(f"{name:<16}{text}" for name, text in lines)
+
+
+def _float8(jaxpr: Any) -> str:
+    """Says which part of the products with weights, by FLOPs, is in float8."""
+    flops, in_float8 = 0, 0
+    for eqn, times in equations(jaxpr):
+        if eqn.primitive.name != "dot_general":
+            continue
+        (over, _), (batch, _) = eqn.params["dimension_numbers"]
+        if not batch:  # attention has batches of heads
+            depth = np.prod([eqn.invars[0].aval.shape[d] for d in over], dtype=int)
+            work = times * int(depth) * eqn.outvars[0].aval.size
+            flops += work
+            in_float8 += work if SCOPE in str(eqn.source_info.name_stack) else 0
+    part = in_float8 / flops if flops else 0
+    return f"{part:.0%} of the FLOPs of products with weights"
 
 
 def _parameters(state: TrainState) -> str:

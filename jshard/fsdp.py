@@ -16,6 +16,7 @@ from jshard import describe, step
 from jshard.checks import (
     check_batch,
     check_layer_counts,
+    check_products,
     check_trained,
     check_units,
     warn_of_large_root,
@@ -73,10 +74,14 @@ class FSDP:
         self.policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
         check_memory(self.policy, mesh)
+        check_products(self.policy, mesh)
         self.units = check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
         self.compiler_options = xla_options.compiler_options(
-            platform(mesh), compiler_options
+            platform(mesh),
+            mesh.size,
+            compiler_options,
+            float8=self.policy.multiplies_in_float8(),
         )
 
     # States.

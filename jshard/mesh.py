@@ -137,9 +137,10 @@ def platform(mesh: Mesh | AbstractMesh) -> str:
     return "unknown" if device is None else device.platform
 
 
-def overlaps() -> bool:
-    """Returns whether collectives overlap with computation in the traced step.
+def on_gpus() -> bool:
+    """Returns whether the step that is being traced runs on GPUs.
 
-    They do on GPUs; on CPUs XLA runs one operation at a time.
+    There collectives overlap with computation; on CPUs XLA runs one operation at a
+    time.
     """
     return platform(jax.sharding.get_abstract_mesh()) == "gpu"

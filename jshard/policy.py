@@ -10,6 +10,8 @@ from jshard.knob import Knob, described, knob, knobs
 from jshard.precision import Precision
 
 POLICIES = ("full", "dots", "none")
+# The name of what a flash attention kernel reads, which "dots" keeps.
+ATTENTION_OPERANDS = "attention_operands"
 
 Path = Iterable[Any]  # of a module or a parameter in the model
 
@@ -67,8 +69,8 @@ class UnitPolicy:
     remat: Any = knob(
         "full",
         "activation checkpointing: full recomputes each layer in the backward pass, "
-        "dots keeps products with weights, none keeps all activations, names:A+B keeps "
-        "these, offload:A+B keeps these in host memory",
+        "dots keeps products with weights and flash attention, none keeps all "
+        "activations, names:A+B keeps these, offload:A+B keeps these in host memory",
         noun="full, dots, none, names:A+B or offload:A+B",
     )
     """In Python also ``Names(...)`` and ``Offload(...)``, for activations named with
@@ -111,6 +113,14 @@ class UnitPolicy:
     Prefetching takes memory for the weights and gradients of one more layer. CPU
     devices cannot overlap communication and computation."""
 
+    unroll: bool = knob(
+        False,
+        "compile the layers of a Stack one after the other, without a loop: faster "
+        "steps, and a compilation that takes longer with each layer",
+    )
+    """A loop copies the activations that it keeps into stacked arrays, which it clears
+    first. Without it, they stay where they are computed."""
+
     def __post_init__(self):
         check_remat(self.remat)
         for name, declared in knobs(self).items():
@@ -123,7 +133,7 @@ class UnitPolicy:
 
 
 OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))
-_OF_STACKS = {"first_k", "keep_last", "prefetch"}
+_OF_STACKS = {"first_k", "keep_last", "prefetch", "unroll"}
 _OVERRIDABLE = (*OF_UNITS, "precision")
 
 
@@ -256,6 +266,11 @@ class Policy(UnitPolicy):
     def precision_at(self, path: Path) -> Precision:
         """Returns the dtypes of the module or parameter at ``path``."""
         return self._at(path)["precision"]
+
+    def multiplies_in_float8(self) -> bool:
+        """Returns whether any module's products are in float8."""
+        chosen = [fields.get("precision") for fields in self.overrides.values()]
+        return any(p and p.products is not None for p in (self.precision, *chosen))
 
     def offloads_activations(self) -> bool:
         """Returns whether any layer keeps activations in host memory."""

@@ -57,10 +57,30 @@ class Precision:
     as many bytes takes its place, and each device sums what it receives: bfloat16 is
     sent, without its rounding in the sums."""
 
+    products: Any = knob(
+        None,
+        "float8 multiplies the weights of layers with activations in float8, on GPUs "
+        "of compute capability 8.9 or newer; None multiplies in compute's dtype",
+        kind=str,
+        choices=("float8",),
+    )
+    """Weights and activations are float8_e4m3fn, and gradients of outputs
+    float8_e5m2, each tensor with one scale; sums are in float32. These weights are
+    gathered in float8, whatever ``gather`` is. Embeddings, heads, norms and the root
+    keep ``compute``, and so do weights that are not only multiplied with, whose
+    smaller side is below 128 or a 16th of the larger (routers), or whose sides are not
+    multiples of 16. CPUs emulate the same numbers."""
+
     def __post_init__(self):
         for name, declared in knobs(type(self)).items():
             value = getattr(self, name)
             if value is None:
+                continue
+            if name == "products":
+                if value not in declared.choices:
+                    raise UserError(
+                        f"precision.products: {value!r} is not one of None, float8"
+                    )
                 continue
             try:
                 dtype = jnp.dtype(value)
@@ -70,6 +90,11 @@ class Precision:
                 possible = ", ".join(declared.choices)
                 raise UserError(f"precision.{name}: {value!r} is not one of {possible}")
             object.__setattr__(self, name, dtype)
+        if self.products is not None and self.compute in (jnp.float16, jnp.float64):
+            raise UserError(
+                f"precision.products={self.products!r} does not go with "
+                f"compute={self.compute.name!r}; use bfloat16 or float32"
+            )
         if self.gather is None:
             object.__setattr__(self, "gather", self.compute)
 

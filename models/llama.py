@@ -31,7 +31,8 @@ class LlamaConfig:
       norm_eps: added to the mean square in RMSNorm.
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
-      attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
+      attention: "auto", "cudnn", "blockwise" or "xla" of
+        ``jshard.dot_product_attention``.
       dtype: of the computation.
       param_dtype: of the parameters.
     """
@@ -92,7 +93,9 @@ def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     )
 
 
-def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
+def rotate(
+    x_BTNH: jax.Array, theta: float, positions_BT: jax.Array | None = None
+) -> jax.Array:
     """Rotary positions (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
 
     Rotates each pair of dimensions (i, i + H/2), the layout of Hugging Face's
@@ -100,8 +103,10 @@ def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
     wider.
 
     Args:
-      x_BTNH: queries or keys, at positions 0 to T-1; H is even.
+      x_BTNH: queries or keys; H is even.
       theta: base of the wavelengths.
+      positions_BT: integers; by default 0 to T-1 in each row. Those of packed documents
+        begin again with each.
 
     Returns:
       The same shape and dtype.
@@ -109,10 +114,13 @@ def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
     frequencies_I = theta ** -(jnp.arange(0, H, 2, dtype=dtype) / H)
-    angles_TI = jnp.arange(T, dtype=dtype)[:, None] * frequencies_I
-    cos_T1I, sin_T1I = jnp.cos(angles_TI)[:, None], jnp.sin(angles_TI)[:, None]
+    if positions_BT is None:
+        angles = jnp.arange(T, dtype=dtype)[:, None] * frequencies_I  # (T, I)
+    else:
+        angles = positions_BT.astype(dtype)[..., None] * frequencies_I  # (B, T, I)
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     a_BTNI, b_BTNI = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
-    turned = (a_BTNI * cos_T1I - b_BTNI * sin_T1I, b_BTNI * cos_T1I + a_BTNI * sin_T1I)
+    turned = (a_BTNI * cos - b_BTNI * sin, b_BTNI * cos + a_BTNI * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 
 

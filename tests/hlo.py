@@ -9,6 +9,7 @@ counts.
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +126,19 @@ def copies(text: str) -> list[tuple[Array, int]]:
     """
     found = [x for x in _runs(text) if x.kind == "copy"]
     return [(x.instruction.arrays[0], x.times) for x in found]
+
+
+def calls(text: str) -> Counter[str]:
+    """How often a program calls each library, by the target of the call.
+
+    Raises:
+      ValueError: a loop that holds a call has no known trip count.
+    """
+    found: Counter[str] = Counter()
+    for x in _runs(text):
+        if x.instruction.target:
+            found[x.instruction.target] += x.times
+    return found
 
 
 def aliased(text: str) -> set[int]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from jshard.distributed import Peers
 from jshard.training.config.command_line import override
 from jshard.training.config.config import check, complete
 from jshard.training.loop import run
@@ -95,19 +96,28 @@ def read_metrics(workdir: Path) -> list[dict]:
     return [line for line in lines if len(line) > 1]
 
 
-def train(folder: Path, workdir: str = "run", **keys: object) -> Path:
-    """Runs the recipe here, as the command line would; returns the run's folder.
+def train(
+    folder: Path,
+    workdir: str = "run",
+    *,
+    recipe: str = RECIPE,
+    peers: Peers | None = None,
+    **keys: object,
+) -> Path:
+    """Runs a recipe here, as the command line would; returns the run's folder.
 
     Args:
       folder: where the recipe and the run's folder are.
       workdir: the name of the latter.
+      recipe: its text.
+      peers: the processes of the run.
       keys: of the config, with "__" for dots.
     """
-    (folder / "tiny.py").write_text(RECIPE)
-    with open_recipe(folder / "tiny.py") as recipe:
-        config = complete(recipe.get_config(), "tiny.py")
+    (folder / "tiny.py").write_text(recipe)
+    with open_recipe(folder / "tiny.py") as opened:
+        config = complete(opened.get_config(), "tiny.py")
         words = {key.replace("__", "."): str(value) for key, value in keys.items()}
         override(config, words, "tiny.py")
         check(config)
-        run(recipe, config, folder / workdir)
+        run(opened, config, folder / workdir, peers=peers)
     return folder / workdir

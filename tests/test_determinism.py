@@ -139,6 +139,7 @@ def test_no_two_devices_or_micro_batches_share_a_plain_nnx_mask(accumulate):
     assert not np.any(masks[0] == masks[1], axis=1).all()
 
 
+@pytest.mark.slow
 def test_evaluation_drops_nothing_and_leaves_the_state_as_it_is():
     fsdp = make_fsdp(1, 8, units=(Dropped,))
     state = fsdp.init(lambda rngs: Masks(jshard.Dropout, rngs), optax.sgd(0.1))
@@ -197,6 +198,7 @@ def test_initial_values_are_identical_on_every_mesh_and_those_of_the_plain_model
     chex.assert_trees_all_close(one.params, plain, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_values():
     fsdp = make_fsdp(1, 8)
     one, two = (

@@ -11,9 +11,8 @@ import jshard
 from decoder import Sizes, make_decoder, make_fsdp
 
 GROUPS = "must be True, False or the size of a group of devices"
-OVERRIDABLE = (
-    "possible: remat, first_k, reshard_after_forward, keep_last, prefetch, precision"
-)
+FIELDS = "remat, first_k, reshard_after_forward, keep_last, prefetch, unroll, precision"
+OVERRIDABLE = f"possible: {FIELDS}"
 FLOATING = "is not one of float32, bfloat16, float16, float64"
 
 

@@ -49,7 +49,12 @@ def get_config(size: str = "") -> ConfigDict:
     config.checkpoint.every = 1000
     # Gradients are reduced in float32, as in section 3.3.2 of the Llama 3 paper.
     precision = {"compute": "bfloat16", "reduce": "float32"}
-    config.policy = {"remat": "dots", "accumulate": 4, "precision": precision}
+    config.policy = {
+        "remat": "dots",
+        "accumulate": 4,
+        "unroll": layers <= 80,  # compiling more takes too long
+        "precision": precision,
+    }
     del config.model.dropout
     config.model.update(
         {
@@ -77,7 +82,7 @@ def get_config(size: str = "") -> ConfigDict:
     if size.startswith("3"):
         config.steps = 1_200_000
         config.batch_size = 512
-        config.policy = {"remat": "full", "precision": precision}
+        config.policy.update({"remat": "full", "accumulate": 1})
         config.model.vocab_size = 128256
         config.model.sequence_length = 8192
         config.model.rope_theta = 500_000.0

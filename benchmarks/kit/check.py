@@ -1,5 +1,6 @@
 """Stage check: whether training on this GPU is right; a part fails where it is not."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -121,49 +122,66 @@ def bfloat16_losses(record: Recorder) -> None:
 
 
 def attention(record: Recorder, *, tiny: bool) -> None:
-    """Attention as steps have it, and its gradients, against float32 by XLA."""
+    """Attention as steps have it, and its gradients, against float32 in plain JAX."""
     shapes = (
-        [(2, 256, 8, 2, 64)] if tiny else [(4, 1024, 12, 12, 64), (2, 4096, 32, 8, 128)]
+        [(2, 256, 8, 2, 64)]
+        if tiny
+        else [(4, 1024, 12, 12, 64), (2, 2048, 8, 4, 256), (2, 4096, 32, 8, 128)]
     )
-    for B, T, N, K, H in shapes:
-        keys = jax.random.split(jax.random.key(0), 4)
+    cases: list[dict[str, Any]] = [{}, {"window": 20}, {"max_segments": 64}]
+    cases += [{"max_segments": 64, "window": 20}, {"soft_cap": 2.0}]
+    for shape, options in itertools.product(shapes, cases):
+        B, T, N, K, H = shape
+        keys = jax.random.split(jax.random.key(0), 5)
         sizes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
-        q, k, v, g = (
+        arrays = [
             jax.random.normal(key, size, jnp.bfloat16)
-            for key, size in zip(keys, sizes, strict=True)
-        )
+            for key, size in zip(keys[:4], sizes, strict=True)
+        ]
+        begins = jax.random.bernoulli(keys[4], 16 / T, (B, T))
+        ids = jnp.cumsum(begins, axis=1) if "max_segments" in options else None
+        run = partial(attend_and_back, ids_BT=ids, options=tuple(options.items()))
         with jax.default_matmul_precision("highest"):
-            wanted = attend_and_back(
-                *(x.astype(jnp.float32) for x in (q, k, v, g)), "xla"
-            )
-        for implementation in ("xla",) if tiny else ("xla", "cudnn"):
-            found = attend_and_back(q, k, v, g, implementation)
+            wide = [x.astype(jnp.float32) for x in arrays]
+            wanted = run(*wide, name="blockwise")
+        names = ["blockwise"] if "soft_cap" in options else ["blockwise", "xla"]
+        if not tiny and "soft_cap" not in options:
+            names.append("cudnn")
+        for name in names:
+            found = run(*arrays, name=name)
             errors = {
-                name: float(
+                part: float(
                     jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
                 )
-                for name, a, b in zip(
+                for part, a, b in zip(
                     ("y", "dq", "dk", "dv"), found, wanted, strict=True
                 )
             }
-            key = f"{implementation} B{B} T{T} N{N} K{K} H{H}"
+            key = " ".join([f"{name} B{B} T{T} N{N} K{K} H{H}", *options])
             record(key, **errors, bound=ATTENTION_BOUND)
             worst = max(errors.values())
             assert worst <= ATTENTION_BOUND, f"{key}: off by {worst}"
 
 
-@partial(jax.jit, static_argnums=4)
+@partial(jax.jit, static_argnames=("options", "name"))
 def attend_and_back(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     g_BTNH: jax.Array,
+    *,
+    ids_BT: jax.Array | None,
+    options: tuple[tuple[str, Any], ...],
     name: str,
 ) -> tuple[jax.Array, ...]:
     """Attended values, and the gradients of queries, keys and values."""
     y_BTNH, back = jax.vjp(
         lambda *qkv: jshard.dot_product_attention(
-            *qkv, is_causal=True, implementation=name
+            *qkv,
+            is_causal=True,
+            segment_ids_BT=ids_BT,
+            implementation=name,
+            **dict(options),
         ),
         q_BTNH,
         k_BTKH,

@@ -107,11 +107,13 @@ def gspmd_program(recipe: Recipe, config: Config, mesh: Mesh) -> Program:
         graphdef,
         optimizer,
         mesh,
-        config.policy.remat,
+        gspmd.Form(
+            config.policy.remat,
+            # On one device chunks of logits split no tokens that devices share.
+            chunk=config.model.loss_chunk if mesh.size == 1 else None,
+        ),
         abstract,
         config.policy.accumulate,
-        # On one device chunks of logits split no tokens that devices share.
-        config.model.loss_chunk if mesh.size == 1 else None,
     )
     device = mesh.devices.flat[0]
     return Program(

@@ -238,7 +238,7 @@ def measure(record: Recorder, *, kernels: list[Kernel]) -> None:
 
 def compile_kernel(kernel: Kernel, inputs: Any, platform: str) -> jax.stages.Compiled:
     """With the options that steps are compiled with."""
-    run = jax.jit(kernel.run, compiler_options=compiler_options(platform))
+    run = jax.jit(kernel.run, compiler_options=compiler_options(platform, 1))
     return run.lower(*inputs).compile()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from jshard.plan.constants import Constants, read_constants
+from jshard.plan.constants import STATED, Constants, read_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
@@ -48,14 +48,20 @@ def parts(card: str | None) -> list[Part]:
 
 
 def compare(record: Recorder, *, job: Job, stage: str, card: str | None) -> None:
-    """Plans a job, with stated constants and fitted ones, and compares."""
+    """Plans a job with the planner's constants and others, and compares.
+
+    "published" are the planner's own, fitted to published runs; "fitted" are those of
+    this card, if the stage "kernels" has run.
+    """
     plan = plan_job(job, card)
     measured = _measured(record.of(stage), job.name)
     seconds, peak = measured.get("step_seconds"), measured.get("peak_bytes")
     path = record.out / "constants.json"
-    times: dict[str, float | None] = {"stated": None, "fitted": None}
+    names = ("stated", "published", "fitted")
+    times: dict[str, float | None] = dict.fromkeys(names)
     if plan.timeline is not None:
-        times["stated"] = plan.timeline.seconds
+        times["stated"] = seconds_with(plan, STATED)
+        times["published"] = plan.timeline.seconds
         if path.exists():
             times["fitted"] = seconds_with(plan, read_constants(path))
     record(

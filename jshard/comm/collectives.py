@@ -18,15 +18,27 @@ from jshard.comm import quantized
 from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.layout.placement import Placement
 from jshard.mesh import FSDP, manual_axes
+from jshard.scopes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None or not is_float(x) else x.astype(dtype)
 
 
-def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
-    """Returns the full parameter in the layer's dtype, from this device's shard."""
+@jax.named_scope(ALL_GATHER)
+def all_gather(
+    shard: jax.Array, place: Placement, scale: jax.Array | None = None
+) -> jax.Array:
+    """Returns the full parameter in the layer's dtype, from this device's shard.
+
+    With a scale it is in float8 instead, divided by the scale.
+    """
     shard = place.fetched(vary(shard))
+    if scale is not None:
+        values = quantized.to_float8(shard, scale, place.gather)
+        if place.dim is None or lax.axis_size(FSDP) == 1:
+            return values
+        return quantized.gather_float8(values, values.ndim + place.dim)
     is_quantized = quantized.is_quantized(place.gather)
     full = shard if is_quantized else _cast(shard, place.gather)
     if place.dim is not None and lax.axis_size(FSDP) > 1:
@@ -57,13 +69,16 @@ def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
     return _cast(part, place.gather) if smaller else part
 
 
+@jax.named_scope(ALL_GATHER)
 def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     """The inverse of ``split``: an all-gather within each group."""
     if place.dim is None:
         return part
     groups = np.arange(lax.axis_size(FSDP)).reshape(-1, group).tolist()
     dim = part.ndim + place.dim
-    if group > 1:
+    if group > 1 and place.scale is not None:
+        part = quantized.gather_float8(part, dim, groups)
+    elif group > 1:
         part = lax.all_gather(
             part, FSDP, axis=dim, axis_index_groups=groups, tiled=True
         )
@@ -87,6 +102,7 @@ def reduce_scatter(
     return all_reduce(scatter(grad, place), shard)
 
 
+@jax.named_scope(REDUCE_SCATTER)
 def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     """The first half of ``reduce_scatter``: sums a sharded parameter over "fsdp"."""
     grad = _cast(grad, place.reduce)
@@ -98,6 +114,7 @@ def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     return _reduce_scatter_in(grad, dim, place.sum)
 
 
+@jax.named_scope(ALL_REDUCE)
 def all_reduce(grad: jax.Array, shard: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """The second half of ``reduce_scatter``: sums over axes ``shard`` does not vary on.
 

@@ -21,6 +21,7 @@ from jshard.comm.quantized import is_quantized
 from jshard.comm.varying import abstract_like, vary, varying
 from jshard.layout.placement import Placement
 from jshard.mesh import FSDP, REPLICA
+from jshard.scopes import LOOK_UP
 
 
 def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:
@@ -69,6 +70,7 @@ def look_up(
     def run(shard_VC, ids_T):
         return forward(shard_VC, ids_T)[0]
 
+    @jax.named_scope(LOOK_UP)
     def forward(shard_VC, ids_T):
         # XLA would combine an all-gather with those of weights and wait for them.
         ids_A = lax.all_to_all(jnp.tile(ids_T, devices), FSDP, 0, 0, tiled=True)
@@ -81,6 +83,7 @@ def look_up(
         rows_TD = lax.all_to_all(sent_AC, FSDP, 0, 1, tiled=True)
         return rows_TD.astype(rows_AC.dtype), ids_A
 
+    @jax.named_scope(LOOK_UP)
     def backward(ids_A, grad_TD):
         if not place.trainable:
             return None, None

@@ -1,8 +1,12 @@
-"""Quantized all-gathers: weights are sent as one byte each, with a scale per block.
+"""Quantized all-gathers: weights are sent as one byte each, with scales.
 
-This follows ZeRO++ (Wang et al. 2023, "ZeRO++: Extremely Efficient Collective
-Communication for Giant Model Training", section 3.1). Every block of 256 values is sent
-with its own scale, so an outlier reduces the precision of its own block only.
+Weights that are computed with in a wider dtype have a scale per block. This follows
+ZeRO++ (Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for
+Giant Model Training", section 3.1). Every block of 256 values is sent with its own
+scale, so an outlier reduces the precision of its own block only.
+
+Operands of float8 products (``jshard.unit.products``) have one scale for the tensor,
+as cuBLASLt wants it. Their values stay in float8.
 """
 
 from typing import Any
@@ -74,3 +78,40 @@ def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
 def _blocks(flat: jax.Array) -> jax.Array:
     """Reshapes to (blocks, 256), padded with zeros."""
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+# One scale for a tensor.
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude in ``x``, a float32 scalar."""
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def tensor_scale(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the scale of tensors with these largest magnitudes, in float32.
+
+    It is the smallest power of two above ``largest`` over the largest value of
+    ``dtype``: dividing by it rounds nothing, so all hardware makes the same float8
+    values, and bfloat16 holds their products with the scale exactly. With an infinity
+    or a NaN the scale is infinite, and the product NaN.
+    """
+    ratio = largest / float(jnp.finfo(dtype).max)
+    bits = lax.bitcast_convert_type(ratio, jnp.int32)
+    exponent = jnp.int32(0x7F800000)  # all bits but the sign's and the fraction's
+    below = lax.bitcast_convert_type(bits & exponent, jnp.float32)
+    return jnp.where(ratio < jnp.finfo(jnp.float32).tiny, 1, 2 * below)
+
+
+def to_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns ``x / scale`` in ``dtype``, where the quotients fit."""
+    return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
+
+
+def gather_float8(
+    values: jax.Array, dim: int, groups: list[list[int]] | None = None
+) -> jax.Array:
+    """Returns float8 values gathered along ``dim``, over "fsdp" or groups of it."""
+    bits = lax.bitcast_convert_type(values, jnp.int8)  # for the reason above
+    bits = lax.all_gather(bits, FSDP, axis=dim, axis_index_groups=groups, tiled=True)
+    return lax.bitcast_convert_type(bits, values.dtype)

@@ -69,12 +69,17 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def scopes_of(eqn: Any) -> str:
+    """Returns the name scopes in which an equation was traced, like "jvp(layers)/x"."""
+    return str(eqn.source_info.name_stack)
+
+
 @contextlib.contextmanager
 def context(eqn: Any) -> Iterator[None]:
     """Restores the JAX settings and name scopes in which an equation was traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(eqn.ctx.manager)
-        if scopes := str(eqn.source_info.name_stack):
+        if scopes := scopes_of(eqn):
             stack.enter_context(jax.named_scope(scopes))
         yield
 

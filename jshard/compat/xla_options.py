@@ -19,6 +19,11 @@ from jshard.errors import UserError
 # is one launch and one line in a profile.
 _ONE_COLLECTIVE = 1 << 36
 
+# Whether XLA starts a gather only after the residuals of the running layer are copied
+# into their stacks, unless the copies wait for it. Before 0.11 it starts early by
+# itself, and hides more with one collective in flight.
+GATHERS_LATE = jax.__version_info__ >= (0, 11)
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -28,13 +33,13 @@ class Option:
       name: XLA's name for the option.
       value: the value that steps are compiled with.
       reason: what the value achieves.
-      since: the first JAX version to which the option is passed.
+      devices: the fewest devices of a mesh for which the option is passed.
     """
 
     name: str
     value: bool | int | str
     reason: str
-    since: tuple[int, ...] = (0,)
+    devices: int = 1
 
 
 OPTIONS = (
@@ -52,9 +57,10 @@ OPTIONS = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         2,
-        "lets a gather and a scatter of neighbouring layers be in flight together; "
-        "before 0.11, XLA hides both without it, and in less memory",
-        since=(0, 11),
+        "lets a gather and a scatter of neighbouring layers be in flight together, "
+        "where links between hosts make both long; elsewhere it takes memory, and XLA "
+        "issues the last ones later",
+        devices=16 if GATHERS_LATE else 128,
     ),
     Option(
         "xla_gpu_all_gather_combine_threshold_bytes",
@@ -85,29 +91,41 @@ OPTIONS = (
     ),
 )
 
-
-def options() -> tuple[Option, ...]:
-    """Returns the options that apply to the installed JAX version."""
-    return tuple(o for o in OPTIONS if jax.__version_info__ >= o.since)
+# For steps with float8 products.
+FLOAT8_OPTIONS = (
+    Option(
+        "xla_gpu_dot_merger_threshold_mb",
+        0,
+        "keeps small products with a common operand apart: XLA would concatenate their "
+        "weights, which have a scale each, and multiply in bfloat16",
+    ),
+)
 
 
 def compiler_options(
-    platform: str, changes: Mapping[str, Any] | None = None
+    platform: str,
+    devices: int,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    float8: bool = False,
 ) -> dict[str, Any]:
     """Returns the compiler options for a step's ``jit``.
 
     Args:
       platform: the ``device.platform`` of its devices. There are defaults only for
         GPUs.
+      devices: how many there are in the mesh.
       changes: the user's options, which override the defaults; None leaves an option
         at XLA's default.
+      float8: whether the step has float8 products.
 
     Returns:
       Values by name, for ``jax.jit(compiler_options=...)``.
     """
     values: dict[str, Any] = {}
     if platform == "gpu":
-        values = {option.name: option.value for option in options()}
+        given = OPTIONS + (FLOAT8_OPTIONS if float8 else ())
+        values = {o.name: o.value for o in given if devices >= o.devices}
     values |= changes or {}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -144,7 +144,7 @@ class Layout:
     def gathered(self) -> Self:
         """Returns the layout of a device's parameters after they are gathered."""
         whole = {
-            path: Placement(None, trainable=place.trainable)
+            path: Placement(None, trainable=place.trainable, float8=place.float8)
             for path, place in self.places.items()
         }
         return dataclasses.replace(self, places=whole)
@@ -165,5 +165,6 @@ def _places(
             precision.sum,
             trainable,
             hosted=policy.offload == "all" and dim is not None,
+            float8=precision.products is not None,
         )
     return places

@@ -20,6 +20,9 @@ class Placement:
       sum: the dtype of the sums over "fsdp"; None for the communicated dtype.
       trainable: whether a gradient is computed and reduce-scattered.
       hosted: whether shards are in host memory (``memory_kinds.typed_as_device``).
+      float8: whether products with it may be in float8 (``Precision.products``).
+      scale: for a parameter that is gathered for float8 products, the index of its
+        scale in the last of its unit's arrays.
     """
 
     dim: int | None
@@ -29,6 +32,8 @@ class Placement:
     sum: Any = None
     trainable: bool = True
     hosted: bool = False
+    float8: bool = False
+    scale: int | None = None
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

@@ -19,6 +19,7 @@ from jax import lax
 
 from jshard.comm.varying import is_float, vary, varying
 from jshard.errors import UserError
+from jshard.mesh import on_gpus
 from jshard.nn.loss import Mean
 
 
@@ -134,12 +135,35 @@ def _losses(
     V = head_DV.shape[1]
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=wide)
-    sum_C = jax.nn.logsumexp(logits_CV, axis=1)
+    if on_gpus():  # CPUs take longer for it
+        sum_C = _logsumexp_in_one_pass(logits_CV)
+    else:
+        sum_C = jax.nn.logsumexp(logits_CV, axis=1)
     target_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], 1, mode="clip")
     inside_C = (targets_C >= 0) & (targets_C < V)
     loss_C = jnp.where(inside_C, sum_C - target_C1[:, 0], jnp.nan)
     is_target_CV = targets_C[:, None] == jnp.arange(V)
     return loss_C, jnp.exp(logits_CV - sum_C[:, None]), is_target_CV
+
+
+def _logsumexp_in_one_pass(logits_CV: jax.Array) -> jax.Array:
+    """Computes the logarithm of the sum of exponentials, (C,), in one pass.
+
+    Each partial sum is relative to the largest logit so far (Milakov and Gimelshein
+    2018, arXiv:1805.02867, section 3), so that the logits are read once.
+    """
+
+    def add(one: tuple, other: tuple) -> tuple:
+        (max_a, sum_a), (max_b, sum_b) = one, other
+        largest = jnp.maximum(max_a, max_b)
+        total = sum_a * jnp.exp(max_a - largest) + sum_b * jnp.exp(max_b - largest)
+        return largest, total
+
+    dtype = logits_CV.dtype
+    start = (jnp.finfo(dtype).min.astype(dtype), jnp.zeros((), dtype))
+    pairs = (logits_CV, jnp.ones_like(logits_CV))
+    max_C, sum_C = lax.reduce(pairs, start, add, (1,))
+    return max_C + jnp.log(sum_C)
 
 
 def _weighted_sum(loss_N: jax.Array, weights_N: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from jshard.optim.per_layer import sharded_update
 from jshard.optim.streamed_update import streamed_update
 from jshard.policy import Policy
 from jshard.precision import at_least_float32, for_update, updated_in
+from jshard.scopes import UPDATE
 from jshard.state import TrainState
 
 # (parameters, optimizer's state, averages or None)
@@ -43,6 +44,7 @@ def check_state(state: TrainState, policy: Policy) -> None:
             )
 
 
+@jax.named_scope(UPDATE)
 def next_state(
     layout: Layout,
     optimizer: optax.GradientTransformation,
@@ -104,7 +106,8 @@ def update(
             wide = for_update(params)
             updates, opt_state = optimizer.update(grads, opt_state, wide)
         params = optax.apply_updates(params, updates)
-        if averages is not None and policy.ema_decay is not None:
+        if averages is not None:
+            assert policy.ema_decay is not None  # see check_state
             averages = ema.update(averages, params, policy.ema_decay, steps)
         new = (params, opt_state, averages)
         return new if finite is None else loss_scale.select(finite, new, moving)

@@ -22,7 +22,7 @@ from jshard.cli.command import run_command
 from jshard.cli.quiet import without_remarks
 from jshard.errors import UserError
 from jshard.plan import topology
-from jshard.plan.constants import STATED, read_constants
+from jshard.plan.constants import find_constants
 from jshard.plan.cost.cost import assumed
 from jshard.plan.output import as_json, page, search_output, terminal
 from jshard.plan.planning import Plan, make_plan
@@ -48,7 +48,7 @@ DOES_NOT_FIT = 3
 USAGE = f"""\
 usage: python -m jshard.plan --config=FILE --topology=GPU:NUMBER
                              [--config.KEY=VALUE ...]
-                             [--constants=FILE]
+                             [--constants=stated|fitted|FILE]
                              [--json=FILE] [--html=FILE] [--trace=FILE] [--hlo=FILE]
                              [--search[=KNOB,...] [--search.KEY=A,B] [--limit=50]]
 
@@ -60,7 +60,8 @@ input.
   --config.KEY=VALUE  sets one of the recipe's keys, e.g. --config.policy.remat=dots
   --topology=h100:64  this many GPUs, eight per host: {", ".join(topology.GPUS)}; or
                       {ATTACHED}: this machine's devices (no timeline on CPUs)
-  --constants=FILE    how fast the GPU is, as benchmarks/gpu.py measured it
+  --constants=NAME    how fast the GPU is: fitted to published runs (the default),
+                      stated, or a file, as benchmarks/gpu.py writes it
   --json=FILE         everything below as data, with all gaps
   --html=FILE         a page with an interactive timeline
   --trace=FILE        the timeline for ui.perfetto.dev
@@ -103,8 +104,8 @@ def _plan(argv: list[str]) -> None:
     if not arguments.help:
         _check_topology(where)
         _check_files(options)
-    constants = Path(options["constants"]) if "constants" in options else None
-    speed = STATED if constants is None else read_constants(constants)
+    constants = options.get("constants", "fitted")
+    speed = find_constants(constants)
     if where in (None, ATTACHED):
         choose_platform()
     else:  # compiling for absent GPUs runs on the CPU
@@ -135,9 +136,7 @@ def _plan(argv: list[str]) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-def _search(
-    words: list[str], arguments: Arguments, path: str, constants: Path | None
-) -> None:
+def _search(words: list[str], arguments: Arguments, path: str, constants: str) -> None:
     options = arguments.options
     for name in ("html", "trace", "hlo"):
         if name in options:

@@ -49,6 +49,14 @@ class Plan:
         return self.memory.fits
 
     @property
+    def seconds_range(self) -> tuple[float, float] | None:
+        """Between what a step may take, by the runs that confirm the constants."""
+        gpu = self.program.gpu
+        if gpu is None or self.timeline is None:
+            return None
+        return gpu.constants.range_of(self.timeline.seconds)
+
+    @property
     def items_per_second(self) -> float | None:
         """Tokens (or examples) per second on all devices."""
         return self.timeline and self.program.items / self.timeline.seconds

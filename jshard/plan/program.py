@@ -12,7 +12,7 @@ import jshard
 from jshard.errors import UserError
 from jshard.mesh import BATCH
 from jshard.plan.ahead_of_time import compile_for, tracing_for
-from jshard.plan.constants import STATED, Constants
+from jshard.plan.constants import FITTED, Constants
 from jshard.plan.topology import GPU, GPUS, devices, parse
 from jshard.training.config.config import Config
 from jshard.training.data.dataset import make_training_data
@@ -67,7 +67,7 @@ class Program:
 
 
 def trace(
-    recipe: Recipe, config: Config, topology: str, constants: Constants = STATED
+    recipe: Recipe, config: Config, topology: str, constants: Constants = FITTED
 ) -> Program:
     """Traces a recipe's step as training would on the devices of a topology.
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jshard.errors import UserError
-from jshard.plan.constants import STATED, Constants
+from jshard.plan.constants import FITTED, Constants
 from jshard.training.throughput import PEAK_FLOPS
 
 GPUS_A_HOST = 8
@@ -49,7 +49,7 @@ class GPU:
     shared: tuple[int, int, int]
     flops: float
     nvlink: float
-    constants: Constants = STATED
+    constants: Constants = FITTED
 
     @property
     def usable(self) -> int:

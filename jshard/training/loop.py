@@ -16,12 +16,14 @@ from jshard.state import TrainState
 from jshard.training import returns
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config.config import Config
+from jshard.training.config.profiled_steps import profiled_steps
 from jshard.training.data.batches import batches
 from jshard.training.data.dataset import make_training_data, make_validation_data
 from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.finite import beyond_vocabulary, check_finite
 from jshard.training.job import Job, make_job, make_mesh
 from jshard.training.preemption import Preemption
+from jshard.training.profile import Profile
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
 from jshard.training.run_folder.metrics import RunFolder, finish_folder
@@ -84,6 +86,9 @@ def run(
     source = None if state is not None else _find_source(config, abstract_state)
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
+    traced = profiled_steps(config.profile.steps)
+    # A run that saves nothing ends at once, unless it has a trace to write.
+    listens = saves or bool(traced) or jax.process_count() > 1
     with (
         ExitStack() as signals,  # the outermost: the report must be completed, too
         RunFolder(
@@ -96,11 +101,13 @@ def run(
         ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
         Saving(config, folder, display) as saving,
+        Profile(traced, start.step, workdir, peers, display.say) as profile,
         peers.telling(),
     ):
-        if saves or jax.process_count() > 1:
+        if listens:
             signals.enter_context(preemption)
-        display.say("\n".join(filter(None, (start.message, start_up))))
+        lines = (start.message, start_up, profile.note)
+        display.say("\n".join(filter(None, lines)))
         folder.note(recipe=recipe.path, start_up=start_up, references=references)
         if state is None:
             peers.at("making initial values", start.step)
@@ -126,15 +133,18 @@ def run(
         first_step = start.step + 1
         for step, batch in enumerate(inputs.batches, first_step):
             last = step == config.steps
-            if last and not saves and jax.process_count() == 1:
+            if last and not listens:
                 signals.enter_context(preemption)  # finish the last step in any case
+            profile.before(step, state, throughput)
             peers.at("step" if step > first_step else "compiling", step)
-            state, metrics = job.train_step(state, job.fsdp.shard_batch(batch))
+            with jax.profiler.StepTraceAnnotation("step", step_num=step):
+                state, metrics = job.train_step(state, job.fsdp.shard_batch(batch))
             peers.at("computing", step)
             history.append((metrics["loss"], metrics["grad_norm"]))
             # Running two steps ahead keeps the devices busy. Running further ahead
             # would fill their memory with batches.
             jax.block_until_ready(history[-3:-2])
+            profile.after(step, state, throughput)
             display.update(step)
             saving.report()
 

@@ -1,6 +1,8 @@
 """How fast a run trains: tokens or examples per second, and MFU."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -40,6 +42,13 @@ class Throughput:
     def restart(self) -> None:
         """Restarts the clock, so that time spent outside of steps is not counted."""
         self._since = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock within it."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
 
     def measure(self, steps: int) -> dict[str, float]:
         """Returns the metrics of the steps taken since the last restart."""

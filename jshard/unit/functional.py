@@ -10,9 +10,9 @@ from jshard.comm.collectives import placements
 from jshard.comm.varying import vary
 from jshard.policy import Reshard, UnitPolicy, check_remat
 from jshard.unit.loop_types import typed_loops
+from jshard.unit.parameters import Parameters
 from jshard.unit.partition import Static
 from jshard.unit.stack import make_scan, split_aux
-from jshard.unit.unit import Parameters
 
 
 def scan_layers(

@@ -9,8 +9,9 @@ from jshard.comm.collectives import all_reduce, gather_leaf, scatter
 from jshard.comm.varying import vary
 from jshard.errors import UserError
 from jshard.unit.modules import Parts, Stack, Unit, prepare_layers
+from jshard.unit.parameters import Parameters, scales, unshard
 from jshard.unit.partition import select
-from jshard.unit.unit import Parameters, barrier, map_present, unshard
+from jshard.unit.unit import barrier, map_present
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -49,7 +50,7 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
 
     @jax.custom_vjp
     def gather_before(shards, x):
-        return unshard(shards, places), x
+        return unshard(shards, places, scales(shards, places)), x
 
     def backward(_, cotangents):
         grads, x_ct = cotangents

@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
-from jshard.comm.varying import abstract_like, is_float
+from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.compat.jaxprs import needed_for, run_used
 from jshard.policy import Offload
+from jshard.unit import products
 from jshard.unit.dataflow import dependencies
 from jshard.unit.partition import merge, select
+from jshard.unit.products import Weight
 from jshard.unit.remat import checkpoint, note_names
 
 
@@ -49,22 +52,53 @@ class TracedLayer:
       consts: arrays that the function closes over. The caller appends them to its
         ``args``, so that they get gradients, too.
       outputs: a pytree of abstract arrays.
+      grads: if some weights are in float8, the abstract gradient of these, and None for
+        the others. ``inputs`` then has one weight more, the scales.
     """
 
     inputs: Inputs
     jaxpr: core.Jaxpr
     consts: list[Any]
     outputs: Any
+    grads: Sequence[Any] = ()
 
     def __call__(self, inputs: Inputs) -> Any:
         """Returns the outputs without residuals, for evaluation."""
-        leaves = jax.tree.leaves(inputs)
+        return self.run(*self.with_handles(inputs))
+
+    def with_handles(self, inputs: Inputs) -> tuple[Inputs, list[Any]]:
+        """Returns inputs that can be differentiated, and the weights in float8.
+
+        In the inputs, each of these is replaced by its handle (``products.Weight``).
+        """
+        if not self.grads:
+            return inputs, []
+        *weights, scales = inputs.weights
+        float8, following = [], iter(range(len(weights)))
+        for i, (values, grad) in enumerate(zip(weights, self.grads, strict=True)):
+            if grad is None:
+                float8.append(None)
+                continue
+            scale = scales[next(following)]
+            zeros = jnp.zeros(grad.shape, grad.dtype)
+            weights[i] = vary(zeros, sorted(varying(values)))
+            float8.append(Weight(values, scale, None, i))
+        return inputs._replace(weights=weights), float8
+
+    def run(self, inputs: Inputs, float8: list[Any]) -> Any:
+        """Returns the outputs, given what ``with_handles`` returns."""
+        leaves: list[Any] = jax.tree.leaves(inputs)
+        for i, weight in enumerate(float8):
+            if weight is not None:
+                leaves[i] = dataclasses.replace(weight, handle=leaves[i])
         split = len(self.jaxpr.invars)
-        consts = leaves[split:][: len(self.consts)]
-        run = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, consts))
-        return jax.tree.unflatten(
-            jax.tree.structure(self.outputs), run(*leaves[:split])
-        )
+        consts, leaves = leaves[split:][: len(self.consts)], leaves[:split]
+        if float8:
+            outputs = products.run(self.jaxpr, consts, leaves)
+        else:
+            closed = core.ClosedJaxpr(self.jaxpr, consts)
+            outputs = core.jaxpr_as_fun(closed)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
 
 
 def trace_layer(fn: Callable[..., Any], inputs: Inputs) -> TracedLayer:
@@ -96,19 +130,20 @@ class LinearizedLayer:
     ):
         note_names(traced.jaxpr, remat)
         self.traced = traced
-        # Trained weights have gradients, and so have all other float inputs.
-        moves: Inputs = jax.tree.map(is_float, traced.inputs)
-        moves = moves._replace(weights=list(trained))
-        fn = checkpoint(traced, remat, prevent_cse=prevent_cse)
+        fn = checkpoint(traced.run, remat, prevent_cse=prevent_cse)
 
         def with_residuals(*inputs):
-            fixed = select(Inputs(*inputs), jax.tree.map(lambda m: not m, moves))
+            inputs, float8 = traced.with_handles(Inputs(*inputs))
+            # Trained weights have gradients, and so have all other float inputs.
+            moves: Inputs = jax.tree.map(is_float, inputs)
+            moves = moves._replace(weights=list(trained[: len(inputs.weights)]))
+            fixed = select(inputs, jax.tree.map(lambda m: not m, moves))
 
             def of_moving(moving):
-                outputs = fn(merge(moving, fixed))
+                outputs = fn(merge(moving, fixed), float8)
                 return differentiable(outputs, traced.outputs), outputs
 
-            moving = select(Inputs(*inputs), moves)
+            moving = select(inputs, moves)
             _, pullback, outputs = jax.vjp(of_moving, moving, has_aux=True)
             return outputs, pullback
 
@@ -186,7 +221,11 @@ class LinearizedLayer:
         rebuilt = iter(run_used(*self._rebuild, leaves))
         residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
         (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
-        return grads._replace(args=[*grads.args, *[None] * len(self.consts)])
+        scales = [None] * (len(inputs.weights) - len(grads.weights))
+        return grads._replace(
+            weights=[*grads.weights, *scales],
+            args=[*grads.args, *[None] * len(self.consts)],
+        )
 
     def _move(self, kept: Sequence[Any], space: Any) -> list[Any]:
         """Moves offloaded residuals to the memory ``space``."""

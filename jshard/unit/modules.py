@@ -31,12 +31,16 @@ from jshard.policy import Policy, Reshard, UnitPolicy
 from jshard.precision import set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import call_method, variables_in
+from jshard.unit.parameters import Parameters
 from jshard.unit.partition import Static, combine, partition
 from jshard.unit.shards import hide, is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
-from jshard.unit.unit import Parameters, run_unit
+from jshard.unit.unit import run_unit
 
 M = TypeVar("M", bound=nnx.Module)
+
+# As Units of their own these are heads and embeddings, without float8 products.
+_SINGLE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
 
 
 # With pytree=False, Flax does not touch the module that an instance becomes.
@@ -197,7 +201,13 @@ def place(
     model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
 ) -> None:
     """Replaces every parameter with a Shard and gives every unit its policy."""
-    units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
+    found = dict(nnx.iter_modules(model))
+    units = [path for path, module in found.items() if is_unit(module)]
+    layers = [
+        path
+        for path in units
+        if isinstance(found[path], Stack) or not isinstance(found[path], _SINGLE)
+    ]
     for path, module in list(nnx.iter_modules(model)):
         over_all_devices(module)
         set_compute_dtype(module, policy.precision_at(path).compute)
@@ -210,7 +220,10 @@ def place(
                 module.unit_policy = in_turn
     for path, variable in variables(model):
         if path in placements:
-            hide(variable, placements[path], ".".join(map(str, path)))
+            where = placements[path]
+            if not any(path[: len(layer)] == layer for layer in layers):
+                where = dataclasses.replace(where, float8=False)
+            hide(variable, where, ".".join(map(str, path)))
 
 
 def gather_root(model: nnx.Module) -> None:

@@ -1,7 +1,8 @@
 """The algorithm, software-pipelined: collectives run beside neighbouring layers.
 
 Each iteration unshards the weights of the next layer and reduce-scatters the gradients
-of the previous one. Its own layer depends on neither, so both overlap with it. Peeled
+of the previous one. Its own layer depends on neither, so both overlap with it. A gather
+starts once the one before has arrived, so that XLA combines no two of them. Peeled
 off the loop are the last layer of each pass, which has no next layer, and the first
 ones of the backward, before there are gradients to scatter.
 """
@@ -9,13 +10,17 @@ ones of the backward, before there are gradients to scatter.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.comm.varying import vary
 from jshard.compat.jax_functions import inner
+from jshard.compat.xla_options import GATHERS_LATE
 from jshard.mesh import REPLICA
+from jshard.unit.parameters import Parameters
 from jshard.unit.segments import Layers, Sums, layer_of
-from jshard.unit.unit import Parameters, barrier, unshard_after
+from jshard.unit.unit import barrier, unshard_after
 
 scan: Callable[..., Any] = inner(lax.scan)  # JAX's own: its carry is typed already
 
@@ -38,14 +43,20 @@ def forward(
 
     def step(state, _):
         index, weights, carry = state
-        arriving, carry = arrays.unshard(index + 1, carry)
+        arriving, (carry, weights) = arrays.unshard(index + 1, (carry, weights))
         carry, out = layers.forward(segment.in_loop, index, weights, carry)
+        if GATHERS_LATE and not segment.unroll:
+            arriving, out = barrier(arriving, out)
         return (index + 1, arriving, carry), out
 
     weights, carry = arrays.unshard(segment.start, carry)
     state = (jnp.int32(segment.start), weights, carry)
-    (_, weights, carry), out = scan(step, state, None, length=segment.length - 1)
-    arriving, carry = unshard_after(carry, following.shards, following.places)
+    (_, weights, carry), out = scan(
+        step, state, None, length=segment.length - 1, unroll=segment.unroll
+    )
+    arriving, (carry, weights) = unshard_after(
+        (carry, weights), following.shards, following.places
+    )
     carry, last = layers.forward(segment.peeled, segment.stop - 1, weights, carry)
     return carry, out, last, (weights, arriving)
 
@@ -72,13 +83,15 @@ def backward(
     # The all-reduce over replicas takes time, too: it runs beside yet another layer.
     delayed = lax.axis_size(REPLICA) > 1
 
-    def unshard_again(index, sums):
+    def unshard_again(index, sums, here):
         _, kept = layer_of(stacked, index - start)
-        shards = layers.arrays.shards(index) if kept is None else []
-        weights, carry_ct = segment.in_loop.unshard_again(
-            kept, shards, sums.carry, wait=True
+        shards, arrived = [], (sums.carry, here)
+        if kept is None:
+            shards, arrived = layers.arrays.shards_after(index, arrived)
+        weights, (carry_ct, here) = segment.in_loop.unshard_again(
+            kept, shards, arrived, wait=kept is not None
         )
-        return weights, sums._replace(carry=carry_ct)
+        return weights, sums._replace(carry=carry_ct), here
 
     def one_layer(unit, index, weights, grads, parts, sums):
         """Runs a layer's backward and its neighbours' collectives.
@@ -88,14 +101,18 @@ def backward(
         """
         next_weights = None
         if not isinstance(index, int) or index > start:
-            next_weights, sums = unshard_again(index - 1, sums)
+            next_weights, sums, weights = unshard_again(index - 1, sums, weights)
         residuals, _ = layer_of(stacked, index - start)
         own_ct = layer_of(ys_ct, index)
         sums, own = layers.transpose(unit, index, weights, residuals, own_ct, sums)
+        reduced = None
         if parts is not None:
-            sums = layers.finish(index + 2, parts, sums)
+            reduced = segment.in_loop.all_reduce(parts)
+            sums = layers.put(index + 2, reduced, sums)
         parts = segment.in_loop.scatter(grads)
-        (parts, own), carry_ct = barrier((parts, own), sums.carry)
+        # The next all-reduce waits for this one: otherwise XLA would combine them.
+        awaited = (parts, own, jax.tree.map(vary, reduced))
+        (parts, own, _), carry_ct = barrier(awaited, sums.carry)
         sums = sums._replace(carry=carry_ct)
         if not delayed:
             sums, parts = layers.finish(index + 1, parts, sums), None
@@ -105,12 +122,12 @@ def backward(
         index, *rest = state
         return (index - 1, *one_layer(segment.in_loop, index, *rest)), None
 
-    next_weights, sums = unshard_again(last - 1, sums)
+    next_weights, sums, weights = unshard_again(last - 1, sums, weights)
     last_ys_ct = layer_of(ys_ct, last)
     sums, grads = layers.transpose(
         segment.peeled, last, weights, last_residuals, last_ys_ct, sums
     )
-    arriving, carry_ct = barrier(arriving, sums.carry)
+    (arriving, grads), carry_ct = barrier((arriving, grads), sums.carry)
     state: Sequence[Any] = (next_weights, grads, None, sums._replace(carry=carry_ct))
     index = last - 1
     if delayed and index > start:
@@ -118,7 +135,9 @@ def backward(
         index -= 1
     if index > start:
         carried = (jnp.int32(index), *state)
-        (_, *state), _ = scan(step, carried, None, length=index - start)
+        (_, *state), _ = scan(
+            step, carried, None, length=index - start, unroll=segment.unroll
+        )
     _, grads, parts, sums = one_layer(segment.peeled, start, *state)
     if parts is not None:
         sums = layers.finish(start + 1, parts, sums)

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from jshard.errors import UserError
-from jshard.policy import Names
+from jshard.policy import ATTENTION_OPERANDS, Names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,20 @@ def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
             yield from names_in(inner)
 
 
+def _products(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Keeps products with weights, and flash attention, which is two products.
+
+    Of attention this keeps the output and the statistics of the softmax, and its
+    operands as the kernel reads them instead of the products that they come from.
+    """
+    if primitive.name == "name":
+        return params["name"] == ATTENTION_OPERANDS
+    if primitive.name.startswith("dot_product_attention_fwd"):  # cuDNN's
+        return True
+    keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return keeps(primitive, *args, **params)
+
+
 def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
     """Applies the remat policy ``remat`` to a layer function."""
     policies = jax.checkpoint_policies
@@ -73,7 +87,7 @@ def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
     if remat == "full":
         policy = policies.nothing_saveable
     elif remat == "dots":
-        policy = policies.dots_with_no_batch_dims_saveable
+        policy = _products
     elif isinstance(remat, Names):
         policy = policies.save_only_these_names(*remat.names)
     else:

@@ -14,7 +14,8 @@ from jshard.comm.varying import vary, varying
 from jshard.mesh import FSDP, manual_axes
 from jshard.policy import UnitPolicy
 from jshard.unit.linearize import Inputs, LinearizedLayer, TracedLayer
-from jshard.unit.unit import Parameters, ShardedLayer, unshard_after
+from jshard.unit.parameters import Parameters, scales, unshard
+from jshard.unit.unit import ShardedLayer, barrier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Segment:
       in_loop: a layer inside the loop.
       peeled: a layer outside the loop.
       prefetch: whether collectives run beside neighbouring layers.
+      unroll: whether the layers follow each other without a loop.
     """
 
     start: int
@@ -36,6 +38,7 @@ class Segment:
     in_loop: ShardedLayer
     peeled: ShardedLayer
     prefetch: bool
+    unroll: bool
 
     @property
     def length(self) -> int:
@@ -101,9 +104,10 @@ def make_segments(
         reshard = False if kept else policy.reshard_after_forward
         single = stop - start == 1
         pipelined = prefetch and not single
-        in_loop = sharded(remat, reshard, single)
+        straight = single or policy.unroll
+        in_loop = sharded(remat, reshard, straight)
         peeled = sharded(remat, reshard, True) if pipelined else in_loop
-        yield Segment(start, stop, in_loop, peeled, pipelined)
+        yield Segment(start, stop, in_loop, peeled, pipelined, policy.unroll)
 
 
 class Sums(NamedTuple):
@@ -138,12 +142,22 @@ class StackArrays:
 
     def unshard(self, index: Any, carry: Any) -> tuple[list[jax.Array], Any]:
         """Gathers a layer's weights once ``carry`` is computed; returns both."""
-        return unshard_after(carry, self.shards(index), self.own.places)
+        shards, carry = self.shards_after(index, carry)
+        places = list(self.own.places)
+        return unshard(shards, places, scales(shards, places)), carry
 
-    def shards(self, index: Any) -> list[jax.Array]:
-        """Returns one layer's shards, in device memory."""
-        pairs = zip(layer_of(self.own.shards, index), self.own.places, strict=True)
-        return [place.fetched(shard) for shard, place in pairs]
+    def shards_after(self, index: Any, arrived: Any) -> tuple[list[jax.Array], Any]:
+        """Returns one layer's shards, in device memory, that wait for ``arrived``.
+
+        The barrier stands before the slices, so that XLA casts a shard while it slices
+        it, and keeps no slice of the forward for the backward.
+        """
+        places = self.own.places
+        if any(place.hosted for place in places):
+            pairs = zip(layer_of(self.own.shards, index), places, strict=True)
+            return barrier([place.fetched(shard) for shard, place in pairs], arrived)
+        stacked, arrived = barrier(list(self.own.shards), arrived)
+        return layer_of(stacked, index), arrived
 
     # A loop without prefetch copies shards from host memory one layer ahead. Its state
     # is a cursor: (index, the layer's shards that were in host memory).
@@ -220,7 +234,10 @@ class Layers:
 
     def finish(self, index: Any, parts: Sequence[Any], sums: Sums) -> Sums:
         """Adds a layer's gradients, scattered over "fsdp" so far, to the sums."""
-        grads = self.segment.in_loop.all_reduce(parts)
+        return self.put(index, self.segment.in_loop.all_reduce(parts), sums)
+
+    def put(self, index: Any, grads: Sequence[Any], sums: Sums) -> Sums:
+        """Adds a layer's gradients to the sums."""
         return sums._replace(shards=put_layer(sums.shards, grads, index))
 
     def _inputs(

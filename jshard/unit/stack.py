@@ -17,10 +17,13 @@ from jshard.comm.collectives import all_reduce, scatter
 from jshard.comm.varying import abstract_like, is_float, vary, zeros_like
 from jshard.compat.jax_functions import inner
 from jshard.errors import UserError
-from jshard.mesh import overlaps
+from jshard.mesh import on_gpus
 from jshard.policy import UnitPolicy
+from jshard.scopes import LAYERS
 from jshard.unit import pipeline
+from jshard.unit.float8 import in_float8
 from jshard.unit.linearize import Inputs, differentiable, trace_layer
+from jshard.unit.parameters import Parameters, scales, unshard
 from jshard.unit.partition import select
 from jshard.unit.segments import (
     Layers,
@@ -32,7 +35,7 @@ from jshard.unit.segments import (
     layer_of,
     make_segments,
 )
-from jshard.unit.unit import Parameters, barrier, map_present, unshard, unshard_after
+from jshard.unit.unit import barrier, map_present, unshard_after
 
 # JAX's own functions: their values are typed already (loop_types.py).
 scan: Callable[..., Any] = inner(lax.scan)
@@ -75,8 +78,9 @@ def make_scan(
     )
     traced = trace_layer(fn, inputs)
     check_carry(carry, traced.outputs[0])
+    own, traced = in_float8(own, traced, stacked=True)
     length = next(x.shape[0] for x in [*own.shards, *xs])
-    prefetch = overlaps() if policy.prefetch is None else policy.prefetch
+    prefetch = on_gpus() if policy.prefetch is None else policy.prefetch
     prefetch = prefetch and communicates(own)
     segments = list(make_segments(traced, own, policy, length, prefetch))
     passes = _Passes(segments, own, following)
@@ -101,6 +105,7 @@ class _Passes:
     own: Parameters
     following: Parameters
 
+    @jax.named_scope(LAYERS)
     def evaluate(self, shards, xs, carry, args, consts, next_shards):
         """Returns the outputs where nothing is differentiated."""
         traced, length = self.segments[0].in_loop.layer.traced, self.segments[-1].stop
@@ -110,10 +115,12 @@ class _Passes:
             out, ys = traced(Inputs(weights, layer_of(xs, index), carry, args))
             return carry_like(out, carry), ys
 
-        carry, ys = _scan_forward(run, arrays, (0, length), carry)
+        unroll = self.segments[0].unroll
+        carry, ys = _scan_forward(run, arrays, (0, length), carry, unroll=unroll)
         weights, carry = unshard_after(carry, next_shards, self.following.places)
         return carry, ys, weights
 
+    @jax.named_scope(LAYERS)
     def forward(self, shards, xs, carry, args, consts, next_shards):
         """Returns the outputs, and what the backward needs."""
         ys, saved, weights = [], [], []
@@ -133,7 +140,9 @@ class _Passes:
             else:
                 run = functools.partial(layers.forward, segment.in_loop)
                 bounds = (segment.start, segment.stop)
-                carry, (some_ys, some_saved) = _scan_forward(run, arrays, bounds, carry)
+                carry, (some_ys, some_saved) = _scan_forward(
+                    run, arrays, bounds, carry, unroll=segment.unroll
+                )
                 ys.append(some_ys)
                 saved.append(some_saved)
         if not self.segments[-1].prefetch:
@@ -141,6 +150,7 @@ class _Passes:
         ys = jax.tree.map(lambda *parts: _concatenate(parts), *ys)
         return (carry, ys, weights), (shards, xs, args, consts, saved)
 
+    @jax.named_scope(LAYERS)
     def backward(self, residuals, cotangents):
         """Returns gradients of the inputs."""
         shards, xs, args, consts, saved = residuals
@@ -176,21 +186,23 @@ class _Passes:
         return StackArrays(Parameters(shards, self.own.places), xs, args)
 
 
-def _scan_forward(run, arrays, bounds, carry):
+def _scan_forward(run, arrays, bounds, carry, *, unroll):
     """Scans ``run(index, weights, carry)`` over layers, in order."""
     start, stop = bounds
+    wait = unroll or stop - start == 1  # otherwise the loop holds the gather back
 
     def body(state, _):
         cursor, carry = state
         shards, following = arrays.take(cursor, bounds, 1)
-        if stop - start == 1:
+        if wait:
             shards, carry = barrier(shards, carry)
-        weights = unshard(shards, arrays.own.places)
+        places = arrays.own.places
+        weights = unshard(shards, places, scales(shards, places))
         carry, out = run(cursor[0], weights, carry)
         return (following, carry), out
 
     state = (arrays.cursor(start), carry)
-    (_, carry), out = scan(body, state, None, length=stop - start)
+    (_, carry), out = scan(body, state, None, length=stop - start, unroll=unroll)
     return carry, out
 
 
@@ -198,7 +210,8 @@ def _scan_backward(layers, saved, ys_ct, sums):
     """Scans the backward over a segment's layers, in reverse."""
     segment, arrays, unit = layers.segment, layers.arrays, layers.segment.in_loop
     bounds = (segment.start, segment.stop)
-    wait = segment.length == 1 and bool(unit.reshard_after_forward)
+    straight = segment.unroll or segment.length == 1
+    wait = straight and bool(unit.reshard_after_forward)
 
     def body(state, slices):
         cursor, sums = state
@@ -212,8 +225,14 @@ def _scan_backward(layers, saved, ys_ct, sums):
 
     ys_ct = jax.tree.map(lambda ct: ct[slice(*bounds)], ys_ct)
     state = (arrays.cursor(segment.stop - 1), sums)
-    length = segment.length
-    (_, sums), _ = scan(body, state, (saved, ys_ct), length=length, reverse=True)
+    (_, sums), _ = scan(
+        body,
+        state,
+        (saved, ys_ct),
+        length=segment.length,
+        reverse=True,
+        unroll=segment.unroll,
+    )
     return sums
 
 

@@ -18,7 +18,6 @@ FSDP (Zhao et al. 2023, section 3.2).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,45 +29,15 @@ from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.layout.placement import Placement
 from jshard.mesh import manual_axes
 from jshard.policy import Reshard, UnitPolicy
+from jshard.unit.float8 import in_float8
 from jshard.unit.linearize import (
     Inputs,
     LinearizedLayer,
     differentiable,
     trace_layer,
 )
+from jshard.unit.parameters import Parameters, scales, unshard
 from jshard.unit.partition import merge, select
-
-# unshard(shards, places) -> full weights. A partial, so that it adds no stack frame.
-unshard: Callable[..., Any] = functools.partial(jax.tree.map, all_gather)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """The parameters that a unit owns.
-
-    Attributes:
-      shards: this device's shards; those of a Stack have shape (L, ...).
-      places: the Placement of each.
-    """
-
-    shards: Sequence[jax.Array] = ()
-    places: Sequence[Placement] = ()
-
-    @property
-    def trained(self) -> list[bool]:
-        """Which parameters have gradients."""
-        pairs = zip(self.shards, self.places, strict=True)
-        return [place.trainable and is_float(shard) for shard, place in pairs]
-
-    def types(self, *, layer: bool = False) -> list[jax.ShapeDtypeStruct]:
-        """Returns the abstract shards, or those of a single layer if ``layer``."""
-        return [abstract_like(shard, layer=layer) for shard in self.shards]
-
-    def weight_types(self, *, layer: bool = False) -> list[jax.ShapeDtypeStruct]:
-        """Returns the abstract full weights, or those of one layer if ``layer``."""
-        unshard_own = lambda shards: unshard(shards, list(self.places))
-        traced = jax.make_jaxpr(unshard_own)(self.types(layer=layer))
-        return list(map(abstract_like, traced.out_avals))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +89,9 @@ class ShardedLayer:
         if wait:
             source, arrived = barrier(source, arrived)
         if self.reshard_after_forward is True:
-            return map_present(all_gather, source, self.places), arrived
+            pairs = list(zip(self.places, scales(source, self.places), strict=True))
+            gather = lambda shard, pair: all_gather(shard, *pair)
+            return map_present(gather, source, pairs), arrived
         if group := int(self.reshard_after_forward):
             source = map_present(lambda x, p: join(x, p, group), source, self.places)
         return source, arrived
@@ -164,6 +135,7 @@ def run_unit(
     inputs = [vary(x) if is_float(x) else x for x in inputs]
     xs_types, input_types = (list(map(abstract_like, x)) for x in (xs, inputs))
     traced = trace_layer(fn, Inputs(own.weight_types(), xs_types, input_types, []))
+    own, traced = in_float8(own, traced)
     layer = LinearizedLayer(traced, own.trained, policy.remat, prevent_cse=True)
     unit = ShardedLayer(layer, own.places, own.types(), policy.reshard_after_forward)
     reshard = unit.reshard_after_forward
@@ -199,7 +171,7 @@ def unshard_after(
 ) -> tuple[list[jax.Array], Any]:
     """``unshard`` that waits for ``arrived``; returns the weights and ``arrived``."""
     shards, arrived = barrier(list(shards), arrived)
-    return unshard(shards, list(places)), arrived
+    return unshard(shards, list(places), scales(shards, places)), arrived
 
 
 def barrier(tree: Any, arrived: Any) -> tuple[Any, Any]:

@@ -81,7 +81,7 @@ def test_a_state_restores_bit_for_bit_in_every_memory(case, tmp_path):
         check_usable(target, restored, tx)
 
 
-@pytest.mark.quick("optimizer-mesh0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "param"), [((1, 8), "float32"), ((2, 4), "bfloat16")])
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_a_run_starts_from_parameters_with_averages_in_every_memory(

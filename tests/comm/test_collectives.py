@@ -35,6 +35,19 @@ from parity import every_pair
 SIZES = Sizes()
 
 
+@pytest.mark.quick("True-dots")
+@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_layers_without_a_loop_run_the_collectives_of_a_loop(prefetch, remat):
+    found = []
+    for unroll in (False, True):
+        policy = policies(remat=remat, prefetch=prefetch, unroll=unroll)
+        lowered, _ = lower_step(make_fsdp(policy), SIZES)
+        found.append(counted(hlo.collectives(hlo.compile(lowered).as_text())))
+    assert found[0] == found[1]
+    assert found[0]
+
+
 @pytest.mark.quick(
     "full-True-1-1-False",
     "dots-False-1-8-True",

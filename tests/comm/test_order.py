@@ -78,6 +78,7 @@ POLICIES = {
     "dots": jshard.Policy(remat="dots", min_shard_elements=0),
     "none": jshard.Policy(remat="none", min_shard_elements=0),
     "prefetch": jshard.Policy(prefetch=True, min_shard_elements=0),
+    "unroll": jshard.Policy(prefetch=True, unroll=True, min_shard_elements=0),
     "zero2": jshard.Policy(reshard_after_forward=False, min_shard_elements=0),
     "accumulate": jshard.Policy(accumulate=2, min_shard_elements=0),
     "no_sync": jshard.Policy(accumulate=2, defer_scatter=True, min_shard_elements=0),
@@ -344,14 +345,14 @@ def test_training_ends_with_the_same_losses_however_it_is_started(cell):
     check(cell)
 
 
-@pytest.mark.quick("2-train")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "calls"),
     [
         (2, "train"),
         (8, "both"),
-        pytest.param(2, "eval", marks=pytest.mark.slow),
-        pytest.param(8, "train", marks=pytest.mark.slow),
+        (2, "eval"),
+        (8, "train"),
     ],
 )
 def test_a_loop_that_never_waits_for_a_step_ends(devices, calls):

@@ -34,6 +34,7 @@ from jshard.compat import (
     tensorboard_records,
     xla_options,
 )
+from jshard.compat.packed_attention import packed_attention
 from jshard.mesh import make_mesh
 
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}  # documented
@@ -79,6 +80,21 @@ def test_absent_gpus_are_traced():
         absent_gpus.cudnn_attention((9, 0), (9, 8, 0)),
     ):
         assert "dot_product_attention" in str(jax.make_jaxpr(attend)(q))
+
+
+def test_packed_documents_are_attended_by_cudnn():
+    q = jax.ShapeDtypeStruct((2, 8, 2, 64), jnp.bfloat16)
+    starts, lengths = (jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (4, 3))
+    attend = lambda q, starts, lengths: packed_attention(
+        q, q, q, starts, lengths, scale=1.0, is_causal=True, window=4
+    )
+    with (
+        otherwise("cuDNN's packed attention is called in another way"),
+        absent_gpus.cudnn_attention((9, 0), (9, 8, 0)),
+    ):
+        text = str(jax.make_jaxpr(attend)(q, starts, lengths))
+        assert "dot_product_attention" in text
+        assert "sliding_window_length=4" in text
 
 
 def test_absent_gpus_are_lowered_for():
@@ -235,7 +251,7 @@ def test_collectives_have_their_names():
 
 def test_xla_options():
     with otherwise("XLA does not know an option of jshard's, or its type"):
-        xla_options.check_options({o.name: o.value for o in xla_options.options()})
+        xla_options.check_options({o.name: o.value for o in xla_options.OPTIONS})
 
 
 def test_plugin_log():

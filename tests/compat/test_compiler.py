@@ -13,33 +13,33 @@ from jshard.training.config.policy import parse_options
 from jshard.training.job import make_job, make_mesh
 from jshard.training.recipe import find_recipe, open_recipe
 
+GIVEN = xla_options.OPTIONS + xla_options.FLOAT8_OPTIONS
 
-@pytest.mark.parametrize("option", xla_options.options(), ids=lambda o: o.name)
+
+@pytest.mark.parametrize("option", GIVEN, ids=lambda o: o.name)
 def test_the_installed_xla_knows_every_option_and_its_value(option):
     xla_options.check_options({option.name: option.value})
     assert option.reason
 
 
 def test_names_are_given_once_and_only_to_gpus():
-    names = [option.name for option in xla_options.options()]
+    names = [option.name for option in xla_options.OPTIONS]
     assert len(names) == len(set(names))
-    assert xla_options.compiler_options("cpu") == {}
-    assert set(xla_options.compiler_options("gpu")) == set(names)
+    assert xla_options.compiler_options("cpu", 256) == {}
+    assert set(xla_options.compiler_options("gpu", 256)) == set(names)
 
 
-def test_an_option_is_for_the_versions_since_its_own(monkeypatch):
-    later = [o.name for o in xla_options.OPTIONS if o.since == (0, 11)]
-    assert later
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert not set(later) & set(xla_options.compiler_options("gpu"))
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert set(later) <= set(xla_options.compiler_options("gpu"))
+def test_some_options_are_for_meshes_of_many_devices():
+    many = {o.name for o in xla_options.OPTIONS if o.devices > 8}
+    assert many
+    given = [set(xla_options.compiler_options("gpu", n)) for n in (8, 256)]
+    assert given[1] - given[0] == many
 
 
 def test_users_change_options_and_leave_some_to_xla():
-    first, second = xla_options.options()[:2]
+    first, second = xla_options.OPTIONS[:2]
     changes = {first.name: None, second.name: False, "xla_gpu_autotune_level": 0}
-    got = xla_options.compiler_options("gpu", changes)
+    got = xla_options.compiler_options("gpu", 8, changes)
     assert first.name not in got
     assert got[second.name] is False
     assert got["xla_gpu_autotune_level"] == 0

@@ -62,7 +62,7 @@ def test_a_step_for_an_nvidia_gpu_attends_by_cudnn(gpu, chosen):
     device = AbstractDevice(GPUS[gpu].name, GPUS[gpu].cores, "gpu")
     with tracing_for(GPUS[gpu]):
         for dtype in (jnp.bfloat16, jnp.float16):
-            for width in (8, 64, 128):
+            for width in (8, 64, 128, *([256] if gpu in ("h100", "h200") else [])):
                 assert chosen(heads(width, dtype), device) == "cudnn"
         assert chosen(heads()) == "cudnn"  # in no mesh
         assert chosen(heads(), device, implementation="cudnn") == "cudnn"
@@ -73,8 +73,12 @@ def test_a_step_for_an_nvidia_gpu_attends_by_cudnn(gpu, chosen):
     ("q", "device", "why"),
     [
         (heads(dtype=jnp.float32), H100, "needs bfloat16 or float16, not float32"),
-        (heads(20), H100, "needs a head width that 8 divides, up to 128, not 20"),
-        (heads(256), H100, "needs a head width that 8 divides, up to 128, not 256"),
+        (
+            heads(20),
+            H100,
+            r"needs a head width .* 128 \(256 on Hopper\), not 20",
+        ),
+        (heads(264), H100, r"needs a head width .*, up to 128 \(256 .*\), not 264"),
         (heads(), CPU, "needs an NVIDIA GPU of .* 8.0 or more, not cpu"),
     ],
 )

@@ -19,6 +19,7 @@ import hlo
 import jshard
 import parity
 from jshard import cross_entropy
+from jshard.nn.cross_entropy import _logsumexp_in_one_pass
 
 WEIGHTS = {
     "ones": lambda rng, shape: np.ones(shape),
@@ -310,3 +311,13 @@ def test_dtypes_and_chunks_of_another_kind_are_a_users_error():
     for chunk in (0, -1, 2.5):
         with pytest.raises(jshard.UserError, match=rf"chunk={chunk} must be"):
             cross_entropy(x, head, targets, weights, chunk=chunk)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_logarithm_of_a_sum_of_exponentials_takes_one_pass(x64):
+    logits = 40 * np.random.default_rng(0).normal(size=(6, 1000))
+    logits[0, 1:] = -np.inf
+    logits[1] = -np.inf
+    logits[2, 7] = np.nan
+    found = _logsumexp_in_one_pass(jnp.asarray(logits))
+    expected = jax.nn.logsumexp(jnp.asarray(logits), axis=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-14)

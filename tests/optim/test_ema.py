@@ -55,7 +55,7 @@ def averages(history: list[dict[tuple, Any]]) -> dict[tuple, Any]:
     return mean
 
 
-@pytest.mark.quick("1-1")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("replica", "accumulate"), [(1, 1), (2, 4)])
 def test_averages_are_those_of_the_parameters_of_every_step(replica, accumulate):
@@ -92,6 +92,7 @@ def test_averages_start_as_the_parameters_and_share_no_buffers_with_them():
     assert not buffers(state.ema) & buffers(state.with_ema_params().params)
 
 
+@pytest.mark.slow
 def test_averages_are_sharded_like_the_parameters():
     fsdp, state = trained()
     abstract = fsdp.abstract_state(make_decoder(SIZES), OPTIMIZER)

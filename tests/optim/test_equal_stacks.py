@@ -221,7 +221,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick("bf16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make"), [("muon", Shallow), ("bf16", Model), ("around", Model)]
 )

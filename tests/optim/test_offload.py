@@ -100,6 +100,7 @@ def test_a_step_writes_the_collectives_it_writes_without():
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_a_state_in_host_memory_evaluates_and_restores_where_it_was(tmp_path):
     fsdp = make_fsdp(make_policy("all", ema_decay=0.9))
     tx = optax.adamw(1e-3)

@@ -238,7 +238,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.quick("multi_transform")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_optimizers_train_alike_on_one_device_and_on_a_hybrid_mesh(name):
     states = [
@@ -277,7 +277,7 @@ def found(opt_state: Any, name: str) -> list[Any]:
     return [value for _, value in states if isinstance(value, nnx.State)]
 
 
-@pytest.mark.quick("muon")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -167,19 +167,12 @@ TRANSFORMATIONS: dict[str, Any] = {
     "no state": optax.sgd(1e-2),
     "odd": odd(),
 }
-QUICK = ("adamw", "no state")  # to compile
 
 
 @pytest.mark.quick("adamw-optimizer", "no state-all")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in TRANSFORMATIONS
-    ],
-)
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_streamed_update_is_the_update(name, offload):
     check_update(offload, TRANSFORMATIONS[name])
 

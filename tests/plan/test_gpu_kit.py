@@ -62,6 +62,7 @@ def run(out, names, *, seconds=100.0, limit=60.0, again=False):
     ).values["parts"]
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_a_failure_stays_and_later_parts_run(tmp_path):
     found = run(tmp_path, ["fails", "is killed", "works"])
     assert [part["status"] for part in found.values()] == [FAILED, FAILED, DONE]
@@ -98,6 +99,7 @@ def test_a_stage_without_time_begins_nothing(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_summary_tells_each_measurement_and_each_failure(tmp_path):
     run(tmp_path, ["works", "fails"])
     text = summarize(Results(tmp_path, "stage").values)

@@ -73,18 +73,12 @@ def test_a_gpu_updates_its_state_in_place_and_copies_no_whole_shard(knobs):
     assert not [shape for shape in copied if EXAMPLES not in shape]
 
 
-@pytest.mark.parametrize(
-    ("attention", "offload"), [("auto", None), ("auto", "optimizer"), ("xla", None)]
-)
-def test_a_bf16_llama_attends_by_cudnn_forward_and_backward(attention, offload):
-    config = LlamaConfig(
-        vocab_size=64, sequence_length=128, num_layers=1, num_heads=4, num_kv_heads=2,
-        width=128, hidden=256, loss_chunk=128, attention=attention,
-    )  # fmt: skip
+def llama_text(policy: jshard.Policy, **sizes: Any) -> str:
+    """The compiled step of a small Llama, for eight H100s; one sequence each."""
+    config = LlamaConfig(vocab_size=64, **sizes)
     mesh, optimizer = h100s(GPUS), optax.adam(1e-3)
-    traced_on: Any = mesh.abstract_mesh if offload else mesh
-    precision = jshard.Precision(compute="bfloat16")
-    fsdp = jshard.FSDP(traced_on, jshard.Policy(precision=precision, offload=offload))
+    traced_on: Any = mesh.abstract_mesh if policy.offload else mesh
+    fsdp = jshard.FSDP(traced_on, policy)
     state = fsdp.abstract_state(lambda rngs: Llama(config, rngs=rngs), optimizer)
     sharding = NamedSharding(traced_on, BATCH)
     shape = (GPUS, config.sequence_length)
@@ -95,8 +89,46 @@ def test_a_bf16_llama_attends_by_cudnn_forward_and_backward(attention, offload):
     )
     with tracing_for(KINDS["h100"]):
         traced = step.trace(state, {"x": tokens, "w": weights})
-    program = compile_for(mesh, traced) if offload else traced.lower().compile()
-    text = program.as_text() or ""
+    program = compile_for(mesh, traced) if policy.offload else traced.lower().compile()
+    return program.as_text() or ""
+
+
+@pytest.mark.parametrize(
+    ("attention", "offload"), [("auto", None), ("auto", "optimizer"), ("xla", None)]
+)
+def test_a_bf16_llama_attends_by_cudnn_forward_and_backward(attention, offload):
+    precision = jshard.Precision(compute="bfloat16")
+    policy = jshard.Policy(precision=precision, offload=offload)
+    text = llama_text(
+        policy, sequence_length=128, num_layers=1, num_heads=4, num_kv_heads=2,
+        width=128, hidden=256, loss_chunk=128, attention=attention,
+    )  # fmt: skip
     flash = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     calls = set(re.findall(r'custom_call_target="(__cudnn[^"]*)"', text))
     assert calls == (set() if attention == "xla" else flash)
+
+
+# A Llama layer has 7 products with weights, each with 2 in the backward. Of those in
+# the forward, full remat repeats all but the last, whose result nothing reads.
+@pytest.mark.parametrize(("remat", "a_layer"), [("dots", 21), ("full", 27)])
+def test_all_products_of_a_layer_are_cublas_float8_ones(remat, a_layer):
+    layers, width, hidden = 5, 256, 512
+    precision = jshard.Precision(compute="bfloat16", products="float8")
+    policy = jshard.Policy(remat=remat, precision=precision, min_shard_elements=0)
+    text = llama_text(
+        policy, sequence_length=256, num_layers=layers, num_heads=2, num_kv_heads=1,
+        width=width, hidden=hidden, loss_chunk=256,
+    )  # fmt: skip
+    calls = hlo.calls(text)
+    assert calls["__cublas$lt$matmul$f8"] == layers * a_layer
+    others = {x: n for x, n in calls.items() if "gemm" in x or "matmul" in x}
+    del others["__cublas$lt$matmul$f8"]
+    assert sum(others.values()) == 3  # the head's
+    # Weights are gathered in bytes, and nothing dequantizes them.
+    matrices = 2 * width**2 + 2 * width * width // 2 + 3 * width * hidden
+    gathered = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
+    in_bytes = [
+        (a.size, c.times) for c in gathered for a in c.results if a.bytes == a.size
+    ]
+    # With prefetch the backward begins with the last layer's weights.
+    assert sum(size * times for size, times in in_bytes) == (2 * layers - 1) * matrices

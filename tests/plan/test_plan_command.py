@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jshard.formatting import format_seconds
 from jshard.plan import command_line, has_plugin, topology
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +134,8 @@ def test_without_the_plugin_the_error_says_what_to_install(plan, monkeypatch):
 def test_help_names_the_constants_and_with_a_recipe_its_keys(plan):
     code, out, _ = plan("--help")
     assert code == 0
-    assert "matrix products at 72% of the dense bf16 peak" in out
+    assert "matrix products at 63% of the dense bf16 peak" in out
+    assert "fitted to 15 published runs" in out
     code, out, _ = plan("--config=gpt.py", "--help")
     assert code == 0
     assert "--config.model.width=128\n" in out
@@ -175,6 +177,12 @@ def test_a_llama_for_h100s_has_a_timeline_in_every_form(tmp_path):
     tokens = 8 * 1024
     assert timeline["items_per_second"] == pytest.approx(tokens / timeline["seconds"])
     assert 0 < timeline["mfu"] < 0.72
+    low, high = timeline["seconds_range"]
+    assert low < timeline["seconds"] < high
+    assert found["model"]["measured_over_predicted"] == [0.91, 1.10]
+    between = f"{format_seconds(low)} to {format_seconds(high)}"
+    assert re.search(rf"^ +{between}, by published runs$", run.stdout, re.M)
+    assert f"a step ({between})" in (tmp_path / "html").read_text()
     for name in ("forward, layers", "backward, layers", "update"):
         assert timeline["phases"][name] > 0
     lasts = [gap["seconds"] for gap in timeline["gaps"]]

@@ -6,11 +6,11 @@ import json
 import pytest
 
 import jshard
-from jshard.plan.constants import STATED, read_constants
+from jshard.plan.constants import FITTED, STATED, find_constants, read_constants
 from jshard.plan.cost.cost import Transfer, Work, assumed, assumptions
 from jshard.plan.topology import GPUS
 
-H100 = GPUS["h100"]
+H100 = dataclasses.replace(GPUS["h100"], constants=STATED)
 PRODUCT = Work("matrix product", 1e15, 0)
 ATTENTION = Work("attention", 1e15, 0)
 GATHER = Transfer("all-gather", (("bf16", 2**30),), 8, 8)
@@ -31,6 +31,23 @@ def test_the_file_is_the_source_of_constants_that_name_none(tmp_path):
     file = tmp_path / "h100.json"
     file.write_text("{}")
     assert read_constants(file) == dataclasses.replace(STATED, source=str(file))
+
+
+def test_fitted_constants_are_the_default_and_stated_ones_have_a_name(tmp_path):
+    assert GPUS["h100"].constants == find_constants("fitted") == FITTED
+    assert find_constants("stated") == STATED
+    file = tmp_path / "h100.json"
+    file.write_text('{"matmul": 0.5}')
+    assert find_constants(str(file)).matmul == 0.5
+
+
+def test_only_what_runs_confirm_has_a_range(tmp_path):
+    low, high = FITTED.range_of(2.0) or (0.0, 0.0)
+    assert 1.8 <= low < 2.0 < high <= 2.2
+    assert STATED.range_of(2.0) is None
+    file = tmp_path / "h100.json"
+    file.write_text('{"low": 0.95, "high": 1.2}')
+    assert read_constants(file).range_of(2.0) == (1.9, 2.4)
 
 
 def test_times_follow_the_constants():

@@ -8,6 +8,8 @@ from jshard.plan.constants import STATED
 from jshard.plan.cost import nccl
 from jshard.plan.cost.cost import Transfer, assumed, assumptions
 from jshard.plan.cost.nccl import POST, RINGS, SIMPLE, TREES
+from jshard.plan.cost.timeline import replay
+from jshard.plan.hlo.hlo import parse
 from jshard.plan.topology import GPUS
 
 H100 = GPUS["h100"]
@@ -123,3 +125,31 @@ def test_bytes_take_as_long_as_the_slower_of_nvlink_and_network():
     assert seconds("all-gather", 64, 8, nbytes) == pytest.approx(steps + ring)
     direct = 5600 * MIB / STATED.network_port
     assert seconds("all-to-all", 64, 8, nbytes) == pytest.approx(steps + direct)
+
+
+CALL = """\
+HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %call = f32[8,8]{1,0} custom-call(%x), custom_call_target="TARGET"
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        ("mosaic_gpu_v2", "unknown kernel mosaic_gpu_v2"),
+        ("__gpu$xla.gpu.triton", "unknown kernel __gpu$xla.gpu.triton"),
+        ("__cub$SortKeys", "memory"),
+    ],
+)
+def test_kernels_whose_products_nothing_is_known_of_are_said_to_be_unknown(
+    target, kind
+):
+    module = parse(CALL.replace("TARGET", target))
+    timeline = replay(module, H100, 1)
+    assert [event.kind for event in timeline.events] == [kind]
+    unknown = kind.startswith("unknown")
+    assert timeline.unknown == ({target: 1} if unknown else {})

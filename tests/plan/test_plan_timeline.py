@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jshard.plan.constants import STATED
+from jshard.plan.constants import FITTED
 from jshard.plan.cost.nccl import RINGS, TREES
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Timeline, replay
@@ -77,8 +77,8 @@ GATHERED = 7 * 128 * 1024 * 2
 SCATTERED = 1048576 * 4 * 7 // 8
 SUMMED = 2 * 1024 * 4 * 15 // 16
 PRODUCT = max(
-    2 * 1024**3 / (STATED.matmul * H100.flops),
-    3 * 1024**2 * 2 / (STATED.memory * H100.bandwidth),
+    2 * 1024**3 / (FITTED.matmul * H100.flops),
+    3 * 1024**2 * 2 / (FITTED.memory * H100.bandwidth),
 )
 
 
@@ -93,13 +93,13 @@ def named(timeline: Timeline, name: str) -> list[Any]:
 
 def nvlink(nbytes: int) -> float:
     return min(
-        ring.seconds(7, 0, nbytes / (STATED.link * H100.nvlink)) for ring in RINGS
+        ring.seconds(7, 0, nbytes / (FITTED.link * H100.nvlink)) for ring in RINGS
     )
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_memory(timeline):
     for event in named(timeline, "product"):
-        assert event.seconds == pytest.approx(PRODUCT + STATED.launch)
+        assert event.seconds == pytest.approx(PRODUCT + FITTED.launch)
         assert event.flops == 2 * 1024**3
         assert event.bytes == 3 * 1024**2 * 2
 
@@ -108,7 +108,7 @@ def test_an_elementwise_kernel_takes_as_long_as_its_traffic(timeline):
     (event,) = named(timeline, "scale")
     assert event.bytes == 3 * 2**22
     assert event.seconds == pytest.approx(
-        STATED.launch + 3 * 2**22 / (STATED.memory * H100.bandwidth)
+        FITTED.launch + 3 * 2**22 / (FITTED.memory * H100.bandwidth)
     )
 
 
@@ -130,7 +130,7 @@ def test_loops_run_as_often_as_xla_found_and_events_know_their_trips(timeline):
 
 
 def test_gaps_are_what_the_compute_stream_waits_and_say_for_what(timeline):
-    short = nvlink(GATHERED) - (PRODUCT + STATED.launch)
+    short = nvlink(GATHERED) - (PRODUCT + FITTED.launch)
     assert short > 0
     gaps = [(gap.waits_for.name, gap.seconds) for gap in timeline.gaps]
     assert gaps == [
@@ -145,7 +145,7 @@ def test_gaps_are_what_the_compute_stream_waits_and_say_for_what(timeline):
 
 def test_exposed_communication_is_the_step_less_its_floor(timeline):
     exposed = sum(gap.seconds for gap in timeline.gaps)
-    kernels = 6 * (PRODUCT + STATED.launch) + sum(
+    kernels = 6 * (PRODUCT + FITTED.launch) + sum(
         named(timeline, name)[0].seconds for name in ("scale", "update")
     )
     assert timeline.exposed == pytest.approx(exposed)
@@ -160,7 +160,7 @@ def test_a_collective_without_start_and_done_is_synchronous(timeline):
 
 def test_a_group_that_leaves_the_host_goes_through_the_network(timeline):
     (norm,) = named(timeline, "norm")
-    wire = SUMMED / min(8 * STATED.network_port, STATED.link * 450e9)
+    wire = SUMMED / min(8 * FITTED.network_port, FITTED.link * 450e9)
     *_, tree = TREES  # small: by LL, up and down, not round the ring
     assert norm.seconds == pytest.approx(tree.seconds(14, 2, wire, SUMMED))
 
@@ -168,7 +168,7 @@ def test_a_group_that_leaves_the_host_goes_through_the_network(timeline):
 def test_a_copy_from_the_host_has_its_own_stream(timeline):
     (copy,) = named(timeline, "from")
     assert (copy.stream, copy.bytes, copy.start) == ("from host", 4096, 0.0)
-    assert copy.seconds == pytest.approx(STATED.launch + 4096 / STATED.host_bus)
+    assert copy.seconds == pytest.approx(FITTED.launch + 4096 / FITTED.host_bus)
 
 
 def test_the_compute_stream_waits_for_a_copy_that_is_late():
@@ -176,7 +176,7 @@ def test_the_compute_stream_waits_for_a_copy_that_is_late():
     timeline = replay(hlo.parse(late), H100, 16)
     (copy,) = named(timeline, "from")
     (gap,) = [gap for gap in timeline.gaps if gap.waits_for is copy]
-    assert gap.end == pytest.approx(STATED.launch + 2**24 / STATED.host_bus)
+    assert gap.end == pytest.approx(FITTED.launch + 2**24 / FITTED.host_bus)
     assert timeline.waits_for_copies == pytest.approx(gap.seconds)
     assert timeline.floor == pytest.approx(timeline.seconds - timeline.exposed)
 
@@ -246,6 +246,15 @@ def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):
         ("mesh['replica'=2,'fsdp'=2] {'fsdp'}", ((0, 1), (2, 3))),
         ("mesh['replica'=2,'fsdp'=2] {'replica'}", ((0, 2), (1, 3))),
         ("mesh['replica'=2,'fsdp'=2] {'replica','fsdp'}", ((0, 1, 2, 3),)),
+        (
+            "mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}",
+            ((0, 1), (2, 3)),
+        ),
+        (
+            "mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'c'}",
+            ((0, 2), (1, 3)),
+        ),
+        ("mesh['a'=2,'b'=2], device_ids=(0,3,1,2) {'b'}", ((0, 3), (1, 2))),
         ("{}", ()),
     ],
 )
@@ -258,12 +267,19 @@ def test_groups_are_read_however_xla_writes_them(text, groups):
     assert module.entry.by_name["x"].groups == groups
 
 
-def test_groups_along_a_part_of_an_axis_are_refused():
-    text = "replica_groups=mesh['fsdp'=8] {'fsdp':(1)2}"
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ("mesh['fsdp'=8] {'fsdp':(1)2}", "device groups along"),
+        ("@some_mesh {'fsdp'}", "unknown form of device groups: @some_mesh"),
+    ],
+)
+def test_groups_that_are_not_understood_are_refused(groups, said):
+    text = f"replica_groups={groups}"
     module = hlo.parse(
         "ENTRY %main (y: f32[2]) -> f32[2] {\n"
         "  %y = f32[2] parameter(0)\n"
         f"  ROOT %x = f32[2] all-reduce(%y), channel_id=1, {text}, to_apply=%z\n}}\n"
     )
-    with pytest.raises(ValueError, match="device groups along"):
+    with pytest.raises(ValueError, match=said):
         module.entry.by_name["x"].groups  # noqa: B018

@@ -121,6 +121,16 @@ def test_logits_and_gradients_are_those_of_a_plain_implementation(
     assert relative((nnx.to_pure_dict(grads), logits), want) <= bound
 
 
+def test_positions_of_packed_documents_begin_again_with_each(x64):
+    x_BTNH = jax.random.normal(jax.random.key(0), (2, 6, 3, 4))
+    positions = jnp.array([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
+    turned = rotate(x_BTNH, 100.0, positions)
+    want = rotate(x_BTNH, 100.0)
+    np.testing.assert_array_equal(turned[0], want[0])
+    np.testing.assert_array_equal(turned[1, :2], want[1, :2])
+    np.testing.assert_array_equal(turned[1, 2:], rotate(x_BTNH[:, 2:], 100.0)[1])
+
+
 def test_rotated_scores_depend_on_the_distance_alone(x64):
     rng = np.random.default_rng(0)
     q_H, k_H = rng.standard_normal((2, 8))
@@ -166,6 +176,7 @@ def test_bf16_logits_and_loss_are_fp32():
     assert logits.dtype == mean.total.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_sharded_run_follows_one_device(x64, monkeypatch):
     # In float32 the softmax's roundings, which differ by layout, would show.
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)

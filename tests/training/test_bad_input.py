@@ -330,25 +330,13 @@ def write_recipe(folder: Path, config: dict) -> None:
         (["--config.mesh.replica=True"], "--config.mesh.replica=True"),
         (["--config.policy.first_k=99"], "policy.first_k=99 is more layers than"),
         (["--config.sample.prompt=" + "long" * 50], "--config.sample.prompt: has 200"),
-        pytest.param(
-            ["--config.sample.prompt="], "--config.sample.prompt: has 0 bytes",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--config.model.num_heads=3"], "num_heads=3", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ["--config.checkpoint.best=eval_nosuch"], "checkpoint.best=eval_nosuch",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--config.data.validation_fraction=0", "--config.data.path=text.txt"],
-            "validation_fraction", marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--config.model.vocab_size=100"], "vocab_size", marks=pytest.mark.slow
-        ),
-        pytest.param(["--workdir=text.txt"], "text.txt", marks=pytest.mark.slow),
+        (["--config.sample.prompt="], "--config.sample.prompt: has 0 bytes"),
+        (["--config.model.num_heads=3"], "num_heads=3"),
+        (["--config.checkpoint.best=eval_nosuch"], "checkpoint.best=eval_nosuch"),
+        (["--config.data.validation_fraction=0", "--config.data.path=text.txt"],
+            "validation_fraction"),
+        (["--config.model.vocab_size=100"], "vocab_size"),
+        (["--workdir=text.txt"], "text.txt"),
     ],
 )  # fmt: skip
 def test_a_real_command_ends_with_one_line_too(words, said, tmp_path):

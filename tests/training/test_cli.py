@@ -103,8 +103,8 @@ def test_the_same_seed_gives_bitwise_the_same_metrics_and_another_seed_others(
     ("words", "env", "devices"),
     [
         ([], {}, 2),  # as get_config says
-        pytest.param(["--config.mesh.cpu_devices=4"], {}, 4, marks=pytest.mark.slow),
-        pytest.param([], {"JAX_NUM_CPU_DEVICES": "1"}, 1, marks=pytest.mark.slow),
+        (["--config.mesh.cpu_devices=4"], {}, 4),
+        ([], {"JAX_NUM_CPU_DEVICES": "1"}, 1),
         ([], {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, 1),
     ],
 )
@@ -170,33 +170,13 @@ def test_a_gpu_plugin_is_not_heard_of_on_a_machine_without_a_gpu(train, tmp_path
     [
         (["--config=nosuch.py"], "no recipe 'nosuch.py': looked for"),
         (["--config.stepz=3"], "did you mean steps?"),
-        pytest.param(
-            ["--config.steps=three"],
-            "--config.steps=three: expected a whole number",
-            marks=pytest.mark.slow,
-        ),
+        (["--config.steps=three"], "--config.steps=three: expected a whole number"),
         (["--config.batch_size=7"], "7 examples does not divide"),
-        pytest.param(
-            ["--config.policy.accumulate=3"],
-            "16 examples does not divide",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--config.mesh.fsdp=3"],
-            "needs 3 devices but there are 2",
-            marks=pytest.mark.slow,
-        ),
+        (["--config.policy.accumulate=3"], "16 examples does not divide"),
+        (["--config.mesh.fsdp=3"], "needs 3 devices but there are 2"),
         (["--config.data.path=nosuch"], "nosuch: no such file or folder"),
-        pytest.param(
-            ["--config.data.path=empty.txt"],
-            "empty.txt: the file is empty",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--config.data.path=short.txt"],
-            "sequence_length=8",
-            marks=pytest.mark.slow,
-        ),
+        (["--config.data.path=empty.txt"], "empty.txt: the file is empty"),
+        (["--config.data.path=short.txt"], "sequence_length=8"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, said, train, tmp_path):
@@ -205,23 +185,13 @@ def test_bad_input_is_one_line_and_exit_code_2(words, said, train, tmp_path):
     expect_one_line(train(tmp_path, "--config=tiny.py", *words), 2, said)
 
 
-@pytest.mark.quick("return")
+@pytest.mark.quick("return jshard.Mean")
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        pytest.param(
-            "def loss_fn",
-            "def loss",
-            "lacks the function loss_fn()",
-            marks=pytest.mark.slow,
-        ),
+        ("def loss_fn", "def loss", "lacks the function loss_fn()"),
         ("return jshard.Mean(", "return jnp.maximum(", "loss_fn returned"),
-        pytest.param(
-            "return nnx.Sequential(",
-            "return nnx.Dropout(0.5) or (",
-            "no parameters",
-            marks=pytest.mark.slow,
-        ),
+        ("return nnx.Sequential(", "return nnx.Dropout(0.5) or (", "no parameters"),
         ("import jshard\n", "jnp.ones(3)\nimport jshard\n", "while it is imported"),
     ],
 )

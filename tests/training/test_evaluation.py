@@ -1,7 +1,6 @@
 """Evaluations: exact for any number of examples, and tried before the first step."""
 
 import json
-from pathlib import Path
 
 import grain
 import jax
@@ -12,13 +11,10 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.training.config.command_line import override
-from jshard.training.config.config import check, complete
+from jshard.training.config.config import complete
 from jshard.training.evaluation import prepare_evaluation
-from jshard.training.loop import run
-from jshard.training.recipe import open_recipe
 from processes import Processes
-from resumable import RECIPE
+from resumable import RECIPE, train
 from test_stopping import RECIPE as WITH_SAMPLE
 
 BATCH = 16
@@ -104,17 +100,6 @@ def test_two_processes_evaluate_them_exactly_too(tmp_path):
 # Before the first step.
 
 
-def train(folder: Path, recipe: str, **keys: object) -> Path:
-    (folder / "tiny.py").write_text(recipe)
-    with open_recipe(folder / "tiny.py") as opened:
-        config = complete(opened.get_config(), "tiny.py")
-        words = {key.replace("__", "."): str(value) for key, value in keys.items()}
-        override(config, words, "tiny.py")
-        check(config)
-        run(opened, config, folder / "run")
-    return folder / "run"
-
-
 SPLIT = "        return data[:16]\n"
 NO_DATA = RECIPE.replace(SPLIT, "        return None\n")
 EMPTY = RECIPE.replace(SPLIT, "        return data[:0]\n")
@@ -144,7 +129,7 @@ def test_what_evaluation_or_sample_cannot_do_is_told_before_the_first_step(
     recipe, keys, said, tmp_path
 ):
     with pytest.raises((jshard.UserError, TypeError), match=said):
-        train(tmp_path, recipe, steps=2, **keys)
+        train(tmp_path, recipe=recipe, steps=2, **keys)
     assert not (tmp_path / "run").exists()
 
 
@@ -155,13 +140,13 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     said = r"a checkpoint takes .*, and the disk has 8.8 KiB left"
     with pytest.raises(jshard.UserError, match=said):
-        train(tmp_path, RECIPE, steps=2)
+        train(tmp_path, steps=2)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_recipe_whose_batch_does_not_divide_its_validation_data_trains(tmp_path):
     recipe = RECIPE.replace(SPLIT, "        return data[:13]\n")
-    workdir = train(tmp_path, recipe, steps=2, eval_every=2, checkpoint__every=0)
+    workdir = train(tmp_path, recipe=recipe, steps=2, eval_every=2, checkpoint__every=0)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     tokens = [np.random.default_rng(i).integers(0, 64, 8, np.int32) for i in range(13)]
     means = np.mean(np.square(tokens), axis=0)

@@ -85,11 +85,10 @@ def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train, tmp_path):
             'map(lambda row: {"x": row / missing})',
             r"make_data.<locals>.<lambda>",
         ),
-        pytest.param(
+        (
             "return optax.linear_schedule(0.1, 0.0, 10)",
             "return lambda step: missing",
             "learning_rate.<locals>.<lambda>",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             *('f"<{len(row)}>', 'f"<{missing}>', "sample.<locals>.<lambda>"),
@@ -113,6 +112,7 @@ def test_an_error_of_the_users_function_shows_its_lines_and_exits_1(
     assert all("tiny.py" in line for line in shown)
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_vocabulary_and_counts_of_nothing_are_told(train, tmp_path):
     words = ["--config=tiny.py", "--config.steps=1", "--config.eval_every=0"]
     embed = (

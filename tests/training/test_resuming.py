@@ -1,11 +1,7 @@
 """Whole runs that go on where their folder's checkpoints end, or say why not."""
 
 import json
-import os
 import shutil
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -353,14 +349,14 @@ def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_
 ):
     monkeypatch.chdir(tmp_path)
     save_file({"head": np.zeros(3, np.float32)}, "other.safetensors")
-    keys = {k: str(v).format(whole=whole) for k, v in keys.items()}
+    given: dict[str, Any] = {k: str(v).format(whole=whole) for k, v in keys.items()}
     with pytest.raises(jshard.UserError, match=said):
-        train(tmp_path, steps=1, **keys)
+        train(tmp_path, steps=1, **given)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "run").exists()
 
 
-# Disks and signals.
+# Disks.
 
 
 @pytest.mark.filterwarnings("ignore:cannot write to .*disk")
@@ -398,22 +394,3 @@ def test_a_last_checkpoint_that_fails_ends_the_run_with_one_line(tmp_path, monke
     )
     with pytest.raises(RunFailed, match=r"state of step 8 could not be saved: .*full"):
         train(tmp_path, steps=8)
-
-
-def test_a_signal_saves_the_step_it_comes_in(tmp_path, capsys):
-    def signal_when_it_runs() -> None:
-        metrics = tmp_path / "run/metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if metrics.exists() and metrics.stat().st_size:
-                return os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=signal_when_it_runs)
-    thread.start()
-    with pytest.raises(Preempted) as preempted:
-        train(tmp_path, steps=100_000, checkpoint__every=90_000)
-    thread.join()
-    (step,) = find_steps(tmp_path / "run/checkpoints")
-    assert f"SIGTERM at step {step}: saved" in str(preempted.value)
-    assert not find_damage(tmp_path / f"run/checkpoints/{step}")

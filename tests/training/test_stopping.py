@@ -2,12 +2,14 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+import resumable
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.cli.command import run_command
@@ -227,3 +229,22 @@ def test_a_run_that_is_interrupted_and_saves_nothing_exits_130(monkeypatch, caps
     with pytest.raises(SystemExit, match="130"):
         run_command(command)
     assert capsys.readouterr().err.startswith("jshard: error: SIGTERM at step 3")
+
+
+def test_a_signal_saves_the_step_it_comes_in(tmp_path, capsys):
+    def signal_when_it_runs() -> None:
+        metrics = tmp_path / "run/metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if metrics.exists() and metrics.stat().st_size:
+                return os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=signal_when_it_runs)
+    thread.start()
+    with pytest.raises(Preempted) as preempted:
+        resumable.train(tmp_path, steps=100_000, checkpoint__every=90_000)
+    thread.join()
+    (step,) = find_steps(tmp_path / "run/checkpoints")
+    assert f"SIGTERM at step {step}: saved" in str(preempted.value)
+    assert not find_damage(tmp_path / f"run/checkpoints/{step}")

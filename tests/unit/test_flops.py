@@ -75,14 +75,10 @@ AGAIN: dict[str, tuple[Any, set[str]]] = {
     "hidden": (jshard.Names("hidden"), {"qkv", "scores", "values", "out"}),
     "everything": (jax.checkpoint_policies.everything_saveable, set()),
 }
-SLOW = ("attended", "hidden", "everything")
 
 
 @pytest.mark.quick("dots")
-@pytest.mark.parametrize(
-    "remat",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in AGAIN],
-)
+@pytest.mark.parametrize("remat", AGAIN)
 def test_the_backward_computes_again_what_remat_did_not_keep(remat):
     policy, again = AGAIN[remat]
     size = products()
@@ -127,18 +123,18 @@ def test_evaluation_computes_every_product_once():
 # A layer whose products are all with weights: "dots" computes none again. What is named
 # behind an activation function, as "hidden" is here, saves no product: the derivative
 # of the function reads what stands before it.
-@pytest.mark.quick("dots")
+@pytest.mark.quick("dots-0-False")
 @pytest.mark.parametrize(
     ("remat", "again", "plain"),
     [
         ("dots", 0, False),
         ("full", 1, True),
-        pytest.param("dots", 0, True, marks=pytest.mark.slow),
-        pytest.param("full", 1, False, marks=pytest.mark.slow),
-        pytest.param(jshard.Names("hidden"), 1, False, marks=pytest.mark.slow),
-        pytest.param(jshard.Names("hidden"), 1, True, marks=pytest.mark.slow),
-        pytest.param("none", 0, False, marks=pytest.mark.slow),
-        pytest.param("none", 0, True, marks=pytest.mark.slow),
+        ("dots", 0, True),
+        ("full", 1, False),
+        (jshard.Names("hidden"), 1, False),
+        (jshard.Names("hidden"), 1, True),
+        ("none", 0, False),
+        ("none", 0, True),
     ],
     ids=str,
 )

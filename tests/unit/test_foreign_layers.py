@@ -321,6 +321,7 @@ class Spectral(nnx.Module):
         return x + jnp.tanh(self.norm(x))
 
 
+@pytest.mark.slow
 def test_spectral_norm_is_that_of_one_device_in_the_root_a_unit_and_a_stack():
     check_run(everywhere(Spectral))
 

@@ -78,12 +78,13 @@ REMATS = {
 
 
 # A bfloat16 layer casts its weights: casts, too, depend on weights alone.
-@pytest.mark.quick("full-False", "none-False", "everything-False")
+@pytest.mark.quick("full-False", "none-False")
 @every_pair(
     remat=tuple(REMATS),
     plain=(False, True),
     accumulate=(1, 2),
     dtype=(jnp.float32, jnp.bfloat16),
+    unroll=(False, True),
 )
 def test_no_gathered_weight_is_kept_from_forward_to_backward(case):
     case = case | {"remat": REMATS[case["remat"]]}
@@ -91,6 +92,8 @@ def test_no_gathered_weight_is_kept_from_forward_to_backward(case):
     # A layer more is a shard more of gradients (two, where they are summed), and its
     # activations.
     grow = case["accumulate"] * LAYER // DEVICES + ACTIVATIONS
+    # XLA:CPU drops the barriers, and casts the shards of unrolled layers all at once.
+    grow += case["unroll"] * LAYER // DEVICES // 2
     assert grow < LAYER / 2
     assert (eight - four) / 4 < grow
     # At any time two layers at most are whole.
@@ -151,6 +154,7 @@ def test_initial_values_are_made_as_shards():
     assert temp < LAYER
 
 
+@pytest.mark.slow
 def test_initial_values_of_a_plain_list_are_made_as_shards():
     few, many = (
         init_memory(make_decoder(sizes, plain=True), plain=True)[0]

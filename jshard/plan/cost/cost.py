@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jshard.plan.constants import STATED, Constants
+from jshard.plan.constants import FITTED, Constants
 from jshard.plan.cost import nccl
 from jshard.plan.hlo.hlo import Computation, Instruction, Module
 from jshard.plan.topology import GPU, GPUS_A_HOST
@@ -35,15 +35,21 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
     "opt-barrier", "partition-id", "replica-id", "domain", "add-dependency",
 }  # fmt: skip
+# Kinds of kernels that no roofline describes, followed by the custom call's target:
+# those of Pallas, for example. Only their traffic counts.
+UNKNOWN = "unknown kernel "
+# Custom calls of libraries: cuBLAS, cuDNN, CUB, cuSOLVER, cuFFT.
+_OF_LIBRARIES = ("__cu", "cu", "AllocateBuffer")
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Peak of matrix products relative to bf16; float32 ones run in TF32 by default.
 _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
 
 
-def assumptions(constants: Constants = STATED) -> dict[str, Any]:
+def assumptions(constants: Constants = FITTED) -> dict[str, Any]:
     """The model's constants by name: shares, seconds, and bytes/s."""
     return {
         "source": constants.source,
+        "measured_over_predicted": [constants.low, constants.high],
         "matrix_products_of_peak": constants.matmul,
         "attention_of_peak": constants.attention,
         "memory_of_bandwidth": constants.memory,
@@ -57,7 +63,7 @@ def assumptions(constants: Constants = STATED) -> dict[str, Any]:
     }
 
 
-def assumed(constants: Constants = STATED) -> str:
+def assumed(constants: Constants = FITTED) -> str:
     """The same in a sentence, without the trees."""
     rings = ", ".join(
         f"{ring.name} ({ring.latency * 1e6:.2g} us, {ring.step * 1e6:.2g} a step over "
@@ -81,7 +87,7 @@ class Work:
     """The work of one kernel.
 
     Attributes:
-      kind: "matrix product", "attention" or "memory".
+      kind: "matrix product", "attention", "memory", or ``UNKNOWN`` and a target.
       flops: of matrix products, scaled to bf16's rate.
       bytes: read and written in device memory.
       host_bytes: read and written in host memory.
@@ -218,24 +224,33 @@ def work(module: Module, computation: Computation, x: Instruction) -> Work:
     nbytes = [0, 0]
     for on_host, size in _traffic(module, computation, x):
         nbytes[on_host] += size
-    return Work("matrix product" if flops else "memory", flops, *nbytes)
+    kind = "matrix product" if flops else "memory"
+    if x.opcode == "custom-call" and not flops:
+        if not x.target.startswith(_OF_LIBRARIES):
+            kind = f"{UNKNOWN}{x.target}"
+    return Work(kind, flops, *nbytes)
 
 
 def _attention(computation: Computation, x: Instruction) -> Work:
-    """Flash attention: products of queries, keys and values; causal ones are half.
+    """Flash attention: products of queries, keys and values, where the mask has any.
 
     The forward has 2 products of B x N x T x S x H, the backward 5 (Dao 2023,
-    arXiv:2307.08691, section 3).
+    arXiv:2307.08691, section 3). Causal ones are half, and with a window of W keys
+    W (T - W / 2) of T x S. Packed documents count as one: their lengths are data.
     """
     dims = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[(.*?)\]', x.text)
     if dims is None:
         raise ValueError(f"{x.name}: an attention call without the shape of its scores")
-    scores = math.prod(int(n.strip(' "')) for n in dims[1].split(","))
+    batch, heads, queries, keys = (int(n.strip(' "')) for n in dims[1].split(","))
     width = computation.by_name[x.operands[0]].arrays[0].shape[-1]
     products = 5 if "Backward" in x.target else 2
-    causal = 0.5 if '"mask_type": "CAUSAL"' in x.text else 1.0
+    pairs = 1.0 * queries * keys
+    if re.search(r'"mask_type": "(PADDING_)?CAUSAL"', x.text):
+        found = re.search(r'"sliding_window_length": (\d+)', x.text)
+        window = min(int(found[1]) if found else 0, queries) or queries
+        pairs = window * (queries - window / 2)
     operands = sum(computation.by_name[name].bytes for name in x.operands)
-    flops = 2.0 * products * scores * width * causal
+    flops = 2.0 * products * batch * heads * pairs * width
     return Work("attention", flops, operands + x.bytes)
 
 
@@ -301,19 +316,20 @@ def _traffic(
 
 
 def _read(inside: Computation, parameter: Instruction, updated: bool) -> int:
-    """Bytes that a fusion reads of a parameter."""
-    total = 0
+    """Bytes that a fusion reads of a parameter, in the parameter's own dtype."""
+    total, itemsize = 0, parameter.bytes / max(parameter.arrays[0].size, 1)
     for user in _real_users(inside, parameter):
         if user.opcode in _SLICES:
-            total += user.bytes
+            total += round(user.arrays[0].size * itemsize)
         elif not (updated and user.opcode == "dynamic-update-slice"):
             return parameter.bytes
     return min(total, parameter.bytes)
 
 
 def _real_users(inside: Computation, x: Instruction) -> Iterator[Instruction]:
+    """Looks through casts: a fusion casts only the elements that are used."""
     for user in inside.users[x.name]:
-        if user.opcode == "bitcast":
+        if user.opcode in ("bitcast", "convert"):
             yield from _real_users(inside, user)
         else:
             yield user

@@ -1,13 +1,22 @@
 """The phase of a timeline's event, in words: "forward, layers", "update", ...
 
-The direction comes from the JAX operation of an instruction. A loop that holds the
-weights' collectives runs over layers.
+The direction comes from the JAX operation of an instruction, and so does the scope of
+layers. In programs without these scopes, a loop that holds the weights' collectives
+runs over layers. The words are also scopes (``jshard.scopes``),
+which a profile of the step shows.
 """
 
 import collections
+import re
 
 from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, Event, Timeline
 from jshard.plan.hlo.hlo import direction
+from jshard.scopes import LAYERS
+
+
+def _in_layers(event: Event) -> bool:
+    """Whether an event's JAX operation is in the scope of layers."""
+    return re.search(rf"(^|[/(]){LAYERS}([/)]|$)", event.source) is not None
 
 
 class Phases:
@@ -15,11 +24,12 @@ class Phases:
 
     def __init__(self, timeline: Timeline):
         self._kernels = [e for e in timeline.events if e.stream == COMPUTE]
+        self._gathers = [e for e in timeline.events if e.kind == "all-gather"]
         self._layer_loops = _layer_loops(timeline)
         self._directions = _directions(timeline, self._layer_loops)
         self._spans: dict[str, list[float]] = {}
         for event in self._kernels:
-            if self._trip(event):
+            if self._trip(event) or _in_layers(event):
                 span = self._spans.setdefault(
                     self._direction(event), [event.start, event.end]
                 )
@@ -40,14 +50,15 @@ class Phases:
     def of(self, event: Event) -> str:
         """Returns "forward, layers", "backward, before the layers", "update", ..."""
         way = self._direction(event)
-        if self._trip(event):
-            return f"{way}, layers"
+        if self._trip(event) or _in_layers(event):
+            return f"{way}, {LAYERS}"
         if way not in self._spans:
             return way
         start, end = self._spans[way]
         if event.start < start:
-            return f"{way}, before the layers"
-        return f"{way}, after the layers" if event.end > end else f"{way}, layers"
+            return f"{way}, before the {LAYERS}"
+        where = f"after the {LAYERS}" if event.end > end else LAYERS
+        return f"{way}, {where}"
 
     def words(self, event: Event | None) -> str:
         """Returns "all-gather (forward, layers)", for example; "nothing" for None."""
@@ -71,6 +82,8 @@ class Phases:
     def layers(self, way: str) -> tuple[float, float] | None:
         """Start and end of a few layers: the middle trip of the longest loop.
 
+        Without a loop it is the time between two gathers, and None without gathers.
+
         Args:
           way: "forward" or "backward".
         """
@@ -81,7 +94,13 @@ class Phases:
                 span = loops[trip[0]].setdefault(trip[1], [event.start, event.end])
                 span[1] = event.end
         if not loops:
-            return None
+            starts = [
+                event.start
+                for event in self._gathers
+                if _in_layers(event) and self._direction(event) == way
+            ]
+            middle = len(starts) // 2
+            return (starts[middle - 1], starts[middle]) if middle else None
         longest = max(
             loops.values(), key=lambda trips: sum(b - a for a, b in trips.values())
         )
@@ -90,7 +109,22 @@ class Phases:
 
 
 def _layer_loops(timeline: Timeline) -> set[str]:
-    """Loops with collectives; if there are none, those with most of the products."""
+    """Loops over layers: by their scope, collectives, or most of the products.
+
+    A loop in the scope of layers with both directions is one over micro-batches.
+    """
+    ways: dict[str, dict[str, float]] = {}
+    for event in filter(_in_layers, timeline.events):
+        if event.loops:
+            found = ways.setdefault(event.loops[-1][0], {})
+            way = direction(event.source)
+            found[way] = found.get(way, 0.0) + event.seconds
+    if any(map(_in_layers, timeline.events)):
+        return {
+            name
+            for name, seconds in ways.items()
+            if max(seconds.values()) > 0.9 * sum(seconds.values())
+        }
     inner: set[str] = set()
     outer: set[str] = set()
     flops: dict[str, float] = collections.defaultdict(float)

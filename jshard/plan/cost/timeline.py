@@ -8,9 +8,10 @@ and so do copies on the device that XLA issues beside its kernels. ``plan.cost.c
 says how long each takes; what runs at the same time does not slow down.
 """
 
+import collections
 import dataclasses
 
-from jshard.plan.cost.cost import FREE, transfer, work
+from jshard.plan.cost.cost import FREE, UNKNOWN, transfer, work
 from jshard.plan.hlo.hlo import Computation, Instruction, Module
 from jshard.plan.topology import GPU
 
@@ -31,7 +32,8 @@ class Event:
     Attributes:
       name: of the instruction.
       stream: one of ``STREAMS``.
-      kind: "matrix product", "attention", "memory", "all-gather", ..., "copy".
+      kind: "matrix product", "attention", "memory", "all-gather", ..., "copy"; see
+        also ``cost.UNKNOWN``.
       start: seconds since the step began.
       end: likewise.
       source: the JAX operation: ``jit(step)/jvp()/while/body/dot``.
@@ -116,6 +118,12 @@ class Timeline:
         """The streams that have events, in the order of ``STREAMS``."""
         used = {event.stream for event in self.events}
         return [stream for stream in STREAMS if stream in used]
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """How often kernels run whose products nothing is known of, by target."""
+        targets = [e.kind for e in self.events if e.kind.startswith(UNKNOWN)]
+        return collections.Counter(kind.removeprefix(UNKNOWN) for kind in targets)
 
     def busy(self, stream: str) -> float:
         """Seconds in which a stream is occupied."""

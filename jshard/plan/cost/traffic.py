@@ -169,9 +169,11 @@ def least(
                 continue
             shard = math.prod(x.sharding.shard_shape(x.shape))
             moved = shard * (shards - 1) * (rounds or 1)
-            wire = jnp.dtype(place.gather or x.dtype)
-            add("all-gather", wire, moved)
             depth = layer_dims(variable)
+            # Not all of a Stack's matrices are in float8, but none can be narrower.
+            float8 = place.float8 and depth and x.ndim - depth > 1
+            wire = jnp.dtype("int8" if float8 else place.gather or x.dtype)
+            add("all-gather", wire, moved)
             if depth and x.ndim - depth > 1 and rounds:
                 unit, length = policy.unit(path), x.shape[depth - 1]
                 again = moved * _gathered_again(unit, length, prefetch) / length
@@ -179,7 +181,7 @@ def least(
                 if unit.reshard_after_forward is True:
                     add("all-gather", wire, again)
                 elif group:  # from what each group keeps, in the smaller dtype
-                    kept = jnp.dtype(place.compute or wire)
+                    kept = wire if float8 else jnp.dtype(place.compute or wire)
                     if not is_quantized(wire):
                         kept = min(kept, wire, key=lambda dtype: dtype.itemsize)
                     share = (1 - 1 / group) / (1 - 1 / shards)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jshard.scopes import UPDATE
+
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(
     r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
@@ -32,10 +34,13 @@ _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
 _IOTA_GROUPS = re.compile(
     r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 )
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
+)
+_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 HOST_SPACE = 5  # XLA's memory space of pinned host memory
 
-FORWARD, BACKWARD, UPDATE, STEP = "forward", "backward", "update", "step"
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +155,22 @@ class Instruction:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Device numbers of a collective's groups; () means one group of all."""
+        """Device numbers of a collective's groups; () means one group of all.
+
+        Raises:
+          ValueError: the groups are written in a way that is not known.
+        """
         if listed := _LISTED_GROUPS.search(self.text):
             rows = re.findall(r"\{([\d,]*)\}", listed[1])
             return tuple(_numbers(row) for row in rows)
         if mesh := _MESH_GROUPS.search(self.text):
-            return _groups_of_mesh(mesh[1], mesh[2])
+            return _groups_of_mesh(*mesh.groups(""))
         if iota := _IOTA_GROUPS.search(self.text):  # [groups, size] <= [dims]T(order)
             shape, dims = _numbers(iota[1]), _numbers(iota[2])
             order = _numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
             return _transposed_groups(dims, order, shape[-1])
+        if unknown := self._find(r"\breplica_groups=(?!\{\})(.{,80})"):
+            raise ValueError(f"{self.name}: unknown form of device groups: {unknown}")
         return ()
 
 
@@ -272,8 +283,16 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
-def _groups_of_mesh(axes: str, chosen: str) -> tuple[tuple[int, ...], ...]:
+def _groups_of_mesh(
+    axes: str, devices: str, chosen: str
+) -> tuple[tuple[int, ...], ...]:
     """Groups along some axes, as in ``mesh['replica'=2,'fsdp'=4] {'fsdp'}``.
+
+    Args:
+      axes: names and sizes.
+      devices: the mesh's devices in order, listed or as a transposed iota,
+        ``[4,2]T(1,0)``; empty if they are in the order of their numbers.
+      chosen: names of the axes.
 
     Raises:
       ValueError: part of an axis is chosen, which jshard's meshes never need.
@@ -289,7 +308,16 @@ def _groups_of_mesh(axes: str, chosen: str) -> tuple[tuple[int, ...], ...]:
     others = [name for name in names if name not in along]
     order = tuple(names.index(name) for name in (*others, *along))
     size = math.prod(sizes[name] for name in along)
-    return _transposed_groups(tuple(sizes.values()), order, size)
+    places = _transposed_groups(tuple(sizes.values()), order, size)
+    if not devices:
+        return places
+    if iota := _IOTA.fullmatch(devices):
+        dims = _numbers(iota[1])
+        turned = _numbers(iota[2]) if iota[2] else tuple(range(len(dims)))
+        (numbers,) = _transposed_groups(dims, turned, math.prod(dims))
+    else:
+        numbers = _numbers(devices)
+    return tuple(tuple(numbers[place] for place in group) for group in places)
 
 
 def _transposed_groups(
@@ -316,11 +344,14 @@ def direction(source: str) -> str:
     """The part of a step that a JAX operation belongs to.
 
     Its name holds the transformations around it: ``jvp`` marks the forward,
-    ``transpose`` the backward. Outside ``shard_map`` it belongs to the update, and
-    otherwise to the step around forward and backward.
+    ``transpose`` the backward. What is in the scope of the update or outside
+    ``shard_map`` belongs to the update, and the rest to the step around forward and
+    backward.
     """
     if "transpose(" in source:
         return BACKWARD
     if "jvp(" in source:
         return FORWARD
+    if UPDATE in source.split("/"):
+        return UPDATE
     return STEP if "shard_map" in source or not source else UPDATE

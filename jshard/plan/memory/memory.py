@@ -210,6 +210,8 @@ def _layer_bytes(state: TrainState, policy: Policy) -> int:
             if layer_dims(variable):
                 x, precision = variable.get_value(), policy.precision_at(path)
                 dtype = precision.compute or precision.gather or x.dtype
-                layer = math.prod(x.shape[layer_dims(variable) :])
-                layers[path[0], x.shape[0]] += layer * dtype.itemsize
+                shape = x.shape[layer_dims(variable) :]
+                float8 = precision.products is not None and len(shape) > 1
+                width = 1 if float8 else dtype.itemsize
+                layers[path[0], x.shape[0]] += math.prod(shape) * width
     return max(layers.values(), default=0)

@@ -6,7 +6,7 @@ docs/plan.md has the schemas.
 import dataclasses
 from typing import Any
 
-from jshard.plan.constants import STATED
+from jshard.plan.constants import FITTED
 from jshard.plan.cost import cost
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Event, Timeline
@@ -48,7 +48,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {"name": name, "value": value, "reason": reason}
             for name, value, reason in options(plan)
         ],
-        "model": cost.assumptions(program.gpu.constants if program.gpu else STATED),
+        "model": cost.assumptions(program.gpu.constants if program.gpu else FITTED),
     }
 
 
@@ -67,6 +67,7 @@ def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
     return {
         "seconds": timeline.seconds,
+        "seconds_range": plan.seconds_range,
         "exposed": timeline.exposed,
         "floor": timeline.floor,
         "waits_for_copies": timeline.waits_for_copies,
@@ -76,6 +77,7 @@ def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "busy": {stream: timeline.busy(stream) for stream in STREAMS},
         "phases": phases.seconds(),
         "synchronous": list(timeline.synchronous),
+        "unknown": timeline.unknown,
         "gaps": [
             {
                 "start": gap.start,

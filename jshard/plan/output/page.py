@@ -70,8 +70,9 @@ def _tiles(plan: Plan) -> str:
         per_second, unit = plan.items_per_second or 0.0, plan.program.unit
         seconds, exposed = plan.timeline.seconds, plan.timeline.exposed
         share = f"exposed communication, {exposed / seconds:.1%} of the step"
+        found = terminal.step_range(plan)
         figures = [
-            (format_seconds(seconds), "a step"),
+            (format_seconds(seconds), f"a step ({found})" if found else "a step"),
             *([] if plan.mfu is None else [(f"{plan.mfu:.1%}", "MFU")]),
             (format_count(per_second / plan.program.mesh.size), f"{unit}/s a GPU"),
             (format_count(per_second), f"{unit}/s"),

@@ -78,7 +78,8 @@ def _verdict(plan: Plan) -> str:
 
 def options(plan: Plan) -> list[tuple[str, object, str]]:
     """Returns (name, value, reason) of each XLA option."""
-    reasons = {option.name: option.reason for option in xla_options.options()}
+    known = xla_options.OPTIONS + xla_options.FLOAT8_OPTIONS
+    reasons = {option.name: option.reason for option in known}
     return [
         (name, value, reasons.get(name, "asked for by config.compiler_options"))
         for name, value in plan.options.items()
@@ -152,6 +153,8 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
         speed += f", MFU {plan.mfu:.1%}"
         floor += f", MFU {plan.mfu * seconds / timeline.floor:.1%}"
     yield "step", format_seconds(seconds), speed
+    if plan.seconds_range is not None:
+        yield "", "", f"{step_range(plan)}, by published runs"
     yield "floor", format_seconds(timeline.floor), floor
     sent = format_seconds(timeline.busy(COLLECTIVES))
     share = f"{exposed / seconds:.1%} of the step, of {sent} of collectives"
@@ -162,6 +165,17 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     if copied:
         waits = format_seconds(timeline.waits_for_copies)
         yield "copies", format_seconds(copied), f"beside kernels; {waits} waited for"
+    for target, calls in timeline.unknown.items():
+        yield (
+            "unknown",
+            f"{calls:,} x",
+            f"{target}: counted by its memory traffic alone",
+        )
+
+
+def step_range(plan: Plan) -> str:
+    """Returns "660.1 ms to 780.3 ms", between which a step takes; "" if unknown."""
+    return " to ".join(map(format_seconds, plan.seconds_range or ()))
 
 
 def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:

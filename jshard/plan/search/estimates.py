@@ -125,6 +125,8 @@ def _narrowest(policy: Policy) -> int:
     precisions += [knobs["precision"] for knobs in overrides if "precision" in knobs]
 
     def itemsize(p: Precision) -> int:
+        if p.products is not None:
+            return 1
         named = [x for x in (p.param, p.gather, p.compute) if x is not None]
         return min([jnp.dtype(x).itemsize for x in named], default=1)
 
@@ -145,6 +147,8 @@ def estimate(
     """
     micro = policy.accumulate
     width = jnp.dtype(policy.precision.gather or jnp.float32).itemsize
+    if policy.precision.products is not None:
+        width = 1
     reshard = policy.reshard_after_forward
     gradients = size.trained_shards if micro == 1 else 0
     # Gathered weights: two layers and their gradients, or what is kept; and the root.

@@ -15,7 +15,7 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.mesh import FSDP
-from jshard.plan.constants import read_constants
+from jshard.plan.constants import find_constants
 from jshard.plan.program import check_batch_size
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.cache import default_folder
@@ -57,7 +57,7 @@ def search(
     allowed: Mapping[str, Sequence[str] | None],
     *,
     limit: int = 50,
-    constants: Path | None = None,
+    constants: str = "fitted",
     report: Callable[[int, int, Outcome], None] = lambda *_: None,
 ) -> Search:
     """Compiles the promising ways to run a recipe's job on a topology.
@@ -68,19 +68,18 @@ def search(
       topology: "h100:64".
       allowed: what varies (``jshard.plan.search.candidates.parse_search``).
       limit: the most candidates to compile.
-      constants: a file with constants of the cost model.
+      constants: of the cost model, by name or a file (``find_constants``).
       report: called with (how many are done, of how many, the outcome).
 
     Raises:
       UserError: the topology, a key or a value is invalid.
     """
     gpu, number = parse(topology)
-    if constants is not None:
-        gpu = dataclasses.replace(gpu, constants=read_constants(constants))
+    gpu = dataclasses.replace(gpu, constants=find_constants(constants))
     mesh_devices = devices(topology)
     with (
         open_recipe(path) as recipe,
-        _workers(path, topology, *filter(None, [constants])) as workers,
+        _workers(path, topology, constants) as workers,
     ):
         config = make_config(recipe, dict(overrides))
         for key, values in allowed.items():

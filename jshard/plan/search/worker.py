@@ -20,7 +20,7 @@ import jax
 
 from jshard.errors import UserError
 from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
-from jshard.plan.constants import STATED, Constants, read_constants
+from jshard.plan.constants import Constants, find_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.hlo import hlo
 from jshard.plan.memory.memory import device_total, host_total
@@ -95,8 +95,8 @@ def main() -> None:
     """Serves tasks until standard input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    path, topology, *rest = sys.argv[1:]
-    constants = read_constants(Path(rest[0])) if rest else STATED
+    path, topology, name = sys.argv[1:]
+    constants = find_constants(name)
     tasks: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
     with open_recipe(path) as recipe:

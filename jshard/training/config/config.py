@@ -10,6 +10,7 @@ from ml_collections import ConfigDict, FieldReference
 from jshard.cli.paths import path_problem
 from jshard.errors import UserError
 from jshard.knob import Knob
+from jshard.training.config.profiled_steps import profile_problem
 from jshard.training.config.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
 from jshard.training.keys import Key
 
@@ -148,6 +149,8 @@ def check(config: Config) -> None:
             problem = problem or path_problem(flat[key])
         if problem:
             refuse(key, problem)
+    if problem := profile_problem(config.profile.steps, config.steps):
+        refuse("profile.steps", problem)
     checkpoint = config.checkpoint
     if checkpoint.best:
         if not checkpoint.best.startswith("eval_"):

@@ -55,6 +55,10 @@ DEFAULTS = {
     "checkpoint.accept": Knob(
         (), "keys or groups that may differ from those of the resumed run: A,B"
     ),
+    "profile.steps": Knob(
+        "", "steps to trace for Perfetto and XProf, the last included, e.g. 10:12",
+        noun="FIRST:LAST",
+    ),
     "watch.silence": Knob(
         8.0, "seconds without a heartbeat of a process until the job ends",
         at_least=2, at_most=60,  # JAX itself gives up after 100

@@ -1,0 +1,56 @@
+"""The parameters of a unit: shards between uses, full weights in use."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jshard.comm.collectives import all_gather
+from jshard.comm.varying import abstract_like, is_float
+from jshard.layout.placement import Placement
+
+# unshard(shards, places, scales) -> full weights. A partial: it adds no stack frame.
+unshard: Callable[..., Any] = functools.partial(jax.tree.map, all_gather)
+
+
+def scales(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
+    """Returns the scale of each parameter in float8, and None for the others.
+
+    The scales are the last of the shards (``jshard.unit.float8``).
+    """
+    return [
+        None if shard is None or place.scale is None else shards[-1][place.scale]
+        for shard, place in zip(shards, places, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The parameters that a unit owns.
+
+    Attributes:
+      shards: this device's shards; those of a Stack have shape (L, ...).
+      places: the Placement of each.
+    """
+
+    shards: Sequence[jax.Array] = ()
+    places: Sequence[Placement] = ()
+
+    @property
+    def trained(self) -> list[bool]:
+        """Which parameters have gradients."""
+        pairs = zip(self.shards, self.places, strict=True)
+        return [place.trainable and is_float(shard) for shard, place in pairs]
+
+    def types(self, *, layer: bool = False) -> list[jax.ShapeDtypeStruct]:
+        """Returns the abstract shards, or those of a single layer if ``layer``."""
+        return [abstract_like(shard, layer=layer) for shard in self.shards]
+
+    def weight_types(self, *, layer: bool = False) -> list[jax.ShapeDtypeStruct]:
+        """Returns the abstract full weights, or those of one layer if ``layer``."""
+        places = list(self.places)
+        unshard_own = lambda shards: unshard(shards, places, scales(shards, places))
+        traced = jax.make_jaxpr(unshard_own)(self.types(layer=layer))
+        return list(map(abstract_like, traced.out_avals))

@@ -1,0 +1,315 @@
+"""Float8 products: beside a one-device run with the same quantization, and counted."""
+
+import dataclasses
+import functools
+import re
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.checks import check_products
+from jshard.comm import quantized
+from jshard.describe import traffic
+
+LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 3, 32, 4, 128, 256
+FLOAT8 = jshard.Precision(products="float8")
+
+
+class Layer(nnx.Module):
+    """As any model's author may write it; ``odd`` is not only multiplied with."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.general = nnx.LinearGeneral(WIDTH, (4, 32), rngs=rngs)
+        self.mixed = nnx.Einsum("btnh,nhd->btd", (4, 32, WIDTH), rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        normal = nnx.initializers.normal(0.05)
+        self.down = nnx.Param(normal(rngs.params(), (WIDTH, HIDDEN)))
+        self.odd = nnx.Param(normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x += self.mixed(jnp.tanh(self.general(self.norm(x))))
+        h = nnx.remat(lambda up, x: jax.nn.gelu(up(x)))(self.up, x)
+        x += jnp.einsum("df,btf->btd", self.down[...], h)
+        return x + jnp.dot(x, jnp.sin(self.odd[...]))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = jshard.Stack(Layer, LAYERS, rngs=rngs)
+        self.head = jshard.Unit(nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.layers(x))
+
+
+class Listed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
+    return jshard.Mean(jnp.sum(model(x) ** 2), x.size)
+
+
+# The reference: one device, without jshard.
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Values of ``x`` that are float8 times a power of two."""
+    ratio = jnp.max(jnp.abs(x)) / float(jnp.finfo(dtype).max)
+    scale = 2.0 ** (jnp.floor(jnp.log2(ratio)) + 1)
+    return (x / scale).astype(dtype).astype(jnp.float32) * scale
+
+
+@jax.custom_vjp
+def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+    return rounded(x, jnp.float8_e4m3fn) @ rounded(w, jnp.float8_e4m3fn)
+
+
+def multiply_backward(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = (rounded(value, jnp.float8_e4m3fn) for value in saved)
+    dy = rounded(dy, jnp.float8_e5m2)
+    return dy @ w.T, x.T @ dy
+
+
+multiply.defvjp(lambda x, w: (multiply(x, w), (x, w)), multiply_backward)
+
+
+def reference_layer(p: Any, x_BTD: jax.Array) -> jax.Array:
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = multiply(x.reshape(-1, w.shape[0]), w)
+        return y.reshape(*x_BTD.shape[:2], w.shape[1])
+
+    x = x_BTD
+    normed = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    general, up = p["general"], p["up"]
+    y = product(normed * p["norm"]["scale"], general["kernel"].reshape(WIDTH, WIDTH))
+    y = jnp.tanh(y + general["bias"].reshape(WIDTH))
+    x += product(y, p["mixed"]["kernel"].reshape(WIDTH, WIDTH))
+    h = jax.nn.gelu(product(x, up["kernel"]) + up["bias"])
+    x += product(h, p["down"].T)
+    return x + x @ jnp.sin(p["odd"])
+
+
+def reference(params: Any, x: np.ndarray, parts: int) -> tuple[Any, Any]:
+    """Loss and gradients, each of ``parts`` parts of the batch quantized by itself."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for i in range(LAYERS):
+            x = reference_layer(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x)
+        head = params["head"]
+        return jnp.sum((x @ head["kernel"] + head["bias"]) ** 2)
+
+    run = jax.jit(jax.value_and_grad(loss))
+    results = [run(params, part) for part in np.split(x, parts)]
+    return jax.tree.map(lambda *sums: sum(sums) / x.size, *results)
+
+
+def inputs() -> np.ndarray:
+    shape = (EXAMPLES, TIME, WIDTH)
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def gradients(
+    fsdp: jshard.FSDP, make_model: Any = Model
+) -> tuple[dict, dict, jax.Array]:
+    """(parameters, gradients, loss) of a step, by name."""
+    tx = optax.sgd(1.0)
+    state = fsdp.init(make_model, tx)
+    before = fsdp.unshard(nnx.to_pure_dict(state.params))
+    step = fsdp.train_step(loss_fn, tx)
+    state, metrics = step(state, fsdp.shard_batch(inputs()))
+    after = fsdp.unshard(nnx.to_pure_dict(state.params))
+    return before, jax.tree.map(np.subtract, before, after), metrics["loss"]
+
+
+def check_close(got: Any, want: Any, bound: float) -> None:
+    def check(path: Any, got: Any, want: Any) -> None:
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert error < bound, f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(check, got, want)
+
+
+@pytest.mark.quick("pipelined")
+@pytest.mark.parametrize(
+    ("mesh", "knobs"),
+    [
+        pytest.param({}, {"remat": "full"}, id="full"),
+        pytest.param({}, {"remat": "dots"}, id="dots"),
+        pytest.param({}, {"remat": "none", "reshard_after_forward": 2}, id="none"),
+        pytest.param({}, {"prefetch": True, "remat": "dots"}, id="pipelined"),
+        pytest.param(
+            {"replica": 2},
+            {"prefetch": True, "accumulate": 2, "reshard_after_forward": 2},
+            id="hybrid",
+        ),
+        pytest.param({}, {"accumulate": 2, "defer_scatter": True}, id="deferred"),
+        pytest.param({"fsdp": 1, "replica": 8}, {"first_k": 1}, id="replicated"),
+        pytest.param({}, {"reshard_after_forward": False}, id="kept"),
+    ],
+)
+def test_a_step_is_that_of_one_device_with_the_same_quantization(mesh, knobs):
+    policy = jshard.Policy(precision=FLOAT8, **knobs)
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
+    params, grads, loss = gradients(fsdp)
+    want_loss, want = reference(params, inputs(), 8 * policy.accumulate)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    check_close(grads, want, 1e-4)
+
+
+class Gated(nnx.Module):
+    """A layer whose weights must not all be in float8."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.dense = linear(WIDTH, WIDTH)
+        self.router = linear(WIDTH, 16)
+        self.exact = linear(WIDTH, WIDTH)
+        self.left_out = linear(WIDTH, WIDTH)
+        self.table = nnx.Embed(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gates = jax.nn.sigmoid(self.router(x)).repeat(WIDTH // 16, -1)
+        float32 = self.exact.kernel[...].astype(jnp.float32)
+        exact = x.astype(jnp.float32) @ float32
+        looked_up = self.table(jnp.arange(TIME))
+        y = self.dense(x) * gates + self.left_out(x) + looked_up
+        return x + (y + exact).astype(x.dtype)
+
+
+class GatedModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = jshard.Stack(Gated, LAYERS, rngs=rngs)
+        self.head = jshard.Unit(nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.layers(x.astype(jnp.bfloat16)))
+
+
+def traced(fsdp: jshard.FSDP, make_model: Any) -> tuple[Any, jshard.TrainState]:
+    tx = optax.sgd(1.0)
+    state = fsdp.abstract_state(make_model, tx)
+    x = jax.ShapeDtypeStruct((EXAMPLES, TIME, WIDTH), jnp.float32)
+    return fsdp.train_step(loss_fn, tx).trace(state, x), state
+
+
+def test_a_weight_is_gathered_in_bytes_if_all_it_does_is_multiply():
+    bf16 = jshard.Precision(compute="bfloat16")
+    float8 = dataclasses.replace(bf16, products="float8")
+    overrides = {"layers.left_out": {"precision": bf16}}
+    policy = jshard.Policy(
+        precision=float8, overrides=overrides, min_shard_elements=0, remat="dots"
+    )
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
+    program, _ = traced(fsdp, GatedModel)
+    found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
+    # Of a layer `dense` alone: forward and backward.
+    assert found["all-gather", "int8"].count == 2 * LAYERS
+    assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * WIDTH**2 * 7 // 8
+    # One reduction for the scales of all layers.
+    assert found["all-reduce", "float32"].count == 1
+
+
+def test_without_products_in_float8_nothing_changes():
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy())
+    assert "f8_" not in str(traced(fsdp, Model)[0].jaxpr)
+
+
+@pytest.mark.slow
+def test_existing_layers_as_units_multiply_in_float8():
+    policy = jshard.Policy(precision=FLOAT8)
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy, units=(Layer,))
+    params, grads, _ = gradients(fsdp, Listed)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for i in range(LAYERS):
+            x = reference_layer(params["layers"][i], x)
+        return jnp.sum(x**2) / inputs().size
+
+    run = jax.jit(jax.grad(loss))
+    parts = [run(params, part) for part in np.split(inputs(), 8)]
+    check_close(grads, jax.tree.map(lambda *x: sum(x), *parts), 1e-4)
+
+
+def test_the_start_up_note_says_how_much_is_multiplied_in_float8():
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(precision=FLOAT8))
+    tx = optax.sgd(1.0)
+    state = fsdp.abstract_state(Model, tx)
+    note = fsdp.describe(state, inputs(), fsdp.train_step(loss_fn, tx))
+    # In units of a square product: each has two in the backward, and full remat repeats
+    # all but the last one of a layer, which is not in float8, and neither is the head.
+    # What is in a remat of its own, `up`, is repeated twice.
+    float8 = LAYERS * (4 + 4 + 2 * 5 + 2 * 4)
+    part = float8 / (float8 + LAYERS * 3 + 3)
+    assert f"{part:.0%} of the FLOPs of products with weights" in note
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("largest", [1e-30, 0.7, 448.0, 1e30])
+def test_a_scale_is_a_power_of_two_that_the_largest_value_nearly_fills(dtype, largest):
+    scale = quantized.tensor_scale(jnp.float32(largest), dtype)
+    assert np.frexp(scale)[0] == 0.5
+    assert 0.5 <= largest / scale / float(jnp.finfo(dtype).max) < 1
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_stays_visible(bad):
+    x = jnp.ones(8).at[3].set(bad)
+    scale = quantized.tensor_scale(quantized.largest(x), jnp.float8_e4m3fn)
+    values = quantized.to_float8(x, scale, jnp.float8_e4m3fn)
+    assert not np.isfinite(values.astype(jnp.float32) * scale).any()
+
+
+def test_zeros_stay_zeros():
+    x = jnp.zeros(8)
+    scale = quantized.tensor_scale(quantized.largest(x), jnp.float8_e4m3fn)
+    values = quantized.to_float8(x, scale, jnp.float8_e4m3fn)
+    assert not np.any(values.astype(jnp.float32) * scale)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jshard.Precision(products="int8"), "precision.products: 'int8'"),
+        (
+            lambda: jshard.Precision(products="float8", compute="float64"),
+            "compute='float64'",
+        ),
+        (
+            lambda: check_products(
+                jshard.Policy(offload="all", precision=FLOAT8), jshard.make_mesh()
+            ),
+            "policy.offload='all'",
+        ),
+        (
+            lambda: check_products(jshard.Policy(precision=FLOAT8), a100()),
+            "NVIDIA A100 has 8.0",
+        ),
+    ],
+)
+def test_what_cannot_multiply_in_float8_is_an_error(make, message):
+    with pytest.raises(jshard.UserError, match=re.escape(message)) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def a100() -> Any:
+    """What ``check_products`` reads of a mesh of A100s."""
+    device = types.SimpleNamespace(
+        platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100"
+    )
+    return types.SimpleNamespace(devices=np.array([device]))
