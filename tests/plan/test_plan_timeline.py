@@ -1,5 +1,6 @@
 """The replay of a compiled program, on one that is written by hand."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,14 @@ def test_phases_follow_from_the_jax_operations(timeline):
     assert found["update"] == "update"
     assert found["norm"] == "step"
     assert sum(phases.seconds().values()) == pytest.approx(timeline.busy("compute"))
+
+
+def test_a_kernel_that_xla_added_is_of_the_phase_before_it(timeline):
+    (scale,) = named(timeline, "scale")
+    added = dataclasses.replace(scale, source="")
+    events = tuple(added if e is scale else e for e in timeline.events)
+    phases = Phases(dataclasses.replace(timeline, events=events))
+    assert phases.of(added) == "forward, layers"
 
 
 def test_a_few_layers_are_the_middle_trip_of_the_loop_over_layers(timeline):

@@ -2,8 +2,9 @@
 
 The direction comes from the JAX operation of an instruction, and so does the scope of
 layers. In programs without these scopes, a loop that holds the weights' collectives
-runs over layers. The words are also scopes (``jshard.scopes``),
-which a profile of the step shows.
+runs over layers. Kernels that XLA adds have no operation: they belong to the phase of
+the kernel before them. The words are also scopes (``jshard.scopes``), which a profile
+of the step shows.
 """
 
 import collections
@@ -34,6 +35,13 @@ class Phases:
                     self._direction(event), [event.start, event.end]
                 )
                 span[1] = max(span[1], event.end)
+        self._added: dict[float, Event] = {}  # by start: the kernel before
+        known = None
+        for event in self._kernels:
+            if event.source or self._trip(event):
+                known = event
+            elif known:
+                self._added[event.start] = known
 
     def _trip(self, event: Event) -> tuple[str, int] | None:
         """The loop over layers that an event is in, and the trip."""
@@ -49,6 +57,8 @@ class Phases:
 
     def of(self, event: Event) -> str:
         """Returns "forward, layers", "backward, before the layers", "update", ..."""
+        if event.stream == COMPUTE:
+            event = self._added.get(event.start, event)
         way = self._direction(event)
         if self._trip(event) or _in_layers(event):
             return f"{way}, {LAYERS}"
