@@ -29,6 +29,8 @@ from jshard.plan.cost.traffic import Traffic, count
 from jshard.plan.hlo import hlo
 from jshard.plan.topology import parse
 
+# Of jshard's Policy, as the Llama recipes up to 70B have it.
+UNROLLED = (("unroll", True),)
 STRATEGIES = ("zero3", "zero2", "zero1", "hybrid", "ddp")
 
 

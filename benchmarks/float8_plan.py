@@ -11,7 +11,7 @@ nothing hides a collective; GB that a device receives; GiB of its memory; the sp
 import argparse
 from pathlib import Path
 
-from compiling import Row, compile_row
+from compiling import UNROLLED, Row, compile_row
 
 GIB = 2**30
 
@@ -34,6 +34,7 @@ def main() -> None:
                     remat=remat,
                     recipe=model,
                     products=products,
+                    policy=UNROLLED,
                 )
                 found = compile_row(row, options.cache)
                 before = before or found["step"]

@@ -21,7 +21,8 @@ from typing import Any
 
 import jax
 
-from compiling import STRATEGIES, Row, compile_row
+import gspmd
+from compiling import STRATEGIES, UNROLLED, Row, compile_row
 
 GIB = 2**30
 LAYERS = 32
@@ -62,13 +63,13 @@ def sizes(row: Row, cache: Path | None) -> list[float | None]:
     def total(**changes: Any) -> int:
         return compile_row(dataclasses.replace(row, **changes), cache)["total"]
 
-    one_at_a_time = total(policy=(("prefetch", False),))
+    one_at_a_time = total(policy=(*UNROLLED, ("prefetch", False)))
     totals: list[float | None] = [whole["total"], one_at_a_time, None, None]
     if row.strategy in ("zero3", "hybrid", "ddp"):
-        totals[2] = total(system="gspmd", rules="maxtext", options="maxtext")
-        totals[3] = min(
-            total(system="gspmd", rules=rules) for rules in ("maxtext", "first")
-        )
+        remat = gspmd.ALIKE.get(row.remat, row.remat)
+        peer = {"system": "gspmd", "remat": remat, "policy": ()}
+        totals[2] = total(rules="maxtext", options="maxtext", **peer)
+        totals[3] = min(total(rules=rules, **peer) for rules in ("maxtext", "first"))
     return [*parts, whole["total"] - sum(parts), *totals]
 
 
@@ -90,7 +91,13 @@ def main() -> None:
             if strategy == "hybrid" and int(number) <= 8:
                 continue  # one host: ZeRO-3
             for remat in options.remat.split(","):
-                row = Row("jshard", topology, strategy, remat, options.attention)
+                row = Row(
+                    topology=topology,
+                    strategy=strategy,
+                    remat=remat,
+                    attention=options.attention,
+                    policy=UNROLLED,
+                )
                 cells = [number, strategy, remat]
                 for size in sizes(row, options.cache):
                     cells.append("" if size is None else f"{size / GIB:.2f}")

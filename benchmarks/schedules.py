@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 import gspmd
-from compiling import STRATEGIES, Row, compile_row, make_mesh, trace
+from compiling import STRATEGIES, UNROLLED, Row, compile_row, make_mesh, trace
 from jshard.plan.constants import Constants, find_constants
 
 GIB = 2**30
@@ -117,7 +117,7 @@ def main() -> None:
                     topology=topology,
                     remat=remat,
                     strategy=options.strategy,
-                    policy=() if options.scan else (("unroll", True),),
+                    policy=() if options.scan else UNROLLED,
                 )
                 ours = compile_row(row, options.cache, constants)
                 theirs, best = fastest_peer(row, options.cache, constants)
