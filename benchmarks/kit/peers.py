@@ -114,17 +114,20 @@ def start_all(
         if system == "torch" and importlib.util.find_spec("torch") is None:
             found[system] = {"skipped": "torch is not installed"}
             continue
-        ask = stack.enter_context(started(_words(system, job, config, gpu)))
+        words = jax_words(system, job) if system != "torch" else _torch(config, gpu)
+        ask = stack.enter_context(started(words))
         found[system] = ask(None, READY_LIMIT)
         if "ready" in found[system]:
             workers[system] = ask
     return workers, found
 
 
-def take_turns(workers: dict[str, Ask], steps: int) -> dict[str, list[Values]]:
+def take_turns(
+    workers: dict[str, Ask], steps: int, rounds: int = ROUNDS
+) -> dict[str, list[Values]]:
     """What each answers, turn by turn; one that fails has no more turns."""
     turns: dict[str, list[Values]] = {system: [] for system in workers}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         # Back and forth, so that none is always the first after a pause.
         order = list(workers)[:: -1 if number % 2 else 1]
         for system in order:
@@ -135,8 +138,11 @@ def take_turns(workers: dict[str, Ask], steps: int) -> dict[str, list[Values]]:
 
 
 @contextmanager
-def started(words: list[str]) -> Iterator[Ask]:
-    """Starts a worker; gives what asks it. It ends with the block."""
+def started(words: list[str], **variables: str) -> Iterator[Ask]:
+    """Starts a worker with these environment variables; gives what asks it.
+
+    It ends with the block.
+    """
     benchmarks = Path(__file__).resolve().parents[1]
     paths = [str(benchmarks.parent), str(benchmarks), os.environ.get("PYTHONPATH")]
     first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -145,6 +151,7 @@ def started(words: list[str]) -> Iterator[Ask]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_SHARE),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as torchtitan has it
+        **variables,
     }
     pipe = subprocess.PIPE
     with (
@@ -182,14 +189,35 @@ def _ask(
     return {"error": last_words(code, errors.read())}
 
 
-def _words(system: str, job: Job, config: Any, gpu: bool) -> list[str]:
-    """The command of a worker."""
-    if system != "torch":
-        argument = json.dumps(asdict(job))
-        return [sys.executable, "-m", "kit.jax_peer", system, argument]
-    settings = {
-        "gpu": gpu,
-        "memory_share": MEMORY_SHARE,
+def jax_words(system: str, job: Job) -> list[str]:
+    """The command of a worker with JAX."""
+    return [sys.executable, "-m", "kit.jax_peer", system, json.dumps(asdict(job))]
+
+
+def _torch(config: Any, gpu: bool) -> list[str]:
+    """The command of that with PyTorch, as torchtitan trains."""
+    return torch_words(
+        config,
+        gpu=gpu,
+        memory_share=MEMORY_SHARE,
+        # Inductor's C++ for a CPU takes longer to compile than a tiny job to train.
+        backend="inductor" if gpu else "aot_eager",
+        compute="bfloat16",
+        reduce="float32",
+        initial=None,
+    )
+
+
+def torch_words(config: Any, **settings: Any) -> list[str]:
+    """The command of a worker with PyTorch.
+
+    Args:
+      config: a recipe's.
+      settings: what the config does not say: ``gpu``, the ``memory_share`` of one;
+        ``backend`` of torch.compile; dtypes ``compute`` and ``reduce``; ``initial``, a
+        file of initial values by path in the Flax model, or None.
+    """
+    settings |= {
         "model": config.model.to_dict(),
         "batch_size": config.batch_size,
         "accumulate": config.policy.accumulate,
@@ -206,7 +234,7 @@ def _rates(speeds: list[float], turns: list[Values]) -> Values:
         "tokens_per_second": median,
         "spread": (max(speeds) - min(speeds)) / median,
         "step_seconds": [x for turn in turns for x in turn["seconds"]],
-        "loss": turns[-1]["loss"],
+        "loss": turns[-1]["losses"][-1],
     }
 
 

@@ -4,8 +4,10 @@ Shape suffixes: B batch, T time, D model width, N heads, K key-value heads, H he
 width, F hidden width, V vocabulary, I half of H.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -118,8 +120,8 @@ class Decoder(nn.Module):
         if self.is_llama:
             make_block, self.norm = LlamaBlock, nn.RMSNorm(width, eps=sizes["norm_eps"])
             cos_TI, sin_TI = rotations(sizes)
-            self.register_buffer("cos_TI", cos_TI)
-            self.register_buffer("sin_TI", sin_TI)
+            self.register_buffer("cos_TI", cos_TI, persistent=False)
+            self.register_buffer("sin_TI", sin_TI, persistent=False)
         else:
             self.positions = nn.Embedding(sizes["sequence_length"], width)
             make_block, self.norm = GPTBlock, nn.LayerNorm(width, eps=1e-5)
@@ -159,6 +161,21 @@ def initialize(model: Decoder) -> None:
                 module.bias.zero_()
         if isinstance(module, nn.Embedding):
             module.weight.normal_(std=0.01 if name == "positions" else 0.02)
+
+
+def load(model: Decoder, values: Mapping[str, np.ndarray]) -> None:
+    """Takes the values of the Flax model, by path; its kernels are transposed."""
+    state = {}
+    for path, value in values.items():
+        module, _, last = path.rpartition(".")
+        name = "bias" if last == "bias" else "weight"
+        x = torch.from_numpy(value.swapaxes(-2, -1) if last == "kernel" else value)
+        first, _, rest = module.partition(".")
+        if first == "blocks":  # the first dimension is the layer's
+            state |= {f"blocks.{i}.{rest}.{name}": layer for i, layer in enumerate(x)}
+        else:
+            state[f"{module}.{name}"] = x
+    model.load_state_dict(state)
 
 
 def rotations(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:

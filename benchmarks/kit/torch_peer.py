@@ -2,12 +2,15 @@
 
     python -m kit.torch_peer '{"model": {...}, "batch_size": 8, ...}'
 
-As torchtitan trains: ``fully_shard`` on each block and on the root, bfloat16 parameters
-and float32 gradients on the wire, compiled blocks and loss, cuDNN's or flash attention,
-fused AdamW. What it prints and reads is in kit/turns.py; kit/peers.py has the argument.
+As torchtitan trains: ``fully_shard`` on each block and on the root, parameters and
+gradients on the wire in dtypes of their own, compiled blocks and loss, cuDNN's or flash
+attention, fused AdamW. What it prints and reads is in kit/turns.py; kit/peers.py has
+the argument. It is one process of a job of several where RANK, WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT say so: each takes its part of the batch, and all are told the same.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from kit.torch_models import Decoder
+from kit.torch_models import Decoder, load
 from kit.turns import WARM_UP, open_answers, random_batch, take_turns
 
 _OPS = torch.ops.aten
@@ -51,44 +55,47 @@ def main() -> None:
     device = torch.device("cuda" if job["gpu"] else "cpu")
     if job["gpu"]:
         torch.cuda.set_per_process_memory_fraction(job["memory_share"])
-    # One process: nothing has to be found over a network.
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    else:  # nothing has to be found over a network
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
     # All attention is of the program's blocks: it is set once, outside of them.
     with sdpa_kernel(_ATTENTION, set_priority=True):
         start = time.perf_counter()
         run = make_run(job, device)
-        seconds, loss = run(WARM_UP)
+        seconds, losses = run(WARM_UP)
         # Blocks are compiled when they are called; the second half of the step compiles
         # the backward. What the later steps take is not part of it.
         compile_seconds = time.perf_counter() - start - sum(seconds[1:])
-        answer(ready=seconds[-1], compile_seconds=compile_seconds, loss=loss)
+        answer(ready=seconds[-1], compile_seconds=compile_seconds, losses=losses)
         take_turns(answer, run, partial(peak_bytes, device))
     dist.destroy_process_group()
 
 
 def make_run(
     job: dict[str, Any], device: torch.device
-) -> Callable[[int], tuple[list[float], float]]:
-    """What takes so many steps, and gives the seconds of each and the last loss."""
-    # Inductor's C++ for a CPU takes longer to compile than a tiny job to train.
-    backend = "inductor" if job["gpu"] else "aot_eager"
+) -> Callable[[int], tuple[list[float], list[float]]]:
+    """What takes so many steps, and gives the seconds and the loss of each."""
     with device:
         model = Decoder(job["model"])
-    shard(model, job["remat"], backend, device)
-    optimizer, schedule = make_optimizer(model, job["optimizer"], fused=job["gpu"])
+    if job["initial"]:
+        with np.load(job["initial"]) as values:
+            load(model, values)
+    shard(model, job, device)
+    optimizer, schedule = make_optimizer(model, job["optimizer"])
     batch = random_batch(
         job["model"]["vocab_size"], job["batch_size"], job["model"]["sequence_length"]
     )
     tokens, targets = (
-        torch.tensor(batch[name], dtype=torch.int64, device=device).chunk(
-            job["accumulate"]
-        )
+        torch.tensor(batch[name], dtype=torch.int64, device=device)
+        .chunk(dist.get_world_size())[dist.get_rank()]
+        .chunk(job["accumulate"])
         for name in ("inputs", "targets")
     )
     micro_batches = list(zip(tokens, targets, strict=True))
-    loss_fn = torch.compile(cross_entropy, backend=backend)
+    loss_fn = torch.compile(cross_entropy, backend=job["backend"])
 
     def step() -> torch.Tensor:
         total = torch.zeros((), device=device)
@@ -104,20 +111,29 @@ def make_run(
         optimizer.zero_grad()
         return total
 
-    return partial(timed_on_gpu if job["gpu"] else timed_on_cpu, step)
+    timed = timed_on_gpu if job["gpu"] else timed_on_cpu
+
+    def run(steps: int) -> tuple[list[float], list[float]]:
+        seconds, losses = timed(step, steps)
+        mean = torch.stack(losses) / dist.get_world_size()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(mean)
+        return seconds, mean.tolist()
+
+    return run
 
 
-def shard(model: Decoder, remat: str, backend: str, device: torch.device) -> None:
+def shard(model: Decoder, job: dict[str, Any], device: torch.device) -> None:
     """Remat, compilation and sharding of each block, and sharding of the rest."""
     precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
+        param_dtype=getattr(torch, job["compute"]),
+        reduce_dtype=getattr(torch, job["reduce"]),
         cast_forward_inputs=False,  # rotations stay in float32
     )
-    mesh = init_device_mesh(device.type, (1,))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for i, block in enumerate(model.blocks):
-        block = checkpointed(block, remat)
-        block.compile(backend=backend, fullgraph=True)
+        block = checkpointed(block, job["remat"])
+        block.compile(backend=job["backend"], fullgraph=True)
         model.blocks[i] = fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
 
@@ -132,7 +148,7 @@ def checkpointed(block: nn.Module, remat: str) -> nn.Module:
 
 
 def make_optimizer(
-    model: nn.Module, settings: dict[str, Any], *, fused: bool
+    model: nn.Module, settings: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW and its warm-up, in which all measured steps are; train/gpt.py has both."""
     groups = [
@@ -145,7 +161,7 @@ def make_optimizer(
         lr=settings["learning_rate"],
         betas=(0.9, settings["b2"]),
         weight_decay=settings["weight_decay"],
-        fused=fused,
+        fused=True,
     )
     warm_up = settings["warmup_steps"] + 1
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -161,27 +177,28 @@ def cross_entropy(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.T
 
 def timed_on_gpu(
     step: Callable[[], torch.Tensor], steps: int
-) -> tuple[list[float], float]:
+) -> tuple[list[float], list[torch.Tensor]]:
     """The GPU's own times: Python runs ahead of it."""
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    losses = []
     ends[0].record()
     for end in ends[1:]:
-        loss = step()
+        losses.append(step())
         end.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1000 for a, b in pairwise(ends)], loss.item()
+    return [a.elapsed_time(b) / 1000 for a, b in pairwise(ends)], losses
 
 
 def timed_on_cpu(
     step: Callable[[], torch.Tensor], steps: int
-) -> tuple[list[float], float]:
+) -> tuple[list[float], list[torch.Tensor]]:
     """Wall time."""
-    seconds = []
+    seconds, losses = [], []
     for _ in range(steps):
         start = time.perf_counter()
-        loss = step()
+        losses.append(step())
         seconds.append(time.perf_counter() - start)
-    return seconds, loss.item()
+    return seconds, losses
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -29,21 +29,21 @@ def open_answers() -> Callable[..., None]:
 
 def take_turns(
     answer: Callable[..., None],
-    run: Callable[[int], tuple[list[float], float]],
+    run: Callable[[int], tuple[list[float], list[float]]],
     peak_bytes: Callable[[], int | None],
 ) -> None:
     """Does what the lines of the standard input say.
 
     Args:
       answer: as ``open_answers`` gives it.
-      run: takes so many steps; gives the seconds of each, and the last loss.
+      run: takes so many steps; gives the seconds and the loss of each.
       peak_bytes: the most memory that was in use, where that is known.
     """
     for line in sys.stdin:
         if line.strip() == "end":
             break
-        seconds, loss = run(int(line.removeprefix("run ")))
-        answer(seconds=seconds, loss=loss)
+        seconds, losses = run(int(line.removeprefix("run ")))
+        answer(seconds=seconds, losses=losses)
     answer(peak_bytes=peak_bytes())
 
 
