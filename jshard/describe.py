@@ -1,6 +1,7 @@
 """The start-up note: what a step does, counted in the program that will run."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,18 @@ def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
             yield from equations(inner, times * trips)
 
 
+def product_flops(jaxpr: core.Jaxpr) -> tuple[int, int]:
+    """Returns the FLOPs of a program's matrix products, and how many there are."""
+    flops = count = 0
+    for eqn, times in equations(jaxpr):
+        if eqn.primitive.name == "dot_general":
+            (over, _), _ = eqn.params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[d] for d in over)
+            flops += 2 * times * depth * eqn.outvars[0].aval.size
+            count += times
+    return flops, count
+
+
 def attention_kernels(jaxpr: core.Jaxpr) -> list[str]:
     """Returns what the program's attention is, in words; empty without any."""
     scopes = {scopes_of(eqn) for eqn, _ in equations(jaxpr)}
@@ -107,8 +120,13 @@ def attention_kernels(jaxpr: core.Jaxpr) -> list[str]:
     ]
 
 
-def _network_axes(mesh: Mesh, hosts: list[Any]) -> dict[str, int]:
-    """Returns the axes that span hosts, and how many of their devices share one."""
+def network_axes(mesh: Mesh, hosts: Sequence[Any]) -> dict[str, int]:
+    """Returns the axes that span hosts, and how many of their devices share one.
+
+    Args:
+      mesh: the devices.
+      hosts: the host of each of them (``mesh.hosts_of``).
+    """
     of_host = np.reshape(hosts, mesh.devices.shape)
     shared = {}
     for dimension, axis in enumerate(mesh.axis_names):
@@ -155,7 +173,7 @@ def describe(
     mesh, policy = layout.mesh, layout.policy
     sizes = dict(mesh.shape)
     host_of = hosts_of(list(mesh.devices.flat), hosts)
-    network = _network_axes(mesh, host_of)
+    network = network_axes(mesh, host_of)
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", device.platform)
     text = f"{mesh.size} x {kind}: {REPLICA} {sizes[REPLICA]} x {FSDP} {sizes[FSDP]}"

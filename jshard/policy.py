@@ -13,6 +13,9 @@ POLICIES = ("full", "dots", "none")
 # The name of what a flash attention kernel reads, which "dots" keeps.
 ATTENTION_OPERANDS = "attention_operands"
 
+# The fields that a run's config may leave to what fits the memory.
+BY_MEMORY = ("remat", "accumulate")
+
 Path = Iterable[Any]  # of a module or a parameter in the model
 
 

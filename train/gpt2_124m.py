@@ -1,10 +1,9 @@
 """GPT-2 124M: 12 layers of 768, 1024 tokens, bf16, for one or more GPUs.
 
-Half a million tokens a step, as in GPT-2, in micro-batches that fit on one GPU. Eight
-GPUs take them at once, and are faster so: --config.policy.accumulate=1. Without
---config.data.path it trains on the bytes of Python's standard library; for the real
-thing point it at token files: --config.data.path=FOLDER_OF_BIN_FILES (GPT-2 tokens,
-uint16).
+Half a million tokens a step, as in GPT-2, in as few micro-batches as the memory of the
+GPUs allows. Without --config.data.path it trains on the bytes of Python's standard
+library; for the real thing point it at token files:
+--config.data.path=FOLDER_OF_BIN_FILES (GPT-2 tokens, uint16).
 """
 
 from ml_collections import ConfigDict
@@ -29,8 +28,8 @@ def get_config() -> ConfigDict:
     config.eval_batches = 4
     config.checkpoint.every = 1000
     config.policy = {
-        "remat": "none",
-        "accumulate": 8,  # of 64 sequences on one GPU: 21 GiB
+        "remat": "fit",
+        "accumulate": "fit",
         "unroll": True,
         "precision": {"compute": "bfloat16", "reduce": "float32"},
     }

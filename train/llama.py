@@ -1,14 +1,16 @@
-"""Llama 2 and 3 by size: --config=llama.py:3-8b, or 2-7b, 2-13b, 3-70b, 3-405b.
+"""Llama 2 and 3 by size: --config=llama.py:3-8b, or 2-7b, 2-13b, 3-1b, 3-70b, 3-405b.
 
 A step has four million tokens in bf16, as for Llama 2 and the start of Llama 3. On 64
-GPUs, a GPU's share is four micro-batches (--config.policy.accumulate) of four sequences
-of 4096 tokens for Llama 2, and eight sequences of 8192 tokens for Llama 3; with
---config.batch_size=64 it is one sequence. By default it trains on the bytes of Python's
-standard library; for real training, give token files with
---config.data.path=FOLDER_OF_BIN_FILES (uint16 for Llama 2, uint32 for Llama 3).
+GPUs, a GPU's share is 16 sequences of 4096 tokens for Llama 2 and eight of 8192 for
+Llama 3, in as few micro-batches and with as little recomputed as their memory allows.
+By default it trains on the bytes of Python's standard library; for real training, give
+token files with --config.data.path=FOLDER_OF_BIN_FILES (uint16 for Llama 2, uint32 for
+Llama 3).
 
 Sizes and rates are from Touvron et al. 2023, arXiv:2307.09288, section 2.2, and from
-Dubey et al. 2024, arXiv:2407.21783, table 3.
+Dubey et al. 2024, arXiv:2407.21783, table 3. 3-1b has the size of Llama 3.2 1B
+(github.com/meta-llama/llama-models, models/llama3_2/MODEL_CARD.md), with a tied head,
+and the rate of 3-8b.
 """
 
 from ml_collections import ConfigDict
@@ -28,6 +30,7 @@ references = gpt.references
 SIZES = {
     "2-7b": (32, 32, 32, 4096, 11008, 3e-4),
     "2-13b": (40, 40, 40, 5120, 13824, 3e-4),
+    "3-1b": (16, 32, 8, 2048, 8192, 3e-4),
     "3-8b": (32, 32, 8, 4096, 14336, 3e-4),
     "3-70b": (80, 64, 8, 8192, 28672, 1.5e-4),
     "3-405b": (126, 128, 8, 16384, 53248, 8e-5),
@@ -50,8 +53,8 @@ def get_config(size: str = "") -> ConfigDict:
     # Gradients are reduced in float32, as in section 3.3.2 of the Llama 3 paper.
     precision = {"compute": "bfloat16", "reduce": "float32"}
     config.policy = {
-        "remat": "dots",
-        "accumulate": 4,
+        "remat": "fit",
+        "accumulate": "fit",
         "unroll": layers <= 80,  # compiling more takes too long
         "precision": precision,
     }
@@ -82,8 +85,8 @@ def get_config(size: str = "") -> ConfigDict:
     if size.startswith("3"):
         config.steps = 1_200_000
         config.batch_size = 512
-        config.policy.update({"remat": "full", "accumulate": 1})
         config.model.vocab_size = 128256
+        config.model.tied = size == "3-1b"
         config.model.sequence_length = 8192
         config.model.rope_theta = 500_000.0
         config.model.loss_chunk = 1024

@@ -58,7 +58,8 @@ def jobs(card: str | None) -> list[Job]:
         sizes: list[tuple[str, int | None]] = [("1b", None), ("7b", 6)]
         chosen = [gpt2(card), *_llamas(sizes)]
     else:
-        small = Job("gpt2-accumulate-16", "gpt2_124m.py", {"policy.accumulate": 16})
+        changes = gpt2(card).changes | {"policy.accumulate": 16}
+        small = Job("gpt2-accumulate-16", "gpt2_124m.py", changes)
         chosen = [small, *_llamas([("1b", 8), ("7b", 3)])]
     # All take the same batch again and again: that the loss falls alike shows that they
     # train alike, if the warm-up is over soon.

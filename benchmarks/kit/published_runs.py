@@ -176,36 +176,32 @@ class Other:
     source: str
 
 
-def _llama_1b() -> tuple[tuple[str, Any], ...]:
-    """Llama 3.2 1B, as settings of a Llama."""
-    return (
-        ("num_layers", 16),
-        ("num_heads", 32),
-        ("num_kv_heads", 8),
-        ("width", 2048),
-        ("hidden", 8192),
-        ("tied", True),
-        ("sequence_length", 4096),
-    )
-
+_UNROLLED_LAYERS = (("unroll", True),)  # as in the recipes
 
 # No constant follows from these.
 OTHERS = (
     Other(
         "GPT-2 124M, 8 H100s",
-        Row(recipe="gpt2_124m", topology="h100:8", remat="none", batch=32),
-        32 * 1024,
+        Row(
+            recipe="gpt2_124m",
+            topology="h100:8",
+            remat="none",
+            batch=64,
+            policy=_UNROLLED_LAYERS,
+        ),
+        64 * 1024,
         468e3,
         "llm.c",
     ),
     Other(
         "Llama 1B, one H100",
         Row(
-            recipe="llama3_8b",
+            recipe="llama3_1b",
             topology="h100:1",
-            remat="dots",
+            remat="none",
             batch=4,
-            model=_llama_1b(),
+            model=(("sequence_length", 4096),),
+            policy=_UNROLLED_LAYERS,
         ),
         4 * 4096,
         42e3,
@@ -213,7 +209,12 @@ OTHERS = (
     ),
     Other(
         "Llama 2 7B, one H200",
-        Row(recipe="llama2_7b", topology="h200:1", remat="full"),
+        Row(
+            recipe="llama2_7b",
+            topology="h200:1",
+            remat="full",
+            policy=_UNROLLED_LAYERS,
+        ),
         4096,
         10471,
         "KempnerForge",

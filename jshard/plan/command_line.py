@@ -25,8 +25,8 @@ from jshard.plan import topology
 from jshard.plan.constants import find_constants
 from jshard.plan.cost.cost import assumed
 from jshard.plan.output import as_json, page, search_output, terminal
-from jshard.plan.planning import Plan, make_plan
-from jshard.plan.program import ATTACHED, trace
+from jshard.plan.planning import Plan, plan_recipe
+from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,
     DEFAULT_KNOBS,
@@ -34,13 +34,16 @@ from jshard.plan.search.candidates import (
     parse_search,
 )
 from jshard.plan.search.search import search
+from jshard.plan.search.worker import make_config
 from jshard.training.config.command_line import (
     Arguments,
     help_text,
     override,
     parse_arguments,
 )
-from jshard.training.config.config import check, complete
+from jshard.training.config.config import check, complete, flatten
+from jshard.training.config.shared_keys import FITTED
+from jshard.training.fit import DoesNotFit, is_open
 from jshard.training.platform import choose_platform, make_cpu_devices
 from jshard.training.recipe import find_recipe, open_recipe
 
@@ -84,7 +87,15 @@ _FILES = ("json", "html", "trace", "hlo")
 
 def main() -> None:
     """Runs the command line; exits with the codes above."""
-    run_command(_plan)
+    run_command(_plan_or_refuse)
+
+
+def _plan_or_refuse(argv: list[str]) -> None:
+    try:
+        _plan(argv)
+    except DoesNotFit as error:
+        print(f"jshard: error: {error}", file=sys.stderr)
+        sys.exit(DOES_NOT_FIT)
 
 
 def _plan(argv: list[str]) -> None:
@@ -123,13 +134,12 @@ def _plan(argv: list[str]) -> None:
             override(config, arguments.overrides, recipe.name)
             check(config)
             make_cpu_devices(config.mesh.cpu_devices)
-            program = trace(recipe, config, where or "", speed)
-            if program.gpu is None and "trace" in options:
+            if "trace" in options and find_gpu(where or "") is None:
                 raise UserError(
                     f"--trace={options['trace']}: there is no timeline: the speed of "
                     f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
                 )
-            plan = make_plan(program)
+            plan = plan_recipe(recipe, config, where or "", speed)
         print("\n".join(terminal.lines(plan)))
         _write_files(plan, options)
     if plan.fits is False:
@@ -149,6 +159,7 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
         raise UserError(f"--limit={limit}: must be a number of candidates")
     recipe, overrides = arguments.recipe or "", arguments.overrides
     allowed = parse_search(words, overrides)
+    overrides = _chosen(path, overrides, options["topology"]) | overrides
     with without_remarks(), search_output.progress() as report:
         found = search(
             path,
@@ -168,6 +179,20 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
         _write("json", Path(options["json"]), content)
     if not found.best:
         sys.exit(DOES_NOT_FIT)
+
+
+def _chosen(path: str, overrides: dict[str, str], where: str) -> dict[str, str]:
+    """Returns what training would choose of keys that are "fit"; a search begins there.
+
+    Raises:
+      DoesNotFit: no choice fits.
+    """
+    with open_recipe(path) as recipe, without_remarks():
+        config = make_config(recipe, overrides)
+        if not is_open(config):
+            return {}
+        chosen = flatten(plan_recipe(recipe, config, where).program.job.config)
+    return {key: str(chosen[key]) for key in FITTED}
 
 
 def _check_topology(where: str | None) -> None:

@@ -10,13 +10,21 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jshard.mesh import platform
+from jshard.describe import network_axes
+from jshard.mesh import hosts_of, platform
+from jshard.plan.constants import FITTED, Constants
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
 from jshard.plan.hlo import hlo
 from jshard.plan.memory import buffers
 from jshard.plan.memory.memory import Memory, memory
-from jshard.plan.program import Program
+from jshard.plan.program import ATTACHED, Program, trace
+from jshard.plan.topology import devices, parse
+from jshard.training.config.config import Config
+from jshard.training.fit import Traced, fit, is_open
+from jshard.training.job import make_mesh
+from jshard.training.memory import usable_bytes
+from jshard.training.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Plan:
       timeline: when everything runs; None if the card is unknown (a CPU).
       options: of XLA that it was compiled with.
       seconds: time that compiling took.
+      chosen: what was chosen of the config by its memory, and why; empty if nothing.
     """
 
     program: Program
@@ -42,6 +51,7 @@ class Plan:
     timeline: Timeline | None
     options: dict[str, Any]
     seconds: float
+    chosen: str = ""
 
     @property
     def fits(self) -> bool | None:
@@ -65,6 +75,51 @@ class Plan:
     def mfu(self) -> float | None:
         """Model FLOPs utilisation (``Program.mfu``)."""
         return self.timeline and self.program.mfu(self.timeline.seconds)
+
+
+def plan_recipe(
+    recipe: Recipe, config: Config, topology: str, constants: Constants = FITTED
+) -> Plan:
+    """Plans a recipe as training would run it on the devices of a topology.
+
+    What the config leaves open ("fit") is chosen as training chooses it, for the memory
+    of these devices.
+
+    Args:
+      recipe: what to train.
+      config: its config, with every shared key.
+      topology: "h100:64", or "attached" for this machine's devices.
+      constants: of the cost model.
+
+    Raises:
+      DoesNotFit: something is open, and no choice fits.
+      UserError: the topology is unknown, or the config is invalid for it.
+    """
+    if not is_open(config):
+        return make_plan(trace(recipe, config, topology, constants))
+
+    def traced(config: Config) -> Traced:
+        program = trace(recipe, config, topology, constants)
+        network = network_axes(program.mesh, hosts_of(list(program.mesh.devices.flat)))
+        jaxpr = program.traced.jaxpr.jaxpr
+        return Traced(
+            jaxpr,
+            program.state,
+            config.policy.accumulate,
+            dict(program.mesh.shape),
+            network,
+        )
+
+    def planned(config: Config) -> tuple[int, Plan]:
+        plan = make_plan(trace(recipe, config, topology, constants))
+        return plan.memory.total, plan
+
+    absent = topology != ATTACHED
+    there = devices(topology) if absent else jax.devices()
+    usable = parse(topology)[0].usable if absent else usable_bytes(there)
+    count = make_mesh(config, there).size
+    found = fit(config, count, usable, traced, planned)
+    return dataclasses.replace(found.made, chosen=found.note)
 
 
 def make_plan(program: Program) -> Plan:

@@ -5,20 +5,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh
 
 import jshard
 from jshard.errors import UserError
-from jshard.mesh import BATCH
 from jshard.plan.ahead_of_time import compile_for, tracing_for
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.topology import GPU, GPUS, devices, parse
 from jshard.training.config.config import Config
-from jshard.training.data.dataset import make_training_data
-from jshard.training.job import Job, make_job, make_mesh
+from jshard.training.job import Job, abstract_batch, make_job, make_mesh
 from jshard.training.recipe import Recipe
-from jshard.training.throughput import count_items
 
 ATTACHED = "attached"
 
@@ -81,12 +77,8 @@ def trace(
       UserError: the topology is unknown, or the config is invalid for it.
     """
     absent = topology != ATTACHED
-    if absent:
-        there, gpu = devices(topology), parse(topology)[0]
-    else:
-        there = jax.devices()
-        kind = there[0].device_kind
-        gpu = next((gpu for gpu in GPUS.values() if gpu.name == kind), None)
+    there = devices(topology) if absent else jax.devices()
+    gpu = find_gpu(topology)
     if gpu is not None:
         gpu = dataclasses.replace(gpu, constants=constants)
     mesh = make_mesh(config, there)
@@ -96,9 +88,17 @@ def trace(
     job = make_job(recipe, config, on)
     with tracing_for(gpu) if gpu and absent else nullcontext():
         state = job.abstract_state()
-        batch, items, unit = _abstract_batch(recipe, config, on)
+        batch, items, unit = abstract_batch(recipe, config, on)
         traced = job.train_step.trace(state, batch)
     return Program(job, mesh, topology, gpu, state, traced, items, unit)
+
+
+def find_gpu(topology: str) -> GPU | None:
+    """Returns the card of a topology; None for devices that are not in ``GPUS``."""
+    if topology != ATTACHED:
+        return parse(topology)[0]
+    kind = jax.devices()[0].device_kind
+    return next((gpu for gpu in GPUS.values() if gpu.name == kind), None)
 
 
 def check_batch_size(config: Config, mesh: Mesh) -> None:
@@ -110,18 +110,3 @@ def check_batch_size(config: Config, mesh: Mesh) -> None:
             f"--config.batch_size={config.batch_size}: must be a multiple of the "
             f"{mesh.size} devices of the mesh{times}"
         )
-
-
-def _abstract_batch(
-    recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh
-) -> tuple[Any, int, str]:
-    """A global batch without values, the number of its items, and their unit."""
-    example = make_training_data(recipe.make_data, config)[0]
-    sharding = NamedSharding(mesh, BATCH)
-
-    def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (config.batch_size, *np.shape(x))
-        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
-
-    unit, items = count_items(jax.tree.map(lambda x: np.asarray(x)[None], example))
-    return jax.tree.map(abstract, example), items * config.batch_size, unit

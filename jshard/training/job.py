@@ -6,14 +6,18 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jshard
+from jshard.mesh import BATCH
 from jshard.training import returns
 from jshard.training.config.config import Config
 from jshard.training.config.policy import make_policy, parse_options
+from jshard.training.data.dataset import make_training_data
 from jshard.training.recipe import Recipe
+from jshard.training.throughput import count_items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +60,21 @@ def make_job(recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh) -> Job:
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
     make_model = partial(recipe.make_model, config)
     return Job(recipe, config, fsdp, optimizer, make_model, train_step)
+
+
+def abstract_batch(
+    recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh
+) -> tuple[Any, int, str]:
+    """Returns a global batch without values, the number of its items, and their unit.
+
+    The items are tokens or examples.
+    """
+    example = make_training_data(recipe.make_data, config)[0]
+    sharding = NamedSharding(mesh, BATCH)
+
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (config.batch_size, *np.shape(x))
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+    unit, items = count_items(jax.tree.map(lambda x: np.asarray(x)[None], example))
+    return jax.tree.map(abstract, example), items * config.batch_size, unit

@@ -21,7 +21,8 @@ from jshard.training.data.batches import batches
 from jshard.training.data.dataset import make_training_data, make_validation_data
 from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.finite import beyond_vocabulary, check_finite
-from jshard.training.job import Job, make_job, make_mesh
+from jshard.training.fitted_job import fitted_on, make_fitted_job
+from jshard.training.job import Job, make_mesh
 from jshard.training.preemption import Preemption
 from jshard.training.profile import Profile
 from jshard.training.progress import ProgressDisplay, format_duration
@@ -65,7 +66,9 @@ def run(
     peers.open_log(workdir)
     peers.at("setting up", 0)
     hosts = peers.hosts if peers.count > 1 else None
-    job = make_job(recipe, config, make_mesh(config, hosts=hosts))
+    mesh = make_mesh(config, hosts=hosts)
+    job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
+    config = job.config
     abstract_state = job.abstract_state()
     start = find_start(workdir, config, peers, abstract_state)
     writes = jax.process_index() == 0
@@ -80,6 +83,8 @@ def run(
     start_up = job.fsdp.describe(
         abstract_state, inputs.first_batch, job.train_step, hosts
     )
+    if chosen:
+        start_up += f"\n{'memory':<16}{chosen}"
     references = returns.references(recipe.references if writes else None, config)
     peers.at("restoring", start.step)
     state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
@@ -95,6 +100,7 @@ def run(
             workdir,
             config,
             recipe=recipe.name,
+            fitted_on=fitted_on(mesh) if chosen else "",
             resume_from=start.step if start.resumes else None,
             lines=start.metrics,
             enabled=writes,

@@ -33,6 +33,7 @@ LLAMA = [
     "--config.model.vocab_size=1024",
     "--config.model.sequence_length=1024",
 ]
+FULL = ["--config.policy.remat=full", "--config.policy.accumulate=1"]
 
 
 @pytest.fixture
@@ -225,6 +226,20 @@ def test_copies_on_hosts_send_only_sums_of_shards_over_the_network(tmp_path):
 @pytest.mark.h100
 def test_what_does_not_fit_exits_3(tmp_path):
     words = [*LLAMA, "--config.model.vocab_size=1048576", "--config.model.width=8192"]
-    run = on_h100s(tmp_path, *words, "--config.model.hidden=65536")
+    run = on_h100s(tmp_path, *words, *FULL, "--config.model.hidden=65536")
     assert (run.returncode, run.stderr) == (3, "")
     assert re.search(r"^does not fit: \d+\.\d of 75\.2 GiB$", run.stdout, re.M)
+
+
+@pytest.mark.h100
+def test_what_fits_is_chosen_for_the_cards_memory(tmp_path):
+    words = [*LLAMA, "--topology=h100:1", "--json=json"]
+    for batch, accumulate in ((8, 1), (4096, 8)):
+        run = on_h100s(tmp_path, *words, f"--config.batch_size={batch}")
+        assert (run.returncode, run.stderr) == (0, "")
+        chosen = re.search(r"^chosen: remat none, (\d+) micro-batch", run.stdout, re.M)
+        found = json.loads((tmp_path / "json").read_text())
+        assert chosen
+        assert int(chosen[1]) == found["config"]["policy.accumulate"] == accumulate
+        assert found["config"]["policy.remat"] == "none"
+    assert re.search(r"; with 4 it would need about \d+\.\d GiB$", run.stdout, re.M)

@@ -227,6 +227,7 @@ def test_sizes_that_do_not_divide_are_a_users_error(sizes, message):
     [
         ("llama.py:2-7b", 6_738_415_616, 6 * (6_607_077_376 + 32 * 4096 * 4096)),
         ("llama.py:2-13b", 13_015_864_320, 6 * (12_851_609_600 + 40 * 5120 * 4096)),
+        ("llama.py:3-1b", 1_235_814_400, 6 * (1_235_746_816 + 16 * 2048 * 8192)),
         ("llama.py:3-8b", 8_030_261_248, 6 * (7_504_658_432 + 32 * 4096 * 8192)),
         ("llama.py:3-70b", 70_553_706_496, 6 * (69_501_714_432 + 80 * 8192 * 8192)),
         (
@@ -249,7 +250,7 @@ def test_a_recipe_has_the_size_of_its_model(name, parameters, flops):
     chex.assert_type(jax.tree.leaves(state.params), jnp.float32)
 
 
-@pytest.mark.parametrize("size", ["2-7b", "2-13b", "3-8b", "3-70b", "3-405b"])
+@pytest.mark.parametrize("size", ["2-7b", "2-13b", "3-1b", "3-8b", "3-70b", "3-405b"])
 def test_a_former_name_of_a_recipe_is_the_same_recipe(size):
     former = f"llama{size.replace('-', '_')}.py"
     with open_recipe(find_recipe(former)) as recipe:
@@ -270,7 +271,7 @@ def test_an_unknown_size_is_one_line_that_lists_the_sizes(name):
         pytest.raises(jshard.UserError) as error,
     ):
         recipe.get_config()
-    assert "2-7b, 2-13b, 3-8b, 3-70b, 3-405b" in str(error.value)
+    assert "2-7b, 2-13b, 3-1b, 3-8b, 3-70b, 3-405b" in str(error.value)
 
 
 @pytest.mark.slow

@@ -143,8 +143,8 @@ def test_training_refuses_them_before_anything_starts(name, refused):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("llama.py", "must be one of 2-7b, 2-13b, 3-8b, 3-70b, 3-405b"),
-        ("llama.py:3", "must be one of 2-7b, 2-13b, 3-8b, 3-70b, 3-405b"),
+        ("llama.py", "must be one of 2-7b, 2-13b, 3-1b, 3-8b, 3-70b, 3-405b"),
+        ("llama.py:3", "must be one of 2-7b, 2-13b, 3-1b, 3-8b, 3-70b, 3-405b"),
         ("gpt.py:3", "too many positional arguments; use --config=gpt.py"),
     ],
 )

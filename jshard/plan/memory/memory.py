@@ -34,6 +34,7 @@ from jshard.plan.memory.parts import (
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Names, Policy
 from jshard.state import TrainState
+from jshard.training.memory import compiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,21 +123,12 @@ def memory(
 
 def device_total(compiled: jax.stages.Compiled) -> int:
     """Bytes of a device's memory that a program needs, arguments included."""
-    return _total(compiled)
+    return compiled_bytes(compiled)
 
 
 def host_total(compiled: jax.stages.Compiled) -> int:
     """Bytes of pinned host memory that a program needs for one device."""
-    return _total(compiled, "host_")
-
-
-def _total(compiled: jax.stages.Compiled, space: str = "") -> int:
-    found = compiled.memory_analysis()
-    arguments, outputs, aliases, temporary = (
-        getattr(found, f"{space}{kind}_size_in_bytes")
-        for kind in ("argument", "output", "alias", "temp")
-    )
-    return arguments + outputs - aliases + temporary
+    return compiled_bytes(compiled, "host_")
 
 
 def shard_bytes(x: Any) -> int:

@@ -19,6 +19,8 @@ def lines(plan: Plan) -> Iterator[str]:
     """Yields the lines of the report."""
     yield heading(plan)
     yield job(plan)
+    if plan.chosen:
+        yield f"chosen: {plan.chosen}"
     yield ""
     rows = [("MEMORY a device", "", "", ""), *memory_rows(plan.memory)]
     yield from _columns(rows, "<>><")

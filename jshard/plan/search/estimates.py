@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.jaxprs import CALLS, scan_body, scan_sizes
-from jshard.describe import equations
+from jshard.describe import equations, product_flops
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import layer_dims
 from jshard.mesh import FSDP
@@ -205,7 +205,7 @@ def activity(program: Program) -> Activity:
     found = _activations(jaxpr, bits)
     examples = config.batch_size / program.mesh.size / config.policy.accumulate
     return Activity(
-        sum(_flops(eqn) * times for eqn, times in _products(jaxpr)),
+        product_flops(jaxpr)[0],
         (found["saved"] + found["layer"]) / examples,
         found["hosted"] / examples,
     )
@@ -258,12 +258,6 @@ def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int]]:
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name == "dot_general":
             yield eqn, times
-
-
-def _flops(product: Any) -> int:
-    (contracted, _), _ = product.params["dimension_numbers"]
-    shape = product.invars[0].aval.shape
-    return 2 * product.outvars[0].aval.size * math.prod(shape[d] for d in contracted)
 
 
 def _nbytes(x: Any) -> int:

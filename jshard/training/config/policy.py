@@ -22,12 +22,16 @@ def make_policy(config: Config) -> jshard.Policy:
       UserError: A value is not possible.
     """
     fields = config.policy.to_dict()
-    precision = fields.pop("precision")
-    overrides = _overrides(fields.pop("overrides"), precision)
+    overrides = _overrides(fields.pop("overrides"), fields.pop("precision"))
     fields["remat"] = parse_remat(fields["remat"])
     return jshard.Policy(
-        **fields, precision=jshard.Precision(**precision), overrides=overrides
+        **fields, precision=make_precision(config), overrides=overrides
     )
+
+
+def make_precision(config: Config) -> jshard.Precision:
+    """Returns the `jshard.Precision` that `config.policy.precision` describes."""
+    return jshard.Precision(**config.policy.precision.to_dict())
 
 
 def parse_remat(remat: Any) -> Any:

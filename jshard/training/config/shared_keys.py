@@ -1,9 +1,23 @@
 """The keys that every recipe shares: their defaults, help lines and ranges."""
 
+import dataclasses
 from pathlib import Path
 
 from jshard.knob import Knob, knobs
-from jshard.policy import Policy
+from jshard.policy import BY_MEMORY, Policy
+
+FIT = "fit"  # the value of a key that `training.fit` chooses
+FITTED = tuple(f"policy.{name}" for name in BY_MEMORY)
+
+
+def _policy() -> dict[str, Knob]:
+    found = knobs(Policy, "policy.")
+    for key in FITTED:
+        also = (FIT, *found[key].also)
+        help = f"{found[key].help}; fit: the fastest for which the memory suffices"
+        found[key] = dataclasses.replace(found[key], also=also, help=help)
+    return found
+
 
 _SEED = 2**32 - 1  # the largest seed of NumPy's and Grain's generators
 
@@ -34,7 +48,7 @@ DEFAULTS = {
     "mesh.cpu_devices": Knob(
         8, "CPU devices per process on machines without GPUs", at_least=1, at_most=1024
     ),
-    **knobs(Policy, "policy."),
+    **_policy(),
     "compiler_options": Knob((), "options of XLA", noun="NAME=VALUE,..."),
     "checkpoint.every": Knob(500, "steps between two saves; 0 is never", at_least=0),
     "checkpoint.keep": Knob(3, "number of newest checkpoints to keep", at_least=1),

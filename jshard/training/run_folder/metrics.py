@@ -16,7 +16,7 @@ from jshard.training.config.config import Config
 from jshard.training.report.report import METRICS, REPORT, read_metrics, write_report
 from jshard.training.run_folder.append import AppendedFile
 from jshard.training.run_folder.lock import lock_folder
-from jshard.training.run_folder.resume import read_object
+from jshard.training.run_folder.resume import FITTED_ON, read_object
 from jshard.training.run_folder.tensorboard import EventFile
 
 
@@ -31,6 +31,8 @@ class RunFolder(AbstractContextManager):
       path: The folder; made if it does not exist.
       config: The run's config.
       recipe: The recipe's name.
+      fitted_on: The devices for which keys of the config were chosen, in words; empty
+        if none were.
       resume_from: The step after which the folder's run resumes; lines of later steps
         are dropped. 0 starts it again; None is a new run.
       lines: The metrics to resume with; by default those of the folder.
@@ -51,12 +53,15 @@ class RunFolder(AbstractContextManager):
         config: Config,
         *,
         recipe: str = "",
+        fitted_on: str = "",
         resume_from: int | None = None,
         lines: Sequence[Mapping[str, Any]] | None = None,
         enabled: bool = True,
     ):
         self.path = path
         self.config = {"recipe": recipe} | config.to_dict()
+        if fitted_on:
+            self.config[FITTED_ON] = fitted_on
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
         self._waits = False  # for a disk that is full

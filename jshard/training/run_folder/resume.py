@@ -16,6 +16,8 @@ class _Absent:
         return "nothing"
 
 
+# The key of a run's `config.json` that says for which devices some keys were chosen.
+FITTED_ON = "fitted_on"
 ABSENT = _Absent()  # the value of a key that only the other config has
 
 
@@ -48,10 +50,10 @@ def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]
 
     Returns:
       Old and new value by flattened key, both as JSON stores them, so that a tuple
-      equals a list; `ABSENT` stands for no value. `checkpoint.accept` and the recipe's
-      name are left out.
+      equals a list; `ABSENT` stands for no value. `checkpoint.accept`, the recipe's
+      name and `FITTED_ON` are left out.
     """
-    before = flatten(old)
+    before = {key: value for key, value in flatten(old).items() if key != FITTED_ON}
     after = flatten(json.loads(json.dumps(new.to_dict(), default=str)))
     if "recipe" not in after:  # otherwise it is a key of the recipe's own
         before.pop("recipe", None)
