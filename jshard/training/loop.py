@@ -111,7 +111,7 @@ def run(
         folder.note(recipe=recipe.path, start_up=start_up, references=references)
         if state is None:
             peers.at("making initial values", start.step)
-            state = job.fsdp.init(job.make_model, job.optimizer, seed=config.seed)
+            state = job.initial_state()
         if source is not None:
             optimizer = config.checkpoint.restore_optimizer
             state = read_parameters(source, state, optimizer=optimizer)

@@ -55,6 +55,8 @@ class Recipe:
         It may return None for no sample.
       units: Optional; `units(config)` returns the module types that become Units, as
         in `jshard.FSDP(units=...)`, for a model without Units of its own.
+      trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
+        to train, as `wrt` of `jshard.FSDP.init`; by default all `nnx.Param`.
     """
 
     file: Path
@@ -69,6 +71,7 @@ class Recipe:
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
     units: Callable[[Config], Any] | None = None
+    trainable: Callable[[Config], Any] | None = None
 
     @property
     def path(self) -> str:
