@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
@@ -45,8 +46,8 @@ def load_safetensors(path: Path, abstract: TrainState) -> dict[str, jax.Array]:
       UserError: Files are missing or damaged, or their tensors are not exactly those of
         the model; the message lists the first differences.
     """
-    wanted = _wanted(abstract)
     with _opened(path) as found:
+        wanted = _wanted(abstract, found)
         _check(path, wanted.values(), found)
         return {name: _load(*leaf, found) for name, leaf in wanted.items()}
 
@@ -54,14 +55,28 @@ def load_safetensors(path: Path, abstract: TrainState) -> dict[str, jax.Array]:
 def check_safetensors(path: Path, abstract: TrainState) -> None:
     """Raises what ``load_safetensors`` would raise, without reading any values."""
     with _opened(path) as found:
-        _check(path, _wanted(abstract).values(), found)
+        _check(path, _wanted(abstract, found).values(), found)
 
 
-def _wanted(abstract: TrainState) -> dict[str, tuple[Any, Layers]]:
-    """Returns the arrays to read with the names of their tensors, by array name."""
+def _wanted(
+    abstract: TrainState, found: Mapping[str, Any]
+) -> dict[str, tuple[Any, Layers]]:
+    """Returns the arrays to read with the names of their tensors, by array name.
+
+    Adapters that the files have not are left out: they keep their initial values.
+    """
     names = tensor_names(metadata.describe(abstract, config={}, metrics={}))
+    variables = metadata.variables_by_name(abstract)
     arrays = metadata.arrays_by_name(abstract)
-    return {name: (x, names[name]) for name, x in arrays.items() if name in names}
+    return {
+        name: (x, names[name])
+        for name, x in arrays.items()
+        if name in names
+        and not (
+            isinstance(variables.get(name), nnx.LoRAParam)
+            and found.keys().isdisjoint(names[name].values())
+        )
+    }
 
 
 @contextlib.contextmanager

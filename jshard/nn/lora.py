@@ -1,8 +1,8 @@
 """LoRA: low-rank adapters beside frozen weights.
 
 Hu et al. 2021, arXiv:2106.09685, section 4.1: a layer ``y = x W`` becomes
-``y = x W + (alpha / rank) dropout(x) A B``, of which A and B alone are trained. B starts
-at zero, so that the model is at first what it was.
+``y = x W + (alpha / rank) dropout(x) A B``, of which A and B alone are trained. B is
+zero at first, so that the model starts as what it was.
 """
 
 import fnmatch

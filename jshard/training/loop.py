@@ -1,5 +1,6 @@
 """One training run: from a recipe to metrics, checkpoints, a sample and a report."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
+from jshard.checkpoint.frozen import source_of
 from jshard.checkpoint.restore import find_parameters, read_parameters, restore_state
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
@@ -82,8 +85,10 @@ def run(
     )
     references = returns.references(recipe.references if writes else None, config)
     peers.at("restoring", start.step)
-    state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
-    source = None if state is not None else _find_source(config, abstract_state)
+    source = _find_source(config, abstract_state, start)
+    state: Any = start.checkpoint and restore_state(
+        start.checkpoint, abstract_state, frozen_from=source
+    )
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
     traced = profiled_steps(config.profile.steps)
@@ -100,7 +105,7 @@ def run(
             enabled=writes,
         ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
-        Saving(config, folder, display) as saving,
+        Saving(config, folder, display, frozen_from=source) as saving,
         Profile(traced, start.step, workdir, peers, display.say) as profile,
         peers.telling(),
     ):
@@ -112,7 +117,7 @@ def run(
         if state is None:
             peers.at("making initial values", start.step)
             state = job.initial_state()
-        if source is not None:
+        if source is not None and not start.checkpoint:
             optimizer = config.checkpoint.restore_optimizer
             state = read_parameters(source, state, optimizer=optimizer)
             display.say(f"starting from the parameters of {source}")
@@ -245,7 +250,8 @@ class _Inputs:
                 self._reader,
             )
         if config.checkpoint.every:
-            check_room(workdir, abstract_state)
+            given = dataclasses.replace(abstract_state, frozen=nnx.State({}))
+            check_room(workdir, given if config.checkpoint.restore else abstract_state)
         self._model = job.fsdp.model(abstract_state)
 
     def fetch(
@@ -273,10 +279,20 @@ class _Inputs:
         return beyond_vocabulary(batch, self._model)
 
 
-def _find_source(config: Config, abstract_state: TrainState) -> Path | None:
-    """Finds the parameters that `checkpoint.restore` names, and checks their shapes."""
+def _find_source(
+    config: Config, abstract_state: TrainState, start: Start
+) -> Path | None:
+    """Finds what a run's parameters are read from, and checks their shapes.
+
+    That is what `checkpoint.restore` names. A checkpoint has all parameters but those
+    that are frozen: they may be where it says, or, if they have moved since, where
+    `checkpoint.restore` says.
+    """
     options = config.checkpoint
-    if not options.restore:
+    path = Path(options.restore).expanduser() if options.restore else None
+    if start.checkpoint:
+        path = (source_of(start.checkpoint) and path) or source_of(start.checkpoint)
+        return path and find_parameters(path, abstract_state)
+    if path is None:
         return None
-    path = Path(options.restore).expanduser()
     return find_parameters(path, abstract_state, optimizer=options.restore_optimizer)
