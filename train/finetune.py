@@ -1,11 +1,11 @@
-"""Fine-tunes a pretrained decoder, all of it or LoRA adapters beside it.
+"""Fine-tunes a pretrained decoder: LoRA adapters beside it, or all of it.
 
-    python -m jshard.train --config=finetune.py \\
-        --config.model.from=DIR --config.checkpoint.restore=DIR --config.data.path=TEXT
+    python -m jshard.train --config=finetune.py --config.model.from=DIR
+        --config.checkpoint.restore=DIR --config.data.path=TEXT
 
-By default the adapters of every linear layer are trained, beside weights that are frozen
-in bfloat16 (Hu et al. 2021, arXiv:2106.09685; all layers as in Dettmers et al. 2023,
-arXiv:2305.14314, section 4). --config.lora.rank=0 trains the model itself. With
+By default the adapters of every linear layer are trained, beside weights that are
+frozen in bfloat16 (Hu et al. 2021, arXiv:2106.09685; all layers as in Dettmers et al.
+2023, arXiv:2305.14314, section 4). --config.lora.rank=0 trains the model itself. With
 --config.policy.precision.gather=int8 the frozen weights travel in one byte.
 """
 

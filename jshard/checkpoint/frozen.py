@@ -88,7 +88,7 @@ def check_unchanged(folder: Path, about: dict[str, Any], state: TrainState) -> N
     ]
     if differ:
         raise UserError(
-            f"checkpoint {folder} was trained beside other frozen parameters than those "
-            f"of {source}: {some_of(differ, limit=3)} differ; give the folder that they "
-            "came from with --config.checkpoint.restore=DIR"
+            f"checkpoint {folder} was trained beside other frozen parameters than "
+            f"those of {source}: {some_of(differ, limit=3)} differ; give the folder "
+            "that they came from with --config.checkpoint.restore=DIR"
         )

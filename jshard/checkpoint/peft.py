@@ -126,10 +126,9 @@ def read_adapters(
       UserError: The folder cannot be read, or holds other adapters; the message lists
         the first differences.
     """
-    found = _load(path)
-    wanted = _adapters(state)
-    _check(path, found, wanted, file_names(_tensor_names(wanted), base))
+    found, wanted = _load(path), _adapters(state)
     names = file_names(_tensor_names(wanted), base)
+    _check(path, found, wanted, names)
 
     def read(variable: Any, layers: Layers) -> jax.Array:
         array = variable.get_value()
@@ -188,7 +187,9 @@ def _check(
         raise UserError(
             f"{path} holds adapters, and the model has none: give lora.rank"
         )
-    problems = _config_problems(path, next(iter(wanted.values()))[0])
+    a = next(x for name, (x, _) in wanted.items() if name.endswith("lora_a"))
+    rank = np.shape(a.get_value())[-1]
+    problems = _config_problems(path, rank, a.get_metadata(ALPHA))
     expected = {
         names[tensor]: np.shape(variable.get_value())[len(index) :][::-1]
         for variable, layers in wanted.values()
@@ -207,34 +208,22 @@ def _check(
         )
 
 
-def _config_problems(path: Path, adapter: nnx.Variable) -> list[str]:
-    """Compares ``adapter_config.json`` with the model's adapters."""
+def _config_problems(path: Path, rank: int, alpha: float) -> list[str]:
+    """Compares ``adapter_config.json`` with a model's adapters."""
     file = path / CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        if config["peft_type"] != "LORA":
-            raise UserError(f"{file}: peft_type={config['peft_type']} is not LORA")
-        rank, alpha = config["r"], config["lora_alpha"]
+        own = {"lora.rank": (config["r"], rank)}
+        own["lora.alpha"] = (config["lora_alpha"], alpha)
+        expected = {"peft_type": "LORA", "bias": "none"}
+        expected |= dict.fromkeys(_UNSUPPORTED)
+        given = {key: config.get(key) or value for key, value in expected.items()}
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"cannot read {file}: {error!r}") from error
-    problems = [
-        f"{key}={config[key]!r} is not supported"
-        for key in _UNSUPPORTED
-        if config.get(key)
-    ]
-    if config.get("bias", "none") != "none":
-        problems.append(f"bias={config['bias']!r} is not supported")
-    # The rank is the dimension that layers of all sizes share: that of A's columns.
-    paths = adapter.get_value().shape
-    own = min(paths[-2:])
-    for key, there, here in (
-        ("lora.rank", rank, own),
-        ("lora.alpha", alpha, adapter.get_metadata(ALPHA)),
-    ):
-        if there != here:
-            problems.append(f"give {key}={there}, not {here}")
-    return problems
+    return [
+        f"{key}={value!r} is not supported"
+        for key, value in given.items()
+        if value != expected[key]
+    ] + [f"{key}={there} there" for key, (there, here) in own.items() if there != here]
