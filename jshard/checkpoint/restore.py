@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import frozen, manifest, metadata
+from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.older_names import renamed, stored_names
 from jshard.checkpoint.safetensors_read import (
     check_safetensors,
@@ -167,7 +168,11 @@ def _wait_until_seen(folder: Path) -> None:
 
 
 def restore_state(
-    folder: Path, abstract: TrainState, *, frozen_from: Path | None = None
+    folder: Path,
+    abstract: TrainState,
+    *,
+    frozen_from: Path | None = None,
+    tensors: Mapping[str, FileTensor] | None = None,
 ) -> TrainState:
     """Reads a complete state from a verified step.
 
@@ -177,6 +182,7 @@ def restore_state(
         checkpoint's; floating-point dtypes and memory kinds may differ.
       frozen_from: Where frozen parameters are read from that the checkpoint has not,
         from ``find_parameters``; by default where it says they came from.
+      tensors: As for ``load_safetensors``, of ``frozen_from``.
 
     Raises:
       UserError: The checkpoint is of another model or optimizer; the message lists the
@@ -187,18 +193,21 @@ def restore_state(
     if frozen.KEY not in about:
         return metadata.replace_arrays(abstract, _load(folder, arrays, names))
     if frozen_from is None:
-        frozen_from = find_parameters(Path(about[frozen.KEY]["path"]), abstract)
-    state = _read_frozen(frozen_from, abstract)
+        frozen_from = Path(about[frozen.KEY]["path"])
+        frozen_from = find_parameters(frozen_from, abstract, tensors=tensors)
+    state = _read_frozen(frozen_from, abstract, tensors)
     arrays = {name: x for name, x in arrays.items() if not frozen.is_frozen(name)}
     state = metadata.replace_arrays(state, _load(folder, arrays, names))
     frozen.check_unchanged(folder, about, state)
     return state
 
 
-def _read_frozen(source: Path, abstract: TrainState) -> TrainState:
+def _read_frozen(
+    source: Path, abstract: TrainState, tensors: Mapping[str, FileTensor] | None
+) -> TrainState:
     """Reads the frozen parameters of a state from what ``find_parameters`` found."""
     if is_safetensors(source):
-        loaded = load_safetensors(source, abstract)
+        loaded = load_safetensors(source, abstract, tensors)
         found = {name: x for name, x in loaded.items() if frozen.is_frozen(name)}
         return metadata.replace_arrays(abstract, found)
     targets, sources = _match_parameters(source, abstract, optimizer=False)
@@ -219,13 +228,20 @@ def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
     return names
 
 
-def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -> Path:
+def find_parameters(
+    path: Path,
+    state: TrainState,
+    *,
+    optimizer: bool = False,
+    tensors: Mapping[str, FileTensor] | None = None,
+) -> Path:
     """Finds and checks what ``read_parameters`` reads, without reading any values.
 
     Args:
       path: As for ``find_step`` or ``load_safetensors``.
       state: Concrete or abstract.
       optimizer: As for ``read_parameters``.
+      tensors: As for ``load_safetensors``.
 
     Returns:
       The path of the verified step or of safetensors, for ``read_parameters``.
@@ -240,7 +256,7 @@ def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -
                 f"{path} holds safetensors, which have no optimizer state: leave out "
                 "checkpoint.restore_optimizer"
             )
-        check_safetensors(path, state)
+        check_safetensors(path, state, tensors)
         return path
     folder = find_step(path)
     targets, sources = _match_parameters(folder, state, optimizer)
@@ -253,7 +269,11 @@ def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -
 
 
 def read_parameters(
-    source: Path, state: TrainState, *, optimizer: bool = False
+    source: Path,
+    state: TrainState,
+    *,
+    optimizer: bool = False,
+    tensors: Mapping[str, FileTensor] | None = None,
 ) -> TrainState:
     """Starts a state from another run's parameters, or from safetensors files.
 
@@ -266,12 +286,13 @@ def read_parameters(
       state: A new state; the arrays that are replaced are deleted.
       optimizer: Whether to read the optimizer state and the averages as well. If not,
         averages start from the parameters.
+      tensors: As for ``load_safetensors``.
 
     Returns:
       The state with those values and an unchanged step.
     """
     if is_safetensors(source):
-        loaded = load_safetensors(source, state)
+        loaded = load_safetensors(source, state, tensors)
         return _start_averages(metadata.replace_arrays(state, loaded))
     targets, sources = _match_parameters(source, state, optimizer)
     wanted, names = {}, {}

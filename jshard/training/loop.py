@@ -11,8 +11,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard.checkpoint.frozen import source_of
-from jshard.checkpoint.restore import find_parameters, read_parameters, restore_state
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
 from jshard.state import TrainState
@@ -31,6 +29,7 @@ from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
 from jshard.training.run_folder.metrics import RunFolder, finish_folder
 from jshard.training.run_folder.saving import Saving, check_room
+from jshard.training.run_folder.source import find_source
 from jshard.training.run_folder.start import Start, find_start
 from jshard.training.throughput import Throughput
 
@@ -85,10 +84,8 @@ def run(
     )
     references = returns.references(recipe.references if writes else None, config)
     peers.at("restoring", start.step)
-    source = _find_source(config, abstract_state, start)
-    state: Any = start.checkpoint and restore_state(
-        start.checkpoint, abstract_state, frozen_from=source
-    )
+    source = find_source(job, abstract_state, start.checkpoint)
+    state: Any = start.checkpoint and source.restore(abstract_state)
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
     traced = profiled_steps(config.profile.steps)
@@ -105,7 +102,7 @@ def run(
             enabled=writes,
         ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
-        Saving(config, folder, display, frozen_from=source) as saving,
+        Saving(config, folder, display, frozen_from=source.path) as saving,
         Profile(traced, start.step, workdir, peers, display.say) as profile,
         peers.telling(),
     ):
@@ -116,11 +113,8 @@ def run(
         folder.note(recipe=recipe.path, start_up=start_up, references=references)
         if state is None:
             peers.at("making initial values", start.step)
-            state = job.initial_state()
-        if source is not None and not start.checkpoint:
-            optimizer = config.checkpoint.restore_optimizer
-            state = read_parameters(source, state, optimizer=optimizer)
-            display.say(f"starting from the parameters of {source}")
+            state = source.start(job)
+            display.say(source.message())
         throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
 
         def evaluate(step: int) -> dict[str, float]:
@@ -277,22 +271,3 @@ class _Inputs:
         again = {"start_step": step - 1, "num_steps": step, "num_threads": 0}
         (batch,) = batches(self._train_data, **self._reader, **again)
         return beyond_vocabulary(batch, self._model)
-
-
-def _find_source(
-    config: Config, abstract_state: TrainState, start: Start
-) -> Path | None:
-    """Finds what a run's parameters are read from, and checks their shapes.
-
-    That is what `checkpoint.restore` names. A checkpoint has all parameters but those
-    that are frozen: they may be where it says, or, if they have moved since, where
-    `checkpoint.restore` says.
-    """
-    options = config.checkpoint
-    path = Path(options.restore).expanduser() if options.restore else None
-    if start.checkpoint:
-        path = (source_of(start.checkpoint) and path) or source_of(start.checkpoint)
-        return path and find_parameters(path, abstract_state)
-    if path is None:
-        return None
-    return find_parameters(path, abstract_state, optimizer=options.restore_optimizer)
