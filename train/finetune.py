@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.training.keys import Key
-from models import llama_huggingface as huggingface
+from models import llama_huggingface as huggingface  # noqa: F401  read by jshard
 from train import gpt, llama
 
 loss_fn = gpt.loss_fn
