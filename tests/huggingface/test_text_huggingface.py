@@ -1,5 +1,7 @@
 """Tokens and chats are those that transformers makes of the same files."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -75,7 +77,8 @@ def test_chats_are_theirs(both, contents):
     ours, theirs = both
     chat, turns = load_chat(ours), messages(contents)
     tools = [{"name": "f", "why": "<é>"}]
-    for options in ({}, {"add_generation_prompt": True}, {"tools": tools}):
+    several: Any = ({}, {"add_generation_prompt": True}, {"tools": tools})
+    for options in several:
         text = theirs.apply_chat_template(turns, tokenize=False, **options)
         assert chat.render(turns, **options) == text
     tokens, trained = chat.encode({"messages": turns}, "here")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ def test_the_same_command_continues_and_another_is_refused(
     corpus, tokenizer, tmp_path, capsys
 ):
     whole, output = tmp_path / "whole", tmp_path / "output"
-    options = {"part_bytes": 3000}
+    options: Any = {"part_bytes": 3000}
     write_token_files([corpus], tokenizer, whole, **options)
     unfinished = output / UNFINISHED
     shutil.copytree(whole, unfinished)
@@ -141,7 +142,7 @@ def test_the_same_command_continues_and_another_is_refused(
 def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
     lines = [json.dumps({"text": d}) + "\n" for d in DOCUMENTS] * 40
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    options = {"part_bytes": 20_000}
+    options: Any = {"part_bytes": 20_000}
     write_token_files([tmp_path / "a.jsonl"], tokenizer, tmp_path / "whole", **options)
     script = (
         "from pathlib import Path; import sys\n"
