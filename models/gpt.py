@@ -30,6 +30,7 @@ class GPTConfig:
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
       attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
+      max_segments: the most documents of a packed row, padding included; 0 is unknown.
       dtype: of the computation.
       param_dtype: of the parameters.
     """
@@ -43,6 +44,7 @@ class GPTConfig:
     tied: bool = True
     loss_chunk: int = 1024
     attention: str = "auto"
+    max_segments: int = 0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -96,20 +98,26 @@ class Attention(nnx.Module):
         residual_std = 0.02 / (2 * config.num_layers) ** 0.5  # GPT-2, section 2.3
         self.num_heads = config.num_heads
         self.implementation = config.attention
+        self.max_segments = config.max_segments
         self.qkv = _linear(config, width, 3 * width, rngs)
         self.out = _linear(config, width, width, rngs, residual_std)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+    ) -> jax.Array:
         """Returns the attention output, (B, T, D)."""
         B, T, D = x_BTD.shape
         qkv_BTE = checkpoint_name(self.qkv(x_BTD), "qkv")
         qkv_BTCNH = qkv_BTE.reshape(B, T, 3, self.num_heads, -1)
         q_BTNH, k_BTNH, v_BTNH = (qkv_BTCNH[:, :, i] for i in range(3))
+        packed = segment_ids_BT is not None and self.max_segments > 0
         y_BTNH = jshard.dot_product_attention(
             q_BTNH,
             k_BTNH,
             v_BTNH,
             is_causal=True,
+            segment_ids_BT=segment_ids_BT,
+            max_segments=self.max_segments if packed else None,
             implementation=self.implementation,
         )
         y_BTD = checkpoint_name(y_BTNH.reshape(B, T, D), "attended")
@@ -129,9 +137,12 @@ class Block(nnx.Module):
         self.down = _linear(config, 4 * width, width, rngs, residual_std)
         self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+    ) -> jax.Array:
         """Returns the residual stream after this block, (B, T, D)."""
-        x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
+        attended = self.attention(self.norm1(x_BTD), segment_ids_BT)
+        x_BTD = x_BTD + self.dropout(attended)
         hidden = checkpoint_name(self.up(self.norm2(x_BTD)), "hidden")
         # Its derivative is recomputed: that is cheaper than to store and read it.
         hidden = jax.checkpoint(jax.nn.gelu)(hidden)
@@ -163,35 +174,68 @@ class GPT(nnx.Module):
                 )
             )
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns logits (B, T, V) in float32."""
-        x_BTD, head_DV = self._features_and_head(tokens_BT)
-        head_DV = head_DV.astype(x_BTD.dtype)
-        return jnp.dot(x_BTD, head_DV, preferred_element_type=jnp.float32)
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns logits (B, T, V) in float32 or wider.
+
+        Args:
+          tokens_BT: integers.
+          positions_BT: of packed documents, each from 0; by default 0 to T-1.
+          segment_ids_BT: of packed documents, which attend only to themselves.
+        """
+        x_BTD, head_DV = self._features_and_head(
+            tokens_BT, positions_BT, segment_ids_BT
+        )
+        return jnp.dot(
+            x_BTD,
+            head_DV.astype(x_BTD.dtype),
+            preferred_element_type=jnp.promote_types(x_BTD.dtype, jnp.float32),
+        )
 
     def loss(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
     ) -> jshard.Mean:
         """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``."""
-        x_BTD, head_DV = self._features_and_head(tokens_BT)
+        x_BTD, head_DV = self._features_and_head(
+            tokens_BT, positions_BT, segment_ids_BT
+        )
         return cross_entropy(
             x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
         )
 
-    def _features_and_head(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _features_and_head(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        shared = () if segment_ids_BT is None else (segment_ids_BT,)
         if self.config.tied:  # gathered once for both uses
             embed = jshard.gathered(self.embed)
-            x_BTD = self.blocks(self._first(embed(tokens_BT)))
+            x_BTD = self.blocks(self._first(embed(tokens_BT), positions_BT), *shared)
             head_DV = embed.embedding.get_value().T
         else:
-            x_BTD = self._first(self.embed(tokens_BT))
-            head, x_BTD = jshard.gathered_during(self.head, self.blocks, x_BTD)
+            x_BTD = self._first(self.embed(tokens_BT), positions_BT)
+            head, x_BTD = jshard.gathered_during(self.head, self.blocks, x_BTD, *shared)
             head_DV = head.kernel.get_value()
         return self.norm(x_BTD), head_DV
 
-    def _first(self, x_BTD: jax.Array) -> jax.Array:
+    def _first(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
         """Returns the input of the first block."""
-        return self.dropout(x_BTD + self.positions(jnp.arange(x_BTD.shape[1])))
+        if positions_BT is None:
+            positions_BT = jnp.arange(x_BTD.shape[1])
+        return self.dropout(x_BTD + self.positions(positions_BT))
 
 
 def generate(
