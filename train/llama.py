@@ -76,9 +76,6 @@ FAMILY = {
     "balance_weight": Key(
         0.0, "weight of the experts' load-balancing loss", at_least=0
     ),
-    "max_segments": Key(
-        0, "most documents in a packed row, which cuDNN's attention needs", at_least=0
-    ),
 }
 
 
@@ -162,6 +159,12 @@ def flops_per_token(config):
     The scores of L layers of N heads take 6 L N H T with causal attention, and less in
     layers with a window W: a token attends to W - W**2 / 2T others on average.
     """
+    matrices, scores = products_per_token(config)
+    return 6.0 * (matrices + scores)
+
+
+def products_per_token(config):
+    """Counts the products of a token with matrices, and half of those of its scores."""
     model = LlamaConfig(**config.model)
     heads, T = model.H * model.num_heads, model.sequence_length
     attention = 2 * model.width * (heads + model.H * model.num_kv_heads)
@@ -174,4 +177,4 @@ def flops_per_token(config):
         heads * (2 * near - near**2 / T if sliding else T)
         for sliding in model.sliding_layers
     )
-    return 6.0 * (matrices + scores)
+    return matrices, scores
