@@ -45,6 +45,7 @@ ROOMS = {
         6, 260, 640, "mesh and policy to states and jitted steps",
         "fsdp step checks given describe",
     ),
+    "generation": Room(7, 260, 450, "decoding, sampling"),
     "nn": Room(5, 0, 230, "losses, attention, dropout"),
     "optim": Room(5, 470, 640, "the update of the shards"),
     "unit": Room(4, 260, 450, "gather, compute, drop"),

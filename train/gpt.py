@@ -13,11 +13,12 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.generation import continue_prompts
 from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
 from jshard.training.text import BYTE_VOCAB, decode, encode, text_data
-from models.gpt import GPT, GPTConfig, generate
+from models.gpt import GPT, GPTConfig
 
 
 def get_config() -> ConfigDict:
@@ -170,7 +171,9 @@ def sample(config):
     }
     length = min(options.length, config.model.sequence_length - len(prompt))
     return (
-        functools.partial(generate, length=length, temperature=options.temperature),
+        functools.partial(
+            continue_prompts, length=length, temperature=options.temperature
+        ),
         batch,
         to_text,
     )
