@@ -1,32 +1,52 @@
-"""A Llama class decoder (Touvron et al. 2023, arXiv:2307.09288, section 2.2).
+"""A family of decoders: Llama, Mistral, Qwen, Gemma, Mixtral and Qwen's experts.
+
+With its defaults ``LlamaConfig`` is Llama 2 (Touvron et al. 2023, arXiv:2307.09288,
+section 2.2). What other models do differently is a field of it, and
+models/llama_huggingface.py says which model has which. Where a paper leaves a detail
+open, the models do what their reference code in Hugging Face's transformers does.
 
 Shape suffixes: B batch, T time, D model width, N heads, K key-value heads, H head
-width, F hidden width, V vocabulary.
+width, F hidden width, V vocabulary, L layers, S slots of a cache.
 """
 
 import dataclasses
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
+from jshard.nn import kv_cache
+from models.moe import Load, MixtureOfExperts, load_balancing_loss
+from models.rope import SCALINGS, Rope, rotate, rotate_by
+
+__all__ = ["ACTIVATIONS", "Block", "Llama", "LlamaConfig", "rotate"]
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,  # SwiGLU (Shazeer 2020, arXiv:2002.05202, section 2)
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # GEGLU, likewise
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama; the defaults are those of Llama 2 7B.
+    """Sizes and details of a decoder; the defaults are those of Llama 2 7B.
+
+    A number that may be absent is 0 then.
 
     Attributes:
       vocab_size: V, number of tokens.
       sequence_length: T in training; the model itself takes any.
-      num_layers: number of blocks.
+      num_layers: L, number of blocks.
       num_heads: N, heads of the queries.
       num_kv_heads: K, heads of keys and values; each serves N / K query heads.
-      width: D; H is D / N.
-      hidden: F, width of the gated MLP.
+      width: D.
+      hidden: F, width of the gated MLP, or of each expert's.
       rope_theta: base of the rotary wavelengths.
       norm_eps: added to the mean square in RMSNorm.
       tied: whether the head is the transposed embedding.
@@ -35,6 +55,37 @@ class LlamaConfig:
         ``jshard.dot_product_attention``.
       dtype: of the computation.
       param_dtype: of the parameters.
+      head_width: H; 0 is D / N.
+      context_length: the longest text that the model is meant for; 0 is
+        ``sequence_length``.
+      rope_scaling: "none", "linear", "llama3" or "yarn"; with ``rope_factor``,
+        ``rope_low``, ``rope_high`` and ``rope_length`` (models/rope.py).
+      qkv_bias: whether queries, keys and values have biases, as in Qwen 2.5
+        (arXiv:2412.15115, section 2).
+      out_bias: whether the attention's output projection has one.
+      qk_norm: whether each head's queries and keys are normalised before rotation, as
+        in Qwen 3 (arXiv:2505.09388, section 2) and Gemma 3 (arXiv:2503.19786, 2).
+      pattern: repeated over the layers, "f" for full attention and "s" for a sliding
+        window: "s" is Mistral, "sf" Gemma 2, "sssssf" Gemma 3.
+      window: positions that a layer "s" attends to, its own included (Mistral,
+        arXiv:2310.06825, section 2).
+      sliding_theta: ``rope_theta`` of layers "s", which have no scaling then; 0 is that
+        of the others (Gemma 3).
+      attention_scale: scores are divided by its root, Gemma's query_pre_attn_scalar;
+        0 is H.
+      attention_soft_cap: c in ``c tanh(score / c)``, 0 for none (Gemma 2,
+        arXiv:2408.00118, section 2).
+      logit_soft_cap: the same for logits.
+      activation: "silu" or "gelu_tanh".
+      norm_offset: whether norms multiply with 1 + their scale, which starts at 0
+        (Gemma's reference code).
+      post_norms: whether a branch's output is normalised, too (Gemma 2, section 2).
+      scaled_embeddings: whether embeddings are multiplied by the root of D (Gemma).
+      num_experts: experts of the MLP; 0 is an ordinary MLP (models/moe.py).
+      experts_per_token: how many of them each token takes.
+      normalized_experts: whether the weights of a token's experts sum to 1.
+      balance_weight: weight of the load-balancing loss in ``loss``; 0 leaves it out.
+      max_segments: the most documents that a packed row holds, for cuDNN's attention.
     """
 
     vocab_size: int = 32000
@@ -51,27 +102,92 @@ class LlamaConfig:
     attention: str = "auto"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    head_width: int = 0
+    context_length: int = 0
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_length: int = 8192
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    pattern: str = "f"
+    window: int = 0
+    sliding_theta: float = 0.0
+    attention_scale: float = 0.0
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    activation: str = "silu"
+    norm_offset: bool = False
+    post_norms: bool = False
+    scaled_embeddings: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 2
+    normalized_experts: bool = True
+    balance_weight: float = 0.0
+    max_segments: int = 0
 
     def __post_init__(self):
-        if self.width % self.num_heads or self.width // self.num_heads % 2:
+        if not self.head_width and (self.width % self.num_heads or self.H % 2):
             raise jshard.UserError(
                 f"model: width={self.width} over num_heads={self.num_heads} must be an "
                 "even whole number"
             )
+        if self.H % 2:
+            raise jshard.UserError(f"model: head_width={self.head_width} must be even")
         if self.num_heads % self.num_kv_heads:
             raise jshard.UserError(
                 f"model: num_heads={self.num_heads} does not divide by "
                 f"num_kv_heads={self.num_kv_heads}"
             )
+        if not self.pattern or set(self.pattern) - set("fs"):
+            raise jshard.UserError(
+                f"model: pattern={self.pattern!r} must consist of 'f' (full attention) "
+                "and 's' (sliding window)"
+            )
+        if "s" in self.pattern and self.window < 1:
+            raise jshard.UserError(
+                f"model: pattern={self.pattern!r} needs a window of at least 1"
+            )
+        for name, known in (("rope_scaling", SCALINGS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise jshard.UserError(
+                    f"model: {name}={getattr(self, name)!r} is unknown: use "
+                    f"{', '.join(known)}"
+                )
+        if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+            raise jshard.UserError(
+                f"model: experts_per_token={self.experts_per_token} must be between 1 "
+                f"and num_experts={self.num_experts}"
+            )
+
+    @property
+    def H(self) -> int:
+        """The width of a head."""
+        return self.head_width or self.width // self.num_heads
+
+    @property
+    def sliding_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has a sliding window."""
+        return tuple(
+            self.pattern[i % len(self.pattern)] == "s" for i in range(self.num_layers)
+        )
 
 
 def _linear(
-    config: LlamaConfig, size_in: int, size_out: int, rngs: nnx.Rngs, std: float = 0.02
+    config: LlamaConfig,
+    size_in: int,
+    size_out: int,
+    rngs: nnx.Rngs,
+    std: float = 0.02,
+    *,
+    bias: bool = False,
 ) -> nnx.Linear:
     return nnx.Linear(
         size_in,
         size_out,
-        use_bias=False,
+        use_bias=bias,
         kernel_init=nnx.initializers.normal(std),
         dtype=config.dtype,
         param_dtype=config.param_dtype,
@@ -83,45 +199,42 @@ def _residual_std(config: LlamaConfig) -> float:
     return 0.02 / (2 * config.num_layers) ** 0.5  # as in models/gpt.py
 
 
-def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def _norm(
+    config: LlamaConfig, rngs: nnx.Rngs, features: int | None = None
+) -> nnx.RMSNorm:
+    offset: dict[str, Any] = {
+        "scale_init": nnx.initializers.zeros,
+        "promote_dtype": _with_offset,
+    }
     return nnx.RMSNorm(
-        config.width,
+        features or config.width,
         epsilon=config.norm_eps,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         rngs=rngs,
+        **offset if config.norm_offset else {},
     )
 
 
-def rotate(
-    x_BTNH: jax.Array, theta: float, positions_BT: jax.Array | None = None
-) -> jax.Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
+def _with_offset(values: tuple[jax.Array, jax.Array], *, dtype: Any) -> tuple:
+    """Returns RMSNorm's input and 1 + its scale, which stays in float32 or wider."""
+    x, scale = values
+    wide = jnp.promote_types(scale.dtype, jnp.float32)
+    return x.astype(dtype), 1 + scale.astype(wide)
 
-    Rotates each pair of dimensions (i, i + H/2), the layout of Hugging Face's
-    checkpoints, by ``position / theta**(2i/H)``. Angles and products are in float32 or
-    wider.
 
-    Args:
-      x_BTNH: queries or keys; H is even.
-      theta: base of the wavelengths.
-      positions_BT: integers; by default 0 to T-1 in each row. Those of packed documents
-        begin again with each.
+class Stream(NamedTuple):
+    """What one layer passes to the next.
 
-    Returns:
-      The same shape and dtype.
+    Attributes:
+      x_BTD: the residual stream.
+      layer: the number of the layer that comes, where layers differ or have a cache.
+      cache: keys and values of all layers, when decoding.
     """
-    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
-    dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-    frequencies_I = theta ** -(jnp.arange(0, H, 2, dtype=dtype) / H)
-    if positions_BT is None:
-        angles = jnp.arange(T, dtype=dtype)[:, None] * frequencies_I  # (T, I)
-    else:
-        angles = positions_BT.astype(dtype)[..., None] * frequencies_I  # (B, T, I)
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
-    a_BTNI, b_BTNI = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
-    turned = (a_BTNI * cos - b_BTNI * sin, b_BTNI * cos + a_BTNI * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+    x_BTD: jax.Array
+    layer: jax.Array | None = None
+    cache: kv_cache.KVCache | None = None
 
 
 class Attention(nnx.Module):
@@ -131,43 +244,149 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        width, heads = config.width, config.num_heads
-        kv_width = width // heads * config.num_kv_heads
-        self.theta = config.rope_theta
-        self.head_width = width // heads
-        self.implementation = config.attention
-        self.q = _linear(config, width, width, rngs)
-        self.k = _linear(config, width, kv_width, rngs)
-        self.v = _linear(config, width, kv_width, rngs)
-        self.out = _linear(config, width, width, rngs, _residual_std(config))
+        width, H = config.width, config.H
+        kv_width = H * config.num_kv_heads
+        self.config = config
+        self.q = _linear(
+            config, width, H * config.num_heads, rngs, bias=config.qkv_bias
+        )
+        self.k = _linear(config, width, kv_width, rngs, bias=config.qkv_bias)
+        self.v = _linear(config, width, kv_width, rngs, bias=config.qkv_bias)
+        self.out = _linear(
+            config,
+            H * config.num_heads,
+            width,
+            rngs,
+            _residual_std(config),
+            bias=config.out_bias,
+        )
+        if config.qk_norm:
+            self.q_norm = _norm(config, rngs, H)
+            self.k_norm = _norm(config, rngs, H)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the attention output, (B, T, D)."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        stream: Stream,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+        """Returns the attention output, (B, T, D), and the cache with these tokens."""
+        config = self.config
 
         def heads(x_BTE: jax.Array) -> jax.Array:
-            return x_BTE.reshape(*x_BTE.shape[:2], -1, self.head_width)
+            return x_BTE.reshape(*x_BTE.shape[:2], -1, config.H)
 
-        q_BTNH = rotate(heads(self.q(x_BTD)), self.theta)
-        k_BTKH = rotate(heads(self.k(x_BTD)), self.theta)
+        q_BTNH, k_BTKH = heads(self.q(x_BTD)), heads(self.k(x_BTD))
+        if config.qk_norm:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        sliding = self._is_sliding(stream.layer)
+        frequency_I, amplitude = self._rotation(sliding, x_BTD.dtype)
+        q_BTNH, k_BTKH = (
+            rotate_by(x, frequency_I, positions_BT, amplitude) for x in (q_BTNH, k_BTKH)
+        )
         v_BTKH = heads(self.v(x_BTD))
-        q_BTNH, k_BTKH, v_BTKH = (
-            checkpoint_name(x, "qkv") for x in (q_BTNH, k_BTKH, v_BTKH)
+        qkv = tuple(checkpoint_name(x, "qkv") for x in (q_BTNH, k_BTKH, v_BTKH))
+        if stream.cache is None:
+            y_BTNH, cache = self._attend(sliding, qkv, segment_ids_BT), None
+        else:
+            y_BTNH, cache = self._attend_to_cache(sliding, qkv, positions_BT, stream)
+        y_BTE = y_BTNH.reshape(*x_BTD.shape[:2], -1)
+        return self.out(checkpoint_name(y_BTE, "attended")), cache
+
+    def _is_sliding(self, layer: jax.Array | None) -> bool | jax.Array:
+        """Returns whether this layer has a window, as an array where layers differ."""
+        sliding_L = self.config.sliding_layers
+        if len(set(sliding_L)) == 1:
+            return sliding_L[0]
+        return jnp.asarray(sliding_L)[layer]
+
+    def _rotation(self, sliding: bool | jax.Array, dtype: Any) -> tuple[Any, Any]:
+        """Returns the frequencies of this layer's rotation, (I,), and its amplitude."""
+        config, wide = self.config, jnp.promote_types(dtype, jnp.float32)
+
+        def of(rope: Rope) -> tuple[jax.Array, float]:
+            return rope.frequencies(config.H, wide), rope.amplitude()
+
+        full = of(
+            Rope(
+                config.rope_theta,
+                config.rope_scaling,
+                config.rope_factor,
+                config.rope_low,
+                config.rope_high,
+                config.rope_length,
+            )
         )
-        y_BTNH = jshard.dot_product_attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            is_causal=True,
-            implementation=self.implementation,
+        if not config.sliding_theta or sliding is False:
+            return full
+        local = of(Rope(config.sliding_theta))
+        if sliding is True:
+            return local
+        return jax.tree.map(lambda a, b: jnp.where(sliding, a, b), local, full)
+
+    def _options(self) -> dict[str, float]:
+        """Returns the options of the scores, without those that are not used."""
+        config = self.config
+        scale = config.attention_scale and config.attention_scale**-0.5
+        options = {"scale": scale, "soft_cap": config.attention_soft_cap}
+        return {name: value for name, value in options.items() if value}
+
+    def _attend(
+        self,
+        sliding: bool | jax.Array,
+        qkv: tuple[jax.Array, ...],
+        segment_ids_BT: jax.Array | None,
+    ) -> jax.Array:
+        config = self.config
+        options: dict[str, Any] = self._options()
+        if segment_ids_BT is not None:
+            options["segment_ids_BT"] = segment_ids_BT
+            options["max_segments"] = config.max_segments or None
+
+        def attend(q_BTNH, k_BTKH, v_BTKH, **window: int) -> jax.Array:
+            return jshard.dot_product_attention(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                is_causal=True,
+                implementation=config.attention,
+                **options,
+                **window,
+            )
+
+        # Kernels for GPUs want to know the window when they are compiled.
+        attend_near = functools.partial(attend, window=config.window)
+        if isinstance(sliding, bool):
+            return attend_near(*qkv) if sliding else attend(*qkv)
+        return lax.cond(sliding, attend_near, attend, *qkv)
+
+    def _attend_to_cache(
+        self,
+        sliding: bool | jax.Array,
+        qkv: tuple[jax.Array, ...],
+        positions_BT: jax.Array | None,
+        stream: Stream,
+    ) -> tuple[jax.Array, kv_cache.KVCache]:
+        assert positions_BT is not None
+        assert stream.cache is not None
+        assert stream.layer is not None
+        window = None
+        if sliding is not False:
+            slots = stream.cache.k_LBSKH.shape[2]
+            window = jnp.where(sliding, self.config.window, slots)
+        return kv_cache.attend(
+            *qkv,
+            positions_BT,
+            stream.cache,
+            stream.layer,
+            window=window,
+            **self._options(),
         )
-        y_BTD = checkpoint_name(y_BTNH.reshape(x_BTD.shape), "attended")
-        return self.out(y_BTD)
 
 
 class Block(nnx.Module):
     """Attention and gated MLP, each on a normalised residual branch.
-
-    The MLP is SwiGLU (Shazeer 2020, arXiv:2002.05202, section 2).
 
     Activations have names, for ``jshard.Names`` and ``jshard.Offload``: "qkv" (queries
     and keys after their rotation, values), "attended" (before the output projection),
@@ -176,20 +395,55 @@ class Block(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         width, hidden = config.width, config.hidden
+        self.activation = ACTIVATIONS[config.activation]
         self.norm1 = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.norm2 = _norm(config, rngs)
-        self.gate = _linear(config, width, hidden, rngs)
-        self.up = _linear(config, width, hidden, rngs)
-        self.down = _linear(config, hidden, width, rngs, _residual_std(config))
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.post_norm1, self.post_norm2 = _norm(config, rngs), _norm(config, rngs)
+        self.has_experts = config.num_experts > 0
+        if self.has_experts:
+            self.experts = MixtureOfExperts(
+                width,
+                hidden,
+                config.num_experts,
+                config.experts_per_token,
+                normalized=config.normalized_experts,
+                activation=self.activation,
+                residual_std=_residual_std(config),
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                rngs=rngs,
+            )
+        else:
+            self.gate = _linear(config, width, hidden, rngs)
+            self.up = _linear(config, width, hidden, rngs)
+            self.down = _linear(config, hidden, width, rngs, _residual_std(config))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the residual stream after this block, (B, T, D)."""
-        x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
-        normed_BTD = self.norm2(x_BTD)
-        gate_BTF = checkpoint_name(self.gate(normed_BTD), "hidden")
-        up_BTF = checkpoint_name(self.up(normed_BTD), "hidden")
-        return x_BTD + self.down(jax.nn.silu(gate_BTF) * up_BTF)
+    def __call__(
+        self,
+        stream: Stream,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> Stream | tuple[Stream, Load]:
+        """Returns the stream after this block, and the load of its experts if any."""
+        x_BTD, layer, _ = stream
+        y_BTD, cache = self.attention(
+            self.norm1(x_BTD), stream, positions_BT, segment_ids_BT
+        )
+        x_BTD = x_BTD + (self.post_norm1(y_BTD) if self.post_norms else y_BTD)
+        y_BTD, load = self._mlp(self.norm2(x_BTD))
+        x_BTD = x_BTD + (self.post_norm2(y_BTD) if self.post_norms else y_BTD)
+        stream = Stream(x_BTD, None if layer is None else layer + 1, cache)
+        return stream if load is None else (stream, load)
+
+    def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
+        if self.has_experts:
+            return self.experts(x_BTD)
+        gate_BTF = checkpoint_name(self.gate(x_BTD), "hidden")
+        up_BTF = checkpoint_name(self.up(x_BTD), "hidden")
+        return self.down(self.activation(gate_BTF) * up_BTF), None
 
 
 class Llama(nnx.Module):
@@ -219,29 +473,113 @@ class Llama(nnx.Module):
                 _linear(config, config.width, config.vocab_size, rngs)
             )
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns logits (B, T, V) in float32 or wider."""
-        x_BTD, head_DV = self._features_and_head(tokens_BT)
-        return jnp.dot(
-            x_BTD,
-            head_DV.astype(x_BTD.dtype),
-            preferred_element_type=jnp.promote_types(x_BTD.dtype, jnp.float32),
-        )
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns logits (B, T, V) in float32 or wider.
+
+        Args:
+          tokens_BT: tokens.
+          positions_BT: their positions, by default 0 to T-1 in each row.
+          segment_ids_BT: which document of a packed row each token belongs to; tokens
+            attend only to their own document, a run of equal ids.
+        """
+        out = self._features(tokens_BT, positions_BT, segment_ids_BT)
+        return self._logits(out.x_BTD, out.head_DV)
 
     def loss(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
-    ) -> jshard.Mean:
-        """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``."""
-        x_BTD, head_DV = self._features_and_head(tokens_BT)
-        return jshard.cross_entropy(
-            x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jshard.Mean | jshard.Loss:
+        """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``.
+
+        With a ``balance_weight``, the experts' load-balancing loss is added.
+        """
+        out = self._features(tokens_BT, positions_BT, segment_ids_BT)
+        cross_entropy = jshard.cross_entropy(
+            out.x_BTD,
+            out.head_DV,
+            targets_BT,
+            weights_BT,
+            chunk=self.config.loss_chunk,
+            soft_cap=self.config.logit_soft_cap or None,
+        )
+        if out.load is None or not self.config.balance_weight:
+            return cross_entropy
+        balance = load_balancing_loss(out.load, tokens_BT.size)
+        return cross_entropy + self.config.balance_weight * balance
+
+    def init_cache(self, batch: int, length: int) -> kv_cache.KVCache:
+        """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
+        config = self.config
+        return kv_cache.KVCache.zeros(
+            config.num_layers,
+            batch,
+            length,
+            config.num_kv_heads,
+            config.H,
+            config.dtype,
         )
 
-    def _features_and_head(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if self.config.tied:  # gathered once for both uses
-            embed = jshard.gathered(self.embed)
-            x_BTD = self.norm(self.blocks(embed(tokens_BT)))
-            return x_BTD, embed.embedding.get_value().T
-        x_BTD = self.embed(tokens_BT)
-        head, x_BTD = jshard.gathered_during(self.head, self.blocks, x_BTD)
-        return self.norm(x_BTD), head.kernel.get_value()
+    def decode(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: kv_cache.KVCache
+    ) -> tuple[jax.Array, kv_cache.KVCache]:
+        """Returns the logits of new tokens, (B, T, V), and the cache with them.
+
+        Args:
+          tokens_BT: tokens that follow those in the cache.
+          positions_BT: their positions; -1 for padding, which is written nowhere.
+          cache: from ``init_cache`` or an earlier call.
+        """
+        out = self._features(tokens_BT, positions_BT, cache=cache)
+        assert out.cache is not None
+        return self._logits(out.x_BTD, out.head_DV), out.cache
+
+    def _features(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: kv_cache.KVCache | None = None,
+    ) -> "_Features":
+        config = self.config
+        counted = cache is not None or len(set(config.sliding_layers)) > 1
+        layer = jnp.int32(0) if counted else None
+        tied = jshard.gathered(self.embed) if config.tied else None  # for both its uses
+        x_BTD = (tied or self.embed)(tokens_BT)
+        if config.scaled_embeddings:
+            x_BTD *= jnp.asarray(math.sqrt(config.width), x_BTD.dtype)
+        inputs = Stream(x_BTD, layer, cache), positions_BT, segment_ids_BT
+        if tied is not None:
+            out = self.blocks(*inputs)
+            head_DV = tied.embedding.get_value().T
+        else:
+            head, out = jshard.gathered_during(self.head, self.blocks, *inputs)
+            head_DV = head.kernel.get_value()
+        stream, load = out if config.num_experts else (out, None)
+        return _Features(self.norm(stream.x_BTD), head_DV, load, stream.cache)
+
+    def _logits(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        head_DV = head_DV.astype(x_BTD.dtype)
+        logits_BTV = jnp.dot(x_BTD, head_DV, preferred_element_type=wide)
+        cap = self.config.logit_soft_cap
+        return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
+
+
+class _Features(NamedTuple):
+    """What the head is applied to: normalised features, and what came with them."""
+
+    x_BTD: jax.Array
+    head_DV: jax.Array
+    load: Load | None
+    cache: kv_cache.KVCache | None
