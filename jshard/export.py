@@ -1,4 +1,7 @@
-"""Exports a checkpoint as safetensors: `python -m jshard.export RUN --output=DIR`."""
+"""Exports a checkpoint as safetensors: `python -m jshard.export RUN --output=DIR`.
+
+With `--format=huggingface` the folder is one of Hugging Face's, for transformers.
+"""
 
 import contextlib
 import errno
@@ -16,6 +19,8 @@ import tensorstore
 from safetensors import SafetensorError
 
 from jshard.checkpoint import metadata
+from jshard.checkpoint.file_tensor import FileTensor
+from jshard.checkpoint.huggingface import CONFIG
 from jshard.checkpoint.restore import ARRAYS, find_step
 from jshard.checkpoint.safetensors_write import (
     INDEX,
@@ -26,7 +31,8 @@ from jshard.checkpoint.safetensors_write import (
 from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.cli.command import checkpoint_parser, file_path, run_command
 from jshard.compat.orbax_files import open_array
-from jshard.errors import RunFailed, UserError
+from jshard.errors import RunFailed, UserError, some_of
+from jshard.training.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as in Hugging Face
@@ -55,6 +61,18 @@ def _export(argv: list[str]) -> None:
         help="the folder to write to; it must not contain an export",
     )
     parser.add_argument(
+        "--format",
+        default="jshard",
+        choices=("jshard", "huggingface"),
+        help="names of the tensors: the model's own, by default, or those of "
+        "transformers, with config.json and the tokenizer's files",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="RECIPE",
+        help="the run's recipe, which knows the names, if it is not where it was",
+    )
+    parser.add_argument(
         "--ema",
         action="store_true",
         help="export the averages instead of the trained parameters",
@@ -74,6 +92,8 @@ def _export(argv: list[str]) -> None:
     export(
         arguments.path,
         arguments.output,
+        huggingface=arguments.format == "huggingface",
+        recipe=arguments.config,
         ema=arguments.ema,
         dtype=arguments.dtype,
         shard_bytes=_parse_size(arguments.max_shard_size),
@@ -92,6 +112,8 @@ def export(
     path: Path,
     output: Path,
     *,
+    huggingface: bool = False,
+    recipe: str | None = None,
     ema: bool = False,
     dtype: str | None = None,
     shard_bytes: int = 5 * 10**9,
@@ -104,6 +126,9 @@ def export(
     Args:
       path: A run's folder, a folder of checkpoints, or one checkpoint; it is verified.
       output: The folder to write to; it must not contain an export.
+      huggingface: Whether to write a folder of Hugging Face's, for transformers.
+      recipe: The run's recipe, which maps names to those of Hugging Face; by default
+        the one that the run was started with.
       ema: Whether to export the averages instead of the trained parameters.
       dtype: Of the floating-point tensors; by default they stay as trained.
       shard_bytes: The most bytes of tensors in a file; a larger tensor gets a file of
@@ -117,20 +142,27 @@ def export(
     if dtype is not None and dtype not in _FLOATS:
         raise UserError(f"--dtype={dtype}: expected one of {', '.join(_FLOATS)}")
     try:
+        notes: list[str] = []
         _check_output(output)  # early: verifying a large checkpoint takes minutes
         step = find_step(path)
         about = metadata.read(step)
-        tensors = _tensors(about, dtype, ema)
+        mapped = find_model(step, about, recipe) if huggingface else None
+        tensors = _tensors(about, dtype, ema, mapped.tensors if mapped else None)
         sizes = {name: tensor.size for name, tensor in tensors.items()}
         with _all_or_nothing(output) as folder:
             _check_space(output, sum(sizes.values()))
             files = assign_files(sizes, shard_bytes)
             for file, names in files.items():
                 wanted = {name: tensors[name] for name in names}
-                write_tensors(folder / file, _read(step, wanted))
+                framework = "pt" if mapped else "flax"
+                write_tensors(folder / file, _read(step, wanted), framework)
             if len(files) > 1:
                 write_index(folder, files, sizes)
-            metadata.write(folder, about)
+            if mapped:
+                dtypes = {str(tensor.dtype) for tensor in tensors.values()}
+                notes = write_companions(folder, mapped, dtypes)
+            else:
+                metadata.write(folder, about)
     except SafetensorError as error:
         raise UserError(f"cannot export {path}: {error}") from error
     except OSError as error:
@@ -140,21 +172,32 @@ def export(
             ) from error
         where = error.filename or output
         raise UserError(f"cannot export: {where}: {error.strerror}") from error
-    print(f"exported step {about['step']}: {len(tensors)} tensors in {output}")
+    done = f"exported step {about['step']}: {len(tensors)} tensors in {output}"
+    print("; ".join((done, *notes)))
 
 
 class _Tensor(NamedTuple):
     """A tensor to write: an array of the checkpoint, or one layer of it."""
 
     source: str  # the array's name
-    layer: Index
+    layer: Index  # and expert
+    transposed: bool
     dtype: np.dtype
     size: int  # bytes
 
 
-def _tensors(about: dict[str, Any], dtype: str | None, ema: bool) -> dict[str, _Tensor]:
-    """Lists the tensors to write, by name, those of an array next to each other."""
+def _tensors(
+    about: dict[str, Any],
+    dtype: str | None,
+    ema: bool,
+    places: Mapping[str, FileTensor] | None,
+) -> dict[str, _Tensor]:
+    """Lists the tensors to write, by name, those of an array next to each other.
+
+    `places` says where Hugging Face has each; None keeps their own names.
+    """
     tensors, arrays = {}, about["arrays"]
+    unknown: list[str] = []
     for stored, layers in tensor_names(about).items():
         array, source = arrays[stored], stored
         if ema and stored.startswith("params."):
@@ -168,14 +211,25 @@ def _tensors(about: dict[str, Any], dtype: str | None, ema: bool) -> dict[str, _
         kind = jnp.dtype(cast)
         size = math.prod(array["shape"]) // len(layers) * kind.itemsize
         for layer, name in layers.items():
-            tensors[name] = _Tensor(source, layer, kind, size)
+            place = FileTensor((name,)) if places is None else places.get(name)
+            if place is None:
+                unknown.append(name)
+                continue
+            for i, name in enumerate(place.names):
+                index = (*layer, i) if len(place.names) > 1 else layer
+                part = size // len(place.names)
+                tensors[name] = _Tensor(source, index, place.transposed, kind, part)
+    if unknown:
+        raise UserError(
+            f"--format=huggingface: the recipe's map lacks {some_of(unknown)}"
+        )
     return tensors
 
 
 def _check_output(output: Path) -> None:
     """Raises UserError if the export would mix with another."""
     for file in output.iterdir() if output.exists() else ():
-        if ".safetensors" in file.name or file.name == metadata.FILE:
+        if ".safetensors" in file.name or file.name in (metadata.FILE, CONFIG):
             raise UserError(
                 f"--output={output} holds {file.name} already: give another folder, "
                 "or remove it"
@@ -222,6 +276,9 @@ def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
             store = open_array(step / ARRAYS, source, _ONE_THREAD)
             if first.layer:
                 store = store[first.layer[0] : last.layer[0] + 1]
+            if first.transposed:
+                *others, rows, columns = range(store.ndim)
+                store = store.transpose([*others, columns, rows])
             values = tensorstore.cast(store, first.dtype).read().result()
         except (FileNotFoundError, ValueError) as error:
             raise UserError(

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.older_names import renamed, stored_names
 from jshard.checkpoint.safetensors_read import (
     check_safetensors,
@@ -190,13 +191,20 @@ def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
     return names
 
 
-def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -> Path:
+def find_parameters(
+    path: Path,
+    state: TrainState,
+    *,
+    optimizer: bool = False,
+    tensors: Mapping[str, FileTensor] | None = None,
+) -> Path:
     """Finds and checks what ``read_parameters`` reads, without reading any values.
 
     Args:
       path: As for ``find_step`` or ``load_safetensors``.
       state: Concrete or abstract.
       optimizer: As for ``read_parameters``.
+      tensors: As for ``load_safetensors``.
 
     Returns:
       The path of the verified step or of safetensors, for ``read_parameters``.
@@ -211,7 +219,7 @@ def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -
                 f"{path} holds safetensors, which have no optimizer state: leave out "
                 "checkpoint.restore_optimizer"
             )
-        check_safetensors(path, state)
+        check_safetensors(path, state, tensors)
         return path
     folder = find_step(path)
     targets, sources = _match_parameters(folder, state, optimizer)
@@ -224,7 +232,11 @@ def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -
 
 
 def read_parameters(
-    source: Path, state: TrainState, *, optimizer: bool = False
+    source: Path,
+    state: TrainState,
+    *,
+    optimizer: bool = False,
+    tensors: Mapping[str, FileTensor] | None = None,
 ) -> TrainState:
     """Starts a state from another run's parameters, or from safetensors files.
 
@@ -236,12 +248,13 @@ def read_parameters(
       state: A new state; the arrays that are replaced are deleted.
       optimizer: Whether to read the optimizer state and the averages as well. If not,
         averages start from the parameters.
+      tensors: As for ``load_safetensors``.
 
     Returns:
       The state with those values and an unchanged step.
     """
     if is_safetensors(source):
-        loaded = load_safetensors(source, state)
+        loaded = load_safetensors(source, state, tensors)
         return _start_averages(metadata.replace_arrays(state, loaded))
     targets, sources = _match_parameters(source, state, optimizer)
     wanted, names = {}, {}

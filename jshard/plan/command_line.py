@@ -37,10 +37,10 @@ from jshard.plan.search.search import search
 from jshard.training.config.command_line import (
     Arguments,
     help_text,
-    override,
     parse_arguments,
 )
-from jshard.training.config.config import check, complete
+from jshard.training.config.config import complete
+from jshard.training.make_config import make_config
 from jshard.training.platform import choose_platform, make_cpu_devices
 from jshard.training.recipe import find_recipe, open_recipe
 
@@ -116,12 +116,11 @@ def _plan(argv: list[str]) -> None:
         return
     with open_recipe(path) as recipe:
         with without_remarks():
-            config = complete(recipe.get_config(), recipe.name)
             if arguments.help:
+                config = complete(recipe.get_config(), recipe.name)
                 print(help_text(config, recipe.name, USAGE), end="")
                 return
-            override(config, arguments.overrides, recipe.name)
-            check(config)
+            config = make_config(recipe, arguments.overrides)
             make_cpu_devices(config.mesh.cpu_devices)
             program = trace(recipe, config, where or "", speed)
             if program.gpu is None and "trace" in options:

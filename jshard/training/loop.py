@@ -21,6 +21,7 @@ from jshard.training.data.batches import batches
 from jshard.training.data.dataset import make_training_data, make_validation_data
 from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.finite import beyond_vocabulary, check_finite
+from jshard.training.huggingface import find_map
 from jshard.training.job import Job, make_job, make_mesh
 from jshard.training.preemption import Preemption
 from jshard.training.profile import Profile
@@ -83,7 +84,7 @@ def run(
     references = returns.references(recipe.references if writes else None, config)
     peers.at("restoring", start.step)
     state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
-    source = None if state is not None else _find_source(config, abstract_state)
+    source = None if state is not None else _find_source(job, abstract_state)
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
     traced = profiled_steps(config.profile.steps)
@@ -113,9 +114,9 @@ def run(
             peers.at("making initial values", start.step)
             state = job.fsdp.init(job.make_model, job.optimizer, seed=config.seed)
         if source is not None:
-            optimizer = config.checkpoint.restore_optimizer
-            state = read_parameters(source, state, optimizer=optimizer)
-            display.say(f"starting from the parameters of {source}")
+            path, options = source
+            state = read_parameters(path, state, **options)
+            display.say(f"starting from the parameters of {path}")
         throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
 
         def evaluate(step: int) -> dict[str, float]:
@@ -273,10 +274,20 @@ class _Inputs:
         return beyond_vocabulary(batch, self._model)
 
 
-def _find_source(config: Config, abstract_state: TrainState) -> Path | None:
-    """Finds the parameters that `checkpoint.restore` names, and checks their shapes."""
-    options = config.checkpoint
-    if not options.restore:
+def _find_source(
+    job: Job, abstract_state: TrainState
+) -> tuple[Path, dict[str, Any]] | None:
+    """Finds the parameters that `checkpoint.restore` names, and checks their shapes.
+
+    Returns:
+      The path and options of `read_parameters`.
+    """
+    given = job.config.checkpoint
+    if not given.restore:
         return None
-    path = Path(options.restore).expanduser()
-    return find_parameters(path, abstract_state, optimizer=options.restore_optimizer)
+    path, recipe = Path(given.restore).expanduser(), job.recipe
+    options = {
+        "optimizer": given.restore_optimizer,
+        "tensors": find_map(job.config, recipe.huggingface, recipe.name, path),
+    }
+    return find_parameters(path, abstract_state, **options), options
