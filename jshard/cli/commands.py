@@ -6,4 +6,5 @@ COMMANDS = {
     "plan": "predicts memory, traffic and time of a recipe on absent GPUs",
     "inspect": "shows and verifies the checkpoints of a run",
     "export": "writes the model of a checkpoint as safetensors files",
+    "tokenize": "turns text, JSONL or Parquet into token files",
 }
