@@ -11,6 +11,7 @@ from jshard.mesh import make_mesh
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
+from jshard.nn.lora import add_lora
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.optim.bf16_moments import bf16_moments
 from jshard.optim.per_layer import per_layer
@@ -60,6 +61,7 @@ __all__ = [
     "Unit",
     "UserError",
     "__version__",
+    "add_lora",
     "bf16_moments",
     "cross_entropy",
     "dot_product_attention",

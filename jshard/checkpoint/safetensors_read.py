@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jshard.checkpoint import metadata
@@ -67,8 +68,8 @@ def load_safetensors(
       UserError: Files are missing or damaged, or their tensors are not exactly those of
         the model; the message lists the first differences.
     """
-    wanted = _wanted(path, state, tensors)
     found = find_tensors(path)
+    wanted = _wanted(path, state, found, tensors)
     _check(path, wanted, found, _REDUNDANT if tensors else ())
     loaded = {}
     for name, (array, layers) in wanted.items():
@@ -85,20 +86,33 @@ def check_safetensors(
     path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Raises what ``load_safetensors`` would raise, without reading any values."""
-    wanted = _wanted(path, state, tensors)
-    _check(path, wanted, find_tensors(path), _REDUNDANT if tensors else ())
+    found = find_tensors(path)
+    wanted = _wanted(path, state, found, tensors)
+    _check(path, wanted, found, _REDUNDANT if tensors else ())
 
 
 def _wanted(
-    path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None
+    path: Path,
+    state: TrainState,
+    found: Mapping[str, StoredTensor],
+    tensors: Mapping[str, FileTensor] | None,
 ) -> dict[str, tuple[Any, Layers]]:
-    """Returns the arrays to read with the places of their layers, by array name."""
-    arrays = metadata.arrays_by_name(state)
+    """Returns the arrays to read with the places of their layers, by array name.
+
+    Adapters that the files have not are left out: they keep their initial values.
+    """
+    arrays, variables = (
+        metadata.arrays_by_name(state),
+        metadata.variables_by_name(state),
+    )
     wanted: dict[str, tuple[Any, Layers]] = {}
     unknown: list[str] = []
     for name, layers in tensor_names(
         metadata.describe(state, config={}, metrics={})
     ).items():
+        new = found.keys().isdisjoint(layers.values())
+        if isinstance(variables.get(name), nnx.LoRAParam) and new:
+            continue
         if tensors is None:
             places = {index: FileTensor((name,)) for index, name in layers.items()}
         else:

@@ -1,5 +1,6 @@
 """One training run: from a recipe to metrics, checkpoints, a sample and a report."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
-from jshard.checkpoint.restore import find_parameters, read_parameters, restore_state
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
 from jshard.state import TrainState
@@ -21,7 +22,6 @@ from jshard.training.data.batches import batches
 from jshard.training.data.dataset import make_training_data, make_validation_data
 from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.finite import beyond_vocabulary, check_finite
-from jshard.training.huggingface import find_map
 from jshard.training.job import Job, make_job, make_mesh
 from jshard.training.preemption import Preemption
 from jshard.training.profile import Profile
@@ -29,6 +29,7 @@ from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
 from jshard.training.run_folder.metrics import RunFolder, finish_folder
 from jshard.training.run_folder.saving import Saving, check_room
+from jshard.training.run_folder.source import find_source
 from jshard.training.run_folder.start import Start, find_start
 from jshard.training.throughput import Throughput
 
@@ -83,8 +84,8 @@ def run(
     )
     references = returns.references(recipe.references if writes else None, config)
     peers.at("restoring", start.step)
-    state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
-    source = None if state is not None else _find_source(job, abstract_state)
+    source = find_source(job, abstract_state, start.checkpoint)
+    state: Any = start.checkpoint and source.restore(abstract_state)
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
     traced = profiled_steps(config.profile.steps)
@@ -101,7 +102,7 @@ def run(
             enabled=writes,
         ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
-        Saving(config, folder, display) as saving,
+        Saving(config, folder, display, frozen_from=source.path) as saving,
         Profile(traced, start.step, workdir, peers, display.say) as profile,
         peers.telling(),
     ):
@@ -112,11 +113,8 @@ def run(
         folder.note(recipe=recipe.path, start_up=start_up, references=references)
         if state is None:
             peers.at("making initial values", start.step)
-            state = job.fsdp.init(job.make_model, job.optimizer, seed=config.seed)
-        if source is not None:
-            path, options = source
-            state = read_parameters(path, state, **options)
-            display.say(f"starting from the parameters of {path}")
+            state = source.start(job)
+            display.say(source.message())
         throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
 
         def evaluate(step: int) -> dict[str, float]:
@@ -246,7 +244,8 @@ class _Inputs:
                 self._reader,
             )
         if config.checkpoint.every:
-            check_room(workdir, abstract_state)
+            given = dataclasses.replace(abstract_state, frozen=nnx.State({}))
+            check_room(workdir, given if config.checkpoint.restore else abstract_state)
         self._model = job.fsdp.model(abstract_state)
 
     def fetch(
@@ -272,22 +271,3 @@ class _Inputs:
         again = {"start_step": step - 1, "num_steps": step, "num_threads": 0}
         (batch,) = batches(self._train_data, **self._reader, **again)
         return beyond_vocabulary(batch, self._model)
-
-
-def _find_source(
-    job: Job, abstract_state: TrainState
-) -> tuple[Path, dict[str, Any]] | None:
-    """Finds the parameters that `checkpoint.restore` names, and checks their shapes.
-
-    Returns:
-      The path and options of `read_parameters`.
-    """
-    given = job.config.checkpoint
-    if not given.restore:
-        return None
-    path, recipe = Path(given.restore).expanduser(), job.recipe
-    options = {
-        "optimizer": given.restore_optimizer,
-        "tensors": find_map(job.config, recipe.huggingface, recipe.name, path),
-    }
-    return find_parameters(path, abstract_state, **options), options

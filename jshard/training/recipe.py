@@ -56,6 +56,8 @@ class Recipe:
         It may return None for no sample.
       units: Optional; `units(config)` returns the module types that become Units, as
         in `jshard.FSDP(units=...)`, for a model without Units of its own.
+      trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
+        to train, as `wrt` of `jshard.FSDP.init`; by default all `nnx.Param`.
       huggingface: Optional; the model's map to the files of Hugging Face, a module as
         `jshard.training.huggingface` describes. It adds the key `model.from`.
     """
@@ -72,6 +74,7 @@ class Recipe:
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
     units: Callable[[Config], Any] | None = None
+    trainable: Callable[[Config], Any] | None = None
     huggingface: types.ModuleType | None = None
 
     @property
