@@ -35,7 +35,7 @@ class Room(NamedTuple):
 ROOMS = {
     "commands": Room(
         11, 0, 420, "parse, build, run: python -m jshard.NAME",
-        "train launch inspect export tokenize __main__",
+        "train launch inspect export tokenize generate perplexity __main__",
     ),
     "plan": Room(10, 440, 700, "compile for absent GPUs"),
     "training": Room(9, 0, 860, "recipe, config, data, loop, run folder, report"),

@@ -112,7 +112,7 @@ class Generator:
             outside the vocabulary.
         """
         arrays = [np.asarray(prompt, np.int64).reshape(-1) for prompt in prompts]
-        self._check(arrays, length)
+        self.check(arrays, length)
         rows = self._prefilled(arrays, length, seed)
         step = self._decode_steps(chunk, sampling or Sampling(), tuple(stop_tokens))
         longest = min(length, self.context - min(map(len, arrays)))
@@ -126,7 +126,8 @@ class Generator:
             earlier = tokens
         yield self._fetch(earlier, len(arrays))
 
-    def _check(self, prompts: Sequence[np.ndarray], length: int) -> None:
+    def check(self, prompts: Sequence[np.ndarray], length: int) -> None:
+        """Raises the UserErrors of ``stream``."""
         if not prompts:
             raise UserError("generate: there are no prompts")
         if length < 1:
