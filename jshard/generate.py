@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
 from jshard.errors import UserError
 from jshard.formatting import format_bytes
-from jshard.generation import Generator, Sampling
+from jshard.generation import Generator, Sampling, generate
 from jshard.generation.decoding import NOTHING
 from jshard.training.platform import cache_compilations, choose_platform
 from jshard.training.tokenizer import Tokenizer
@@ -26,10 +27,11 @@ _FREE = 0.4  # of a device's memory for the weights: they are copied once, and t
 
 def main() -> None:
     """Runs the command line; exits 0 done, 2 bad input, 130 Ctrl-C, 1 anything else."""
-    run_command(_generate)
+    run_command(run_generate)
 
 
-def _generate(argv: list[str]) -> None:
+def run_generate(argv: list[str]) -> None:
+    """Continues the prompts that the arguments name."""
     arguments = _parser().parse_args(argv)
     if (arguments.prompt is None) == (arguments.prompts is None):
         raise UserError("give one of --prompt=TEXT and --prompts=FILE")
@@ -240,6 +242,15 @@ def _print(text: str) -> None:
 def _note(text: str) -> None:
     print(f"jshard: {text}", file=sys.stderr)
 
+
+class _Command(types.ModuleType):
+    """This module, which must not hide the function of its name in ``jshard``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return generate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Command
 
 if __name__ == "__main__":
     main()

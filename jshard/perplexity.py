@@ -17,10 +17,11 @@ from jshard.training.trained_model import add_arguments, open_model
 
 def main() -> None:
     """Runs the command line; exits 0 done, 2 bad input, 130 Ctrl-C, 1 anything else."""
-    run_command(_measure)
+    run_command(run_perplexity)
 
 
-def _measure(argv: list[str]) -> None:
+def run_perplexity(argv: list[str]) -> None:
+    """Measures the model on the text that the arguments name."""
     arguments = _parser().parse_args(argv)
     try:
         text = arguments.text.read_text(encoding="utf-8")
