@@ -25,14 +25,19 @@ from jshard.version import __version__
 
 if TYPE_CHECKING:
     from jshard.checkpoint.checkpointer import Checkpointer
+    from jshard.generation.generator import generate
 else:
 
     def __getattr__(name: str) -> Any:
-        """Imports Checkpointer on first use, because Orbax is slow to import."""
+        """Imports on first use: Checkpointer, for Orbax is slow to import; generate."""
         if name == "Checkpointer":
             from jshard.checkpoint.checkpointer import Checkpointer
 
             return Checkpointer
+        if name == "generate":
+            from jshard.generation.generator import generate
+
+            return generate
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -64,6 +69,7 @@ __all__ = [
     "gathered",
     "gathered_before",
     "gathered_during",
+    "generate",
     "in_order",
     "make_mesh",
     "per_layer",

@@ -14,12 +14,13 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.generation import continue_prompts
 from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
 from jshard.training.text import text_data
 from jshard.training.tokenizer import BYTE_VOCAB, load_tokenizer
-from models.gpt import GPT, GPTConfig, generate
+from models.gpt import GPT, GPTConfig
 
 
 def get_config() -> ConfigDict:
@@ -203,7 +204,9 @@ def sample(config):
     }
     length = min(options.length, config.model.sequence_length - len(prompt))
     return (
-        functools.partial(generate, length=length, temperature=options.temperature),
+        functools.partial(
+            continue_prompts, length=length, temperature=options.temperature
+        ),
         batch,
         tokenizer.decode,
     )

@@ -46,7 +46,7 @@ def find_model(step: Path, about: Mapping[str, Any], given: str | None) -> Mappe
             f"--format=huggingface: checkpoint {step} has no config of a recipe, which "
             "says what the model is"
         )
-    with open_recipe(_recipe(step, config, given)) as recipe:
+    with open_recipe(find_recipe_of(step, config, given)) as recipe:
         why = "--format=huggingface needs names"
         mapped = require_map(recipe.huggingface, recipe.name, why)
         model = model_of(config)
@@ -55,8 +55,17 @@ def find_model(step: Path, about: Mapping[str, Any], given: str | None) -> Mappe
         )
 
 
-def _recipe(step: Path, config: Mapping[str, Any], given: str | None) -> str:
-    """Returns the path of a run's recipe: as given, as noted by the run, or by name."""
+def find_recipe_of(step: Path, config: Mapping[str, Any], given: str | None) -> str:
+    """Finds a run's recipe: as given, as noted by the run, or by name.
+
+    Args:
+      step: A checkpoint's folder.
+      config: The run's config.
+      given: The recipe that the user gave instead, if any.
+
+    Raises:
+      UserError: There is none.
+    """
     if given is not None:
         return find_recipe(given)
     try:
@@ -68,8 +77,8 @@ def _recipe(step: Path, config: Mapping[str, Any], given: str | None) -> str:
         return find_recipe(str(config["recipe"]))
     except (UserError, LookupError) as error:
         raise UserError(
-            "--format=huggingface needs the run's recipe, which is not where it was: "
-            f"give --config=RECIPE ({error})"
+            f"the recipe of {step} is needed and not where it was: give "
+            f"--config=RECIPE ({error})"
         ) from error
 
 
