@@ -21,6 +21,7 @@ from models import llama_huggingface as huggingface  # noqa: F401  read by jshar
 from train import gpt, llama
 
 loss_fn = llama.loss_fn
+sample = gpt.sample
 
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
 
@@ -37,6 +38,8 @@ def get_config() -> ConfigDict:
     config.policy = {"remat": "full", "precision": precision}
     # The model's own sequence length is the longest text that it was made for.
     config.data.sequence_length = Key(1024, "tokens per example", at_least=1)
+    config.sample = gpt.get_config().sample
+    config.sample.prompt = "The "
     config.lora = {
         "rank": Key(16, "rank of the adapters; 0 trains the model itself", at_least=0),
         "alpha": Key(32.0, "adapters are scaled by alpha / rank", above=0),
