@@ -105,6 +105,7 @@ def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path):
     assert changed == {name for name in base if "_proj" in name}
 
 
+@pytest.mark.slow
 def test_adapters_of_a_run_start_another(adapted, folder, text, tmp_path, capsys):
     export(adapted, tmp_path / "peft", format="peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())

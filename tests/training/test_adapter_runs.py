@@ -72,6 +72,7 @@ def stop(folder: Path, base: Path) -> Path:
     return folder / "run"
 
 
+@pytest.mark.quick("files")
 @pytest.mark.parametrize("source", ["base", "files"])
 def test_checkpoints_hold_adapters_alone_and_runs_go_on_from_them(
     source, tmp_path, request
@@ -90,6 +91,7 @@ def test_checkpoints_hold_adapters_alone_and_runs_go_on_from_them(
     assert "blocks" in str(metadata.read(find_step(run))["frozen_from"]["bit_sums"])
 
 
+@pytest.mark.slow
 def test_a_base_that_has_moved_is_named_again(files, tmp_path, capsys):
     moved = shutil.copytree(files, tmp_path / "there")
     run = stop(tmp_path, moved)
@@ -117,6 +119,7 @@ def test_a_base_that_has_changed_is_an_error_that_names_arrays(files, tmp_path):
     assert run.exists()
 
 
+@pytest.mark.slow
 def test_adapters_without_a_base_are_saved_with_what_is_frozen(tmp_path):
     run = train(tmp_path, recipe=ADAPTERS, steps=4)
     names = metadata.read(find_step(run))["arrays"]
@@ -134,6 +137,7 @@ def test_a_filter_that_is_none_is_an_error_of_the_recipe(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_frozen_weights_do_not_change(base, tmp_path):
     run = adapt(tmp_path, base)
     there = metadata.read(find_step(run))["frozen_from"]["bit_sums"]
