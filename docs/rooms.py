@@ -35,7 +35,7 @@ class Room(NamedTuple):
 ROOMS = {
     "commands": Room(
         11, 0, 420, "parse, build, run: python -m jshard.NAME",
-        "train launch inspect export __main__",
+        "train launch inspect export tokenize generate perplexity __main__",
     ),
     "plan": Room(10, 440, 700, "compile for absent GPUs"),
     "training": Room(9, 0, 860, "recipe, config, data, loop, run folder, report"),
@@ -45,6 +45,7 @@ ROOMS = {
         6, 260, 640, "mesh and policy to states and jitted steps",
         "fsdp step checks given describe",
     ),
+    "generation": Room(7, 260, 450, "decoding, sampling"),
     "nn": Room(5, 0, 230, "losses, attention, dropout"),
     "optim": Room(5, 470, 640, "the update of the shards"),
     "unit": Room(4, 260, 450, "gather, compute, drop"),

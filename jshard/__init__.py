@@ -11,6 +11,7 @@ from jshard.mesh import make_mesh
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
+from jshard.nn.lora import add_lora
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.optim.bf16_moments import bf16_moments
 from jshard.optim.per_layer import per_layer
@@ -24,14 +25,19 @@ from jshard.version import __version__
 
 if TYPE_CHECKING:
     from jshard.checkpoint.checkpointer import Checkpointer
+    from jshard.generation.generator import generate
 else:
 
     def __getattr__(name: str) -> Any:
-        """Imports Checkpointer on first use, because Orbax is slow to import."""
+        """Imports on first use: Checkpointer, for Orbax is slow to import; generate."""
         if name == "Checkpointer":
             from jshard.checkpoint.checkpointer import Checkpointer
 
             return Checkpointer
+        if name == "generate":
+            from jshard.generation.generator import generate
+
+            return generate
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -55,6 +61,7 @@ __all__ = [
     "Unit",
     "UserError",
     "__version__",
+    "add_lora",
     "bf16_moments",
     "cross_entropy",
     "dot_product_attention",
@@ -62,6 +69,7 @@ __all__ = [
     "gathered",
     "gathered_before",
     "gathered_during",
+    "generate",
     "in_order",
     "make_mesh",
     "per_layer",

@@ -18,7 +18,7 @@ def _list(argv: list[str]) -> None:
             raise UserError(f"unknown argument {word!r}; python -m jshard lists all")
     print("usage: python -m jshard.COMMAND [--help] ...\n")
     for name, does in COMMANDS.items():
-        print(f"  {name:<8} {does}")
+        print(f"  {name:<10} {does}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Exports a checkpoint as safetensors: `python -m jshard.export RUN --output=DIR`."""
+"""Exports a checkpoint as safetensors: `python -m jshard.export RUN --output=DIR`.
+
+With `--format=huggingface` the folder is one of Hugging Face's, for transformers.
+"""
 
 import contextlib
 import errno
@@ -15,8 +18,12 @@ import numpy as np
 import tensorstore
 from safetensors import SafetensorError
 
-from jshard.checkpoint import metadata
+from jshard.checkpoint import frozen, metadata, peft
+from jshard.checkpoint.file_tensor import FileTensor
+from jshard.checkpoint.huggingface import CONFIG, is_huggingface
+from jshard.checkpoint.merge import SIDES, Adapter, adapters
 from jshard.checkpoint.restore import ARRAYS, find_step
+from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.checkpoint.safetensors_write import (
     INDEX,
     assign_files,
@@ -26,9 +33,11 @@ from jshard.checkpoint.safetensors_write import (
 from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.cli.command import checkpoint_parser, file_path, run_command
 from jshard.compat.orbax_files import open_array
-from jshard.errors import RunFailed, UserError
+from jshard.errors import RunFailed, UserError, some_of
+from jshard.training.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+FORMATS = ("jshard", "huggingface", "peft")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as in Hugging Face
 _UNFINISHED = ".unfinished-export"
 # Each further thread would hold another chunk; one saturates a disk.
@@ -55,6 +64,19 @@ def _export(argv: list[str]) -> None:
         help="the folder to write to; it must not contain an export",
     )
     parser.add_argument(
+        "--format",
+        default="jshard",
+        choices=FORMATS,
+        help="names of the tensors: the model's own, by default; those of "
+        "transformers, with config.json and the tokenizer's files, and adapters merged "
+        "into the weights; or the adapters alone as PEFT has them",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="RECIPE",
+        help="the run's recipe, which knows the names, if it is not where it was",
+    )
+    parser.add_argument(
         "--ema",
         action="store_true",
         help="export the averages instead of the trained parameters",
@@ -74,6 +96,8 @@ def _export(argv: list[str]) -> None:
     export(
         arguments.path,
         arguments.output,
+        format=arguments.format,
+        recipe=arguments.config,
         ema=arguments.ema,
         dtype=arguments.dtype,
         shard_bytes=_parse_size(arguments.max_shard_size),
@@ -92,6 +116,8 @@ def export(
     path: Path,
     output: Path,
     *,
+    format: str = "jshard",
+    recipe: str | None = None,
     ema: bool = False,
     dtype: str | None = None,
     shard_bytes: int = 5 * 10**9,
@@ -104,6 +130,11 @@ def export(
     Args:
       path: A run's folder, a folder of checkpoints, or one checkpoint; it is verified.
       output: The folder to write to; it must not contain an export.
+      format: "jshard" for the model's own names; "huggingface" for a folder that
+        transformers reads, with adapters merged into the weights; "peft" for a folder
+        with the adapters alone.
+      recipe: The run's recipe, which maps names to those of Hugging Face; by default
+        the one that the run was started with.
       ema: Whether to export the averages instead of the trained parameters.
       dtype: Of the floating-point tensors; by default they stay as trained.
       shard_bytes: The most bytes of tensors in a file; a larger tensor gets a file of
@@ -117,20 +148,37 @@ def export(
     if dtype is not None and dtype not in _FLOATS:
         raise UserError(f"--dtype={dtype}: expected one of {', '.join(_FLOATS)}")
     try:
+        notes: list[str] = []
         _check_output(output)  # early: verifying a large checkpoint takes minutes
         step = find_step(path)
         about = metadata.read(step)
-        tensors = _tensors(about, dtype, ema)
+        mapped = None if format == "jshard" else find_model(step, about, recipe)
+        if mapped is None:
+            tensors = _tensors(about, dtype, ema)
+        elif format == "huggingface":
+            tensors = _merged_tensors(about, dtype, ema, mapped.tensors)
+        else:
+            tensors = _adapter_tensors(about, dtype, ema, mapped.tensors)
         sizes = {name: tensor.size for name, tensor in tensors.items()}
         with _all_or_nothing(output) as folder:
             _check_space(output, sum(sizes.values()))
             files = assign_files(sizes, shard_bytes)
+            if format == "peft":
+                files = {peft.TENSORS: list(tensors)}
             for file, names in files.items():
                 wanted = {name: tensors[name] for name in names}
-                write_tensors(folder / file, _read(step, wanted))
+                framework = "pt" if mapped else "flax"
+                write_tensors(folder / file, _read(step, wanted), framework)
             if len(files) > 1:
                 write_index(folder, files, sizes)
-            metadata.write(folder, about)
+            if format == "peft":
+                assert mapped is not None
+                notes = peft.write_config(folder, about, mapped.tensors)
+            elif mapped:
+                dtypes = {str(tensor.dtype) for tensor in tensors.values()}
+                notes = write_companions(folder, mapped, dtypes)
+            else:
+                metadata.write(folder, about)
     except SafetensorError as error:
         raise UserError(f"cannot export {path}: {error}") from error
     except OSError as error:
@@ -140,21 +188,34 @@ def export(
             ) from error
         where = error.filename or output
         raise UserError(f"cannot export: {where}: {error.strerror}") from error
-    print(f"exported step {about['step']}: {len(tensors)} tensors in {output}")
+    done = f"exported step {about['step']}: {len(tensors)} tensors in {output}"
+    print("; ".join((done, *notes)))
 
 
 class _Tensor(NamedTuple):
     """A tensor to write: an array of the checkpoint, or one layer of it."""
 
-    source: str  # the array's name
-    layer: Index
+    source: str | StoredTensor  # the array's name, or a tensor in other files
+    layer: Index  # and expert
+    transposed: bool
     dtype: np.dtype
     size: int  # bytes
+    adapter: Adapter | None = None  # to be added
 
 
-def _tensors(about: dict[str, Any], dtype: str | None, ema: bool) -> dict[str, _Tensor]:
-    """Lists the tensors to write, by name, those of an array next to each other."""
+def _tensors(
+    about: dict[str, Any],
+    dtype: str | None,
+    ema: bool,
+    places: Mapping[str, FileTensor] | None = None,
+) -> dict[str, _Tensor]:
+    """Lists the tensors to write, by name, those of an array next to each other.
+
+    `places` says where the files have each, none at all if they lack it; None keeps
+    their own names.
+    """
     tensors, arrays = {}, about["arrays"]
+    unknown: list[str] = []
     for stored, layers in tensor_names(about).items():
         array, source = arrays[stored], stored
         if ema and stored.startswith("params."):
@@ -164,18 +225,99 @@ def _tensors(about: dict[str, Any], dtype: str | None, ema: bool) -> dict[str, _
                     "--ema: the checkpoint has no averages; train with "
                     "--config.policy.ema_decay=0.999, for example"
                 )
-        cast = dtype if dtype and "float" in array["dtype"] else array["dtype"]
-        kind = jnp.dtype(cast)
+        kind = _dtype(array["dtype"], dtype)
         size = math.prod(array["shape"]) // len(layers) * kind.itemsize
         for layer, name in layers.items():
-            tensors[name] = _Tensor(source, layer, kind, size)
+            place = FileTensor((name,)) if places is None else places.get(name)
+            if place is None:
+                unknown.append(name)
+                continue
+            for i, name in enumerate(place.names):
+                index = (*layer, i) if len(place.names) > 1 else layer
+                part = size // len(place.names)
+                tensors[name] = _Tensor(source, index, place.transposed, kind, part)
+    if unknown:
+        raise UserError(
+            f"--format=huggingface: the recipe's map lacks {some_of(unknown)}"
+        )
     return tensors
+
+
+def _dtype(stored: str, given: str | None) -> np.dtype:
+    return jnp.dtype(given if given and "float" in stored else stored)
+
+
+def _merged_tensors(
+    about: dict[str, Any],
+    dtype: str | None,
+    ema: bool,
+    places: Mapping[str, FileTensor],
+) -> dict[str, _Tensor]:
+    """Lists the tensors of Hugging Face, with the adapters that they are merged with.
+
+    What the checkpoint leaves out is in the folder that the run started from.
+    """
+    merged = adapters(about, ema=ema)
+    absent = dict.fromkeys(_names_of_adapters(about), FileTensor(()))
+    tensors = _tensors(about, dtype, ema, {**places, **absent})
+    if frozen.KEY in about:
+        source = Path(about[frozen.KEY]["path"])
+        if not is_huggingface(source):
+            raise UserError(
+                f"--format=huggingface: the frozen parameters of the run are in "
+                f"{source}, which is no Hugging Face folder: export it first, or "
+                "export the adapters with --format=peft"
+            )
+        found = find_tensors(source)
+        for place in places.values():
+            for name in set(place.names) - tensors.keys():
+                if name not in found:
+                    raise UserError(f"--format=huggingface: {source} lacks {name}")
+                stored = found[name]
+                kind = _dtype(str(jnp.dtype(DTYPES[stored.dtype])), dtype)
+                size = math.prod(stored.shape) * kind.itemsize
+                tensors[name] = _Tensor(stored, (), place.transposed, kind, size)
+    for kernel, adapter in merged.items():
+        (name,) = places[kernel].names
+        tensors[name] = tensors[name]._replace(adapter=adapter)
+    return tensors
+
+
+def _adapter_tensors(
+    about: dict[str, Any],
+    dtype: str | None,
+    ema: bool,
+    places: Mapping[str, FileTensor],
+) -> dict[str, _Tensor]:
+    """Lists the tensors of PEFT."""
+    names = peft.file_names(_names_of_adapters(about), places)
+    if not names:
+        raise UserError("--format=peft: the checkpoint has no adapters")
+    found: dict[str, FileTensor] = dict.fromkeys(
+        [name for layers in tensor_names(about).values() for name in layers.values()],
+        FileTensor(()),
+    )
+    found |= {ours: FileTensor((name,), True) for ours, name in names.items()}
+    return _tensors(about, dtype, ema, found)
+
+
+def _names_of_adapters(about: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for stored, layers in tensor_names(about).items()
+        if stored.endswith(SIDES)
+        for name in layers.values()
+    ]
 
 
 def _check_output(output: Path) -> None:
     """Raises UserError if the export would mix with another."""
     for file in output.iterdir() if output.exists() else ():
-        if ".safetensors" in file.name or file.name == metadata.FILE:
+        if ".safetensors" in file.name or file.name in (
+            metadata.FILE,
+            CONFIG,
+            peft.CONFIG,
+        ):
             raise UserError(
                 f"--output={output} holds {file.name} already: give another folder, "
                 "or remove it"
@@ -217,11 +359,18 @@ def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for source, group in itertools.groupby(tensors, lambda name: tensors[name].source):
         names = list(group)
+        if isinstance(source, StoredTensor):
+            for name in names:
+                found[name] = np.array(source.open(), tensors[name].dtype)
+            continue
         first, last = tensors[names[0]], tensors[names[-1]]
         try:
             store = open_array(step / ARRAYS, source, _ONE_THREAD)
             if first.layer:
                 store = store[first.layer[0] : last.layer[0] + 1]
+            if first.transposed:
+                *others, rows, columns = range(store.ndim)
+                store = store.transpose([*others, columns, rows])
             values = tensorstore.cast(store, first.dtype).read().result()
         except (FileNotFoundError, ValueError) as error:
             raise UserError(
@@ -233,6 +382,11 @@ def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
             if layer:
                 layer = layer[0] - first.layer[0], *layer[1:]
             found[name] = values[(*layer, ...)]
+    for name, tensor in tensors.items():
+        if tensor.adapter is not None:
+            added = tensor.adapter.read(step, _ONE_THREAD)
+            added = added.T if tensor.transposed else added
+            found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
     return found
 
 

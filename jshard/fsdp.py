@@ -282,11 +282,15 @@ class FSDP:
 
         return self._jit(eval_step)
 
-    def predict_step(self, fn: Callable[[Any, Any], Any]) -> jax.stages.Wrapped:
+    def predict_step(
+        self, fn: Callable[[Any, Any], Any], *, donate_batch: bool = False
+    ) -> jax.stages.Wrapped:
         """Returns the jitted ``outputs = predict_step(state, batch)``, in eval mode.
 
-        ``fn(model, batch)`` maps one device's examples to arrays with the same leading
-        dimension; the outputs are those of the global batch.
+        Args:
+          fn: ``fn(model, batch)`` maps one device's examples to arrays with the same
+            leading dimension; the outputs are those of the global batch.
+          donate_batch: whether outputs take the memory of the batch.
         """
 
         def local(build: step.Build, arrays: ModelArrays, batch: Any) -> Any:
@@ -295,7 +299,8 @@ class FSDP:
         def predict_step(state: TrainState, batch: Any) -> Any:
             return self._in_eval_mode(local, BATCH, state, batch)
 
-        return self._jit(predict_step)
+        donated = {"donate_argnums": 1} if donate_batch else {}
+        return self._jit(predict_step, **donated)
 
     def _in_eval_mode(
         self, local: Callable, out_specs: Any, state: TrainState, batch: Any

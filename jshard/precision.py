@@ -33,7 +33,8 @@ class Precision:
         choices=(*FLOATING, *ONE_BYTE),
     )
     """int8, float8_e4m3fn and float8_e5m2 are scaled in blocks
-    (``jshard.comm.quantized``)."""
+    (``jshard.comm.quantized``). Adapters (``nnx.LoRAParam``) are small and learn in
+    small steps: in place of one byte they are gathered in the dtype of compute."""
 
     compute: Any = knob(
         None, "dtype of the computation; None is the model's", **_FLOATING
@@ -97,6 +98,11 @@ class Precision:
             )
         if self.gather is None:
             object.__setattr__(self, "gather", self.compute)
+
+
+def is_quantized(dtype: Any) -> bool:
+    """Returns whether ``dtype`` has one byte, so that values are sent with scales."""
+    return dtype is not None and jnp.dtype(dtype).itemsize == 1
 
 
 def updated_in(param: Any) -> Any:

@@ -18,8 +18,9 @@ from pathlib import Path
 from jshard.cli.command import run_command
 from jshard.distributed import find_cluster, has_parent, join, supervise
 from jshard.errors import UserError
-from jshard.training.config.command_line import help_text, override, parse_arguments
-from jshard.training.config.config import check, complete
+from jshard.training.config.command_line import help_text, parse_arguments
+from jshard.training.config.config import complete
+from jshard.training.make_config import make_config
 from jshard.training.platform import (
     cache_compilations,
     choose_platform,
@@ -48,12 +49,12 @@ def _train(argv: list[str]) -> None:
         sys.exit(supervise(cluster, [sys.executable, *sys.orig_argv[1:]]))
     choose_platform()
     with join(cluster) as peers, open_recipe(path) as recipe:
-        config = complete(recipe.get_config(), recipe.name)
         if arguments.help:
+            config = complete(recipe.get_config(), recipe.name)
             print(help_text(config, recipe.name), end="")
             return
-        override(config, arguments.overrides, recipe.name)
-        check(config)
+        workdir = arguments.options.get("workdir")
+        config = make_config(recipe, arguments.overrides, workdir and Path(workdir))
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
         # A slow import, left until the mistakes above have been reported.
@@ -61,7 +62,7 @@ def _train(argv: list[str]) -> None:
 
         stamp = peers.publish("stamp", datetime.now().strftime("%Y%m%d-%H%M%S"))
         name = re.sub(r"[^\w.-]", "-", recipe.name)
-        workdir = arguments.options.get("workdir") or f"runs/{name}-{stamp}"
+        workdir = workdir or f"runs/{name}-{stamp}"
         run(recipe, config, Path(workdir), started=_process_start(), peers=peers)
 
 

@@ -4,16 +4,18 @@ Shape suffixes: B batch, T time, D model width, N heads, H head width, V vocabul
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard import cross_entropy
+from jshard.nn import kv_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class GPTConfig:
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
       attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
+      max_segments: the most documents of a packed row, padding included; 0 is unknown.
       dtype: of the computation.
       param_dtype: of the parameters.
     """
@@ -43,6 +46,7 @@ class GPTConfig:
     tied: bool = True
     loss_chunk: int = 1024
     attention: str = "auto"
+    max_segments: int = 0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -96,24 +100,48 @@ class Attention(nnx.Module):
         residual_std = 0.02 / (2 * config.num_layers) ** 0.5  # GPT-2, section 2.3
         self.num_heads = config.num_heads
         self.implementation = config.attention
+        self.max_segments = config.max_segments
         self.qkv = _linear(config, width, 3 * width, rngs)
         self.out = _linear(config, width, width, rngs, residual_std)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+    ) -> jax.Array:
         """Returns the attention output, (B, T, D)."""
-        B, T, D = x_BTD.shape
-        qkv_BTE = checkpoint_name(self.qkv(x_BTD), "qkv")
-        qkv_BTCNH = qkv_BTE.reshape(B, T, 3, self.num_heads, -1)
-        q_BTNH, k_BTNH, v_BTNH = (qkv_BTCNH[:, :, i] for i in range(3))
+        q_BTNH, k_BTNH, v_BTNH = self._heads(x_BTD)
+        packed = segment_ids_BT is not None and self.max_segments > 0
         y_BTNH = jshard.dot_product_attention(
             q_BTNH,
             k_BTNH,
             v_BTNH,
             is_causal=True,
+            segment_ids_BT=segment_ids_BT,
+            max_segments=self.max_segments if packed else None,
             implementation=self.implementation,
         )
-        y_BTD = checkpoint_name(y_BTNH.reshape(B, T, D), "attended")
-        return self.out(y_BTD)
+        return self._merge(y_BTNH)
+
+    def decode(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: kv_cache.KVCache,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, kv_cache.KVCache]:
+        """Returns the attention output, (B, T, D), and the cache with these tokens."""
+        y_BTNH, cache = kv_cache.attend(*self._heads(x_BTD), positions_BT, cache, layer)
+        return self._merge(y_BTNH), cache
+
+    def _heads(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns queries, keys and values, (B, T, N, H) each."""
+        B, T, _ = x_BTD.shape
+        qkv_BTE = checkpoint_name(self.qkv(x_BTD), "qkv")
+        qkv_BTCNH = qkv_BTE.reshape(B, T, 3, self.num_heads, -1)
+        return tuple(qkv_BTCNH[:, :, i] for i in range(3))
+
+    def _merge(self, y_BTNH: jax.Array) -> jax.Array:
+        y_BTD = y_BTNH.reshape(*y_BTNH.shape[:2], -1)
+        return self.out(checkpoint_name(y_BTD, "attended"))
 
 
 class Block(nnx.Module):
@@ -129,9 +157,28 @@ class Block(nnx.Module):
         self.down = _linear(config, 4 * width, width, rngs, residual_std)
         self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the residual stream after this block, (B, T, D)."""
-        x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
+    def __call__(
+        self,
+        stream: Any,
+        segment_ids_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+    ) -> Any:
+        """Returns the stream after this block.
+
+        The stream is the residual stream, (B, T, D). To decode tokens at
+        ``positions_BT`` it is (that, cache, number of this layer).
+        """
+        if positions_BT is None:
+            attended = self.attention(self.norm1(stream), segment_ids_BT)
+            return self._mlp(stream + self.dropout(attended))
+        x_BTD, cache, layer = stream
+        attended, cache = self.attention.decode(
+            self.norm1(x_BTD), positions_BT, cache, layer
+        )
+        return self._mlp(x_BTD + attended), cache, layer + 1
+
+    def _mlp(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the residual stream after the MLP."""
         hidden = checkpoint_name(self.up(self.norm2(x_BTD)), "hidden")
         # Its derivative is recomputed: that is cheaper than to store and read it.
         hidden = jax.checkpoint(jax.nn.gelu)(hidden)
@@ -163,65 +210,103 @@ class GPT(nnx.Module):
                 )
             )
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns logits (B, T, V) in float32."""
-        x_BTD, head_DV = self._features_and_head(tokens_BT)
-        head_DV = head_DV.astype(x_BTD.dtype)
-        return jnp.dot(x_BTD, head_DV, preferred_element_type=jnp.float32)
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns logits (B, T, V) in float32 or wider.
+
+        Args:
+          tokens_BT: integers.
+          positions_BT: of packed documents, each from 0; by default 0 to T-1.
+          segment_ids_BT: of packed documents, which attend only to themselves.
+        """
+        x_BTD, head_DV = self._features_and_head(
+            tokens_BT, positions_BT, segment_ids_BT
+        )
+        return self._logits(x_BTD, head_DV)
 
     def loss(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
     ) -> jshard.Mean:
         """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``."""
-        x_BTD, head_DV = self._features_and_head(tokens_BT)
+        x_BTD, head_DV = self._features_and_head(
+            tokens_BT, positions_BT, segment_ids_BT
+        )
         return cross_entropy(
             x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
         )
 
-    def _features_and_head(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if self.config.tied:  # gathered once for both uses
-            embed = jshard.gathered(self.embed)
-            x_BTD = self.blocks(self._first(embed(tokens_BT)))
-            head_DV = embed.embedding.get_value().T
-        else:
-            x_BTD = self._first(self.embed(tokens_BT))
-            head, x_BTD = jshard.gathered_during(self.head, self.blocks, x_BTD)
-            head_DV = head.kernel.get_value()
-        return self.norm(x_BTD), head_DV
-
-    def _first(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the input of the first block."""
-        return self.dropout(x_BTD + self.positions(jnp.arange(x_BTD.shape[1])))
-
-
-def generate(
-    model: GPT, prompt: dict[str, jax.Array], *, length: int, temperature: float = 0.8
-) -> jax.Array:
-    """Samples ``length`` tokens after each prompt, by full forward passes.
-
-    Args:
-      model: in eval mode.
-      prompt: ``tokens`` (B, T0) and ``seed`` (B,), one random seed per example.
-      length: tokens to sample; T0 + length must not exceed the sequence length.
-      temperature: of the softmax.
-
-    Returns:
-      Tokens (B, T0 + length).
-    """
-    start_BT = prompt["tokens"]
-    T0 = start_BT.shape[1]
-    tokens_BT = jnp.pad(start_BT, [(0, 0), (0, length)])
-
-    def body(i: Any, tokens_BT: jax.Array) -> jax.Array:
-        logits_BV = lax.dynamic_index_in_dim(model(tokens_BT), i - 1, 1, keepdims=False)
-
-        def sample(seed: jax.Array, logits_V: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(jax.random.key(seed), i)
-            return jax.random.categorical(key, logits_V / temperature)
-
-        next_B = jax.vmap(sample)(prompt["seed"], logits_BV)
-        return lax.dynamic_update_index_in_dim(
-            tokens_BT, next_B.astype(tokens_BT.dtype), i, 1
+    def init_cache(self, batch: int, length: int) -> kv_cache.KVCache:
+        """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
+        config = self.config
+        N, H = config.num_heads, config.width // config.num_heads
+        return kv_cache.KVCache.zeros(
+            config.num_layers, batch, length, N, H, config.dtype
         )
 
-    return lax.fori_loop(T0, T0 + length, body, tokens_BT)
+    def decode(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: kv_cache.KVCache
+    ) -> tuple[jax.Array, kv_cache.KVCache]:
+        """Returns the logits of new tokens, (B, T, V), and the cache with them.
+
+        Args:
+          tokens_BT: tokens that follow those in the cache.
+          positions_BT: their positions; -1 for padding, which is written nowhere.
+          cache: from ``init_cache`` or an earlier call.
+        """
+        # Outside the embedding is padding, which it would turn into nan.
+        embedded_BT = jnp.clip(positions_BT, 0, self.config.sequence_length - 1)
+
+        def stream(x_BTD: jax.Array) -> tuple:
+            return self._first(x_BTD, embedded_BT), cache, jnp.int32(0)
+
+        (x_BTD, cache, _), head_DV = self._stack_and_head(
+            tokens_BT, stream, None, positions_BT
+        )
+        return self._logits(self.norm(x_BTD), head_DV), cache
+
+    def _logits(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+        return jnp.dot(
+            x_BTD,
+            head_DV.astype(x_BTD.dtype),
+            preferred_element_type=jnp.promote_types(x_BTD.dtype, jnp.float32),
+        )
+
+    def _features_and_head(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        first = functools.partial(self._first, positions_BT=positions_BT)
+        shared = () if segment_ids_BT is None else (segment_ids_BT,)
+        x_BTD, head_DV = self._stack_and_head(tokens_BT, first, *shared)
+        return self.norm(x_BTD), head_DV
+
+    def _stack_and_head(
+        self, tokens_BT: jax.Array, first: Callable[[jax.Array], Any], *shared: Any
+    ) -> tuple[Any, jax.Array]:
+        """Returns what the blocks make of ``first(embedded tokens)``, and the head."""
+        if self.config.tied:  # gathered once for both uses
+            embed = jshard.gathered(self.embed)
+            out = self.blocks(first(embed(tokens_BT)), *shared)
+            return out, embed.embedding.get_value().T
+        stream = first(self.embed(tokens_BT))
+        head, out = jshard.gathered_during(self.head, self.blocks, stream, *shared)
+        return out, head.kernel.get_value()
+
+    def _first(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
+        """Returns the input of the first block."""
+        if positions_BT is None:
+            positions_BT = jnp.arange(x_BTD.shape[1])
+        return self.dropout(x_BTD + self.positions(positions_BT))

@@ -30,6 +30,7 @@ class Sizes:
     vocab: int = 72
     length: int = 8
     dtype: Any = jnp.float32  # of the blocks' computation; parameters are float32
+    rank: int = 0  # of the adapters of a block's matrices, if any
 
 
 class Block(nnx.Module):
@@ -92,7 +93,14 @@ def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jshard.Mean:
 
 def make_decoder(sizes: Sizes, *, plain: bool = False) -> Any:
     """``make_model`` of the stacked or the plain decoder."""
-    return lambda rngs: (PlainDecoder if plain else Decoder)(sizes, rngs)
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = (PlainDecoder if plain else Decoder)(sizes, rngs)
+        if sizes.rank:
+            jshard.add_lora(model, rank=sizes.rank, alpha=8, rngs=rngs)
+        return model
+
+    return make
 
 
 def make_fsdp(

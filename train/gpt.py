@@ -1,7 +1,8 @@
 """A small GPT on bytes: the quick start.
 
 Trains on the source code of Python's standard library, which every machine has, or on
-your text or token files (.bin) with --config.data.path=FILE_OR_FOLDER.
+your text, records (JSONL, Parquet) or token files (.bin) with
+--config.data.path=FILE_OR_FOLDER and --config.data.tokenizer=FILE_OR_FOLDER.
 """
 
 import functools
@@ -13,11 +14,13 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.generation import continue_prompts
 from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
-from jshard.training.text import BYTE_VOCAB, decode, encode, text_data
-from models.gpt import GPT, GPTConfig, generate
+from jshard.training.text import text_data
+from jshard.training.tokenizer import BYTE_VOCAB, load_tokenizer
+from models.gpt import GPT, GPTConfig
 
 
 def get_config() -> ConfigDict:
@@ -64,10 +67,19 @@ def get_config() -> ConfigDict:
             "data": {
                 "path": Key(
                     "",
-                    "text, or .bin files of tokens: a file or folder; by default the "
-                    "source of Python's standard library",
+                    "text, JSONL, Parquet, or .bin files of tokens: a file or folder; "
+                    "by default the source of Python's standard library",
                     kind=Path,
                 ),
+                "mixture": Key(
+                    "", "several sources and weights instead: PATH:WEIGHT,PATH:WEIGHT"
+                ),
+                "tokenizer": Key(
+                    "",
+                    "tokenizer.json, or a folder with it; by default tokens are bytes",
+                    kind=Path,
+                ),
+                "text_key": Key("text", "name of the text in JSONL and Parquet"),
                 "token_dtype": Key(
                     "uint16", "dtype of .bin files", choices=("uint16", "uint32")
                 ),
@@ -76,6 +88,15 @@ def get_config() -> ConfigDict:
                     "held out for validation where no file is named for it",
                     at_least=0,
                     below=1,
+                ),
+                "pack": Key(
+                    False, "pack whole documents, which do not attend to each other"
+                ),
+                "max_segments": Key(
+                    0,
+                    "the most documents of a packed row, with padding; 0 is any number",
+                    at_least=0,
+                    at_most=1_000_000,
                 ),
             },
             "sample": {
@@ -88,7 +109,8 @@ def get_config() -> ConfigDict:
 
 
 def make_model(config, rngs):
-    return GPT(GPTConfig(**config.model), rngs=rngs)
+    max_segments = config.data.max_segments
+    return GPT(GPTConfig(**config.model, max_segments=max_segments), rngs=rngs)
 
 
 def learning_rate(config):
@@ -118,7 +140,11 @@ def decayed(params):
 
 
 def loss_fn(model, batch):
-    return model.loss(batch["inputs"], batch["targets"], batch["weights"])
+    packed = {}
+    if "segment_ids" in batch:
+        packed["segment_ids_BT"] = batch["segment_ids"]
+        packed["positions_BT"] = batch["positions"]
+    return model.loss(batch["inputs"], batch["targets"], batch["weights"], **packed)
 
 
 def make_data(config, split):
@@ -130,12 +156,18 @@ def make_data(config, split):
         validation_fraction=config.data.validation_fraction,
         token_dtype=config.data.token_dtype,
         vocab_size=config.model.vocab_size,
+        tokenizer=config.data.tokenizer,
+        text_key=config.data.text_key,
+        pack=config.data.pack,
+        max_segments=config.data.max_segments,
+        mixture=config.data.mixture,
     )
 
 
 def references(config):
-    """Returns the loss of a bigram model on the evaluation data."""
-    if not config.eval_every:
+    """Returns the loss of a bigram model of bytes on the evaluation data."""
+    data = config.data
+    if not config.eval_every or data.tokenizer or data.mixture or data.pack:
         return {}
     windows = config.eval_batches * config.batch_size
     return bigram_reference(
@@ -143,6 +175,7 @@ def references(config):
         validation_fraction=config.data.validation_fraction,
         token_dtype=config.data.token_dtype,
         targets=windows * config.model.sequence_length or None,
+        text_key=config.data.text_key,
     )
 
 
@@ -158,10 +191,11 @@ def sample(config):
     options = config.sample
     if not options.length:
         return None
-    prompt = encode(options.prompt)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    prompt = tokenizer.encode(options.prompt)
     if not 0 < len(prompt) < config.model.sequence_length:
         raise jshard.UserError(
-            f"--config.sample.prompt: has {len(prompt)} bytes; must have at least 1, "
+            f"--config.sample.prompt: has {len(prompt)} tokens; must have at least 1, "
             f"and fewer than model.sequence_length={config.model.sequence_length}"
         )
     batch = {
@@ -170,14 +204,9 @@ def sample(config):
     }
     length = min(options.length, config.model.sequence_length - len(prompt))
     return (
-        functools.partial(generate, length=length, temperature=options.temperature),
+        functools.partial(
+            continue_prompts, length=length, temperature=options.temperature
+        ),
         batch,
-        to_text,
+        tokenizer.decode,
     )
-
-
-def to_text(tokens):
-    """Decodes bytes as text; prints tokens of other vocabularies as numbers."""
-    if np.max(tokens) < BYTE_VOCAB:
-        return decode(tokens)
-    return " ".join(map(str, tokens))

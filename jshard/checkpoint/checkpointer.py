@@ -30,7 +30,7 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jshard.checkpoint import manifest, metadata, step_folders
+from jshard.checkpoint import frozen, manifest, metadata, step_folders
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.restore import ARRAYS, find_damage, newest_intact, restore_state
 from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
@@ -135,6 +135,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         config: Mapping[str, Any] | None = None,
         files: Mapping[str, str] | None = None,
+        frozen_from: Path | None = None,
     ) -> None:
         """Starts to save a state; returns once the state may be donated.
 
@@ -146,14 +147,23 @@ class Checkpointer:
           metrics: Metrics of this step, including the one that ``best`` names.
           config: Any JSON values, for the metadata.
           files: Texts that process 0 stores in the checkpoint, by file name.
+          frozen_from: What the frozen parameters were read from, a path as
+            ``restore.find_parameters`` returns it: they are left out, and read from
+            there again. None saves them.
         """
         step = int(state.step)
         jax.block_until_ready(state)
         start = time.perf_counter()
         self.wait()
         content = metadata.describe(state, config=config or {}, metrics=metrics or {})
+        if frozen_from is not None:
+            sums = frozen.bit_sums(state)
+            content = frozen.left_out(content, frozen_from.absolute(), sums)
         folder = self.folder / f"{step}{SAVING}"
-        arrays = unflatten_dict(metadata.arrays_by_name(state), sep=".")
+        arrays = metadata.arrays_by_name(state)
+        arrays = unflatten_dict(
+            {name: arrays[name] for name in content["arrays"]}, sep="."
+        )
         try:
             _on_first(lambda: self._make(folder))
             with _context(content["arrays"]):

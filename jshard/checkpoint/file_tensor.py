@@ -1,4 +1,4 @@
-"""Where a Hugging Face folder keeps an array of a model."""
+"""Where the files of a model keep an array."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,16 @@ class FileTensor(NamedTuple):
 
     Attributes:
       names: The tensor's name in the files; of several, the array is their stack along
-        a new first axis, as experts are.
+        a new first axis, as experts are. None at all if the files lack the array, like
+        a LoRA adapter: it keeps its initial value.
       transposed: Whether the last two dimensions are swapped in the files, as those of
         PyTorch's Linear are.
     """
 
     names: tuple[str, ...]
     transposed: bool = False
+
+    def shape_in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of each tensor of an array of this shape."""
+        shape = shape[len(self.names) > 1 :]
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint import frozen, manifest, metadata
+from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.older_names import renamed, stored_names
 from jshard.checkpoint.safetensors_read import (
     check_safetensors,
@@ -165,38 +167,81 @@ def _wait_until_seen(folder: Path) -> None:
 # Reading.
 
 
-def restore_state(folder: Path, abstract: TrainState) -> TrainState:
+def restore_state(
+    folder: Path,
+    abstract: TrainState,
+    *,
+    frozen_from: Path | None = None,
+    tensors: Mapping[str, FileTensor] | None = None,
+) -> TrainState:
     """Reads a complete state from a verified step.
 
     Args:
       folder: The step's folder.
       abstract: The state to create, on any mesh. Names and shapes must match the
         checkpoint's; floating-point dtypes and memory kinds may differ.
+      frozen_from: Where frozen parameters are read from that the checkpoint has not,
+        from ``find_parameters``; by default where it says they came from.
+      tensors: As for ``load_safetensors``, of ``frozen_from``.
 
     Raises:
       UserError: The checkpoint is of another model or optimizer; the message lists the
         first differences.
     """
-    names = check_fits(folder, abstract)
-    loaded = _load(folder, metadata.arrays_by_name(abstract), names)
+    names, about = check_fits(folder, abstract), metadata.read(folder)
+    arrays = metadata.arrays_by_name(abstract)
+    if frozen.KEY not in about:
+        return metadata.replace_arrays(abstract, _load(folder, arrays, names))
+    if frozen_from is None:
+        frozen_from = Path(about[frozen.KEY]["path"])
+        frozen_from = find_parameters(frozen_from, abstract, tensors=tensors)
+    state = _read_frozen(frozen_from, abstract, tensors)
+    arrays = {name: x for name, x in arrays.items() if not frozen.is_frozen(name)}
+    state = metadata.replace_arrays(state, _load(folder, arrays, names))
+    frozen.check_unchanged(folder, about, state)
+    return state
+
+
+def _read_frozen(
+    source: Path, abstract: TrainState, tensors: Mapping[str, FileTensor] | None
+) -> TrainState:
+    """Reads the frozen parameters of a state from what ``find_parameters`` found."""
+    if is_safetensors(source):
+        loaded = load_safetensors(source, abstract, tensors)
+        found = {name: x for name, x in loaded.items() if frozen.is_frozen(name)}
+        return metadata.replace_arrays(abstract, found)
+    targets, sources = _match_parameters(source, abstract, optimizer=False)
+    wanted = {key: leaf for key, leaf in targets.items() if frozen.is_frozen(leaf[0])}
+    names = {name: sources[key][0] for key, (name, _) in wanted.items()}
+    loaded = _load(source, dict(wanted.values()), names)
     return metadata.replace_arrays(abstract, loaded)
 
 
 def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
     """Returns the stored name of each array; raises what ``restore_state`` raises."""
-    stored = metadata.read(folder)["arrays"]
+    about, wanted = metadata.read(folder), metadata.arrays_by_name(abstract)
+    stored = about["arrays"]
     names = stored_names(abstract, stored)
-    _check(folder, metadata.arrays_by_name(abstract), renamed(stored, names))
+    if frozen.KEY in about:
+        wanted = {name: x for name, x in wanted.items() if not frozen.is_frozen(name)}
+    _check(folder, wanted, renamed(stored, names))
     return names
 
 
-def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -> Path:
+def find_parameters(
+    path: Path,
+    state: TrainState,
+    *,
+    optimizer: bool = False,
+    tensors: Mapping[str, FileTensor] | None = None,
+) -> Path:
     """Finds and checks what ``read_parameters`` reads, without reading any values.
 
     Args:
       path: As for ``find_step`` or ``load_safetensors``.
       state: Concrete or abstract.
       optimizer: As for ``read_parameters``.
+      tensors: As for ``load_safetensors``.
 
     Returns:
       The path of the verified step or of safetensors, for ``read_parameters``.
@@ -211,7 +256,7 @@ def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -
                 f"{path} holds safetensors, which have no optimizer state: leave out "
                 "checkpoint.restore_optimizer"
             )
-        check_safetensors(path, state)
+        check_safetensors(path, state, tensors)
         return path
     folder = find_step(path)
     targets, sources = _match_parameters(folder, state, optimizer)
@@ -224,11 +269,16 @@ def find_parameters(path: Path, state: TrainState, *, optimizer: bool = False) -
 
 
 def read_parameters(
-    source: Path, state: TrainState, *, optimizer: bool = False
+    source: Path,
+    state: TrainState,
+    *,
+    optimizer: bool = False,
+    tensors: Mapping[str, FileTensor] | None = None,
 ) -> TrainState:
     """Starts a state from another run's parameters, or from safetensors files.
 
     Parameters are matched by name, whether they are trained or frozen in either run.
+    Adapters (``nnx.LoRAParam``) that the source has not keep their initial values.
     Other model state (batch statistics) is read too, random streams are not.
 
     Args:
@@ -236,12 +286,13 @@ def read_parameters(
       state: A new state; the arrays that are replaced are deleted.
       optimizer: Whether to read the optimizer state and the averages as well. If not,
         averages start from the parameters.
+      tensors: As for ``load_safetensors``.
 
     Returns:
       The state with those values and an unchanged step.
     """
     if is_safetensors(source):
-        loaded = load_safetensors(source, state)
+        loaded = load_safetensors(source, state, tensors)
         return _start_averages(metadata.replace_arrays(state, loaded))
     targets, sources = _match_parameters(source, state, optimizer)
     wanted, names = {}, {}
@@ -286,6 +337,12 @@ def _match_parameters(
     described = renamed(stored, names)
     random = {name for name, entry in described.items() if entry.get("random")}
     sources = selected(described, random)
+    new = {
+        key
+        for key, (name, _) in targets.items()
+        if isinstance(variables.get(name), nnx.LoRAParam) and key not in sources
+    }
+    targets = {key: leaf for key, leaf in targets.items() if key not in new}
     return targets, {
         key: (names.get(name, name), entry) for key, (name, entry) in sources.items()
     }

@@ -1,22 +1,40 @@
-"""Reads safetensors files into sharded arrays."""
+"""Reads safetensors files into sharded arrays, each device its slices."""
 
-import contextlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
-from safetensors import SafetensorError, safe_open
 
 from jshard.checkpoint import metadata
+from jshard.checkpoint.file_tensor import FileTensor
+from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
-from jshard.checkpoint.tensor_names import Layers, tensor_names
+from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.errors import UserError, some_of
 from jshard.state import TrainState
+
+# Where each layer of an array lies in the files; () is an array outside Stacks.
+Layers = dict[Index, FileTensor]
+
+_ABSENT = FileTensor(())
+# Ends of names that GPTQ, AWQ, bitsandbytes and compressed tensors give to their parts.
+_QUANTISED = (
+    ".qweight",
+    ".qzeros",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight.absmax",
+    ".SCB",
+)
+# Ends of names in Hugging Face's files that transformers does not read either: buffers
+# that follow from the config, and the head of a model whose head is the embedding.
+_REDUNDANT = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "lm_head.weight")
 
 
 def is_safetensors(path: Path) -> bool:
@@ -26,17 +44,22 @@ def is_safetensors(path: Path) -> bool:
     )
 
 
-def load_safetensors(path: Path, abstract: TrainState) -> dict[str, jax.Array]:
-    """Reads a model that ``jshard.export`` wrote, onto any mesh.
+def load_safetensors(
+    path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
+) -> dict[str, jax.Array]:
+    """Reads a model from files of ``jshard.export`` or of Hugging Face, onto any mesh.
 
     That is its parameters, trained or frozen, and the floating-point arrays of its
-    other state. The host holds one device's shard of one array at a time.
+    other state. A process reads only the slices of its own devices, and its host holds
+    one device's shard of one array at a time.
 
     Args:
       path: A folder with ``model.safetensors.index.json`` or ``model.safetensors``, or
         one file.
-      abstract: The state that the arrays are for: its shapes, floating-point dtypes and
-        shardings.
+      state: The state that the arrays are for: its shapes, floating-point dtypes and
+        shardings. Concrete arrays are deleted just before theirs are read.
+      tensors: Where each array lies in the files, by tensor name without stacking
+        ("blocks.3.up.kernel"); by default under that name, as ``jshard.export`` writes.
 
     Returns:
       The arrays by their names in the state, for ``metadata.replace_arrays``.
@@ -45,98 +68,147 @@ def load_safetensors(path: Path, abstract: TrainState) -> dict[str, jax.Array]:
       UserError: Files are missing or damaged, or their tensors are not exactly those of
         the model; the message lists the first differences.
     """
-    wanted = _wanted(abstract)
-    with _opened(path) as found:
-        _check(path, wanted.values(), found)
-        return {name: _load(*leaf, found) for name, leaf in wanted.items()}
+    found = find_tensors(path)
+    wanted = _wanted(path, state, found, tensors)
+    _check(path, wanted, found, _REDUNDANT if tensors else ())
+    loaded = {}
+    for name, (array, layers) in wanted.items():
+        abstract = jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=array.sharding
+        )
+        if isinstance(array, jax.Array):
+            array.delete()
+        loaded[name] = _load(abstract, layers, found)
+    return loaded
 
 
-def check_safetensors(path: Path, abstract: TrainState) -> None:
+def check_safetensors(
+    path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
+) -> None:
     """Raises what ``load_safetensors`` would raise, without reading any values."""
-    with _opened(path) as found:
-        _check(path, _wanted(abstract).values(), found)
+    found = find_tensors(path)
+    wanted = _wanted(path, state, found, tensors)
+    _check(path, wanted, found, _REDUNDANT if tensors else ())
 
 
-def _wanted(abstract: TrainState) -> dict[str, tuple[Any, Layers]]:
-    """Returns the arrays to read with the names of their tensors, by array name."""
-    names = tensor_names(metadata.describe(abstract, config={}, metrics={}))
-    arrays = metadata.arrays_by_name(abstract)
-    return {name: (x, names[name]) for name, x in arrays.items() if name in names}
+def _wanted(
+    path: Path,
+    state: TrainState,
+    found: Mapping[str, StoredTensor],
+    tensors: Mapping[str, FileTensor] | None,
+) -> dict[str, tuple[Any, Layers]]:
+    """Returns the arrays to read with the places of their layers, by array name.
 
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields a lazily read slice of each tensor, by name."""
-    with contextlib.ExitStack() as stack:
-        found = {}
-        for file in _files(path):
-            try:
-                opened = stack.enter_context(safe_open(file, framework="np"))
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"cannot read {file}: {error}") from error
-            found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        yield found
-
-
-def _files(path: Path) -> list[Path]:
-    """Returns the files of a model; raises UserError if there are none."""
-    index = path / INDEX
-    if index.exists():
-        try:
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return [path / file for file in sorted(set(files.values()))]
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise UserError(f"cannot read {index}: {error!r}") from error
-    file = path / SINGLE if path.is_dir() else path
-    if not file.exists():
-        raise UserError(f"there is no {file}" + f" and no {INDEX}" * path.is_dir())
-    return [file]
+    Adapters that the files have not are left out: they keep their initial values.
+    """
+    arrays, variables = (
+        metadata.arrays_by_name(state),
+        metadata.variables_by_name(state),
+    )
+    wanted: dict[str, tuple[Any, Layers]] = {}
+    unknown: list[str] = []
+    for name, layers in tensor_names(
+        metadata.describe(state, config={}, metrics={})
+    ).items():
+        new = found.keys().isdisjoint(layers.values())
+        if isinstance(variables.get(name), nnx.LoRAParam) and new:
+            continue
+        if tensors is None:
+            places = {index: FileTensor((name,)) for index, name in layers.items()}
+        else:
+            unknown += [name for name in layers.values() if name not in tensors]
+            places = {i: tensors.get(name, _ABSENT) for i, name in layers.items()}
+            places = {i: place for i, place in places.items() if place.names}
+        if places:
+            wanted[name] = arrays[name], places
+    if unknown:
+        raise UserError(
+            f"the recipe's map of Hugging Face names lacks {some_of(unknown)}: {path} "
+            "is of another kind of model"
+        )
+    return wanted
 
 
 def _check(
     path: Path,
-    wanted: Iterable[tuple[jax.ShapeDtypeStruct, Layers]],
-    found: Mapping[str, Any],
+    wanted: Mapping[str, tuple[Any, Layers]],
+    found: Mapping[str, StoredTensor],
+    redundant: tuple[str, ...],
 ) -> None:
-    """Raises UserError unless the tensors are exactly those of the model."""
+    """Raises UserError unless the tensors are exactly those of the model.
+
+    Besides them there may be tensors whose names end like one of ``redundant``.
+    """
+    if quantised := [name for name in found if name.endswith(_QUANTISED)]:
+        raise UserError(
+            f"{path} is quantised ({some_of(quantised, limit=3)}): give the folder of "
+            "the unquantised model"
+        )
     expected = {
-        name: (list(array.shape[len(index) :]), array.dtype)
-        for array, layers in wanted
-        for index, name in layers.items()
+        name: (place.shape_in_file(array.shape[len(index) :]), array.dtype)
+        for array, layers in wanted.values()
+        for index, place in layers.items()
+        for name in place.names
     }
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [
-        f"{name} is not in the model" for name in found if name not in expected
+        f"{name} is not in the model"
+        for name in found
+        if name not in expected and not name.endswith(redundant)
     ]
     for name in (name for name in expected if name in found):
         shape, dtype = expected[name]
-        found_shape, found_dtype = found[name].get_shape(), found[name].get_dtype()
-        if found_shape != shape:
-            problems.append(f"{name} has shape {found_shape}, not {shape}")
-        elif ("F" in found_dtype) != jnp.issubdtype(dtype, jnp.floating):
-            problems.append(f"{name} has dtype {found_dtype}, not {dtype}")
+        stored = found[name]
+        is_float = stored.dtype.startswith(("F", "BF"))
+        if stored.shape != shape:
+            problems.append(f"{name} has shape {list(stored.shape)}, not {list(shape)}")
+        elif stored.dtype not in DTYPES or is_float != jnp.issubdtype(
+            dtype, jnp.floating
+        ):
+            problems.append(f"{name} has dtype {stored.dtype}, not {dtype}")
     if problems:
         raise UserError(f"{path} is of another model: {some_of(problems, '; ')}")
 
 
 def _load(
-    array: jax.ShapeDtypeStruct, layers: Layers, found: Mapping[str, Any]
+    array: jax.ShapeDtypeStruct, layers: Layers, found: Mapping[str, StoredTensor]
 ) -> jax.Array:
     """Reads one array from the tensors of its layers."""
-    layer_dims = len(next(iter(layers)))
-
-    def read(index: Any) -> np.ndarray:
-        bounds = [s.indices(n) for s, n in zip(index, array.shape, strict=True)]
-        values = np.empty([stop - start for start, stop, _ in bounds], array.dtype)
-        for position in np.ndindex(values.shape[:layer_dims]):
-            layer = tuple(bounds[i][0] + p for i, p in enumerate(position))
-            values[position] = found[layers[layer]][index[layer_dims:]]  # casts
-        return values
-
     # jax.make_array_from_callback would hold the shards of all devices on the host.
-    sharding = array.sharding
+    sharding: Any = array.sharding
     shards = []
     for device, index in sharding.addressable_devices_indices_map(array.shape).items():
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        shards.append(jax.block_until_ready(jax.device_put(read(index), place)))
+        values = _read(array, index, layers, found)
+        shards.append(jax.block_until_ready(jax.device_put(values, place)))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def _read(
+    array: jax.ShapeDtypeStruct,
+    index: tuple[slice, ...],
+    layers: Layers,
+    found: Mapping[str, StoredTensor],
+) -> np.ndarray:
+    """Reads a slice of an array, in the array's dtype."""
+    layer_dims = len(next(iter(layers)))
+    bounds = [s.indices(n)[:2] for s, n in zip(index, array.shape, strict=True)]
+    values = np.empty([stop - start for start, stop in bounds], array.dtype)
+    for position in np.ndindex(values.shape[:layer_dims]):
+        layer = tuple(bounds[i][0] + p for i, p in enumerate(position))
+        place, one = layers[layer], values[(*position, ...)]
+        for part, name, rest in _parts(one, place, index[layer_dims:]):
+            tensor = found[name].open()
+            part[...] = (tensor.mT if place.transposed else tensor)[rest]  # casts
+    return values
+
+
+def _parts(
+    values: np.ndarray, place: FileTensor, index: tuple[slice, ...]
+) -> Iterator[tuple[np.ndarray, str, tuple[slice, ...]]]:
+    """Yields the part of ``values`` that each tensor fills, its name and its slice."""
+    if len(place.names) == 1:
+        yield values, place.names[0], index
+        return
+    for part, name in zip(values, place.names[index[0]], strict=True):
+        yield part, name, index[1:]

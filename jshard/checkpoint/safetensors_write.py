@@ -40,8 +40,15 @@ def assign_files(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[s
     }
 
 
-def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_tensors(
+    file: Path, tensors: dict[str, np.ndarray], framework: str = "flax"
+) -> None:
     """Writes a safetensors file durably.
+
+    Args:
+      file: The file.
+      tensors: Arrays in C order, by name.
+      framework: What its metadata says about the names, for other readers.
 
     Raises:
       OSError: The disk is full or cannot be written.
@@ -50,7 +57,7 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
     file.touch()
     mode = file.stat().st_mode
     try:
-        save_file(tensors, file, {"format": "flax"})
+        save_file(tensors, file, {"format": framework})
     except SafetensorError as error:
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             code = int(number[1])

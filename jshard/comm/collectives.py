@@ -18,6 +18,7 @@ from jshard.comm import quantized
 from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.layout.placement import Placement
 from jshard.mesh import FSDP, manual_axes
+from jshard.precision import is_quantized
 from jshard.scopes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 
@@ -39,11 +40,11 @@ def all_gather(
         if place.dim is None or lax.axis_size(FSDP) == 1:
             return values
         return quantized.gather_float8(values, values.ndim + place.dim)
-    is_quantized = quantized.is_quantized(place.gather)
-    full = shard if is_quantized else _cast(shard, place.gather)
+    quantize = is_quantized(place.gather)
+    full = shard if quantize else _cast(shard, place.gather)
     if place.dim is not None and lax.axis_size(FSDP) > 1:
         dim = full.ndim + place.dim
-        if is_quantized and is_float(shard):
+        if quantize and is_float(shard):
             full = quantized.all_gather(shard, dim, place.gather)
         else:
             full = lax.all_gather(full, FSDP, axis=dim, tiled=True)
@@ -63,7 +64,7 @@ def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
     size = full.shape[dim] // group
     start = lax.axis_index(FSDP) % group * size
     part = lax.dynamic_slice_in_dim(full, start, size, dim)
-    if place.gather is None or quantized.is_quantized(place.gather):
+    if place.gather is None or is_quantized(place.gather):
         return part
     smaller = jnp.dtype(place.gather).itemsize < part.dtype.itemsize
     return _cast(part, place.gather) if smaller else part

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.comm.collectives import all_reduce
-from jshard.comm.quantized import is_quantized
 from jshard.comm.varying import abstract_like, vary, varying
 from jshard.layout.placement import Placement
 from jshard.mesh import FSDP, REPLICA
+from jshard.precision import is_quantized
 from jshard.scopes import LOOK_UP
 
 

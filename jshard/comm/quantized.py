@@ -20,11 +20,6 @@ from jshard.mesh import FSDP
 BLOCK = 256  # values that share a scale of four bytes, which adds 1.6 % on the wire
 
 
-def is_quantized(dtype: Any) -> bool:
-    """Returns whether ``dtype`` has one byte, so that values are sent with scales."""
-    return dtype is not None and jnp.dtype(dtype).itemsize == 1
-
-
 def all_gather(shard: jax.Array, dim: int, dtype: Any) -> jax.Array:
     """Returns the full parameter, gathered along ``dim`` with values of ``dtype``.
 

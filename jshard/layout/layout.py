@@ -13,6 +13,7 @@ from jshard.layout.placement import Placement
 from jshard.layout.specs import follow, manual_specs, param_spec, sharded_dim
 from jshard.mesh import FSDP
 from jshard.policy import Policy
+from jshard.precision import is_quantized
 from jshard.state import ModelArrays, TrainState
 
 Path = tuple[Any, ...]  # The path of a variable in the model.
@@ -157,9 +158,12 @@ def _places(
     for path, variable in nnx.to_flat_state(params):
         precision = policy.precision_at(path)
         dim = sharded_dim(variable, policy, mesh)
+        gather = precision.gather
+        if isinstance(variable, nnx.LoRAParam) and is_quantized(gather):
+            gather = precision.compute
         places[path] = Placement(
             dim,
-            precision.gather,
+            gather,
             precision.compute,
             precision.reduce,
             precision.sum,

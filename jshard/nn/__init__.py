@@ -1,8 +1,9 @@
-"""What a model imports: losses, cross entropy, attention, dropout."""
+"""What a model imports: losses, cross entropy, attention, dropout, LoRA."""
 
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
+from jshard.nn.lora import add_lora
 from jshard.nn.loss import Loss, Mean, Means
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Loss",
     "Mean",
     "Means",
+    "add_lora",
     "cross_entropy",
     "dot_product_attention",
 ]

@@ -30,6 +30,7 @@ def cross_entropy(
     weights_BT: jax.Array,
     *,
     chunk: int,
+    soft_cap: float | None = None,
 ) -> Mean:
     """Computes the cross-entropy of ``softmax(x @ head)``, ``chunk`` tokens at a time.
 
@@ -46,6 +47,7 @@ def cross_entropy(
         weight is 0.
       weights_BT: 1 for a token that counts, 0 for padding, or anything in between.
       chunk: the largest number of tokens, on one device, whose logits exist at a time.
+      soft_cap: c in ``c tanh(logit / c)``, as in Gemma 2 (arXiv:2408.00118, section 2).
 
     Returns:
       The total in nats and the sum of weights.
@@ -66,13 +68,14 @@ def cross_entropy(
     # Inside ``shard_map`` a gradient must vary over the same axes as its input. The
     # transpose of ``vary`` sums over the axes that are added here.
     axes = frozenset().union(*map(varying, flat))
-    total = _total(chunk, *(vary(x, sorted(axes)) for x in flat))
+    total = _total(chunk, soft_cap, *(vary(x, sorted(axes)) for x in flat))
     return Mean(total, jnp.sum(weights_BT))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _total(
     chunk: int,
+    soft_cap: float | None,
     x_ND: jax.Array,
     head_DV: jax.Array,
     targets_N: jax.Array,
@@ -81,12 +84,13 @@ def _total(
     """Computes the weighted sum of losses, when nothing is differentiated."""
     head_DV = head_DV.astype(x_ND.dtype)
     chunks = (_in_chunks(chunk, x_ND), _in_chunks(chunk, targets_N))
-    losses = lax.map(lambda xs: _losses(xs[0], head_DV, xs[1])[0], chunks)
+    losses = lax.map(lambda xs: _losses(xs[0], head_DV, xs[1], soft_cap)[0], chunks)
     return _weighted_sum(losses.reshape(-1)[: len(x_ND)], weights_N)
 
 
 def _forward(
     chunk: int,
+    soft_cap: float | None,
     x_ND: jax.Array,
     head_DV: jax.Array,
     targets_N: jax.Array,
@@ -102,8 +106,8 @@ def _forward(
 
     def body(dhead_DV: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
         x_CD, targets_C, weights_C = chunk
-        loss_C, softmax_CV, is_target_CV = _losses(x_CD, cast_DV, targets_C)
-        dlogits_CV = (softmax_CV - is_target_CV) * weights_C[:, None]
+        loss_C, dlogits_CV = _losses(x_CD, cast_DV, targets_C, soft_cap)
+        dlogits_CV *= weights_C[:, None]
         dlogits_CV = dlogits_CV.astype(dtype)
         dx_CD = jnp.dot(dlogits_CV, cast_DV.T, preferred_element_type=wide) / scale
         dhead_DV += jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)
@@ -118,7 +122,9 @@ def _forward(
     return _weighted_sum(loss_N, weights_N), residuals
 
 
-def _backward(chunk: int, residuals: tuple, cotangent: jax.Array) -> tuple:
+def _backward(
+    chunk: int, soft_cap: float | None, residuals: tuple, cotangent: jax.Array
+) -> tuple:
     dx_ND, dhead_DV, loss_N, (x, head) = residuals
     dx_ND = (cotangent * dx_ND).astype(x.dtype)
     dhead_DV = (cotangent * dhead_DV).astype(head.dtype)
@@ -129,12 +135,14 @@ _total.defvjp(_forward, _backward)
 
 
 def _losses(
-    x_CD: jax.Array, head_DV: jax.Array, targets_C: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes losses (C,), softmax (C, V), and the one-hot targets (C, V)."""
+    x_CD: jax.Array, head_DV: jax.Array, targets_C: jax.Array, soft_cap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Computes losses (C,) and their gradients by the head's products (C, V)."""
     V = head_DV.shape[1]
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=wide)
+    if soft_cap is not None:
+        logits_CV = soft_cap * jnp.tanh(logits_CV / soft_cap)
     if on_gpus():  # CPUs take longer for it
         sum_C = _logsumexp_in_one_pass(logits_CV)
     else:
@@ -143,7 +151,10 @@ def _losses(
     inside_C = (targets_C >= 0) & (targets_C < V)
     loss_C = jnp.where(inside_C, sum_C - target_C1[:, 0], jnp.nan)
     is_target_CV = targets_C[:, None] == jnp.arange(V)
-    return loss_C, jnp.exp(logits_CV - sum_C[:, None]), is_target_CV
+    gradient_CV = jnp.exp(logits_CV - sum_C[:, None]) - is_target_CV
+    if soft_cap is not None:
+        gradient_CV *= 1 - (logits_CV / soft_cap) ** 2
+    return loss_C, gradient_CV
 
 
 def _logsumexp_in_one_pass(logits_CV: jax.Array) -> jax.Array:

@@ -34,16 +34,15 @@ from jshard.plan.search.candidates import (
     parse_search,
 )
 from jshard.plan.search.search import search
-from jshard.plan.search.worker import make_config
 from jshard.training.config.command_line import (
     Arguments,
     help_text,
-    override,
     parse_arguments,
 )
-from jshard.training.config.config import check, complete, flatten
+from jshard.training.config.config import complete, flatten
 from jshard.training.config.shared_keys import FITTED
 from jshard.training.fit import DoesNotFit, is_open
+from jshard.training.make_config import make_config
 from jshard.training.platform import choose_platform, make_cpu_devices
 from jshard.training.recipe import find_recipe, open_recipe
 
@@ -127,12 +126,11 @@ def _plan(argv: list[str]) -> None:
         return
     with open_recipe(path) as recipe:
         with without_remarks():
-            config = complete(recipe.get_config(), recipe.name)
             if arguments.help:
+                config = complete(recipe.get_config(), recipe.name)
                 print(help_text(config, recipe.name, USAGE), end="")
                 return
-            override(config, arguments.overrides, recipe.name)
-            check(config)
+            config = make_config(recipe, arguments.overrides)
             make_cpu_devices(config.mesh.cpu_devices)
             if "trace" in options and find_gpu(where or "") is None:
                 raise UserError(

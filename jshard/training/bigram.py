@@ -11,7 +11,12 @@ _CHUNK = 1 << 20  # bytes counted at a time
 
 
 def bigram_reference(
-    path: str, *, validation_fraction: float, token_dtype: str, targets: int | None
+    path: str,
+    *,
+    validation_fraction: float,
+    token_dtype: str,
+    targets: int | None,
+    text_key: str = "text",
 ) -> dict[str, float]:
     """Returns {"bigram model": loss} of a text, for a recipe's `references`.
 
@@ -20,13 +25,17 @@ def bigram_reference(
       validation_fraction: See `path`.
       token_dtype: See `path`.
       targets: How many held-out tokens to evaluate; None for all.
+      text_key: See `path`.
 
     Returns:
       `bigram_loss` of the validation split given the training split. Nothing for
       `.bin` files, whose vocabularies have too many pairs.
     """
     splits = split_corpus(
-        path, validation_fraction=validation_fraction, token_dtype=token_dtype
+        path,
+        validation_fraction=validation_fraction,
+        token_dtype=token_dtype,
+        text_key=text_key,
     )
     if any(piece.file.suffix == ".bin" for piece in splits["train"]):
         return {}

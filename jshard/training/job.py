@@ -29,11 +29,20 @@ class Job:
     fsdp: jshard.FSDP
     optimizer: optax.GradientTransformation
     make_model: Callable[..., Any]  # of `rngs`
+    trainable: Any  # an NNX filter
     train_step: jax.stages.Wrapped
 
     def abstract_state(self) -> jshard.TrainState:
         """Returns the state as `ShapeDtypeStruct`s."""
-        return self.fsdp.abstract_state(self.make_model, self.optimizer)
+        return self.fsdp.abstract_state(
+            self.make_model, self.optimizer, wrt=self.trainable
+        )
+
+    def initial_state(self) -> jshard.TrainState:
+        """Returns the state before the first step, on the devices."""
+        return self.fsdp.init(
+            self.make_model, self.optimizer, self.config.seed, wrt=self.trainable
+        )
 
 
 def make_mesh(
@@ -59,7 +68,8 @@ def make_job(recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh) -> Job:
     optimizer = returns.make_optimizer(recipe.make_optimizer, config)
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
     make_model = partial(recipe.make_model, config)
-    return Job(recipe, config, fsdp, optimizer, make_model, train_step)
+    trainable = returns.trainable(recipe.trainable, config)
+    return Job(recipe, config, fsdp, optimizer, make_model, trainable, train_step)
 
 
 def abstract_batch(

@@ -1,5 +1,6 @@
 """One training run: from a recipe to metrics, checkpoints, a sample and a report."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
-from jshard.checkpoint.restore import find_parameters, read_parameters, restore_state
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
 from jshard.state import TrainState
@@ -29,6 +30,7 @@ from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
 from jshard.training.run_folder.metrics import RunFolder, finish_folder
 from jshard.training.run_folder.saving import Saving, check_room
+from jshard.training.run_folder.source import find_source
 from jshard.training.run_folder.start import Start, find_start
 from jshard.training.throughput import Throughput
 
@@ -87,8 +89,8 @@ def run(
         start_up += f"\n{'memory':<16}{chosen}"
     references = returns.references(recipe.references if writes else None, config)
     peers.at("restoring", start.step)
-    state: Any = start.checkpoint and restore_state(start.checkpoint, abstract_state)
-    source = None if state is not None else _find_source(config, abstract_state)
+    source = find_source(job, abstract_state, start.checkpoint)
+    state: Any = start.checkpoint and source.restore(abstract_state)
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves)
     traced = profiled_steps(config.profile.steps)
@@ -106,7 +108,7 @@ def run(
             enabled=writes,
         ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
-        Saving(config, folder, display) as saving,
+        Saving(config, folder, display, frozen_from=source.path) as saving,
         Profile(traced, start.step, workdir, peers, display.say) as profile,
         peers.telling(),
     ):
@@ -117,11 +119,8 @@ def run(
         folder.note(recipe=recipe.path, start_up=start_up, references=references)
         if state is None:
             peers.at("making initial values", start.step)
-            state = job.fsdp.init(job.make_model, job.optimizer, seed=config.seed)
-        if source is not None:
-            optimizer = config.checkpoint.restore_optimizer
-            state = read_parameters(source, state, optimizer=optimizer)
-            display.say(f"starting from the parameters of {source}")
+            state = source.start(job)
+            display.say(source.message())
         throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
 
         def evaluate(step: int) -> dict[str, float]:
@@ -251,7 +250,8 @@ class _Inputs:
                 self._reader,
             )
         if config.checkpoint.every:
-            check_room(workdir, abstract_state)
+            given = dataclasses.replace(abstract_state, frozen=nnx.State({}))
+            check_room(workdir, given if config.checkpoint.restore else abstract_state)
         self._model = job.fsdp.model(abstract_state)
 
     def fetch(
@@ -277,12 +277,3 @@ class _Inputs:
         again = {"start_step": step - 1, "num_steps": step, "num_threads": 0}
         (batch,) = batches(self._train_data, **self._reader, **again)
         return beyond_vocabulary(batch, self._model)
-
-
-def _find_source(config: Config, abstract_state: TrainState) -> Path | None:
-    """Finds the parameters that `checkpoint.restore` names, and checks their shapes."""
-    options = config.checkpoint
-    if not options.restore:
-        return None
-    path = Path(options.restore).expanduser()
-    return find_parameters(path, abstract_state, optimizer=options.restore_optimizer)

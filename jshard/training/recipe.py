@@ -15,6 +15,7 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.training.config.config import Config
+from jshard.training.huggingface import check_map, declare_source, hide_source
 from jshard.training.returns import ARGUMENTS, check_signature
 
 # Inside a recipe these names mean the recipe's own folders, whatever else has them.
@@ -55,6 +56,10 @@ class Recipe:
         It may return None for no sample.
       units: Optional; `units(config)` returns the module types that become Units, as
         in `jshard.FSDP(units=...)`, for a model without Units of its own.
+      trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
+        to train, as `wrt` of `jshard.FSDP.init`; by default all `nnx.Param`.
+      huggingface: Optional; the model's map to the files of Hugging Face, a module as
+        `jshard.training.huggingface` describes. It adds the key `model.from`.
     """
 
     file: Path
@@ -69,6 +74,8 @@ class Recipe:
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
     units: Callable[[Config], Any] | None = None
+    trainable: Callable[[Config], Any] | None = None
+    huggingface: types.ModuleType | None = None
 
     @property
     def path(self) -> str:
@@ -202,7 +209,17 @@ def _load(file: Path, argument: str | None) -> Recipe:
         usage = f"--config={file.name}{'' if given else ':ARGUMENT'}"
         raise UserError(f"{error}; use {usage}") from error
     functions["get_config"] = partial(get_config, *given)
-    return Recipe(file, argument, **functions)
+    huggingface = getattr(module, "huggingface", None)
+    if huggingface is not None:
+        check_map(huggingface, file)
+        functions = {
+            name: declare_source(function)
+            if name == "get_config"
+            else function and hide_source(function)
+            for name, function in functions.items()
+            if name != "loss_fn"
+        } | {"loss_fn": functions["loss_fn"]}
+    return Recipe(file, argument, **functions, huggingface=huggingface)
 
 
 def _execute(file: Path) -> types.ModuleType:

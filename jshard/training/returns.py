@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
+from flax import nnx
 
 from jshard.errors import UserError
 from jshard.training.config.config import Config
@@ -26,6 +27,7 @@ ARGUMENTS = {
     "flops_per_token": ("config",),
     "sample": ("config",),
     "units": ("config",),
+    "trainable": ("config",),
 }
 
 
@@ -78,6 +80,19 @@ def learning_rate(
     except (TypeError, ValueError) as error:
         raise _wrong(what, rate, "a number for step 0") from error
     return lambda step: float(schedule(step))  # pyright: ignore[reportArgumentType]
+
+
+def trainable(function: Callable[[Config], Any] | None, config: Config) -> Any:
+    """Returns the NNX filter of the recipe's trained parameters."""
+    if function is None:
+        return nnx.Param
+    found = function(config)
+    try:
+        nnx.filterlib.to_predicate(found)
+    except (TypeError, ValueError) as error:
+        expected = "a filter of Flax NNX, such as nnx.LoRAParam"
+        raise _wrong("trainable(config)", found, expected) from error
+    return found
 
 
 def references(

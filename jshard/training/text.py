@@ -1,7 +1,5 @@
-"""Text as windows of tokens: bytes, or files of tokens."""
+"""Text as windows of tokens, or as rows of packed documents."""
 
-import bisect
-import itertools
 from collections.abc import Sequence
 
 import grain
@@ -9,9 +7,10 @@ import numpy as np
 
 from jshard.errors import UserError
 from jshard.training.data.corpus import Piece, split_corpus
-
-BYTE_VOCAB = 256
-_SAMPLE = 4096  # tokens of each file to check before the first step
+from jshard.training.data.mixture import mix, parse_mixture
+from jshard.training.data.packing import packed_rows
+from jshard.training.data.windows import windows
+from jshard.training.tokenizer import load_tokenizer
 
 
 def text_data(
@@ -23,19 +22,31 @@ def text_data(
     validation_fraction: float = 0.05,
     token_dtype: str = "uint16",
     vocab_size: int | None = None,
+    tokenizer: str = "",
+    text_key: str = "text",
+    pack: bool = False,
+    max_segments: int = 0,
+    mixture: str = "",
 ) -> grain.MapDataset:
     """Returns windows of T = sequence_length tokens of the text at `path`.
 
     `path` is one of:
 
     - "": the source code of the running Python's standard library, without its tests
-      and tables: about 8 MiB, and no download. Tokens are bytes.
+      and tables: about 8 MiB, and no download.
     - A text file, or a folder of text files, read recursively and in sorted order
-      without hidden files and files that are not UTF-8. Tokens are bytes, kept in
-      memory. In a folder, a zero byte, which text does not contain, ends each file.
+      without hidden files and files that are not UTF-8. Each file is a document.
+    - A file of records, or a folder with such files, whose other files are ignored:
+      JSONL (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`), `.parquet`, `.arrow`, or a folder
+      that Hugging Face's `datasets` saved. Each record is a document: a text, under
+      `text_key`, or a chat, with "messages" (see `jshard.training.chat`).
     - A `.bin` file of unsigned little-endian integers, or a folder with such files,
       whose other files are ignored. Files are memory-mapped, and the header of llm.c's
-      files is skipped.
+      files is skipped. `python -m jshard.tokenize` writes them.
+
+    All but `.bin` files are tokenized now and kept in memory: as bytes, or by
+    `tokenizer`, whose end-of-text token then ends each document. With bytes it is a
+    zero byte, which text does not contain; a single text file has none.
 
     The validation split of a folder consists of the files with "val", "valid" or
     "validation" as a word in their path, if there are any. Otherwise it is
@@ -45,6 +56,7 @@ def text_data(
     A window of T+1 tokens starts at every T-th token and may span files; the last
     target of a window is the first input of the next. The incomplete last window is
     dropped from the training split, and padded with weights 0 in the validation split.
+    With `pack`, an example is a row of whole documents instead; see `packed_rows`.
 
     Args:
       path: See above.
@@ -56,6 +68,12 @@ def text_data(
       token_dtype: The dtype of `.bin` files, "uint16" or "uint32".
       vocab_size: If given, tokens must be below it: a sample of every file is checked
         now, other tokens when they are read.
+      tokenizer: A `tokenizer.json`, or a folder with one; "" for bytes.
+      text_key: The name of the text in a record.
+      pack: See above; examples also have "segment_ids" and "positions", int32[T].
+      max_segments: The most documents of a packed row, padding included; 0 is any.
+      mixture: Several sources in place of `path`, as "PATH:WEIGHT,PATH:WEIGHT"; see
+        `mix`.
 
     Returns:
       A dataset of {"inputs": int32[T], "targets": int32[T], "weights": float32[T]}.
@@ -78,62 +96,72 @@ def text_data(
         )
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={seed}: use a number in [0, 2**32)")
-    pieces = split_corpus(
-        path, validation_fraction=validation_fraction, token_dtype=token_dtype
-    )[split]
-    training = split == "train"
+    if max_segments < 0 or max_segments == 1:
+        raise UserError(
+            f"data.max_segments={max_segments}: padding is one; use 2 or more, or 0 "
+            "for any number"
+        )
+    if path and mixture:
+        raise UserError("data.path and data.mixture are both set; leave one out")
+    loaded = load_tokenizer(tokenizer, vocab_size)
+
+    def source(path: str, seed: int) -> grain.MapDataset:
+        pieces = split_corpus(
+            path,
+            validation_fraction=validation_fraction,
+            token_dtype=token_dtype,
+            tokenizer=loaded,
+            text_key=text_key,
+        )[split]
+        long = split == "train" and not pack
+        needed = sequence_length + 1 if long else 2
+        _check_length(pieces, path, split, sequence_length, needed)
+        if pack:
+            dataset = packed_rows(
+                pieces,
+                sequence_length,
+                max_segments=max_segments,
+                vocab_size=vocab_size,
+            )
+        else:
+            _check_targets(pieces)
+            dataset = windows(
+                pieces, sequence_length, pad=not long, vocab_size=vocab_size
+            )
+        if split == "validation":
+            return dataset
+        # Not .shuffle(seed): its epoch e has the order of epoch 0 with seed + e.
+        return dataset.seed(seed).shuffle().repeat()
+
+    if not mixture:
+        return source(path, seed)
+    weights = parse_mixture(mixture)
+    sources = {
+        path: source(path, (seed + number) % 2**32)
+        for number, path in enumerate(weights)
+    }
+    return mix(sources, weights)
+
+
+def _check_length(
+    pieces: Sequence[Piece], path: str, split: str, sequence_length: int, needed: int
+) -> None:
     num_tokens = sum(map(len, pieces))
-    needed = sequence_length + 1 if training else 2
     if num_tokens < needed:
         raise UserError(
             f"{path or 'built-in text'}: the {split} split has {num_tokens} tokens but "
             f"needs {needed} with sequence_length={sequence_length}; provide more "
             "text, shorten sequence_length or change data.validation_fraction"
         )
-    dataset = _windows(pieces, sequence_length, pad=not training, vocab_size=vocab_size)
-    if not training:
-        return dataset
-    # Not .shuffle(seed): its epoch e has the order of epoch 0 with seed + e.
-    return dataset.seed(seed).shuffle().repeat()
 
 
-def _windows(
-    pieces: Sequence[Piece], T: int, *, pad: bool, vocab_size: int | None
-) -> grain.MapDataset:
-    """Returns the windows of consecutive tokens; `pad` keeps an incomplete last one."""
-    *starts, num_tokens = itertools.accumulate(map(len, pieces), initial=0)
-    limit = 2**31 if vocab_size is None else vocab_size  # tokens become int32
-
-    def read(piece: Piece, start: int, stop: int) -> np.ndarray:
-        tokens = piece.read(start, stop)
-        if tokens.max() >= limit:
-            at = int(tokens.argmax())
-            raise UserError(
-                f"{piece.file}: token {tokens[at]} at position "
-                f"{piece.start + start + at} is not below the vocabulary size {limit}; "
-                "raise the model's vocab_size, or check data.token_dtype"
-            )
-        return tokens
-
-    def window(index: int) -> dict[str, np.ndarray]:
-        start = position = index * T
-        stop = min(start + T + 1, num_tokens)
-        number = bisect.bisect_right(starts, start) - 1
-        tokens = np.zeros(T + 1, np.int32)
-        while position < stop:
-            offset = starts[number]
-            found = read(pieces[number], position - offset, stop - offset)
-            tokens[position - start :][: len(found)] = found
-            position += len(found)
-            number += 1
-        weights = np.zeros(T, np.float32)
-        weights[: stop - start - 1] = 1
-        return {"inputs": tokens[:-1], "targets": tokens[1:].copy(), "weights": weights}
-
+def _check_targets(pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        read(piece, 0, _SAMPLE)
-    count, rest = divmod(num_tokens - 1, T)
-    return grain.MapDataset.range(count + (pad and rest > 0)).map(window)
+        if piece.trained is not None:
+            raise UserError(
+                f"{piece.file}: chats are trained on as whole documents: set "
+                "--config.data.pack=True"
+            )
 
 
 def encode(text: str) -> np.ndarray:

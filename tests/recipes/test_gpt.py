@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from models.gpt import GPT, GPTConfig, cross_entropy, generate
+from jshard.generation import continue_prompts
+from models.gpt import GPT, GPTConfig, cross_entropy
 
 SMALL = GPTConfig(
     vocab_size=50, sequence_length=16, num_layers=2, num_heads=2, width=16, loss_chunk=8
@@ -91,7 +92,9 @@ def test_generation_keeps_the_prompt_and_does_not_depend_on_the_mesh():
             jshard.Policy(min_shard_elements=0),
         )
         state = fsdp.init(lambda rngs: GPT(SMALL, rngs=rngs), optax.sgd(1.0))
-        step = fsdp.predict_step(lambda model, batch: generate(model, batch, length=6))
+        step = fsdp.predict_step(
+            lambda model, batch: continue_prompts(model, batch, length=6)
+        )
         return np.asarray(step(state, fsdp.shard_batch(prompt)))
 
     one, eight = sample(1), sample(8)

@@ -29,12 +29,12 @@ from jshard.plan.search.estimates import (
     state_size,
 )
 from jshard.plan.search.results import Outcome, Search
-from jshard.plan.search.worker import make_config
 from jshard.plan.search.workers import Workers
 from jshard.plan.topology import GPU, devices, parse
 from jshard.training.config.command_line import override
 from jshard.training.config.policy import make_policy
 from jshard.training.job import make_job, make_mesh
+from jshard.training.make_config import make_config
 from jshard.training.recipe import Recipe, open_recipe
 
 TIMEOUT = 600.0  # seconds to compile a candidate

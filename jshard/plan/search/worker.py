@@ -27,22 +27,9 @@ from jshard.plan.memory.memory import device_total, host_total
 from jshard.plan.program import Program, trace
 from jshard.plan.search import cache
 from jshard.plan.search.estimates import activity
-from jshard.training.config.command_line import override
-from jshard.training.config.config import Config, check, complete
+from jshard.training.make_config import make_config
 from jshard.training.recipe import Recipe, open_recipe
 from jshard.unit.remat import names_in
-
-
-def make_config(recipe: Recipe, settings: dict[str, str]) -> Config:
-    """Returns the recipe's config with settings (text by key) applied.
-
-    Raises:
-      UserError: a key or a value is invalid.
-    """
-    config = complete(recipe.get_config(), recipe.name)
-    override(config, settings, recipe.name)
-    check(config)
-    return config
 
 
 def run_task(

@@ -66,6 +66,9 @@ DEFAULTS = {
     "checkpoint.restore_optimizer": Knob(
         False, "restore the optimizer state from there, too"
     ),
+    "checkpoint.adapters": Knob(
+        "", "start from the LoRA adapters in this folder of PEFT's", kind=Path
+    ),
     "checkpoint.accept": Knob(
         (), "keys or groups that may differ from those of the resumed run: A,B"
     ),

@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from jshard.errors import UserError
+from jshard.training.data.encoded import Encoded, encode_files
+from jshard.training.data.records import with_records
+from jshard.training.tokenizer import ByteTokenizer, Tokenizer
 
 # Tests, tables and third-party code, and files that differ between installations of
 # the same Python version.
@@ -24,12 +27,13 @@ _STDLIB_SKIP = (
     *("config-*", "_sysconfigdata*", "sitecustomize.py", "usercustomize.py"),
 )
 # Matches "val.bin", "fineweb_val_000.bin", "validation/0.bin"; not "retrieval.bin".
-_VALIDATION_NAME = re.compile(
+VALIDATION_NAME = re.compile(
     r"(?<![a-z])val(id(ation)?)?(?![a-z])", flags=re.IGNORECASE
 )
 # The 1024-byte header of llm.c's token files: int32 magic, version, number of tokens.
 _HEADER_MAGIC = {20240520: "uint16", 20240801: "uint32"}
 _HEADER_BYTES = 1024
+UNFINISHED = ".unfinished-tokens"  # the folder in which jshard.tokenize works
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Piece:
       load: Returns all tokens of the file, unsigned integers [n]. Opens memory maps
         when called, because the open maps of a thousand files would use up the file
         descriptors.
+      ends: Returns the token after the last of each document of the file, integers
+        [documents]. None if the file is one document, or if that of `.bin` is unknown.
+      trained: Which tokens of the file are targets, bool[n]; None for all.
     """
 
     file: Path
@@ -51,6 +58,8 @@ class Piece:
     start: int
     stop: int
     load: Callable[[], np.ndarray]
+    ends: Callable[[], np.ndarray] | None = None
+    trained: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -59,13 +68,25 @@ class Piece:
         """Returns tokens [start, stop) of the piece, clipped at its end."""
         return self.load()[self.start + start : min(self.start + stop, self.stop)]
 
+    def read_weights(self, start: int, stop: int) -> np.ndarray | float:
+        """Returns the weights of tokens [start, stop) as targets: 0 or 1."""
+        if self.trained is None:
+            return 1.0
+        return self.trained[self.start + start : min(self.start + stop, self.stop)]
+
 
 def split_corpus(
-    path: str, *, validation_fraction: float, token_dtype: str
+    path: str,
+    *,
+    validation_fraction: float,
+    token_dtype: str,
+    tokenizer: Tokenizer | None = None,
+    text_key: str = "text",
 ) -> dict[str, list[Piece]]:
     """Returns the pieces of the "train" and "validation" splits.
 
-    `text_data` documents the arguments and the rules.
+    `text_data` documents the arguments and the rules; without a tokenizer, tokens are
+    bytes.
 
     Raises:
       UserError: `path` does not exist, is empty, or cannot be read as tokens.
@@ -79,29 +100,33 @@ def split_corpus(
                 f"{root}: has no source of Python's standard library, the default "
                 "text; set data.path to a text file or folder"
             )
+        pieces = _tokenized(pieces, tokenizer, text_key)
         return _hold_out_files(pieces, _chosen(pieces, validation_fraction))
 
     root = Path(path).expanduser()
-    if not os.path.exists(root):  # Path.exists raises if a parent is not readable
-        raise UserError(
-            f"{root}: no such file or folder; set data.path to a text file, a .bin "
-            "file of tokens, or a folder of either ('' is a built-in text)"
-        )
+    _check_exists(root)
     is_file = root.is_file()
     files, folder = ([root], root.parent) if is_file else (_files(root), root)
     token_files = [file for file in files if file.suffix == ".bin"]
     if token_files:
+        if (folder / UNFINISHED).exists():
+            raise UserError(
+                f"{root}: jshard.tokenize has not finished here; run it again"
+            )
         pieces = [_token_piece(file, folder, token_dtype) for file in token_files]
-    elif is_file:
-        pieces = [_single_text(root)]
+    elif record_files := with_records(files):
+        pieces = _encoded_pieces(
+            record_files, folder, tokenizer or ByteTokenizer(), text_key
+        )
     else:
-        pieces = _text_pieces(root, files)
+        pieces = [_single_text(root)] if is_file else _text_pieces(root, files)
+        pieces = _tokenized(pieces, tokenizer, text_key)
     if not pieces:
         raise UserError(
             f"{root}: the folder has no text and no .bin files; set data.path to one "
             "that has"
         )
-    named = [piece for piece in pieces if _VALIDATION_NAME.search(piece.name)]
+    named = [piece for piece in pieces if VALIDATION_NAME.search(piece.name)]
     if named and not is_file:
         if len(named) == len(pieces):
             raise UserError(
@@ -112,6 +137,15 @@ def split_corpus(
     if token_files or len(pieces) == 1:
         return _hold_out_tail(pieces, validation_fraction)
     return _hold_out_files(pieces, _chosen(pieces, validation_fraction))
+
+
+def _check_exists(root: Path) -> None:
+    if not os.path.exists(root):  # Path.exists raises if a parent is not readable
+        raise UserError(
+            f"{root}: no such file or folder; set data.path to a text file, a .bin "
+            "file of tokens, JSONL, Parquet, or a folder of these ('' is a built-in "
+            "text)"
+        )
 
 
 def _chosen(pieces: Sequence[Piece], fraction: float) -> list[Piece]:
@@ -147,6 +181,9 @@ def _hold_out_tail(pieces: Sequence[Piece], fraction: float) -> dict[str, list[P
     train, validation, offset = [], [], 0
     for piece in pieces:
         cut = min(max(boundary - offset, 0), len(piece)) + piece.start
+        ends = np.zeros(0) if piece.ends is None else piece.ends()
+        if len(ends) > 1 and 0 < cut < piece.stop:  # no document is divided
+            cut = int(ends[max(np.searchsorted(ends, cut, "right") - 1, 0)])
         if cut > piece.start:
             train.append(dataclasses.replace(piece, stop=cut))
         if cut < piece.stop:
@@ -172,24 +209,44 @@ def _files(root: Path, skip: Sequence[str] = ()) -> list[Path]:
     return sorted(found)
 
 
+def corpus_files(path: Path) -> list[tuple[Path, str]]:
+    """Returns the files with text or records at a path, and their names there."""
+    root = path.expanduser()
+    _check_exists(root)
+    files, folder = ([root], root.parent) if root.is_file() else (_files(root), root)
+    if tokens := [file for file in files if file.suffix == ".bin"]:
+        raise UserError(f"{tokens[0]}: holds tokens already; give text or records")
+    found = with_records(files)
+    if not found:
+        found = [file for file, _ in _texts(root, files)] if root.is_dir() else files
+    return [(file, file.relative_to(folder).as_posix()) for file in found]
+
+
 def _text_pieces(root: Path, files: Sequence[Path]) -> list[Piece]:
     """Reads the files that are text, and ends each with a zero byte."""
-    pieces, binary = [], []
+    pieces = []
+    for file, data in _texts(root, files):
+        name = file.relative_to(root).as_posix()
+        pieces.append(_text_piece(file, name, data + b"\0"))
+    return pieces
+
+
+def _texts(root: Path, files: Sequence[Path]) -> Iterator[tuple[Path, bytes]]:
+    """Yields the files that are text, and what they hold; warns of others."""
+    binary = []
     for file in files:
         with _reading(file):
             data = file.read_bytes()
         if _not_text(data):
             binary.append(file)
         elif data:
-            name = file.relative_to(root).as_posix()
-            pieces.append(_text_piece(file, name, data + b"\0"))
+            yield file, data
     if binary:
         warnings.warn(
             f"{root}: skipped {len(binary)} of {len(files)} files that are not UTF-8 "
             f"text; the first is {binary[0]}",
-            stacklevel=4,  # the caller of text_data
+            stacklevel=6,  # the caller of text_data
         )
-    return pieces
 
 
 def _single_text(file: Path) -> Piece:
@@ -208,6 +265,42 @@ def _single_text(file: Path) -> Piece:
 def _text_piece(file: Path, name: str, data: bytes) -> Piece:
     tokens = np.frombuffer(data, np.uint8)
     return Piece(file, name, 0, len(tokens), lambda: tokens)
+
+
+def _tokenized(
+    pieces: list[Piece], tokenizer: Tokenizer | None, text_key: str
+) -> list[Piece]:
+    """Returns pieces of text as pieces of the tokenizer's tokens."""
+    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
+        return pieces
+    files = [piece.file for piece in pieces]
+    names = {piece.file: piece.name for piece in pieces}
+    found = zip(files, encode_files(files, tokenizer, text_key), strict=True)
+    return [_encoded_piece(file, names[file], encoded) for file, encoded in found]
+
+
+def _encoded_pieces(
+    files: Sequence[Path], folder: Path, tokenizer: Tokenizer, text_key: str
+) -> list[Piece]:
+    """Returns the documents of files of records."""
+    encoded = encode_files(files, tokenizer, text_key)
+    return [
+        _encoded_piece(file, file.relative_to(folder).as_posix(), found)
+        for file, found in zip(files, encoded, strict=True)
+        if len(found.tokens)
+    ]
+
+
+def _encoded_piece(file: Path, name: str, found: Encoded) -> Piece:
+    return Piece(
+        file,
+        name,
+        0,
+        len(found.tokens),
+        load=lambda: found.tokens,
+        ends=(lambda: found.ends) if len(found.ends) > 1 else None,
+        trained=found.trained,
+    )
 
 
 def _not_text(data: bytes) -> str:
@@ -244,7 +337,17 @@ def _token_piece(file: Path, folder: Path, token_dtype: str) -> Piece:
             "set data.token_dtype, or download the file again"
         )
     load = functools.partial(_memmap, file, token_dtype, offset, length)
-    return Piece(file, file.relative_to(folder).as_posix(), 0, length, load)
+    ends = None
+    index = file.with_suffix(".idx")
+    if index.exists():
+        count, rest = divmod(index.stat().st_size, 8)
+        ends = functools.partial(_memmap, index, "uint64", 0, count)
+        if rest or not count or ends()[-1] != length:
+            raise UserError(
+                f"{index}: does not end at the {length} tokens of {file.name}; "
+                "tokenize the text again"
+            )
+    return Piece(file, file.relative_to(folder).as_posix(), 0, length, load, ends)
 
 
 @functools.lru_cache(maxsize=256)

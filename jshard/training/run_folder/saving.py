@@ -40,12 +40,20 @@ class Saving(AbstractContextManager):
     """Saves a run's states, and reports saves in the run's folder and display.
 
     On exit it waits for the last save. With `checkpoint.every=0` it saves nothing.
+    Frozen parameters are not saved if they were read from `frozen_from`.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, display: ProgressDisplay):
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        display: ProgressDisplay,
+        frozen_from: Path | None = None,
+    ):
         options = config.checkpoint
         self._config = config
         self._folder, self._display = folder, display
+        self._frozen_from = frozen_from
         self._ended: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._failed: Save | None = None  # the last save, if it failed
         self._checkpointer = None
@@ -76,6 +84,7 @@ class Saving(AbstractContextManager):
             metrics=metrics,
             config=self._folder.config,
             files={METRICS: self._folder.metrics()},
+            frozen_from=self._frozen_from if jax.tree.leaves(state.frozen) else None,
         )
 
     def report(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jshard.checkpoint.frozen import source_of
 from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.distributed import Peers
@@ -108,7 +109,7 @@ def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -
         _describe_missing_checkpoints(workdir / CHECKPOINTS, found),
         gone,
     ]
-    if config.checkpoint.restore:
+    if config.checkpoint.restore and not source_of(checkpoint):
         messages.append("checkpoint.restore is for new runs: ignored")
     due = config.eval_every and step % config.eval_every == 0
     evaluated = {line["step"] for line in metrics if "eval_loss" in line}

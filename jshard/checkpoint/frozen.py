@@ -1,0 +1,94 @@
+"""Frozen parameters that checkpoints leave out, because they came from elsewhere.
+
+A run that trains some parameters beside a pretrained model would write the whole model
+again with every checkpoint. Instead its checkpoints name the source of the frozen
+parameters, which is read again, with a number for each array that shows whether the
+source has changed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.checkpoint import metadata
+from jshard.comm.order import in_order
+from jshard.errors import UserError, some_of
+from jshard.layout.memory_kinds import on_device
+from jshard.state import TrainState
+
+KEY = "frozen_from"  # in a checkpoint's metadata
+
+
+def is_frozen(name: str) -> bool:
+    """Returns whether an array of a checkpoint is a frozen parameter."""
+    return name.startswith("frozen.")
+
+
+def source_of(folder: Path) -> Path | None:
+    """Returns where the frozen parameters of a checkpoint are, if not in it."""
+    about = metadata.read(folder)
+    return Path(about[KEY]["path"]) if KEY in about else None
+
+
+def left_out(content: dict[str, Any], source: Path, sums: dict[str, str]) -> dict:
+    """Returns metadata of a checkpoint without frozen parameters.
+
+    Args:
+      content: What ``metadata.describe`` returns.
+      source: Where they came from.
+      sums: What ``bit_sums`` returns.
+    """
+    arrays = content["arrays"]
+    kept = {name: entry for name, entry in arrays.items() if not is_frozen(name)}
+    return content | {"arrays": kept, KEY: {"path": str(source), "bit_sums": sums}}
+
+
+def bit_sums(state: TrainState) -> dict[str, str]:
+    """Returns the dtype of each frozen parameter and the sum of its bits, by name.
+
+    Each value counts as unsigned integers of 16 bits, and sums are modulo 2**32: they
+    are the same on every mesh.
+    """
+    arrays = metadata.arrays_by_name(state)
+    arrays = {name: x for name, x in arrays.items() if is_frozen(name)}
+
+    def total(x: jax.Array) -> jax.Array:
+        width = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16
+        bits = lax.bitcast_convert_type(on_device(x), width)
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    sums = jax.jit(in_order(lambda arrays, step: list(map(total, arrays))))
+    found = jax.device_get(sums(list(arrays.values()), state.step))
+    return {
+        name: f"{x.dtype} {bits}"
+        for (name, x), bits in zip(arrays.items(), found, strict=True)
+    }
+
+
+def check_unchanged(folder: Path, about: dict[str, Any], state: TrainState) -> None:
+    """Raises UserError if frozen parameters are not those of a checkpoint.
+
+    Those that are kept in another dtype than they were then are not compared.
+
+    Args:
+      folder: The checkpoint's folder.
+      about: Its metadata.
+      state: With parameters that were read from the source.
+    """
+    source, then = about[KEY]["path"], about[KEY]["bit_sums"]
+    differ = [
+        name
+        for name, now in bit_sums(state).items()
+        if name in then
+        and now != then[name]
+        and now.split()[0] == then[name].split()[0]
+    ]
+    if differ:
+        raise UserError(
+            f"checkpoint {folder} was trained beside other frozen parameters than "
+            f"those of {source}: {some_of(differ, limit=3)} differ; give the folder "
+            "that they came from with --config.checkpoint.restore=DIR"
+        )

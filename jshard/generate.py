@@ -1,0 +1,256 @@
+"""Continues prompts: `python -m jshard.generate --model=RUN_OR_DIR --prompt=TEXT`."""
+
+import argparse
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
+from jshard.errors import UserError
+from jshard.formatting import format_bytes
+from jshard.generation import Generator, Sampling, generate
+from jshard.generation.decoding import NOTHING
+from jshard.training.platform import cache_compilations, choose_platform
+from jshard.training.tokenizer import Tokenizer
+from jshard.training.trained_model import TrainedModel, add_arguments, open_model
+
+_CHUNK = 16  # tokens a call, where nobody watches
+_FREE = 0.4  # of a device's memory for the weights: they are copied once, and the cache
+
+
+def main() -> None:
+    """Runs the command line; exits 0 done, 2 bad input, 130 Ctrl-C, 1 anything else."""
+    run_command(run_generate)
+
+
+def run_generate(argv: list[str]) -> None:
+    """Continues the prompts that the arguments name."""
+    arguments = _parser().parse_args(argv)
+    if (arguments.prompt is None) == (arguments.prompts is None):
+        raise UserError("give one of --prompt=TEXT and --prompts=FILE")
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    prompts = [arguments.prompt]
+    if arguments.prompts is not None:
+        prompts = read_prompts(arguments.prompts)
+    choose_platform()
+    cache_compilations()
+    with open_model(arguments.model, arguments.config, arguments.dtype) as model:
+        tokenizer = model.tokenizer(arguments.tokenizer)
+        tokens = [tokenizer.encode(prompt) for prompt in prompts]
+        generator = _make_generator(model, arguments.weights, len(prompts))
+        generator.check(tokens, arguments.length)  # before anything is printed
+        options = {
+            "length": arguments.length,
+            "sampling": sampling,
+            "stop_tokens": (*tokenizer.stop_ids, *arguments.stop_token),
+        }
+        if arguments.prompt is not None and arguments.format == "text":
+            (only,) = tokens
+            stream = generator.stream([only], **options, seed=arguments.seed, chunk=1)
+            _print(arguments.prompt)
+            for text in texts_of(tokenizer, only, stream):
+                _print(text)
+            print(flush=True)
+            return
+        for start in range(0, len(tokens), arguments.batch_size):
+            part = tokens[start : start + arguments.batch_size]
+            found = generator(part, **options, seed=arguments.seed + start)
+            for prompt, before, after in zip(
+                prompts[start:], part, found, strict=False
+            ):
+                text = continuation(tokenizer, before, after)
+                if arguments.format == "jsonl":
+                    entry = {"prompt": prompt, "text": text, "tokens": after}
+                    print(json.dumps(entry, ensure_ascii=False), flush=True)
+                else:
+                    _print(f"{prompt}{text}\n\n")
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m jshard.generate",
+        description="Continues prompts with a trained model.",
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="continued as it is generated")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=file_path,
+        help='a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
+    )
+    parser.add_argument(
+        "--length",
+        metavar="N",
+        type=whole_number(1, 10**9),
+        default=128,
+        help="the most tokens to generate after a prompt (128)",
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=_number,
+        default=0.8,
+        help="of the probabilities; 0 always takes the likeliest token (0.8)",
+    )
+    parser.add_argument(
+        "--top_k",
+        metavar="K",
+        type=whole_number(0, 2**31 - 1),
+        default=0,
+        help="sample from the K likeliest tokens alone; 0 is all (0)",
+    )
+    parser.add_argument(
+        "--top_p",
+        metavar="P",
+        type=_number,
+        default=1.0,
+        help="sample from the likeliest tokens alone that have probability P (1)",
+    )
+    parser.add_argument(
+        "--stop_token",
+        metavar="ID",
+        type=whole_number(0, 2**31 - 1),
+        action="append",
+        default=[],
+        help="a token that ends a text, besides those of the tokenizer; repeatable",
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=whole_number(0, 2**32 - 1),
+        default=0,
+        help="of the sampling; the prompt of line r has seed N + r (0)",
+    )
+    parser.add_argument(
+        "--batch_size",
+        metavar="N",
+        type=whole_number(1, 10**6),
+        default=32,
+        help="prompts that are continued together (32)",
+    )
+    parser.add_argument(
+        "--format",
+        default="text",
+        choices=("text", "jsonl"),
+        help="of the output: text, or a JSON object a prompt",
+    )
+    parser.add_argument(
+        "--weights",
+        default="auto",
+        choices=("auto", "replicated", "sharded"),
+        help="whether each device holds all weights, or a shard; auto replicates them "
+        "if they fit",
+    )
+    return parser
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Reads the prompts of a file: its lines, or those of a .jsonl file.
+
+    Raises:
+      UserError: The file cannot be read, or a line is not a prompt.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"--prompts={file}: cannot be read: {reason}") from error
+    if not lines:
+        raise UserError(f"--prompts={file}: has no prompts")
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        prompt: Any = line
+        if file.suffix == ".jsonl":
+            try:
+                prompt = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{file}:{number}: not JSON: {error}") from error
+            prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if not isinstance(prompt, str) or not prompt:
+            raise UserError(f"{file}:{number}: expected a prompt, got {line[:60]!r}")
+        prompts.append(prompt)
+    return prompts
+
+
+def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generator:
+    """Reads the weights to where they fit, and says which on standard error."""
+    devices, size = jax.devices(), model.bytes()
+    room = _memory(devices) * _FREE
+    fits = size <= room
+    if weights == "replicated" or (weights == "auto" and (fits or len(devices) == 1)):
+        used = devices[:prompts]
+        where = f"on each of {len(used)} devices" if len(used) > 1 else "on one device"
+        _note(f"weights: {format_bytes(size)}, whole {where}")
+        return Generator(model.load_whole(used[0]), used)
+    why = "" if fits else f", as {format_bytes(size)} is too much for one"
+    _note(f"weights: sharded over {len(devices)} devices{why}")
+    return Generator.sharded(*model.load(devices))
+
+
+def _memory(devices: Sequence[Any]) -> int:
+    """Returns the bytes of memory of a device; CPU devices share the machine's."""
+    stats = devices[0].memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        return limit
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+
+
+def texts_of(
+    tokenizer: Tokenizer, prompt: np.ndarray, parts: Iterator[np.ndarray]
+) -> Iterator[str]:
+    """Yields the text of a continuation as it grows, whole characters only."""
+    tokens, shown = [], 0
+    for part in parts:
+        tokens += part[0][part[0] != NOTHING].tolist()
+        text = continuation(tokenizer, prompt, tokens)
+        if text.endswith("�"):
+            continue  # its other bytes may follow
+        yield text[shown:]
+        shown = len(text)
+    yield continuation(tokenizer, prompt, tokens)[shown:]
+
+
+def continuation(tokenizer: Tokenizer, prompt: np.ndarray, tokens: list[int]) -> str:
+    """Returns the text that tokens add to a prompt's, spaces included."""
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode(np.concatenate([prompt, np.asarray(tokens, np.int32)]))
+    return whole[len(before) :]
+
+
+def _print(text: str) -> None:
+    # A barely trained model may generate control sequences of the terminal.
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+    print(shown, end="", flush=True)
+
+
+def _note(text: str) -> None:
+    print(f"jshard: {text}", file=sys.stderr)
+
+
+class _Command(types.ModuleType):
+    """This module, which must not hide the function of its name in ``jshard``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return generate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Command
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Measures a model on a text: `python -m jshard.perplexity --model=M --text=FILE`."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jshard
+from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
+from jshard.errors import UserError
+from jshard.training.platform import cache_compilations, choose_platform
+from jshard.training.trained_model import add_arguments, open_model
+
+
+def main() -> None:
+    """Runs the command line; exits 0 done, 2 bad input, 130 Ctrl-C, 1 anything else."""
+    run_command(run_perplexity)
+
+
+def run_perplexity(argv: list[str]) -> None:
+    """Measures the model on the text that the arguments name."""
+    arguments = _parser().parse_args(argv)
+    try:
+        text = arguments.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        message = f"--text={arguments.text}: cannot be read: {reason}"
+        raise UserError(message) from error
+    choose_platform()
+    cache_compilations()
+    with open_model(arguments.model, arguments.config, arguments.dtype) as model:
+        tokens = model.tokenizer(arguments.tokenizer).encode(text)
+        if len(tokens) < 2:
+            raise UserError(
+                f"--text={arguments.text}: has {len(tokens)} tokens; needs at least 2"
+            )
+        longest = model.config.model.sequence_length
+        context = arguments.context or longest
+        if context > longest:
+            raise UserError(
+                f"--context={context}: the model's context is {longest} tokens"
+            )
+        context = min(context, len(tokens) - 1)
+        stride = arguments.stride or max(context // 2, 1)
+        if stride > context:
+            raise UserError(f"--stride={stride}: must be at most --context={context}")
+        fsdp, state = model.load(jax.devices())
+        nats = mean_nats(fsdp, state, tokens, context, stride)
+    scored = len(tokens) - 1
+    print(
+        f"{nats:.6f} nats a token, perplexity {math.exp(nats):.4f}: {scored:,} tokens"
+    )
+    if scored > context:
+        print(
+            f"in windows of {context} tokens, {stride} apart: all tokens but the first "
+            f"{context} are predicted from {context - stride} or more before them"
+        )
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m jshard.perplexity",
+        description="Measures how well a trained model predicts a text.",
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--text", metavar="FILE", type=file_path, required=True, help="a text file"
+    )
+    parser.add_argument(
+        "--context",
+        metavar="N",
+        type=whole_number(1, 10**9),
+        help="tokens of a window; by default the model's context",
+    )
+    parser.add_argument(
+        "--stride",
+        metavar="N",
+        type=whole_number(1, 10**9),
+        help="tokens from one window to the next; by default half a window",
+    )
+    return parser
+
+
+def mean_nats(
+    fsdp: jshard.FSDP,
+    state: jshard.TrainState,
+    tokens: np.ndarray,
+    context: int,
+    stride: int,
+) -> float:
+    """Returns the mean of -log p of all tokens but the first, each predicted once."""
+    eval_step = fsdp.eval_step(_loss)
+    total: Any = 0
+    for batch in _batches(windows(tokens, context, stride), fsdp.mesh.size):
+        total = total + eval_step(state, fsdp.shard_batch(batch))
+    return total.compute()["loss"]
+
+
+def windows(
+    tokens: np.ndarray, context: int, stride: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields windows of ``context`` tokens, of which those count that are new.
+
+    This is the sliding window of transformers' page on perplexity.
+    """
+    counted = 0  # targets of earlier windows
+    for start in range(0, len(tokens) - 1, stride):
+        part = tokens[start : start + context + 1]
+        target = start + np.arange(context)
+        row = {name: np.zeros(context, np.int32) for name in ("inputs", "targets")}
+        row["inputs"][: len(part) - 1] = part[:-1]
+        row["targets"][: len(part) - 1] = part[1:]
+        new = (target >= counted) & (target < len(tokens) - 1)
+        yield row | {"weights": new.astype(np.float32)}
+        counted = start + context
+        if counted >= len(tokens) - 1:
+            return
+
+
+def _batches(
+    rows: Iterator[dict[str, np.ndarray]], size: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields ``size`` rows at a time, with rows that count nothing at the end."""
+    batch: list[dict[str, np.ndarray]] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == size:
+            yield {name: np.stack([row[name] for row in batch]) for name in row}
+            batch = []
+    if batch:
+        empty = {name: np.zeros_like(value) for name, value in batch[0].items()}
+        batch += [empty] * (size - len(batch))
+        yield {name: np.stack([row[name] for row in batch]) for name in empty}
+
+
+def _loss(model: Any, batch: dict[str, jax.Array]) -> jshard.Mean:
+    # Not model.loss: a mixture of experts adds other terms to it.
+    logits_BTV = model(batch["inputs"])
+    log_p_BTV = jax.nn.log_softmax(logits_BTV)
+    log_p_BT = jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], -1)[..., 0]
+    weights_BT = batch["weights"]
+    return jshard.Mean(-jnp.sum(log_p_BT * weights_BT), jnp.sum(weights_BT))
+
+
+if __name__ == "__main__":
+    main()

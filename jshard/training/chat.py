@@ -1,0 +1,251 @@
+"""Chats as tokens, by the template of their tokenizer.
+
+A template is a Jinja program that writes a conversation as one text. Its environment is
+that of Hugging Face's transformers, so that it writes the same text here.
+"""
+
+import datetime
+import functools
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jshard.errors import UserError, some_of
+from jshard.training.tokenizer import FileTokenizer, read_json
+
+_FILE = "chat_template.jinja"
+
+
+class Chat:
+    """Writes chats as text and tokens.
+
+    Args:
+      tokenizer: Of the model that chats.
+      template: A Jinja program.
+      where: Its file, for errors.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer, template: str, where: str):
+        self._tokenizer = tokenizer
+        self._where = where
+        # Text that no conversation holds, around what a template marks as generated.
+        self._marks = (f"<{uuid.uuid4().hex}>", f"</{uuid.uuid4().hex}>")
+        self._template = _compile(template, where, self._marks)
+        self._marked = "generation" in _tags(template)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        where: str = "chat",
+    ) -> str:
+        """Returns a conversation as text.
+
+        Args:
+          messages: With "role" and "content", and what else the template reads.
+          tools: Functions that the model may call, as JSON schemas.
+          add_generation_prompt: End with the beginning of an answer.
+          where: What to call the conversation in an error.
+        """
+        text = self._render(messages, tools, add_generation_prompt, where)
+        return text.replace(self._marks[0], "").replace(self._marks[1], "")
+
+    def encode(
+        self, record: Mapping[str, Any], where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a conversation's tokens, and which of them an assistant wrote.
+
+        Those are what a template puts between `{% generation %}` and
+        `{% endgeneration %}`. Of other templates, they are what each answer adds to the
+        text of the messages before it with a generation prompt, without spaces at its
+        end: the answer and the token that ends it.
+
+        Args:
+          record: {"messages": [{"role": ..., "content": ...}, ...]}, perhaps "tools".
+          where: What to call it in an error.
+
+        Returns:
+          Tokens, unsigned [n], and bool[n].
+
+        Raises:
+          UserError: It is not such a record, the template refuses it, or earlier
+            messages look different once an answer follows, so that the answer's tokens
+            are not known.
+        """
+        messages, tools = _checked(record, where), record.get("tools") or None
+        if self._marked:
+            text, spans = self._split(self._render(messages, tools, False, where))
+        else:
+            text = self._render(messages, tools, False, where)
+            spans = self._answers(messages, tools, text, where)
+        try:
+            tokens, offsets = self._tokenizer.encode_with_offsets(text)
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}: not valid Unicode ({error.reason})") from error
+        trained = np.zeros(len(tokens), bool)
+        for start, stop in spans:
+            # A token that begins earlier holds the answer's first characters, too.
+            first = np.searchsorted(offsets[:, 1], start, "right")
+            last = np.searchsorted(offsets[:, 0], stop, "left")
+            trained[first:last] = start < stop
+        return tokens.astype(self._tokenizer.dtype), trained
+
+    def _answers(
+        self, messages: list[Any], tools: Any, text: str, where: str
+    ) -> list[tuple[int, int]]:
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], tools, True, where)
+            after = self._render(messages[: number + 1], tools, False, where)
+            if not (text.startswith(after.rstrip()) and after.startswith(before)):
+                raise UserError(
+                    f"{where}: which tokens answer {number + 1} has is not known, as "
+                    f"{self._where} writes messages differently when others follow; "
+                    "mark answers in it by {% generation %} and {% endgeneration %}"
+                )
+            spans.append((len(before), max(len(after.rstrip()), len(before))))
+        return spans
+
+    def _split(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+        """Removes marks, and returns the text and the spans that they enclosed."""
+        begin, end = self._marks
+        plain, *parts = text.split(begin)
+        spans = []
+        for part in parts:
+            answer, rest = part.split(end)
+            spans.append((len(plain), len(plain) + len(answer)))
+            plain += answer + rest
+        return plain, spans
+
+    def _render(
+        self,
+        messages: Sequence[Any],
+        tools: Any,
+        add_generation_prompt: bool,
+        where: str,
+    ) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokenizer.special_tokens,
+            )
+        except Exception as error:  # of the template: whatever its operations raise
+            raise UserError(f"{where}: {self._where} refuses it: {error}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def load_chat(tokenizer: FileTokenizer) -> Chat:
+    """Returns a tokenizer's chat template, from `chat_template.jinja` or its config.
+
+    Raises:
+      UserError: There is none, it is not Jinja, or jinja2 is missing.
+    """
+    folder = tokenizer.file.parent
+    file = folder / _FILE
+    if file.exists():
+        return Chat(tokenizer, file.read_text(encoding="utf-8"), str(file))
+    name = "tokenizer_config.json"
+    found = read_json(folder, [name]).get("chat_template")
+    if isinstance(found, list):  # several, each with a name
+        found = {each.get("name"): each.get("template") for each in found}
+        found = found.get("default")
+    if not isinstance(found, str):
+        raise UserError(
+            f"{folder}: has no chat template, neither {_FILE} nor in {name}; put the "
+            "one of the model's chat version there"
+        )
+    return Chat(tokenizer, found, str(folder / name))
+
+
+def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
+    """Returns a record's messages, if it has some with roles."""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            f"{where}: expected a list of messages under 'messages'; the record has "
+            f"{some_of(sorted(record)) or 'nothing'}"
+        )
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UserError(f"{where}: message {number} has no 'role'")
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{where}: no message has the role 'assistant' to train on")
+    return messages
+
+
+def _compile(template: str, where: str, marks: tuple[str, str]) -> Any:
+    try:
+        import jinja2  # pyright: ignore[reportMissingImports]
+        import jinja2.ext  # pyright: ignore[reportMissingImports]
+        import jinja2.nodes  # pyright: ignore[reportMissingImports]
+        import jinja2.sandbox  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"{where}: chat templates need jinja2: pip install 'jshard[text]'"
+        ) from error
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}answer{% endgeneration %}`."""
+
+        tags = {"generation"}  # noqa: RUF012  # read from the class
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call: Any = self.call_method("_mark")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return marks[0] + caller() + marks[1]
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise UserError(f"{where}: not a Jinja template: {error}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, leaves `<` and `'` as they are."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _tags(template: str) -> set[str]:
+    """Returns the first words of the template's statements."""
+    return {words[0] for words in map(str.split, _statements(template)) if words}
+
+
+def _statements(template: str) -> list[str]:
+    return [part.partition("%}")[0].strip("-+ ") for part in template.split("{%")[1:]]

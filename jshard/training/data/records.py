@@ -1,0 +1,221 @@
+"""Records of JSONL, Parquet and Arrow files, and documents in them or in text files.
+
+A file is read in slices, so that a large one can be shared out.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jshard.errors import UserError, some_of
+
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+TABLES = (".parquet", ".arrow")
+_ROWS = 1024  # read from a table at a time
+
+
+class Slice(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+      file: The file.
+      start: The first byte of text or of uncompressed JSONL; a line belongs to the
+        slice in which it begins. The first row group of Parquet. 0 for other files.
+      stop: The one after the last; 1 for files that are read as a whole.
+      size: About how many bytes of the file it is.
+    """
+
+    file: Path
+    start: int
+    stop: int
+    size: int
+
+
+def has_records(file: Path) -> bool:
+    """Whether the file holds records, by its name."""
+    return file.name.endswith(JSONL + TABLES)
+
+
+def with_records(files: Sequence[Path]) -> list[Path]:
+    """Returns the files with records, in the same order.
+
+    Of a folder that Hugging Face's `datasets` saved, these are the files of the dataset
+    (others are caches), and of a dictionary of datasets those to train on or validate
+    with.
+    """
+    present = set(files)
+    left_out: set[Path] = set()
+    for file in files:
+        if file.name == "state.json" and (named := _entry(file, "_data_files")):
+            kept = {file.parent / str(data["filename"]) for data in named}
+            if missing := sorted(kept - present):
+                raise UserError(f"{missing[0]}: is missing; {file} names it")
+            left_out |= {f for f in files if f.parent == file.parent} - kept
+        if file.name == "dataset_dict.json":
+            for split in _entry(file, "splits") or ():
+                if split != "train" and not split.startswith("val"):
+                    folder = file.parent / split
+                    left_out |= {f for f in files if folder in f.parents}
+    return [file for file in files if has_records(file) and file not in left_out]
+
+
+def _entry(file: Path, key: str) -> Any:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def cut(file: Path, most: int) -> list[Slice]:
+    """Returns slices of about `most` bytes that make up the file."""
+    size = file.stat().st_size
+    if file.suffix == ".parquet":
+        groups = _parquet(file).metadata.num_row_groups
+        step = max(1, groups * most // max(size, 1))
+        bounds = [(i, min(i + step, groups)) for i in range(0, groups, step)]
+        return [Slice(file, a, b, size * (b - a) // groups) for a, b in bounds]
+    if file.suffix in (".arrow", ".gz", ".zst"):
+        return [Slice(file, 0, 1, size)]
+    bounds = [(i, min(i + most, size)) for i in range(0, size, most)]
+    return [Slice(file, a, b, b - a) for a, b in bounds]
+
+
+def read_texts(part: Slice, text_key: str) -> Iterator[str]:
+    """Yields the documents of a slice: of records the texts, of text the whole slice.
+
+    Raises:
+      UserError: The file cannot be read, or a record has no text under `text_key`.
+    """
+    if not has_records(part.file):
+        text = b"".join(line for _, line in _lines(part))
+        try:
+            yield text.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{part.file}: not UTF-8 text ({error.reason})") from error
+        return
+    for where, record in read_records(part, text_key):
+        text = record.get(text_key)
+        if not isinstance(text, str):
+            what = f"a {type(text).__name__}" if text_key in record else "not there"
+            raise UserError(
+                f"{where}: {text_key!r} is {what}, not a text; set data.text_key "
+                "(--text_key of jshard.tokenize) to one of "
+                f"{some_of(sorted(record))}"
+            )
+        yield text
+
+
+def read_records(
+    part: Slice, column: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields where each record is, for errors, and the record.
+
+    Args:
+      part: Of a file for which `has_records` is true.
+      column: If given and a table has it, only this is read.
+    """
+    if not part.file.name.endswith(JSONL):
+        yield from _rows(part, column)
+        return
+    for position, line in _lines(part):
+        if not line.strip():
+            continue
+        where = f"{part.file}: the line at byte {position}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{where} is not a JSON object")
+        yield where, record
+
+
+def _lines(part: Slice) -> Iterator[tuple[int, bytes]]:
+    """Yields the positions and lines that begin in a slice."""
+    whole = part.file.suffix in (".gz", ".zst")
+    with _opened(part.file) as stream:
+        position = part.start
+        if position:  # the line that begins earlier belongs to another slice
+            stream.seek(position - 1)
+            position += len(stream.readline()) - 1
+        while (whole or position < part.stop) and (line := stream.readline()):
+            yield position, line
+            position += len(line)
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Opens a file, uncompressed; what goes wrong is a UserError."""
+    try:
+        if file.suffix == ".gz":
+            stream: Any = gzip.GzipFile(file)
+        elif file.suffix == ".zst":
+            stream = io.BufferedReader(
+                _pyarrow(file).input_stream(str(file), compression="zstd")
+            )
+        else:
+            stream = file.open("rb")
+        with stream:
+            yield stream
+    except (OSError, EOFError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+
+
+def _rows(part: Slice, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the rows of a table as dicts."""
+    arrow = _pyarrow(part.file)
+    try:
+        if part.file.suffix == ".parquet":
+            table = _parquet(part.file)
+            columns = [column] if column in table.schema_arrow.names else None
+            groups = range(part.start, part.stop)
+            tables: Any = table.iter_batches(_ROWS, groups, columns=columns)
+        else:
+            tables = _arrow_batches(arrow, part.file)
+        row = 0
+        for batch in tables:
+            for first in range(0, batch.num_rows, _ROWS):
+                for record in batch.slice(first, _ROWS).to_pylist():
+                    place = f"of row group {part.start} on " if part.start else ""
+                    yield f"{part.file}: row {row} {place}".rstrip(), record
+                    row += 1
+    except (OSError, arrow.ArrowException) as error:
+        raise UserError(f"{part.file}: cannot be read: {error}") from error
+
+
+def _arrow_batches(arrow: Any, file: Path) -> Iterator[Any]:
+    """Yields the batches of an Arrow stream, as `datasets` writes, or an Arrow file."""
+    with arrow.memory_map(str(file)) as source:
+        try:
+            reader = arrow.ipc.open_stream(source)
+        except arrow.ArrowInvalid:
+            source.seek(0)
+            reader = arrow.ipc.open_file(source)
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            yield from reader
+
+
+def _parquet(file: Path) -> Any:
+    arrow = _pyarrow(file)
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except (OSError, arrow.ArrowException) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+
+
+def _pyarrow(file: Path) -> Any:
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"{file}: reading it needs pyarrow: pip install 'jshard[text]'"
+        ) from error
+    return pyarrow

@@ -1,0 +1,176 @@
+"""A mixture of experts without dropped tokens (MegaBlocks, arXiv:2211.15841).
+
+The tokens are sorted by expert, and each projection is one grouped product
+(``jax.lax.ragged_dot``), so that experts may have any number of tokens.
+
+Shape suffixes: B batch, T time, N tokens, E experts, K experts of a token, M choices
+(N times K), D model width, F hidden width of an expert.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jshard
+
+
+class Load(NamedTuple):
+    """How the router spreads this device's tokens, for the load-balancing loss.
+
+    Attributes:
+      chosen_E: the fraction of tokens that choose each expert; they sum to K.
+      probability_E: the router's mean probability of each expert; they sum to 1.
+    """
+
+    chosen_E: jax.Array
+    probability_E: jax.Array
+
+
+class Experts(nnx.Module):
+    """The same projection in every expert; its kernel is (E, in, out)."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        size_in: int,
+        size_out: int,
+        *,
+        std: float,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        shape = (num_experts, size_in, size_out)
+        init = nnx.initializers.normal(std)
+        self.kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+
+    def __call__(self, x_MD: jax.Array, tokens_E: jax.Array) -> jax.Array:
+        """Multiplies each run of rows with its expert's matrix.
+
+        Args:
+          x_MD: rows in the order of their experts.
+          tokens_E: how many rows each expert has.
+
+        Returns:
+          The products, (M, out).
+        """
+        kernel = self.kernel.get_value().astype(self.dtype)
+        return lax.ragged_dot(x_MD.astype(self.dtype), kernel, tokens_E)
+
+
+class Router(nnx.Module):
+    """Chooses each token's experts, in float32 or wider whatever the model's dtype.
+
+    Rounded to bfloat16, the softmax makes training unstable: Fedus et al. 2021 (Switch
+    Transformers, arXiv:2101.03961), section 2.4.
+    """
+
+    def __init__(
+        self, width: int, num_experts: int, *, param_dtype: Any, rngs: nnx.Rngs
+    ):
+        init = nnx.initializers.normal(0.02)
+        self.kernel = nnx.Param(init(rngs.params(), (width, num_experts), param_dtype))
+
+    def __call__(self, x_ND: jax.Array) -> jax.Array:
+        """Returns the probability of each expert, (N, E)."""
+        wide = jnp.promote_types(x_ND.dtype, jnp.float32)
+        kernel = self.kernel.get_value().astype(wide)
+        # GPUs would otherwise round the factors to TF32.
+        logits_NE = jnp.dot(x_ND.astype(wide), kernel, precision=lax.Precision.HIGHEST)
+        return jax.nn.softmax(logits_NE)
+
+
+class MixtureOfExperts(nnx.Module):
+    """Gated MLPs, of which each token takes K of E (Mixtral, arXiv:2401.04088, 2.1).
+
+    Args:
+      width: D.
+      hidden: F.
+      num_experts: E.
+      experts_per_token: K.
+      normalized: whether a token's K weights are scaled to sum to 1, as in Mixtral.
+      activation: of the gate.
+      residual_std: standard deviation of the initial output projection.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        normalized: bool,
+        activation: Callable[[jax.Array], jax.Array],
+        residual_std: float,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.experts_per_token = experts_per_token
+        self.normalized = normalized
+        self.activation = activation
+        self.router = Router(width, num_experts, param_dtype=param_dtype, rngs=rngs)
+
+        def experts(size_in: int, size_out: int, std: float) -> Experts:
+            dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+            return Experts(num_experts, size_in, size_out, std=std, **dtypes, rngs=rngs)
+
+        self.gate = experts(width, hidden, 0.02)
+        self.up = experts(width, hidden, 0.02)
+        self.down = experts(hidden, width, residual_std)
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Load]:
+        """Returns the experts' weighted outputs, (B, T, D), and the router's load."""
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        N, K = len(x_ND), self.experts_per_token
+        probability_NE = self.router(x_ND)
+        weight_NK, expert_NK = lax.top_k(probability_NE, K)
+        if self.normalized:
+            weight_NK /= jnp.sum(weight_NK, axis=1, keepdims=True)
+
+        expert_M = expert_NK.reshape(-1)
+        order_M = jnp.argsort(expert_M)  # stable
+        tokens_E = jnp.bincount(expert_M, length=probability_NE.shape[1])
+        x_MD = _permuted(jnp.repeat(x_ND, K, axis=0), order_M)
+        gate_MF = checkpoint_name(self.gate(x_MD, tokens_E), "hidden")
+        up_MF = checkpoint_name(self.up(x_MD, tokens_E), "hidden")
+        y_MD = self.down(self.activation(gate_MF) * up_MF, tokens_E)
+        y_NKD = _permuted(y_MD, jnp.argsort(order_M)).reshape(N, K, -1)
+        y_ND = jnp.sum(y_NKD * weight_NK[:, :, None].astype(y_NKD.dtype), axis=1)
+
+        chosen_E = tokens_E.astype(probability_NE.dtype) / N
+        load = Load(chosen_E, jnp.mean(probability_NE, axis=0))
+        return y_ND.reshape(x_BTD.shape), load
+
+
+def load_balancing_loss(load: Load, tokens: int) -> jshard.Mean:
+    """Returns E times the sum over experts of chosen times probable tokens.
+
+    Equation 4 of Fedus et al. 2021 (arXiv:2101.03961), a mean over layers; with K
+    experts a token it is K if all are used alike, as in Hugging Face's Mixtral. Its
+    statistics are those of the global batch, or with accumulation of a micro-batch.
+
+    Args:
+      load: of all layers: each array has a first axis of layers.
+      tokens: this device's tokens.
+    """
+    E = load.chosen_E.shape[-1]
+    chosen_LE = lax.stop_gradient(jshard.pmean(load.chosen_E))
+    loss = E * jnp.mean(jnp.sum(chosen_LE * load.probability_E, axis=-1))
+    return jshard.Mean(tokens * loss, jnp.asarray(tokens, loss.dtype))
+
+
+def _permuted(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
+    # That indices are unique makes the gradient, a scatter, deterministic on GPUs.
+    return x_MD.at[order_M].get(unique_indices=True, mode="promise_in_bounds")

@@ -1,0 +1,157 @@
+"""`python -m jshard.generate` and `python -m jshard.perplexity`, on a small run."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jshard
+from jshard.cli.command import run_command
+from jshard.perplexity import mean_nats, windows
+from jshard.training.trained_model import open_model
+from models.gpt import GPT, GPTConfig
+
+REPOSITORY = Path(__file__).parents[2]
+COMMANDS = {
+    name: importlib.import_module(f"jshard.{name}")
+    for name in ("generate", "perplexity")
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of two steps of gpt.py, whose model is tiny."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    keys = {
+        "steps": 2,
+        "batch_size": 8,
+        "model.num_layers": 2,
+        "model.width": 16,
+        "model.num_heads": 2,
+        "model.sequence_length": 32,
+        "eval_every": 0,
+        "checkpoint.every": 2,
+        "sample.length": 0,
+        "data.path": REPOSITORY / "LICENSE",
+    }
+    words = [f"--config.{key}={value}" for key, value in keys.items()]
+    words += ["--config=gpt.py", f"--workdir={folder}"]
+    subprocess.run(
+        [sys.executable, "-m", "jshard.train", *words],
+        check=True,
+        cwd=folder.parent,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+    )
+    return folder
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a command in this process; returns the exit code and what it printed."""
+    monkeypatch.setattr("jshard.generate.cache_compilations", lambda: None)
+    monkeypatch.setattr("jshard.perplexity.cache_compilations", lambda: None)
+
+    def run(name: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        monkeypatch.setattr("warnings.formatwarning", None)
+        code = 0
+        try:
+            run_command(getattr(COMMANDS[name], f"run_{name}"))
+        except SystemExit as error:
+            code = int(error.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_one_prompt_streams_and_several_are_the_same_texts(run, call, tmp_path):
+    options = (f"--model={run}", "--length=9", "--temperature=0")
+    code, out, err = call("generate", *options, "--prompt=permission")
+    assert (code, out.startswith("permission")) == (0, True), err
+    assert "whole on one device" in err
+    file = tmp_path / "prompts.txt"
+    file.write_text("permission\nTHE\n")
+    code, lines, err = call(
+        "generate", *options, f"--prompts={file}", "--format=jsonl", "--batch_size=1"
+    )
+    first, second = map(json.loads, lines.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("permission", "THE")
+    assert len(first["tokens"]) == len(second["tokens"]) == 9
+    sharded = call("generate", *options, "--prompt=permission", "--weights=sharded")
+    assert sharded[:2] == (0, out)
+    assert "sharded over 8 devices" in sharded[2]
+
+
+def test_the_perplexity_is_that_of_the_loss(run, call, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("Permission is hereby granted, ")
+    code, out, err = call("perplexity", f"--model={run}", f"--text={file}")
+    assert code == 0, err
+    with open_model(run) as model:
+        whole = model.load_whole(jax.devices()[0])
+    tokens = np.frombuffer(file.read_bytes(), np.uint8).astype(np.int32)[None]
+    loss = whole.loss(tokens[:, :-1], tokens[:, 1:], np.ones((1, 29), np.float32))
+    assert float(out.split()[0]) == pytest.approx(float(loss.compute()), abs=2e-6)
+    file.write_text("Permission is hereby granted, " * 3)
+    code, out, err = call("perplexity", f"--model={run}", f"--text={file}")
+    assert "in windows of 32 tokens, 16 apart" in out
+
+
+@pytest.mark.parametrize("stride", [1, 3, 4])
+def test_windows_count_every_token_once(stride):
+    tokens = np.arange(11, dtype=np.int32)
+    counted = [
+        target
+        for window in windows(tokens, 4, stride)
+        for target, weight in zip(window["targets"], window["weights"], strict=True)
+        if weight
+    ]
+    assert counted == list(range(1, 11))
+
+
+def test_windows_of_several_devices_give_the_mean_over_tokens():
+    fsdp = jshard.FSDP(jshard.make_mesh())
+    config = GPTConfig(
+        vocab_size=50, sequence_length=8, num_layers=1, num_heads=2, width=16
+    )
+    make_model = lambda rngs: GPT(config, rngs=rngs)
+    state = fsdp.init(make_model, optax.identity())
+    tokens = np.random.default_rng(0).integers(0, 50, 90).astype(np.int32)
+    one = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:1]))
+    got = mean_nats(fsdp, state, tokens, 8, 4)
+    want = mean_nats(one, one.init(make_model, optax.identity()), tokens, 8, 4)
+    assert got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt="], "prompt 1 of 1 is empty"),
+        (["--prompt=" + "x" * 32], "prompt 1 of 1 has 32 tokens"),
+        ([], "give one of --prompt=TEXT and --prompts=FILE"),
+        (["--prompts=missing"], "--prompts=missing: cannot be read: No such file"),
+        (["--prompt=a", "--tokenizer=missing"], "missing: no tokenizer.json here"),
+        (["--prompt=a", "--temperature=-1"], "temperature=-1.0: must be 0 or more"),
+        (["--prompt=a", "--model=missing"], "missing does not exist"),
+        (["--prompt=a", "--model=."], ". holds no checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line(run, call, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call("generate", f"--model={run}", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    lines = err.splitlines()
+    assert sum("error" in line for line in lines) == 1
+
+
+def test_jshard_generate_is_a_function_also_where_the_command_is_imported():
+    assert callable(jshard.generate)

@@ -1,0 +1,175 @@
+"""Decoding with a cache: the same tokens as full forward passes, on any mesh."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.generation import Generator, Sampling, continue_prompts
+from jshard.generation.layers import Layers, without_stacks
+from models.gpt import GPT, GPTConfig
+
+VOCAB, CONTEXT = 50, 32
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 30, 40], [1, 2, 3, 4, 5]]
+
+
+def config(**changes) -> GPTConfig:
+    sizes = {"vocab_size": VOCAB, "sequence_length": CONTEXT, "width": 16}
+    return GPTConfig(**sizes | {"num_layers": 3, "num_heads": 2} | changes)
+
+
+def make_model(**changes) -> GPT:
+    """A model with large weights, whose greedy texts do not repeat one token."""
+    model = GPT(config(**changes), rngs=nnx.Rngs(0))
+    scaled = jax.tree.map(lambda x: x * 8, nnx.state(model, nnx.Param))
+    nnx.update(model, scaled)
+    return model
+
+
+@jax.jit
+def logits_of(model, tokens):
+    return model(tokens)
+
+
+def greedy(model, prompt, length: int) -> list[int]:
+    """Continues a prompt by full forward passes."""
+    tokens = list(prompt)
+    for _ in range(length):
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = logits_of(model, padded)
+        tokens.append(int(jnp.argmax(logits[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_decoding_gives_the_logits_of_the_full_forward(x64, tied):
+    # JAX's own attention has a softmax in float32.
+    exact = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    model = make_model(tied=tied, attention="blockwise", **exact)
+    tokens = jax.random.randint(jax.random.key(0), (4, CONTEXT), 0, VOCAB)
+    want = model(tokens)
+    cache = model.init_cache(4, CONTEXT)
+    decode = jax.jit(lambda model, *args: model.decode(*args))
+    got = []
+    for start, stop in [(0, 20), (20, 21), (21, 22), (22, CONTEXT)]:
+        positions = jnp.broadcast_to(jnp.arange(start, stop), (4, stop - start))
+        logits, cache = decode(model, tokens[:, start:stop], positions, cache)
+        got.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(got, 1), want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
+    model = make_model()
+    generator = Generator(model)
+    together = generator(PROMPTS, length=10, sampling=Sampling(0))
+    assert together == [greedy(model, prompt, 10) for prompt in PROMPTS]
+    alone = [generator([p], length=10, sampling=Sampling(0))[0] for p in PROMPTS]
+    assert together == alone
+    assert jshard.generate(model, PROMPTS, length=10, temperature=0) == together
+
+
+def test_sharded_and_divided_prompts_give_the_same():
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
+    state = fsdp.shard(make_model(), optax.identity())
+    options = {"length": 7, "sampling": Sampling(0.9, top_k=20), "seed": 5}
+    one = Generator(make_model())(PROMPTS, **options)
+    sharded = Generator.sharded(fsdp, state)(PROMPTS, **options)
+    divided = Generator(make_model(), jax.devices()[:3])(PROMPTS, **options)
+    assert sharded == one
+    assert divided == one
+
+
+def test_a_recipes_sample_is_that_of_the_generator():
+    model = make_model()
+    prompts = {"tokens": jnp.array([[3, 1, 4], [1, 5, 9]]), "seed": jnp.array([4, 5])}
+    tokens = jax.jit(lambda m, p: continue_prompts(m, p, length=6))(model, prompts)
+    np.testing.assert_array_equal(tokens[:, :3], prompts["tokens"])
+    want = Generator(model)(prompts["tokens"], length=6, sampling=Sampling(0.8), seed=4)
+    assert tokens[:, 3:].tolist() == want
+
+
+def test_a_stop_token_ends_its_row_alone():
+    generator = Generator(make_model())
+    options = {"length": 10, "sampling": Sampling(0)}
+    whole = generator(PROMPTS, **options)
+    stop = whole[0][3]
+    stopped = generator(PROMPTS, **options, stop_tokens=[stop])
+    for row, full in zip(stopped, whole, strict=True):
+        assert row == full[: full.index(stop) if stop in full else None]
+    assert len(stopped[0]) < 10
+
+
+def test_long_prompts_are_read_in_parts_and_the_context_ends_a_text(monkeypatch):
+    monkeypatch.setattr("jshard.generation.generator._PREFILL", 4)
+    model = make_model()
+    prompts = [list(range(30)), [5, 6, 7]]
+    texts = Generator(model)(prompts, length=6, sampling=Sampling(0))
+    assert list(map(len, texts)) == [2, 6]  # positions 0 to 31
+    assert texts == [greedy(model, prompts[0], 2), greedy(model, prompts[1], 6)]
+
+
+def test_streaming_gives_the_same_tokens_one_at_a_time():
+    generator = Generator(make_model())
+    parts = list(generator.stream(PROMPTS[:1], length=5, sampling=Sampling(0), chunk=1))
+    assert [part.shape for part in parts] == [(1, 1)] * 5
+    whole = generator(PROMPTS[:1], length=5, sampling=Sampling(0))
+    assert np.concatenate(parts, 1).tolist() == whole
+
+
+def test_a_tokenizer_makes_texts_of_texts():
+    class Letters:
+        def encode(self, text):
+            return np.array([ord(c) - ord("a") for c in text])
+
+        def decode(self, tokens):
+            return "".join(chr(ord("a") + t) for t in tokens)
+
+    (text,) = jshard.generate(
+        make_model(vocab_size=26), ["abc"], length=4, tokenizer=Letters()
+    )
+    assert len(text) == 4
+    assert text.isalpha()
+
+
+def test_layers_do_what_their_stack_does():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x, y):
+            return self.linear(x) + y, jnp.sum(x)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.stack = jshard.Stack(lambda rngs: Layer(rngs), 3, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    plain: nnx.Module = without_stacks(model)
+    assert isinstance(plain.stack, Layers)  # pyright: ignore[reportAttributeAccessIssue]
+    x = jnp.ones((2, 4))
+    got = plain.stack(x, 1.0)  # pyright: ignore[reportAttributeAccessIssue]
+    chex.assert_trees_all_close(got, model.stack(x, 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "there are no prompts"),
+        ([[1], []], "prompt 2 of 2 is empty"),
+        ([[1] * 32], r"prompt 1 of 1 has 32 tokens, .* context of 32"),
+        ([[1, 50]], "prompt 1 of 1 has token 50, but .* vocabulary has 50"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_a_users_error(prompts, message):
+    with pytest.raises(jshard.UserError, match=message):
+        jshard.generate(make_model(), prompts)
+
+
+def test_a_model_without_a_cache_is_a_users_error():
+    with pytest.raises(jshard.UserError, match="Linear has no method init_cache"):
+        jshard.generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [[1]])

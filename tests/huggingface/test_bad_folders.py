@@ -1,0 +1,145 @@
+"""Folders that cannot be read are told in one line, before anything is written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mapped import RECIPE, write_folder, write_tensor_files
+
+from tiny_runs import RECIPE as UNMAPPED
+from tiny_runs import expect_one_line
+
+
+def change(file: str, **changes: object) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | changes))
+
+    return apply
+
+
+def remove(pattern: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return apply
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def other_tensors(folder: Path) -> None:
+    remove("*.safetensors*")(folder)
+    tensors = write_folder(folder / "inner")
+    shutil.rmtree(folder / "inner")
+    for i in range(2):
+        del tensors[f"layers.{i}.up.bias"]
+    tensors["lm_head.bias"] = np.zeros(16, np.float32)
+    tensors["norm.weight"] = np.zeros(9, np.float32)
+    write_tensor_files(folder, tensors, 10**6)
+
+
+def gptq(folder: Path) -> None:
+    remove("*.safetensors*")(folder)
+    tensors = {"layers.0.up.qweight": np.zeros((3, 8), np.int32)}
+    write_tensor_files(folder, tensors, 10**6)
+
+
+def pickled(folder: Path) -> None:
+    remove("*.safetensors*")(folder)
+    (folder / "pytorch_model.bin").touch()
+
+
+BAD = {
+    "no config": (remove("config.json"), "hf has no config.json: a Hugging Face"),
+    "damaged config": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json: it is not JSON",
+    ),
+    "unknown architecture": (
+        change("config.json", architectures=["XForCausalLM"]),
+        "XForCausalLM is not supported; TinyForCausalLM is",
+    ),
+    "incomplete config": (
+        lambda folder: (folder / "config.json").write_text(
+            '{"architectures": ["TinyForCausalLM"]}'
+        ),
+        "config.json is not complete: KeyError('num_layers')",
+    ),
+    "quantised config": (
+        change("config.json", quantization_config={"quant_method": "gptq"}),
+        "is quantised (gptq in config.json)",
+    ),
+    "quantised tensors": (gptq, "is quantised (layers.0.up.qweight)"),
+    "a missing shard": (
+        remove("model-00002*"),
+        "model-00002-of-00004.safetensors: it does not exist",
+    ),
+    "a truncated shard": (truncate, "cannot read {hf}/model-00002-of-00004.safeten"),
+    "no shards": (remove("*.safetensors*"), "there is no {hf}/model.safetensors and"),
+    "pickles": (pickled, "holds pytorch_model.bin"),
+    "other tensors": (
+        other_tensors,
+        "{hf} is of another model: layers.0.up.bias is missing; layers.1.up.bias is "
+        "missing; lm_head.bias is not in the model; norm.weight has shape [9], not [8]",
+    ),
+}
+
+
+@pytest.mark.quick("no config", "other tensors")
+@pytest.mark.parametrize("case", list(BAD))
+def test_a_folder_that_cannot_be_read(case, train, tmp_path):
+    hf = tmp_path / "hf"
+    write_folder(hf)
+    damage, said = BAD[case]
+    damage(hf)
+    words = [f"--config.{key}={hf}" for key in ("model.from", "checkpoint.restore")]
+    run = train(tmp_path, "--config=tiny.py", *words, "--workdir=run", recipe=RECIPE)
+    expect_one_line(run, 2, said.replace("{hf}", str(hf)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_differs_from_the_folders(train, tmp_path):
+    write_folder(tmp_path / "hf", sizes={"layers": 3, "width": 8, "experts": 2})
+    run = train(
+        tmp_path, "--config=tiny.py", "--config.checkpoint.restore=hf", recipe=RECIPE
+    )
+    expect_one_line(
+        run,
+        2,
+        "hf/config.json is of another model: layers is 3 there and 2 here; eps is "
+        "1e-06 there and 1e-05 here: --config.model.from=hf takes the model from there",
+    )
+    # What the command line says wins, as far as the tensors let it.
+    words = ["--config.model.from=hf", "--config.checkpoint.restore=hf"]
+    run = train(
+        tmp_path, "--config=tiny.py", *words, "--config.model.width=16", recipe=RECIPE
+    )
+    expect_one_line(run, 2, "embed.weight has shape [16, 8], not [16, 16]")
+
+
+@pytest.mark.parametrize("key", ["model.from", "checkpoint.restore"])
+def test_a_recipe_without_a_map(key, train, tmp_path):
+    write_folder(tmp_path / "hf")
+    run = train(tmp_path, "--config=tiny.py", f"--config.{key}=hf", recipe=UNMAPPED)
+    expect_one_line(run, 2, "recipe tiny has no map of Hugging Face's names")
+
+
+@pytest.mark.slow
+def test_a_map_that_is_none(train, tmp_path):
+    for change, said in (
+        (
+            ("huggingface = types.SimpleNamespace(", "huggingface = dict("),
+            "read_config(",
+        ),
+        (("def tensors(model):", "def tensors():"), "tensors(model)"),
+    ):
+        run = train(tmp_path, "--config=tiny.py", recipe=RECIPE.replace(*change))
+        expect_one_line(run, 2, "huggingface in recipe")
+        assert said in run.stderr

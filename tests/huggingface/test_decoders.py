@@ -1,0 +1,194 @@
+"""models/llama.py and its map against transformers: tiny random models, in torch."""
+
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jshard
+from foreign_weights import load, randomize, read_tensors, store
+from models import llama_huggingface as huggingface
+from models.llama import Llama, LlamaConfig
+from parity import make_mesh
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+]
+
+B, T, V = 8, 24, 96
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
+CASES = {
+    "llama2": ("LlamaConfig", {}),
+    "llama3": ("LlamaConfig", {"tie_word_embeddings": True, "rope_scaling": LLAMA3}),
+    "llama-linear-bias": (
+        "LlamaConfig",
+        {
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "attention_bias": True,
+            "head_dim": 12,
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": 5}),
+    "mistral-full": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"rope_scaling": YARN}),
+    "qwen2-windows": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", {**GEMMA, "num_hidden_layers": 4}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "num_hidden_layers": 8,  # a pattern of six, and two
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": False,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("torch")
+        yield pytest.importorskip("transformers", reason="needs transformers")
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, V, (B, T))
+
+
+@pytest.fixture(scope="module")
+def folder(transformers, tmp_path_factory):
+    """Writes a family's folder once, with the logits of transformers."""
+
+    @functools.cache
+    def make(case: str) -> Path:
+        path = tmp_path_factory.mktemp(case)
+        name, options = CASES[case]
+        config = getattr(transformers, name)(**SIZES | options)
+        config._attn_implementation = "eager"  # the others have no soft cap
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        randomize(model).save_pretrained(path)
+        return path
+
+    return make
+
+
+def their_logits(transformers: Any, folder: Path, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager",
+        output_loading_info=True,
+    )  # fmt: skip
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return model.eval()(torch.tensor(tokens)).logits.numpy()
+
+
+def our_model(folder: Path) -> Llama:
+    model = huggingface.read_config(json.loads((folder / "config.json").read_text()))
+    ours = Llama(LlamaConfig(**model), rngs=nnx.Rngs(0))
+    return load(ours, read_tensors(folder), huggingface.tensors(model))  # pyright: ignore
+
+
+def check(got: Any, want: np.ndarray, bound: float = 1e-5) -> None:
+    assert np.max(np.abs(np.asarray(got) - want)) <= bound * np.max(np.abs(want))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(transformers, folder, tokens, case):
+    want = their_logits(transformers, folder(case), tokens)
+    model = our_model(folder(case))
+    assert np.std(want) > 0.1
+    with jax.default_matmul_precision("highest"):
+        check(nnx.jit(lambda model, tokens: model(tokens))(model, tokens), want)
+        for replica in (1, 2):
+            fsdp = jshard.FSDP(
+                make_mesh(replica, 8 // replica), jshard.Policy(min_shard_elements=0)
+            )
+            state = fsdp.shard(model, optax.identity())
+            predict = fsdp.predict_step(lambda model, batch: model(batch["tokens"]))
+            batch = fsdp.shard_batch({"tokens": tokens})
+            check(fsdp.unshard(predict(state, batch)), want)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_loads_in_transformers(
+    transformers, folder, tokens, case, tmp_path
+):
+    want = their_logits(transformers, folder(case), tokens)
+    model = our_model(folder(case))
+    config = huggingface.write_config(vars(model.config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = store(model, huggingface.tensors(vars(model.config)))
+    save_file(files, tmp_path / "model.safetensors", {"format": "pt"})
+    originals = read_tensors(folder(case))
+    assert originals.keys() == files.keys()
+    for name, original in originals.items():
+        assert original.tobytes() == files[name].tobytes()
+    np.testing.assert_array_equal(their_logits(transformers, tmp_path, tokens), want)
+    assert huggingface.read_config(config) == huggingface.read_config(
+        json.loads((folder(case) / "config.json").read_text())
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decoding_gives_the_logits_of_the_whole_text(folder, tokens, case):
+    model = our_model(folder(case))
+    want = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    decode = nnx.jit(lambda model, *inputs: model.decode(*inputs))
+    cache, got = model.init_cache(B, T), []
+    for start, stop in ((0, 17), (17, 18), (18, T)):
+        part = tokens[:, start:stop]
+        positions = np.broadcast_to(np.arange(start, stop), part.shape)
+        logits, cache = decode(model, part, positions, cache)
+        got.append(logits)
+    check(jnp.concatenate(got, axis=1), np.asarray(want))

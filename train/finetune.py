@@ -1,0 +1,144 @@
+"""Fine-tunes a pretrained decoder: LoRA adapters beside it, or all of it.
+
+    python -m jshard.train --config=finetune.py --config.model.from=DIR
+        --config.checkpoint.restore=DIR --config.data.path=TEXT
+
+By default the adapters of every linear layer are trained, beside weights that are
+frozen in bfloat16 (Hu et al. 2021, arXiv:2106.09685; all layers as in Dettmers et al.
+2023, arXiv:2305.14314, section 4). --config.lora.rank=0 trains the model itself. With
+--config.policy.precision.gather=int8 the frozen weights travel in one byte.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+import jshard
+from jshard.training.keys import Key
+from models import llama_huggingface as huggingface  # noqa: F401  read by jshard
+from train import gpt, llama
+
+loss_fn = llama.loss_fn
+sample = gpt.sample
+
+LORA_RATE, FULL_RATE = 2e-4, 1e-5
+
+
+def get_config() -> ConfigDict:
+    config = llama.get_config("3-8b")
+    config.steps = 1000
+    config.batch_size = 32
+    config.eval_every = 100
+    config.eval_batches = 8
+    config.checkpoint = {"every": 100}
+    # Gradients of the inputs pass through every layer, so that these are bfloat16's.
+    precision = {"compute": "bfloat16", "reduce": "float32"}
+    config.policy = {"remat": "full", "precision": precision}
+    # The model's own sequence length is the longest text that it was made for.
+    config.data.sequence_length = Key(1024, "tokens per example", at_least=1)
+    config.sample = gpt.get_config().sample
+    config.sample.prompt = "The "
+    config.lora = {
+        "rank": Key(16, "rank of the adapters; 0 trains the model itself", at_least=0),
+        "alpha": Key(32.0, "adapters are scaled by alpha / rank", above=0),
+        "targets": Key(
+            ("*",),
+            "patterns of the paths of adapted layers, e.g. attention.q,attention.v; "
+            "* is every linear layer but the head",
+            noun="PATTERN,...",
+        ),
+        "dropout": Key(
+            0.0, "rate of the dropout of the adapters' inputs", at_least=0, below=1
+        ),
+        "base_dtype": Key(
+            "bfloat16",
+            "dtype of the frozen weights in memory",
+            choices=("bfloat16", "float32"),
+        ),
+    }
+    config.optimizer.update(
+        {
+            "learning_rate": Key(
+                "auto",
+                f"peak of the learning rate schedule; auto is {LORA_RATE} for "
+                f"adapters, and {FULL_RATE} without",
+                kind=float,
+                also=("auto",),
+                at_least=0,
+                at_most=1000,
+            ),
+            "warmup_steps": 50,
+            "weight_decay": 0.0,
+            "b2": 0.999,
+        }
+    )
+    return config
+
+
+def make_model(config, rngs):
+    model, lora = llama.make_model(config, rngs), config.lora
+    if not lora.rank:
+        return model
+    in_base_dtype = lambda x: x.astype(jnp.dtype(lora.base_dtype))
+    nnx.update(model, jax.tree.map(in_base_dtype, nnx.state(model, nnx.Param)))
+    jshard.add_lora(
+        model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets,
+        dropout=lora.dropout,
+        rngs=rngs,
+    )
+    return model
+
+
+def trainable(config):
+    return nnx.LoRAParam if config.lora.rank else nnx.Param
+
+
+def make_data(config, split):
+    return gpt.make_data(_of_examples(config), split)
+
+
+def flops_per_token(config):
+    """Counts 6 N, or 4 N where the matrices are frozen, and attention's scores."""
+    matrices, scores = llama.products_per_token(_of_examples(config))
+    return (4.0 if config.lora.rank else 6.0) * matrices + 6.0 * scores
+
+
+def _of_examples(config):
+    """Returns the config of a model whose sequences are as long as the examples."""
+    config = config.copy_and_resolve_references()
+    config.model.sequence_length = config.data.sequence_length
+    return config
+
+
+def learning_rate(config):
+    peak = config.optimizer.learning_rate
+    if peak == "auto":
+        peak = LORA_RATE if config.lora.rank else FULL_RATE
+    warmup = min(config.optimizer.warmup_steps, config.steps // 2)
+    return optax.warmup_cosine_decay_schedule(
+        peak / (warmup + 1), peak, warmup, config.steps, end_value=peak / 10
+    )
+
+
+def make_optimizer(config):
+    options = config.optimizer
+    adamw = optax.adamw(
+        learning_rate(config),
+        b2=options.b2,
+        weight_decay=options.weight_decay,
+        mask=decayed,
+    )
+    if options.moment_dtype == "bfloat16":
+        adamw = jshard.bf16_moments(adamw, seed=config.seed)
+    return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
+
+
+def decayed(params):
+    """Applies weight decay to matrices and embeddings, not to biases and norms."""
+    matrices = ("kernel", "embedding", "lora_a", "lora_b")
+    return nnx.map_state(lambda path, _: path[-1] in matrices, params)
