@@ -17,6 +17,7 @@ from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
 from jshard.training.text import BYTE_VOCAB, decode, encode, text_data
+from models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from models.gpt import GPT, GPTConfig, generate
 
 
@@ -118,7 +119,11 @@ def decayed(params):
 
 
 def loss_fn(model, batch):
-    return model.loss(batch["inputs"], batch["targets"], batch["weights"])
+    packed = {}
+    if "segment_ids" in batch:
+        packed["segment_ids_BT"] = batch["segment_ids"]
+        packed["positions_BT"] = batch["positions"]
+    return model.loss(batch["inputs"], batch["targets"], batch["weights"], **packed)
 
 
 def make_data(config, split):

@@ -27,6 +27,7 @@ from models.rope import SCALINGS
 from train import gpt
 
 make_optimizer = gpt.make_optimizer
+loss_fn = gpt.loss_fn
 make_data = gpt.make_data
 learning_rate = gpt.learning_rate
 references = gpt.references
@@ -75,9 +76,6 @@ FAMILY = {
     "normalized_experts": Key(True, "whether weights of a token's experts sum to 1"),
     "balance_weight": Key(
         0.0, "weight of the experts' load-balancing loss", at_least=0
-    ),
-    "max_segments": Key(
-        0, "most documents in a packed row, which cuDNN's attention needs", at_least=0
     ),
 }
 
@@ -143,16 +141,6 @@ def get_config(size: str = "") -> ConfigDict:
 
 def make_model(config, rngs):
     return Llama(LlamaConfig(**config.model), rngs=rngs)
-
-
-def loss_fn(model, batch):
-    return model.loss(
-        batch["inputs"],
-        batch["targets"],
-        batch["weights"],
-        positions_BT=batch.get("positions"),
-        segment_ids_BT=batch.get("segment_ids"),
-    )
 
 
 def flops_per_token(config):
