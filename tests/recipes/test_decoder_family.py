@@ -21,7 +21,7 @@ from models.llama import Llama, LlamaConfig
 from models.moe import MixtureOfExperts, load_balancing_loss
 from train.llama import loss_fn
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 40,
     "num_layers": 3,
     "num_heads": 4,
@@ -31,7 +31,7 @@ SMALL = {
     "loss_chunk": 8,
     "attention": "blockwise",  # the others have their softmax in float32
 }
-GEMMA = {
+GEMMA: dict[str, Any] = {
     "head_width": 8,
     "qk_norm": True,
     "pattern": "ssf",
@@ -48,13 +48,13 @@ GEMMA = {
     "scaled_embeddings": True,
     "tied": True,
 }
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "experts_per_token": 3,
     "normalized_experts": False,
     "qkv_bias": True,
 }
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
     "experts": EXPERTS,
     "balanced": {**EXPERTS, "balance_weight": 0.1, "pattern": "fs", "window": 3},
