@@ -50,6 +50,8 @@ with Checkpointer("run/checkpoints") as checkpointer:
     checkpointer.save(state, config={"recipe": "tiny.py"} | config.to_dict())
 """
 EXPORT = """
+import flax, grain, ml_collections, optax  # the recipe's imports
+
 from jshard import export
 
 jax.devices()
