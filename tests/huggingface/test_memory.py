@@ -28,6 +28,7 @@ def memory(what):
     return next(int(line.split()[1]) * 1024 for line in lines if what in line)
 """
 IMPORT = """
+from jshard.checkpoint import checkpointer as saving
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.safetensors_read import load_safetensors
 from jshard.training.huggingface import find_map
@@ -44,6 +45,7 @@ print(size, memory("VmHWM") - before - size)
 
 from jshard.checkpoint import metadata
 
+saving._CHUNK = 4 << 20  # beside 64 MB as small as 256 MB beside the usual 5 GB
 state = job.fsdp.init(job.make_model, job.optimizer)
 state = metadata.replace_arrays(state, loaded)
 with Checkpointer("run/checkpoints") as checkpointer:
