@@ -127,7 +127,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick("gpt-tied", "llama-sliding")
+@pytest.mark.quick("gpt-tied")
 def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, name):
     with jax.enable_x64(True):
         check_losses(*MODELS[name], folder)
