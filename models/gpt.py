@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard import cross_entropy
+from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
 from jshard.nn import kv_cache
 
 

@@ -63,6 +63,21 @@ def test_decoding_gives_the_logits_of_the_full_forward(x64, tied):
     np.testing.assert_allclose(jnp.concatenate(got, 1), want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_cache_is_updated_in_place(stacked):
+    """Temporary memory holds a layer's part of the cache, not the cache."""
+    model = make_model(num_layers=8)
+    cache = jax.eval_shape(lambda: model.init_cache(4, 4096))
+    if not stacked:
+        model = without_stacks(model)
+    one = jax.ShapeDtypeStruct((4, 1), jnp.int32)
+    decode = jax.jit(lambda model, *args: model.decode(*args), donate_argnums=3)
+    memory = decode.lower(model, one, one, cache).compile().memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 2
+
+
 def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
     model = make_model()
     generator = Generator(model)
