@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jshard
 from jshard.checkpoint.file_tensor import FileTensor
-from models.llama import LlamaConfig
+from models.llama_config import LlamaConfig
 
 Json = Mapping[str, Any]
 

@@ -20,6 +20,7 @@ from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
 from jshard.training.text import text_data
 from jshard.training.tokenizer import BYTE_VOCAB, load_tokenizer
+from models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from models.gpt import GPT, GPTConfig
 
 

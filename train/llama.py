@@ -1,5 +1,8 @@
 """Llama 2 and 3 by size: --config=llama.py:3-8b, or 2-7b, 2-13b, 3-70b, 3-405b.
 
+The model is a family: with other keys under --config.model it is a Mistral, Qwen, Gemma
+or Mixtral (models/llama.py).
+
 A step has four million tokens in bf16, as for Llama 2 and the start of Llama 3. On 64
 GPUs, a GPU's share is four micro-batches (--config.policy.accumulate) of four sequences
 of 4096 tokens for Llama 2, and eight sequences of 8192 tokens for Llama 3; with
@@ -11,11 +14,16 @@ Sizes and rates are from Touvron et al. 2023, arXiv:2307.09288, section 2.2, and
 Dubey et al. 2024, arXiv:2407.21783, table 3.
 """
 
+import copy
+
 from ml_collections import ConfigDict
 
 import jshard
 from jshard.training.keys import Key
+from models import llama_huggingface as huggingface  # noqa: F401  read by jshard
 from models.llama import Llama, LlamaConfig
+from models.llama_config import ACTIVATIONS
+from models.rope import SCALINGS
 from train import gpt
 
 make_optimizer = gpt.make_optimizer
@@ -31,6 +39,44 @@ SIZES = {
     "3-8b": (32, 32, 8, 4096, 14336, 3e-4),
     "3-70b": (80, 64, 8, 8192, 28672, 1.5e-4),
     "3-405b": (126, 128, 8, 16384, 53248, 8e-5),
+}
+
+# What other models of the family do differently.
+FAMILY = {
+    "head_width": Key(0, "width of a head; 0 is width / num_heads", at_least=0),
+    "context_length": Key(
+        0, "longest text the model is for; 0 is sequence_length", at_least=0
+    ),
+    "rope_scaling": Key(
+        "none", "scaling of rotary positions for longer texts", choices=SCALINGS
+    ),
+    "rope_factor": Key(1.0, "how much longer texts may be", above=0),
+    "rope_low": Key(1.0, "turns below which positions are scaled in full", above=0),
+    "rope_high": Key(4.0, "turns above which positions are not scaled", above=0),
+    "rope_length": Key(8192, "context length before the scaling", at_least=1),
+    "qkv_bias": Key(False, "whether queries, keys and values have biases"),
+    "out_bias": Key(False, "whether the attention's output has a bias"),
+    "qk_norm": Key(False, "whether queries and keys are normalised"),
+    "pattern": Key(
+        "f", "repeated over layers: f full attention, s a sliding window, as in ssf"
+    ),
+    "window": Key(0, "positions that a layer s attends to", at_least=0),
+    "sliding_theta": Key(0.0, "rope_theta of layers s; 0 is the same", at_least=0),
+    "attention_scale": Key(
+        0.0, "scores are divided by its root; 0 is the width of a head", at_least=0
+    ),
+    "attention_soft_cap": Key(0.0, "soft cap of scores; 0 is none", at_least=0),
+    "logit_soft_cap": Key(0.0, "soft cap of logits; 0 is none", at_least=0),
+    "activation": Key("silu", "of the gated MLP", choices=tuple(ACTIVATIONS)),
+    "norm_offset": Key(False, "whether norms multiply with 1 + their scale"),
+    "post_norms": Key(False, "whether the outputs of branches are normalised"),
+    "scaled_embeddings": Key(False, "whether embeddings are scaled by sqrt(width)"),
+    "num_experts": Key(0, "experts of the MLP; 0 is an ordinary MLP", at_least=0),
+    "experts_per_token": Key(2, "experts that a token takes", at_least=1),
+    "normalized_experts": Key(True, "whether weights of a token's experts sum to 1"),
+    "balance_weight": Key(
+        0.0, "weight of the experts' load-balancing loss", at_least=0
+    ),
 }
 
 
@@ -74,6 +120,7 @@ def get_config(size: str = "") -> ConfigDict:
             ),
             "norm_eps": Key(1e-5, "added to mean squares", above=0, at_most=1),
             "loss_chunk": 4096,
+            **copy.deepcopy(FAMILY),
         }
     )
     config.optimizer.learning_rate = rate
@@ -97,11 +144,21 @@ def make_model(config, rngs):
 
 
 def flops_per_token(config):
-    """Counts 6 N without embeddings, plus 6 L D T for causal attention."""
-    model = config.model
-    kv_width = model.width // model.num_heads * model.num_kv_heads
-    attention = 2 * model.width * (model.width + kv_width)
+    """Counts 6 N without embeddings or idle experts, plus attention's scores.
+
+    The scores of L layers of N heads take 6 L N H T with causal attention, and less in
+    layers with a window W: a token attends to W - W**2 / 2T others on average.
+    """
+    model = LlamaConfig(**config.model)
+    heads, T = model.H * model.num_heads, model.sequence_length
+    attention = 2 * model.width * (heads + model.H * model.num_kv_heads)
     mlp = 3 * model.width * model.hidden
+    if model.num_experts:
+        mlp = mlp * model.experts_per_token + model.width * model.num_experts
     matrices = model.num_layers * (attention + mlp) + model.width * model.vocab_size
-    scores = model.num_layers * model.width * model.sequence_length
+    near = min(model.window, T)
+    scores = sum(
+        heads * (2 * near - near**2 / T if sliding else T)
+        for sliding in model.sliding_layers
+    )
     return 6.0 * (matrices + scores)

@@ -1,0 +1,170 @@
+"""Sizes and details of the decoders in models/llama.py."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jshard
+from models.rope import SCALINGS, Rope
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,  # SwiGLU (Shazeer 2020, arXiv:2002.05202, section 2)
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # GEGLU, likewise
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and details of a decoder; the defaults are those of Llama 2 7B.
+
+    A number that may be absent is 0 then.
+
+    Attributes:
+      vocab_size: V, number of tokens.
+      sequence_length: T in training; the model itself takes any.
+      num_layers: L, number of blocks.
+      num_heads: N, heads of the queries.
+      num_kv_heads: K, heads of keys and values; each serves N / K query heads.
+      width: D.
+      hidden: F, width of the gated MLP, or of each expert's.
+      rope_theta: base of the rotary wavelengths.
+      norm_eps: added to the mean square in RMSNorm.
+      tied: whether the head is the transposed embedding.
+      loss_chunk: tokens per device whose logits exist at a time in the loss.
+      attention: "auto", "cudnn", "blockwise" or "xla" of
+        ``jshard.dot_product_attention``.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+      head_width: H; 0 is D / N.
+      context_length: the longest text that the model is meant for; 0 is
+        ``sequence_length``.
+      rope_scaling: "none", "linear", "llama3" or "yarn"; with ``rope_factor``,
+        ``rope_low``, ``rope_high`` and ``rope_length`` (models/rope.py).
+      qkv_bias: whether queries, keys and values have biases, as in Qwen 2.5
+        (arXiv:2412.15115, section 2).
+      out_bias: whether the attention's output projection has one.
+      qk_norm: whether each head's queries and keys are normalised before rotation, as
+        in Qwen 3 (arXiv:2505.09388, section 2) and Gemma 3 (arXiv:2503.19786, 2).
+      pattern: repeated over the layers, "f" for full attention and "s" for a sliding
+        window: "s" is Mistral, "sf" Gemma 2, "sssssf" Gemma 3.
+      window: positions that a layer "s" attends to, its own included (Mistral,
+        arXiv:2310.06825, section 2).
+      sliding_theta: ``rope_theta`` of layers "s", which have no scaling then; 0 is that
+        of the others (Gemma 3).
+      attention_scale: scores are divided by its root, Gemma's query_pre_attn_scalar;
+        0 is H.
+      attention_soft_cap: c in ``c tanh(score / c)``, 0 for none (Gemma 2,
+        arXiv:2408.00118, section 2).
+      logit_soft_cap: the same for logits.
+      activation: "silu" or "gelu_tanh".
+      norm_offset: whether norms multiply with 1 + their scale, which starts at 0
+        (Gemma's reference code).
+      post_norms: whether a branch's output is normalised, too (Gemma 2, section 2).
+      scaled_embeddings: whether embeddings are multiplied by the root of D (Gemma).
+      num_experts: experts of the MLP; 0 is an ordinary MLP (models/moe.py).
+      experts_per_token: how many of them each token takes.
+      normalized_experts: whether the weights of a token's experts sum to 1.
+      balance_weight: weight of the load-balancing loss in ``loss``; 0 leaves it out.
+      max_segments: the most documents that a packed row holds, for cuDNN's attention.
+    """
+
+    vocab_size: int = 32000
+    sequence_length: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 32
+    width: int = 4096
+    hidden: int = 11008
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+    loss_chunk: int = 1024
+    attention: str = "auto"
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    head_width: int = 0
+    context_length: int = 0
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_length: int = 8192
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    pattern: str = "f"
+    window: int = 0
+    sliding_theta: float = 0.0
+    attention_scale: float = 0.0
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    activation: str = "silu"
+    norm_offset: bool = False
+    post_norms: bool = False
+    scaled_embeddings: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 2
+    normalized_experts: bool = True
+    balance_weight: float = 0.0
+    max_segments: int = 0
+
+    def __post_init__(self):
+        if not self.head_width and (self.width % self.num_heads or self.H % 2):
+            raise jshard.UserError(
+                f"model: width={self.width} over num_heads={self.num_heads} must be an "
+                "even whole number"
+            )
+        if self.H % 2:
+            raise jshard.UserError(f"model: head_width={self.head_width} must be even")
+        if self.num_heads % self.num_kv_heads:
+            raise jshard.UserError(
+                f"model: num_heads={self.num_heads} does not divide by "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        if not self.pattern or set(self.pattern) - set("fs"):
+            raise jshard.UserError(
+                f"model: pattern={self.pattern!r} must consist of 'f' (full attention) "
+                "and 's' (sliding window)"
+            )
+        if "s" in self.pattern and self.window < 1:
+            raise jshard.UserError(
+                f"model: pattern={self.pattern!r} needs a window of at least 1"
+            )
+        for name, known in (("rope_scaling", SCALINGS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise jshard.UserError(
+                    f"model: {name}={getattr(self, name)!r} is unknown: use "
+                    f"{', '.join(known)}"
+                )
+        if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+            raise jshard.UserError(
+                f"model: experts_per_token={self.experts_per_token} must be between 1 "
+                f"and num_experts={self.num_experts}"
+            )
+
+    @property
+    def H(self) -> int:
+        """The width of a head."""
+        return self.head_width or self.width // self.num_heads
+
+    @property
+    def sliding_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has a sliding window."""
+        return tuple(
+            self.pattern[i % len(self.pattern)] == "s" for i in range(self.num_layers)
+        )
+
+    @property
+    def rope(self) -> Rope:
+        """The rotation of layers with full attention."""
+        return Rope(
+            self.rope_theta,
+            self.rope_scaling,
+            self.rope_factor,
+            self.rope_low,
+            self.rope_high,
+            self.rope_length,
+        )
