@@ -1,4 +1,4 @@
-"""Tokenizes text: `python -m jshard.tokenize INPUT... --tokenizer=T --output=DIR`."""
+"""Tokenizes text: `python -m jshard.tokenize PATH... --tokenizer=T --output=DIR`."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def _tokenize(argv: list[str]) -> None:
     )
     parser.add_argument(
         "inputs",
-        metavar="INPUT",
+        metavar="PATH",
         nargs="+",
         type=file_path,
         help="a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of these",

@@ -25,10 +25,15 @@ def make_tokenizer(folder: Path, *, begins: bool = False, **config) -> Path:
       begins: Whether a text begins with a special token.
       **config: Entries of tokenizer_config.json.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from tokenizers.processors import TemplateProcessing
+    import tokenizers.processors  # pyright: ignore[reportMissingImports]
+    from tokenizers import (  # pyright: ignore[reportMissingImports]
+        decoders,
+        models,
+        pre_tokenizers,
+        trainers,
+    )
 
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [EOS, "<s>", *CHAT]
@@ -40,7 +45,7 @@ def make_tokenizer(folder: Path, *, begins: bool = False, **config) -> Path:
     )
     tokenizer.train_from_iterator([TEXT] * 3, trainer)
     if begins:
-        tokenizer.post_processor = TemplateProcessing(
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -140,7 +140,8 @@ def get_config(size: str = "") -> ConfigDict:
 
 
 def make_model(config, rngs):
-    return Llama(LlamaConfig(**config.model), rngs=rngs)
+    max_segments = config.data.max_segments
+    return Llama(LlamaConfig(**config.model, max_segments=max_segments), rngs=rngs)
 
 
 def flops_per_token(config):

@@ -185,25 +185,25 @@ def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
 
 def _compile(template: str, where: str, marks: tuple[str, str]) -> Any:
     try:
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.nodes import CallBlock
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        import jinja2  # pyright: ignore[reportMissingImports]
+        import jinja2.ext  # pyright: ignore[reportMissingImports]
+        import jinja2.nodes  # pyright: ignore[reportMissingImports]
+        import jinja2.sandbox  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             f"{where}: chat templates need jinja2: pip install 'jshard[text]'"
         ) from error
 
-    class Generation(Extension):
+    class Generation(jinja2.ext.Extension):
         """`{% generation %}answer{% endgeneration %}`."""
 
         tags = {"generation"}  # noqa: RUF012  # read from the class
 
-        def parse(self, parser: Any) -> CallBlock:
+        def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             call: Any = self.call_method("_mark")
-            return CallBlock(call, [], [], body).set_lineno(line)
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
         def _mark(self, caller: Callable[[], str]) -> str:
             return marks[0] + caller() + marks[1]
@@ -211,8 +211,10 @@ def _compile(template: str, where: str, marks: tuple[str, str]) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse

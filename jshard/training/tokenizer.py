@@ -178,7 +178,7 @@ def _load(path: str) -> Tokenizer:
 
 def _open(file: Path) -> Any:
     try:
-        import tokenizers  # an extra, and half a second to import
+        import tokenizers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             f"{file}: reading it needs the tokenizers library: pip install "

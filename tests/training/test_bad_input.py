@@ -16,6 +16,7 @@ import jshard.inspect
 import jshard.launch
 import jshard.plan.command_line
 import jshard.plan.topology
+import jshard.tokenize
 import jshard.train
 import jshard.training.loop
 from jobs import environment
@@ -203,6 +204,12 @@ OPTIONS = {
         "dtype": ("", "int8", "nosuch", LONG),
         "max_shard_size": ("", "0GB", "-1GB", "nan", "5", LONG),
     },
+    jshard.tokenize: {
+        "PATH": ("", LONG),
+        "tokenizer": ("", "/nosuch", "/dev/null", LONG),
+        "output": ("", LONG),
+        "workers": ("", "0", "-1", "many", "nan", "1" + "0" * 20, LONG),
+    },
 }
 # What makes the rest of a command line good.
 GOOD = {
@@ -216,6 +223,7 @@ GOOD = {
     jshard.launch: {"num_processes": "2"},
     jshard.inspect: {"PATH": "/nosuch"},
     jshard.export: {"PATH": "/nosuch", "output": "nosuch"},
+    jshard.tokenize: {"PATH": "/nosuch", "tokenizer": "/nosuch", "output": "nosuch"},
 }
 
 

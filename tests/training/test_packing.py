@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from jshard.errors import UserError
 from jshard.training.data.packing import best_fit
 from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
 from texts import text, window
 
 LINES = [f"Document {i} " + "is long " * (i % 5) + "and ends." for i in range(23)]
@@ -107,24 +108,37 @@ def test_training_repeats_all_rows_in_another_order(folder):
     assert seen[:num_rows] != seen[num_rows : 2 * num_rows]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, tied):
-    config = GPTConfig(
-        vocab_size=128, sequence_length=T, num_layers=2, num_heads=2, width=16,
-        tied=tied, loss_chunk=32, dtype=jnp.float64, param_dtype=jnp.float64,
-    )  # fmt: skip
+SIZES = {
+    "vocab_size": 128, "sequence_length": T, "num_layers": 2, "num_heads": 2,
+    "width": 16, "loss_chunk": 32, "dtype": jnp.float64, "param_dtype": jnp.float64,
+}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES, num_kv_heads=1, hidden=24)
+MODELS = {
+    "gpt": (GPT, GPTConfig(**SIZES, tied=False)),
+    "gpt-tied": (GPT, GPTConfig(**SIZES)),
+    "llama": (Llama, LLAMA),
+    "llama-sliding": (
+        Llama,
+        dataclasses.replace(
+            LLAMA, pattern="sf", window=9, attention_soft_cap=5.0, qk_norm=True
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick("gpt-tied", "llama-sliding")
+def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, name):
     with jax.enable_x64(True):
-        model = GPT(config, rngs=nnx.Rngs(0))
-        for most in (0, 4):
-            check_losses(GPT, model, config, folder, most)
+        check_losses(*MODELS[name], folder)
 
 
-def check_losses(kind, model, config, folder, most):
+def check_losses(kind, config, folder):
     """Compares sums of losses and of gradients."""
-    data = text(folder, sequence_length=T, pack=True, max_segments=most)
+    data = text(folder, sequence_length=T, pack=True, max_segments=4)
     found = [window(data, i) for i in range(8)]
-    config = dataclasses.replace(config, max_segments=most)
-    packed = kind(config, rngs=nnx.Rngs(0))
+    packed = kind(dataclasses.replace(config, max_segments=4), rngs=nnx.Rngs(0))
+    model = kind(config, rngs=nnx.Rngs(0))
     batch = {key: np.stack([row[key] for row in found]) for key in found[0]}
 
     def packed_loss(model):

@@ -33,7 +33,7 @@ def write(folder, kind):
         with pa.output_stream(str(folder / "a.jsonl.zst"), compression="zstd") as out:
             out.write(as_jsonl(RECORDS).encode())
     elif kind == "parquet":
-        import pyarrow.parquet
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 
         pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=9)
     else:  # what Dataset.save_to_disk writes

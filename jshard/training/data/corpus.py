@@ -181,8 +181,8 @@ def _hold_out_tail(pieces: Sequence[Piece], fraction: float) -> dict[str, list[P
     train, validation, offset = [], [], 0
     for piece in pieces:
         cut = min(max(boundary - offset, 0), len(piece)) + piece.start
-        if piece.ends is not None and 0 < cut < piece.stop:  # no document is divided
-            ends = piece.ends()
+        ends = np.zeros(0) if piece.ends is None else piece.ends()
+        if len(ends) > 1 and 0 < cut < piece.stop:  # no document is divided
             cut = int(ends[max(np.searchsorted(ends, cut, "right") - 1, 0)])
         if cut > piece.start:
             train.append(dataclasses.replace(piece, stop=cut))

@@ -39,11 +39,11 @@ def packed_rows(
 
     def read(index: int) -> dict[str, np.ndarray]:
         names = ("inputs", "targets", "segment_ids", "positions")
-        row = {name: np.zeros(T, np.int32) for name in names}
+        row: dict[str, np.ndarray] = {name: np.zeros(T, np.int32) for name in names}
         row["weights"] = np.zeros(T, np.float32)
         place = 0
         documents = order[bounds[index] : bounds[index + 1]]
-        for segment, document in enumerate(documents, start=1):
+        for segment, document in enumerate(documents.tolist(), start=1):
             piece, size = pieces[number[document]], int(length[document])
             first, last = int(start[document]), int(start[document]) + size
             tokens = read_tokens(piece, first, last + 1, vocab_size)

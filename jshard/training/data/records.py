@@ -203,7 +203,7 @@ def _arrow_batches(arrow: Any, file: Path) -> Iterator[Any]:
 
 def _parquet(file: Path) -> Any:
     arrow = _pyarrow(file)
-    import pyarrow.parquet
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 
     try:
         return pyarrow.parquet.ParquetFile(file)
@@ -213,7 +213,7 @@ def _parquet(file: Path) -> Any:
 
 def _pyarrow(file: Path) -> Any:
     try:
-        import pyarrow  # an extra
+        import pyarrow  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             f"{file}: reading it needs pyarrow: pip install 'jshard[text]'"

@@ -118,8 +118,9 @@ def write_token_files(
             advance(part)
     seconds = time.perf_counter() - started
     counts = [_count(folder, part) for part in parts]
-    tokens, documents = (sum(column) for column in zip(*counts, strict=True))
+    tokens, documents = (sum(count[i] for count in counts) for i in range(2))
     if not tokens:
+        shutil.rmtree(folder)
         raise UserError(f"{inputs[0]}: has no text")
     _finish(folder, output, {**about, "tokens": tokens, "documents": documents})
     size = sum(part.size for part in missing) / 1e6
@@ -213,9 +214,10 @@ def _write_all(
     parts: Sequence[_Part], workers: int, write: Callable[[_Part], _Part]
 ) -> Iterator[_Part]:
     """Yields parts as they are written, by several processes."""
-    if not parts:
-        return
     processes = min(workers, len(parts))
+    if processes <= 1:
+        yield from map(write, parts)
+        return
     with ProcessPoolExecutor(
         processes,
         multiprocessing.get_context("spawn"),
