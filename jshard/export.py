@@ -18,10 +18,12 @@ import numpy as np
 import tensorstore
 from safetensors import SafetensorError
 
-from jshard.checkpoint import metadata
+from jshard.checkpoint import frozen, metadata, peft
 from jshard.checkpoint.file_tensor import FileTensor
-from jshard.checkpoint.huggingface import CONFIG
+from jshard.checkpoint.huggingface import CONFIG, is_huggingface
+from jshard.checkpoint.merge import SIDES, Adapter, adapters
 from jshard.checkpoint.restore import ARRAYS, find_step
+from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.checkpoint.safetensors_write import (
     INDEX,
     assign_files,
@@ -35,6 +37,7 @@ from jshard.errors import RunFailed, UserError, some_of
 from jshard.training.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+FORMATS = ("jshard", "huggingface", "peft")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as in Hugging Face
 _UNFINISHED = ".unfinished-export"
 # Each further thread would hold another chunk; one saturates a disk.
@@ -63,9 +66,10 @@ def _export(argv: list[str]) -> None:
     parser.add_argument(
         "--format",
         default="jshard",
-        choices=("jshard", "huggingface"),
-        help="names of the tensors: the model's own, by default, or those of "
-        "transformers, with config.json and the tokenizer's files",
+        choices=FORMATS,
+        help="names of the tensors: the model's own, by default; those of "
+        "transformers, with config.json and the tokenizer's files, and adapters merged "
+        "into the weights; or the adapters alone as PEFT has them",
     )
     parser.add_argument(
         "--config",
@@ -92,7 +96,7 @@ def _export(argv: list[str]) -> None:
     export(
         arguments.path,
         arguments.output,
-        huggingface=arguments.format == "huggingface",
+        format=arguments.format,
         recipe=arguments.config,
         ema=arguments.ema,
         dtype=arguments.dtype,
@@ -112,7 +116,7 @@ def export(
     path: Path,
     output: Path,
     *,
-    huggingface: bool = False,
+    format: str = "jshard",
     recipe: str | None = None,
     ema: bool = False,
     dtype: str | None = None,
@@ -126,7 +130,9 @@ def export(
     Args:
       path: A run's folder, a folder of checkpoints, or one checkpoint; it is verified.
       output: The folder to write to; it must not contain an export.
-      huggingface: Whether to write a folder of Hugging Face's, for transformers.
+      format: "jshard" for the model's own names; "huggingface" for a folder that
+        transformers reads, with adapters merged into the weights; "peft" for a folder
+        with the adapters alone.
       recipe: The run's recipe, which maps names to those of Hugging Face; by default
         the one that the run was started with.
       ema: Whether to export the averages instead of the trained parameters.
@@ -146,19 +152,29 @@ def export(
         _check_output(output)  # early: verifying a large checkpoint takes minutes
         step = find_step(path)
         about = metadata.read(step)
-        mapped = find_model(step, about, recipe) if huggingface else None
-        tensors = _tensors(about, dtype, ema, mapped.tensors if mapped else None)
+        mapped = None if format == "jshard" else find_model(step, about, recipe)
+        if mapped is None:
+            tensors = _tensors(about, dtype, ema)
+        elif format == "huggingface":
+            tensors = _merged_tensors(about, dtype, ema, mapped.tensors)
+        else:
+            tensors = _adapter_tensors(about, dtype, ema, mapped.tensors)
         sizes = {name: tensor.size for name, tensor in tensors.items()}
         with _all_or_nothing(output) as folder:
             _check_space(output, sum(sizes.values()))
             files = assign_files(sizes, shard_bytes)
+            if format == "peft":
+                files = {peft.TENSORS: list(tensors)}
             for file, names in files.items():
                 wanted = {name: tensors[name] for name in names}
                 framework = "pt" if mapped else "flax"
                 write_tensors(folder / file, _read(step, wanted), framework)
             if len(files) > 1:
                 write_index(folder, files, sizes)
-            if mapped:
+            if format == "peft":
+                assert mapped is not None
+                notes = peft.write_config(folder, about, mapped.tensors)
+            elif mapped:
                 dtypes = {str(tensor.dtype) for tensor in tensors.values()}
                 notes = write_companions(folder, mapped, dtypes)
             else:
@@ -179,22 +195,24 @@ def export(
 class _Tensor(NamedTuple):
     """A tensor to write: an array of the checkpoint, or one layer of it."""
 
-    source: str  # the array's name
+    source: str | StoredTensor  # the array's name, or a tensor in other files
     layer: Index  # and expert
     transposed: bool
     dtype: np.dtype
     size: int  # bytes
+    adapter: Adapter | None = None  # to be added
 
 
 def _tensors(
     about: dict[str, Any],
     dtype: str | None,
     ema: bool,
-    places: Mapping[str, FileTensor] | None,
+    places: Mapping[str, FileTensor] | None = None,
 ) -> dict[str, _Tensor]:
     """Lists the tensors to write, by name, those of an array next to each other.
 
-    `places` says where Hugging Face has each; None keeps their own names.
+    `places` says where the files have each, none at all if they lack it; None keeps
+    their own names.
     """
     tensors, arrays = {}, about["arrays"]
     unknown: list[str] = []
@@ -207,8 +225,7 @@ def _tensors(
                     "--ema: the checkpoint has no averages; train with "
                     "--config.policy.ema_decay=0.999, for example"
                 )
-        cast = dtype if dtype and "float" in array["dtype"] else array["dtype"]
-        kind = jnp.dtype(cast)
+        kind = _dtype(array["dtype"], dtype)
         size = math.prod(array["shape"]) // len(layers) * kind.itemsize
         for layer, name in layers.items():
             place = FileTensor((name,)) if places is None else places.get(name)
@@ -226,10 +243,81 @@ def _tensors(
     return tensors
 
 
+def _dtype(stored: str, given: str | None) -> np.dtype:
+    return jnp.dtype(given if given and "float" in stored else stored)
+
+
+def _merged_tensors(
+    about: dict[str, Any],
+    dtype: str | None,
+    ema: bool,
+    places: Mapping[str, FileTensor],
+) -> dict[str, _Tensor]:
+    """Lists the tensors of Hugging Face, with the adapters that they are merged with.
+
+    What the checkpoint leaves out is in the folder that the run started from.
+    """
+    merged = adapters(about, ema=ema)
+    absent = dict.fromkeys(_names_of_adapters(about), FileTensor(()))
+    tensors = _tensors(about, dtype, ema, {**places, **absent})
+    if frozen.KEY in about:
+        source = Path(about[frozen.KEY]["path"])
+        if not is_huggingface(source):
+            raise UserError(
+                f"--format=huggingface: the frozen parameters of the run are in "
+                f"{source}, which is no Hugging Face folder: export it first, or "
+                "export the adapters with --format=peft"
+            )
+        found = find_tensors(source)
+        for place in places.values():
+            for name in set(place.names) - tensors.keys():
+                if name not in found:
+                    raise UserError(f"--format=huggingface: {source} lacks {name}")
+                stored = found[name]
+                kind = _dtype(str(jnp.dtype(DTYPES[stored.dtype])), dtype)
+                size = math.prod(stored.shape) * kind.itemsize
+                tensors[name] = _Tensor(stored, (), place.transposed, kind, size)
+    for kernel, adapter in merged.items():
+        (name,) = places[kernel].names
+        tensors[name] = tensors[name]._replace(adapter=adapter)
+    return tensors
+
+
+def _adapter_tensors(
+    about: dict[str, Any],
+    dtype: str | None,
+    ema: bool,
+    places: Mapping[str, FileTensor],
+) -> dict[str, _Tensor]:
+    """Lists the tensors of PEFT."""
+    names = peft.file_names(_names_of_adapters(about), places)
+    if not names:
+        raise UserError("--format=peft: the checkpoint has no adapters")
+    found: dict[str, FileTensor] = dict.fromkeys(
+        [name for layers in tensor_names(about).values() for name in layers.values()],
+        FileTensor(()),
+    )
+    found |= {ours: FileTensor((name,), True) for ours, name in names.items()}
+    return _tensors(about, dtype, ema, found)
+
+
+def _names_of_adapters(about: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for stored, layers in tensor_names(about).items()
+        if stored.endswith(SIDES)
+        for name in layers.values()
+    ]
+
+
 def _check_output(output: Path) -> None:
     """Raises UserError if the export would mix with another."""
     for file in output.iterdir() if output.exists() else ():
-        if ".safetensors" in file.name or file.name in (metadata.FILE, CONFIG):
+        if ".safetensors" in file.name or file.name in (
+            metadata.FILE,
+            CONFIG,
+            peft.CONFIG,
+        ):
             raise UserError(
                 f"--output={output} holds {file.name} already: give another folder, "
                 "or remove it"
@@ -271,6 +359,10 @@ def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for source, group in itertools.groupby(tensors, lambda name: tensors[name].source):
         names = list(group)
+        if isinstance(source, StoredTensor):
+            for name in names:
+                found[name] = np.array(source.open(), tensors[name].dtype)
+            continue
         first, last = tensors[names[0]], tensors[names[-1]]
         try:
             store = open_array(step / ARRAYS, source, _ONE_THREAD)
@@ -290,6 +382,11 @@ def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
             if layer:
                 layer = layer[0] - first.layer[0], *layer[1:]
             found[name] = values[(*layer, ...)]
+    for name, tensor in tensors.items():
+        if tensor.adapter is not None:
+            added = tensor.adapter.read(step, _ONE_THREAD)
+            added = added.T if tensor.transposed else added
+            found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
     return found
 
 

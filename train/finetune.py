@@ -17,12 +17,10 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.training.keys import Key
-from models import llama_huggingface as huggingface
+from models import llama_huggingface as huggingface  # noqa: F401  read by jshard
 from train import gpt, llama
 
-loss_fn = gpt.loss_fn
-make_data = gpt.make_data
-flops_per_token = llama.flops_per_token
+loss_fn = llama.loss_fn
 
 LORA_RATE, FULL_RATE = 2e-4, 1e-5
 
@@ -37,7 +35,8 @@ def get_config() -> ConfigDict:
     # Gradients of the inputs pass through every layer, so that these are bfloat16's.
     precision = {"compute": "bfloat16", "reduce": "float32"}
     config.policy = {"remat": "full", "precision": precision}
-    config.model.sequence_length = 1024
+    # The model's own sequence length is the longest text that it was made for.
+    config.data.sequence_length = Key(1024, "tokens per example", at_least=1)
     config.lora = {
         "rank": Key(16, "rank of the adapters; 0 trains the model itself", at_least=0),
         "alpha": Key(32.0, "adapters are scaled by alpha / rank", above=0),
@@ -94,6 +93,23 @@ def make_model(config, rngs):
 
 def trainable(config):
     return nnx.LoRAParam if config.lora.rank else nnx.Param
+
+
+def make_data(config, split):
+    return gpt.make_data(_of_examples(config), split)
+
+
+def flops_per_token(config):
+    """Counts 6 N, or 4 N where the matrices are frozen, and attention's scores."""
+    matrices, scores = llama.products_per_token(_of_examples(config))
+    return (4.0 if config.lora.rank else 6.0) * matrices + 6.0 * scores
+
+
+def _of_examples(config):
+    """Returns the config of a model whose sequences are as long as the examples."""
+    config = config.copy_and_resolve_references()
+    config.model.sequence_length = config.data.sequence_length
+    return config
 
 
 def learning_rate(config):

@@ -150,6 +150,12 @@ def flops_per_token(config):
     The scores of L layers of N heads take 6 L N H T with causal attention, and less in
     layers with a window W: a token attends to W - W**2 / 2T others on average.
     """
+    matrices, scores = products_per_token(config)
+    return 6.0 * (matrices + scores)
+
+
+def products_per_token(config):
+    """Counts the products of a token with matrices, and half of those of its scores."""
     model = LlamaConfig(**config.model)
     heads, T = model.H * model.num_heads, model.sequence_length
     attention = 2 * model.width * (heads + model.H * model.num_kv_heads)
@@ -162,4 +168,4 @@ def flops_per_token(config):
         heads * (2 * near - near**2 / T if sliding else T)
         for sliding in model.sliding_layers
     )
-    return 6.0 * (matrices + scores)
+    return matrices, scores

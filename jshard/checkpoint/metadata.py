@@ -16,6 +16,7 @@ from jshard.checkpoint.tensor_names import stack_paths
 from jshard.errors import UserError
 from jshard.layout.layers import layer_dims
 from jshard.nn.dropout import is_random
+from jshard.nn.lora import ALPHA
 from jshard.state import TrainState
 from jshard.version import versions
 
@@ -84,6 +85,8 @@ def describe(
         if name in described:
             described[name]["layer_dims"] = layer_dims(variable)
             described[name]["random"] = is_random(variable)
+            if isinstance(variable, nnx.LoRAParam):
+                described[name][ALPHA] = variable.get_metadata(ALPHA, None)
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),

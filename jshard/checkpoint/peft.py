@@ -69,45 +69,59 @@ def file_names(
 
 
 def write_config(
-    adapters: Iterable[str],
-    base: Mapping[str, FileTensor],
-    *,
-    rank: int,
-    alpha: float,
-    base_name: str = "",
-) -> dict[str, Any]:
-    """Returns the content of ``adapter_config.json``.
+    folder: Path, about: Mapping[str, Any], base: Mapping[str, FileTensor]
+) -> list[str]:
+    """Writes ``adapter_config.json``.
 
     Args:
-      adapters: As for ``file_names``.
+      folder: The folder with the tensors.
+      about: The metadata of a checkpoint with adapters.
       base: As for ``file_names``.
-      rank: Of the adapters.
-      alpha: Their scale is ``alpha / rank``.
-      base_name: The folder or the name of the model that they are for.
+
+    Returns:
+      What to tell the user.
+    """
+    names = tensor_names(about)
+    stored = [name for name in names if name.endswith(".lora_a")]
+    tensors = [tensor for name in stored for tensor in names[name].values()]
+    entry = about["arrays"][stored[0]]
+    model = about["config"].get("checkpoint", {}).get("restore") or None
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": entry["shape"][-1],
+        "lora_alpha": entry[ALPHA],
+        "lora_dropout": 0.0,
+        "target_modules": _targets(tensors, base),
+        "bias": "none",
+        "fan_in_fan_out": not all(stored.transposed for _, stored in _linears(base)),
+        "inference_mode": True,
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    return [f"adapters for {model}"] if model else []
+
+
+def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[str]:
+    """Returns the layers that have adapters, as PEFT names them.
+
+    It takes the ends of paths; these are paths where an end would name others, too.
     """
     tensors = file_names(adapters, base).values()
     adapted = {name.removeprefix(_PREFIX).rsplit(".", 2)[0] for name in tensors}
-    linears = {
-        stored.names[0].removesuffix(".weight")
+    ends = {layer.rpartition(".")[2] for layer in adapted}
+    same = {name for name, _ in _linears(base) if name.rpartition(".")[2] in ends}
+    return sorted(ends if same == adapted else adapted)
+
+
+def _linears(base: Mapping[str, FileTensor]) -> list[tuple[str, FileTensor]]:
+    """Returns the paths of a model's layers in its files."""
+    return [
+        (stored.names[0].removesuffix(".weight"), stored)
         for name, stored in base.items()
-        if name.endswith(".kernel")
-    }
-    # PEFT takes the ends of paths, unless these would name other layers, too.
-    targets = {module.rpartition(".")[2] for module in adapted}
-    if {module for module in linears if module.rpartition(".")[2] in targets} > adapted:
-        targets = adapted
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name or None,
-        "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted(targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+        if name.endswith(".kernel") and len(stored.names) == 1
+    ]
 
 
 def read_adapters(

@@ -1,0 +1,244 @@
+"""LoRA against PEFT, in torch: the same losses, and adapters in its files."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import jshard
+from foreign_weights import randomize
+from jshard.checkpoint import peft as files
+from jshard.checkpoint.restore import find_parameters, read_parameters
+from jshard.export import export
+from models import llama_huggingface as huggingface
+from models.llama import Llama, LlamaConfig
+from parity import make_mesh
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+B, T, V, RANK, ALPHA, STEPS, RATE = 8, 16, 96, 4, 6, 5, 1e-2
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+RECIPE = str(Path(__file__).parents[2] / "train" / "finetune.py")
+ADAMW = optax.adamw(RATE, weight_decay=0.0)
+
+
+@pytest.fixture(scope="module")
+def torch_peft():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        yield pytest.importorskip("peft", reason="needs peft")
+
+
+@pytest.fixture(scope="module")
+def folders(torch_peft, tmp_path_factory) -> tuple[Path, Path]:
+    """A tiny Llama, and random adapters of some of its layers, as PEFT saves them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers import LlamaConfig as Config
+
+    base, adapters = (tmp_path_factory.mktemp(name) for name in ("base", "adapters"))
+    model = randomize(AutoModelForCausalLM.from_config(Config(**SIZES)))
+    model.save_pretrained(base)
+    config = torch_peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["q_proj", "o_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+    )
+    adapted = torch_peft.get_peft_model(model, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(adapters)
+    return base, adapters
+
+
+def their_model(torch_peft: Any, base: Path, adapters: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, attn_implementation="eager"
+    )
+    return torch_peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
+
+
+def their_logits(model: Any) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.tensor(batch(0)["inputs"])).logits.numpy()
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(step).integers(0, V, (B, T + 1))
+    weights = np.ones((B, T), np.float32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def loss_fn(model: Any, batch: Any) -> jshard.Mean:
+    return model.loss(batch["inputs"], batch["targets"], batch["weights"])
+
+
+def model_keys(base: Path) -> dict[str, Any]:
+    return huggingface.read_config(json.loads((base / "config.json").read_text()))
+
+
+def make_fsdp(mesh: tuple[int, int] = (1, 8)) -> jshard.FSDP:
+    return jshard.FSDP(make_mesh(*mesh), jshard.Policy(min_shard_elements=0))
+
+
+def our_state(fsdp: jshard.FSDP, base: Path, adapters: Path | None) -> Any:
+    keys = model_keys(base)
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = Llama(LlamaConfig(**keys), rngs=rngs)
+        targets = ("attention.q", "attention.out", "down")
+        jshard.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets, rngs=rngs)
+        return model
+
+    state = fsdp.init(make, ADAMW, wrt=nnx.LoRAParam)
+    tensors = huggingface.tensors(keys)
+    source = find_parameters(base, state, tensors=tensors)
+    state = read_parameters(source, state, tensors=tensors)
+    return state if adapters is None else files.read_adapters(adapters, state, tensors)
+
+
+def our_logits(fsdp: jshard.FSDP, state: Any) -> np.ndarray:
+    predict = fsdp.predict_step(lambda model, batch: model(batch["inputs"]))
+    return np.asarray(predict(state, fsdp.shard_batch(batch(0))))
+
+
+def check_close(got: np.ndarray, want: np.ndarray) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_losses_follow_peft(torch_peft, folders):
+    import torch
+
+    theirs = their_model(torch_peft, *folders).train()
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0)
+    want = []
+    for step in range(STEPS):
+        inputs, targets = (torch.tensor(batch(step)[k]) for k in ("inputs", "targets"))
+        logits = theirs(inputs).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        want.append(loss.item())
+
+    for mesh in ((1, 8), (2, 4)):
+        fsdp = make_fsdp(mesh)
+        state = our_state(fsdp, *folders)
+        step, losses = fsdp.train_step(loss_fn, ADAMW), []
+        for i in range(STEPS):
+            state, metrics = step(state, fsdp.shard_batch(batch(i)))
+            losses.append(float(metrics["loss"]))
+        np.testing.assert_allclose(losses, want, rtol=1e-5)
+        check_close(our_logits(fsdp, state), their_logits(theirs))
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory) -> tuple[Any, Path]:
+    """Our state after a step, and a checkpoint of it that leaves the base out."""
+    base, _ = folders
+    fsdp, folder = make_fsdp(), tmp_path_factory.mktemp("run")
+    state = our_state(fsdp, *folders)
+    state, _ = fsdp.train_step(loss_fn, ADAMW)(state, fsdp.shard_batch(batch(0)))
+    config = {"model": model_keys(base), "checkpoint": {"restore": str(base)}}
+    with jshard.Checkpointer(folder) as checkpointer:
+        checkpointer.save(state, config=config, frozen_from=base)
+    return our_logits(fsdp, state), folder
+
+
+def test_peft_reads_our_adapters(torch_peft, folders, trained, tmp_path):
+    logits, run = trained
+    export(run, tmp_path / "out", format="peft", recipe=RECIPE)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "o_proj", "q_proj"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of missing keys
+        theirs = their_model(torch_peft, folders[0], tmp_path / "out")
+    check_close(logits, their_logits(theirs))
+
+
+def test_adapters_go_through_our_run_unchanged(folders, tmp_path):
+    base, adapters = folders
+    state = our_state(make_fsdp(), base, adapters)
+    with jshard.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(state, config={"model": model_keys(base)}, frozen_from=base)
+    export(tmp_path / "run", tmp_path / "out", format="peft", recipe=RECIPE)
+    got, want = (load_file(x / files.TENSORS) for x in (tmp_path / "out", adapters))
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        np.testing.assert_array_equal(got[name], array, name)
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_merged_they_are_an_ordinary_model(
+    left_out, torch_peft, folders, trained, tmp_path
+):
+    from transformers import AutoModelForCausalLM
+
+    logits, run = trained
+    if not left_out:
+        fsdp, run = make_fsdp((2, 4)), tmp_path / "run"
+        state = our_state(fsdp, *folders)
+        logits = our_logits(fsdp, state)
+        with jshard.Checkpointer(run) as checkpointer:
+            checkpointer.save(state, config={"model": model_keys(folders[0])})
+    export(run, tmp_path / "out", format="huggingface", recipe=RECIPE)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    check_close(their_logits(model), logits)
+
+
+def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
+    base, adapters = folders
+    state = our_state(make_fsdp(), base, None)
+    tensors = huggingface.tensors(model_keys(base))
+
+    def refused(**config: Any) -> str:
+        there = json.loads((adapters / files.CONFIG).read_text()) | config
+        folder = tmp_path / "-".join(config)
+        folder.mkdir()
+        (folder / files.CONFIG).write_text(json.dumps(there))
+        (folder / files.TENSORS).write_bytes((adapters / files.TENSORS).read_bytes())
+        with pytest.raises(jshard.UserError) as error:
+            files.check_adapters(folder, state, tensors)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "lora.rank=8 there" in refused(r=8)
+    assert "use_dora=True is not supported" in refused(use_dora=True)
+    assert "bias='all' is not supported" in refused(bias="all")
+    with pytest.raises(jshard.UserError, match="there is no"):
+        files.check_adapters(tmp_path, state, tensors)

@@ -1,0 +1,145 @@
+"""train/finetune.py: adapters by default, the model itself with rank 0."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jshard
+from foreign_weights import store
+from jshard.checkpoint import metadata
+from jshard.checkpoint.restore import find_step
+from jshard.export import export
+from jshard.training.job import make_job, make_mesh
+from jshard.training.loop import run
+from jshard.training.make_config import make_config
+from jshard.training.recipe import find_recipe, open_recipe
+from models import llama_huggingface as huggingface
+from models.llama import Llama, LlamaConfig
+
+MODEL = LlamaConfig(
+    vocab_size=256,
+    sequence_length=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    width=32,
+    hidden=48,
+)
+KEYS = {
+    "steps": 4,
+    "batch_size": 8,
+    "log_every": 1,
+    "eval_every": 0,
+    "checkpoint.every": 4,
+    "data.sequence_length": 16,
+    "lora.rank": 2,
+    "policy.precision.compute": "float32",
+    "policy.min_shard_elements": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Hugging Face folder with a tiny random Llama."""
+    path, model = tmp_path_factory.mktemp("hf"), vars(MODEL)
+    weights = store(Llama(MODEL, rngs=nnx.Rngs(0)), huggingface.tensors(model))
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(huggingface.write_config(model)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("to be, or not to be, that is the question: " * 100)
+    return file
+
+
+def config_of(recipe: Any, **keys: Any) -> Any:
+    given = {name: str(value) for name, value in (KEYS | keys).items()}
+    return make_config(recipe, given)
+
+
+def train(workdir: Path, folder: Path, text: Path, **keys: Any) -> Path:
+    keys = {
+        "model.from": folder,
+        "checkpoint.restore": folder,
+        "data.path": text,
+    } | keys
+    with open_recipe(find_recipe("finetune.py")) as recipe:
+        run(recipe, config_of(recipe, **keys), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def adapted(folder, text, tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("adapted") / "run", folder, text)
+
+
+def losses(workdir: Path) -> list[float]:
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path):
+    about = metadata.read(find_step(adapted))
+    params = {n for n in about["arrays"] if n.startswith("params.")}
+    layers = [f"attention.{x}" for x in ("q", "k", "v", "out")] + ["gate", "up", "down"]
+    assert params == {f"params.blocks.{x}.lora_{y}" for x in layers for y in "ab"}
+    assert not [name for name in about["arrays"] if name.startswith("frozen")]
+    sums = about["frozen_from"]["bit_sums"].values()
+    assert {text.split()[0] for text in sums} == {"bfloat16"}
+    assert losses(adapted)[-1] < losses(adapted)[0]
+
+    export(adapted, tmp_path / "merged", format="huggingface", dtype="float32")
+    got, base = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "merged", folder)
+    )
+    assert got.keys() == base.keys()
+    changed = {name for name in got if not np.array_equal(got[name], base[name])}
+    assert changed == {name for name in base if "_proj" in name}
+
+
+def test_adapters_of_a_run_start_another(adapted, folder, text, tmp_path, capsys):
+    export(adapted, tmp_path / "peft", format="peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder)
+    assert config["r"] == 2
+    keys = {"checkpoint.adapters": tmp_path / "peft"}
+    again = train(tmp_path / "run", folder, text, **keys)
+    assert f"{folder} and {tmp_path / 'peft'}" in capsys.readouterr().out
+    assert losses(again)[0] < losses(adapted)[0]
+    with pytest.raises(jshard.UserError, match=r"lora\.rank=2 there"):
+        train(tmp_path / "other", folder, text, **keys, **{"lora.rank": 3})
+    with pytest.raises(jshard.UserError, match=r"the model has none: give lora\.rank"):
+        train(tmp_path / "other", folder, text, **keys, **{"lora.rank": 0})
+
+
+def test_rank_0_trains_the_model_in_float32():
+    with open_recipe(find_recipe("finetune.py")) as recipe:
+        small = {
+            f"model.{key}": getattr(MODEL, key)
+            for key in ("vocab_size", "num_layers", "num_heads", "width", "hidden")
+        }
+        for rank, rate in ((0, 1e-5), (2, 2e-4)):
+            keys = small | {"lora.rank": rank, "model.num_kv_heads": 2}
+            config = config_of(recipe, **keys)
+            assert recipe.learning_rate is not None
+            schedule = recipe.learning_rate(config)
+            assert max(float(schedule(step)) for step in range(5)) == pytest.approx(
+                rate
+            )
+            state = make_job(recipe, config, make_mesh(config)).abstract_state()
+            dtypes = {str(x.dtype) for _, x in nnx.to_flat_state(state.params)}
+            assert dtypes == {"float32"}
+            assert bool(nnx.to_flat_state(state.frozen)) == bool(rank)
+
+
+def test_targets_that_are_not_there_are_a_users_error(folder, text, tmp_path):
+    with pytest.raises(jshard.UserError, match="target 'query' matches no linear"):
+        train(tmp_path / "run", folder, text, **{"lora.targets": "query,"})
