@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.huggingface import is_huggingface
+from jshard.checkpoint.huggingface import is_huggingface, read_config
 from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
 from jshard.cli.command import file_path
 from jshard.errors import UserError
@@ -31,9 +31,9 @@ from jshard.training.recipe import Recipe, find_recipe, open_recipe
 from jshard.training.run_folder.source import find_source
 from jshard.training.tokenizer import Tokenizer, load_tokenizer
 
-# The recipe whose model has the architectures of Hugging Face, without adapters.
-_PRETRAINED = "finetune.py"
-_WHOLE = {"lora.rank": "0"}
+# Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
+_RECIPES = {"GPT2LMHeadModel": "gpt.py"}
+_OTHERS = "llama.py:3-8b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +144,10 @@ def open_model(
     """
     path = path.expanduser()
     if is_huggingface(path):
-        found = find_recipe(recipe or _PRETRAINED)
+        (architecture, *_) = read_config(path).get("architectures") or [""]
+        found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
         with open_recipe(found) as opened:
-            overrides = {SOURCE: str(path)} | ({} if recipe else _WHOLE)
-            config = make_config(opened, overrides)
+            config = make_config(opened, {SOURCE: str(path)})
             yield TrainedModel(path, opened, config, dtype or "float32")
         return
     step = find_step(path)
