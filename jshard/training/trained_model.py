@@ -21,7 +21,7 @@ from jshard.cli.command import file_path
 from jshard.errors import UserError
 from jshard.precision import set_compute_dtype
 from jshard.training import returns
-from jshard.training.config.config import Config, complete, flatten
+from jshard.training.config.config import Config, complete
 from jshard.training.config.policy import make_policy
 from jshard.training.huggingface import SOURCE, find_map
 from jshard.training.huggingface_export import find_recipe_of
@@ -163,16 +163,16 @@ def open_model(
         yield TrainedModel(step, opened, config, dtype)
 
 
-def _take(config: ConfigDict, stored: Mapping[str, Any]) -> None:
+def _take(config: Any, stored: Mapping[str, Any]) -> None:
     """Sets the keys of a recipe's config to the values that a run had."""
     with config.unlocked(), config.ignore_type():
-        for key, value in flatten(stored).items():
-            *groups, name = key.split(".")
-            group = config
-            for part in groups:
-                group = group.get(part) if isinstance(group, ConfigDict) else None
-            if isinstance(group, ConfigDict) and name in group:
-                group[name] = tuple(value) if isinstance(value, list) else value
+        for name, value in stored.items():
+            if name not in config:
+                continue  # of an older jshard
+            if isinstance(config[name], ConfigDict):
+                _take(config[name], value)
+            else:
+                config[name] = tuple(value) if isinstance(value, list) else value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
