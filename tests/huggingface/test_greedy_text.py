@@ -54,4 +54,4 @@ def test_greedy_texts_are_those_of_transformers(name, tmp_path):
         sharded = Generator.sharded(*model.load(jax.devices()))
         assert sharded(PROMPTS, length=24, sampling=Sampling(0)) == got
     assert got == list(map(continued, PROMPTS))
-    assert len(np.unique(got)) > 8
+    assert len(np.unique(got)) > 3
