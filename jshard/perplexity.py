@@ -11,6 +11,7 @@ import numpy as np
 import jshard
 from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
 from jshard.errors import UserError
+from jshard.generation.decoding import context_length
 from jshard.training.platform import cache_compilations, choose_platform
 from jshard.training.trained_model import add_arguments, open_model
 
@@ -37,7 +38,8 @@ def run_perplexity(argv: list[str]) -> None:
             raise UserError(
                 f"--text={arguments.text}: has {len(tokens)} tokens; needs at least 2"
             )
-        longest = model.config.model.sequence_length
+        fsdp, state = model.load(jax.devices())
+        longest = context_length(fsdp.model(state))
         context = arguments.context or longest
         if context > longest:
             raise UserError(
@@ -46,8 +48,9 @@ def run_perplexity(argv: list[str]) -> None:
         context = min(context, len(tokens) - 1)
         stride = arguments.stride or max(context // 2, 1)
         if stride > context:
-            raise UserError(f"--stride={stride}: must be at most --context={context}")
-        fsdp, state = model.load(jax.devices())
+            raise UserError(
+                f"--stride={stride}: must be at most the {context} tokens of a window"
+            )
         nats = mean_nats(fsdp, state, tokens, context, stride)
     scored = len(tokens) - 1
     print(

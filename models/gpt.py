@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard import cross_entropy
+from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
 from jshard.nn import kv_cache
 
 
@@ -129,7 +130,10 @@ class Attention(nnx.Module):
         layer: jax.Array,
     ) -> tuple[jax.Array, kv_cache.KVCache]:
         """Returns the attention output, (B, T, D), and the cache with these tokens."""
-        y_BTNH, cache = kv_cache.attend(*self._heads(x_BTD), positions_BT, cache, layer)
+        q_BTNH, k_BTNH, v_BTNH = self._heads(x_BTD)
+        y_BTNH, cache = kv_cache.attend(
+            q_BTNH, k_BTNH, v_BTNH, positions_BT, cache, layer
+        )
         return self._merge(y_BTNH), cache
 
     def _heads(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:

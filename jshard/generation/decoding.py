@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.errors import UserError
 from jshard.generation.sampling import Sampling, sample
 
 NOTHING = -1  # in place of the tokens after a row's end
@@ -35,6 +36,22 @@ class Rows(NamedTuple):
     end_B: jax.Array
     seed_B: jax.Array
     cache: Any
+
+
+def context_length(model: Any) -> int:
+    """Returns the most tokens of a text: what the model is meant for, or trained on.
+
+    Raises:
+      UserError: the model's config does not say.
+    """
+    config = getattr(model, "config", None)
+    for name in ("context_length", "sequence_length"):
+        if length := getattr(config, name, 0):
+            return length
+    raise UserError(
+        f"{type(model).__name__}.config has no sequence_length, the most tokens of a "
+        "text"
+    )
 
 
 def prefill(model: Any, tokens_BT: Any, positions_BT: Any, cache: Any) -> Any:

@@ -57,12 +57,13 @@ class Generator:
 
     def _start(self, placement: Placement) -> None:
         self._placement = placement
+        self._context = decoding.context_length(placement.model)
         self._programs: dict[Any, Any] = {}
 
     @property
     def context(self) -> int:
         """The most tokens of a text, with its prompt."""
-        return self._placement.model.config.sequence_length
+        return self._context
 
     def __call__(
         self,

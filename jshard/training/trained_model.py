@@ -15,13 +15,13 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.huggingface import is_huggingface
+from jshard.checkpoint.huggingface import is_huggingface, read_config
 from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
 from jshard.cli.command import file_path
 from jshard.errors import UserError
 from jshard.precision import set_compute_dtype
 from jshard.training import returns
-from jshard.training.config.config import Config, complete, flatten
+from jshard.training.config.config import Config, complete
 from jshard.training.config.policy import make_policy
 from jshard.training.huggingface import SOURCE, find_map
 from jshard.training.huggingface_export import find_recipe_of
@@ -31,9 +31,9 @@ from jshard.training.recipe import Recipe, find_recipe, open_recipe
 from jshard.training.run_folder.source import find_source
 from jshard.training.tokenizer import Tokenizer, load_tokenizer
 
-# The recipe whose model has the architectures of Hugging Face, without adapters.
-_PRETRAINED = "finetune.py"
-_WHOLE = {"lora.rank": "0"}
+# Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
+_RECIPES = {"GPT2LMHeadModel": "gpt.py"}
+_OTHERS = "llama.py:3-8b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +144,10 @@ def open_model(
     """
     path = path.expanduser()
     if is_huggingface(path):
-        found = find_recipe(recipe or _PRETRAINED)
+        (architecture, *_) = read_config(path).get("architectures") or [""]
+        found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
         with open_recipe(found) as opened:
-            overrides = {SOURCE: str(path)} | ({} if recipe else _WHOLE)
-            config = make_config(opened, overrides)
+            config = make_config(opened, {SOURCE: str(path)})
             yield TrainedModel(path, opened, config, dtype or "float32")
         return
     step = find_step(path)
@@ -163,16 +163,16 @@ def open_model(
         yield TrainedModel(step, opened, config, dtype)
 
 
-def _take(config: ConfigDict, stored: Mapping[str, Any]) -> None:
+def _take(config: Any, stored: Mapping[str, Any]) -> None:
     """Sets the keys of a recipe's config to the values that a run had."""
     with config.unlocked(), config.ignore_type():
-        for key, value in flatten(stored).items():
-            *groups, name = key.split(".")
-            group = config
-            for part in groups:
-                group = group.get(part) if isinstance(group, ConfigDict) else None
-            if isinstance(group, ConfigDict) and name in group:
-                group[name] = tuple(value) if isinstance(value, list) else value
+        for name, value in stored.items():
+            if name not in config:
+                continue  # of an older jshard
+            if isinstance(config[name], ConfigDict):
+                _take(config[name], value)
+            else:
+                config[name] = tuple(value) if isinstance(value, list) else value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

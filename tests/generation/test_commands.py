@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -96,7 +97,7 @@ def test_the_perplexity_is_that_of_the_loss(run, call, tmp_path):
     code, out, err = call("perplexity", f"--model={run}", f"--text={file}")
     assert code == 0, err
     with open_model(run) as model:
-        whole = model.load_whole(jax.devices()[0])
+        whole: Any = model.load_whole(jax.devices()[0])
     tokens = np.frombuffer(file.read_bytes(), np.uint8).astype(np.int32)[None]
     loss = whole.loss(tokens[:, :-1], tokens[:, 1:], np.ones((1, 29), np.float32))
     assert float(out.split()[0]) == pytest.approx(float(loss.compute()), abs=2e-6)

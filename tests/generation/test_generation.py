@@ -1,5 +1,7 @@
 """Decoding with a cache: the same tokens as full forward passes, on any mesh."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,11 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 30, 40], [1, 2, 3, 4, 5]]
 
 
 def config(**changes) -> GPTConfig:
-    sizes = {"vocab_size": VOCAB, "sequence_length": CONTEXT, "width": 16}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "sequence_length": CONTEXT,
+        "width": 16,
+    }
     return GPTConfig(**sizes | {"num_layers": 3, "num_heads": 2} | changes)
 
 
@@ -61,6 +67,21 @@ def test_decoding_gives_the_logits_of_the_full_forward(x64, tied):
         logits, cache = decode(model, tokens[:, start:stop], positions, cache)
         got.append(logits)
     np.testing.assert_allclose(jnp.concatenate(got, 1), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_cache_is_updated_in_place(stacked):
+    """Temporary memory holds a layer's part of the cache, not the cache."""
+    model: Any = make_model(num_layers=8)
+    cache = jax.eval_shape(lambda: model.init_cache(4, 4096))
+    if not stacked:
+        model = without_stacks(model)
+    one = jax.ShapeDtypeStruct((4, 1), jnp.int32)
+    decode = jax.jit(lambda model, *args: model.decode(*args), donate_argnums=3)
+    memory: Any = decode.lower(model, one, one, cache).compile().memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 2
 
 
 def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
