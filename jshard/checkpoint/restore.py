@@ -250,7 +250,7 @@ def find_parameters(
       UserError: The source is of another model or optimizer; the message lists the
         first differences.
     """
-    if is_safetensors(path):
+    if tensors is not None or is_safetensors(path):
         if optimizer:
             raise UserError(
                 f"{path} holds safetensors, which have no optimizer state: leave out "
@@ -291,7 +291,7 @@ def read_parameters(
     Returns:
       The state with those values and an unchanged step.
     """
-    if is_safetensors(source):
+    if tensors is not None or is_safetensors(source):
         loaded = load_safetensors(source, state, tensors)
         return _start_averages(metadata.replace_arrays(state, loaded))
     targets, sources = _match_parameters(source, state, optimizer)

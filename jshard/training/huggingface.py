@@ -84,12 +84,9 @@ def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_architecture(
-    config: Config,
-    huggingface: types.ModuleType,
-    given: Mapping[str, str],
-    workdir: Path | None,
+    config: Config, huggingface: types.ModuleType, workdir: Path | None
 ) -> None:
-    """Sets the keys `model.*` as `model.from` says, but for those that are `given`.
+    """Sets the keys `model.*` as the folder that `model.from` names says.
 
     Where the folder is gone, a run that is resumed takes them from its own config.
 
@@ -107,8 +104,7 @@ def take_architecture(
         found = read_architecture(path, huggingface)
     with config.unlocked():
         for key, value in found.items():
-            if f"model.{key}" not in given:
-                _set(config.model, key, value)
+            _set(config.model, key, value)
 
 
 def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[str, Any]:

@@ -29,9 +29,10 @@ def make_config(
     config = complete(recipe.get_config(), recipe.name)
     if SOURCE in overrides:
         why = f"--config.{SOURCE}={overrides[SOURCE]} names a Hugging Face folder"
-        require_map(recipe.huggingface, recipe.name, why)
+        mapped = require_map(recipe.huggingface, recipe.name, why)
+        override(config, {SOURCE: overrides[SOURCE]}, recipe.name)
+        if config.model[FROM]:
+            take_architecture(config, mapped, workdir)
     override(config, dict(overrides), recipe.name)
-    if recipe.huggingface is not None and config.model[FROM]:
-        take_architecture(config, recipe.huggingface, overrides, workdir)
     check(config)
     return config

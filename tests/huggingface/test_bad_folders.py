@@ -121,7 +121,8 @@ def test_a_model_that_differs_from_the_folders(train, tmp_path):
     run = train(
         tmp_path, "--config=tiny.py", *words, "--config.model.width=16", recipe=RECIPE
     )
-    expect_one_line(run, 2, "embed.weight has shape [16, 8], not [16, 16]")
+    expect_one_line(run, 2, "layers.0.experts.0.weight has shape [8, 24], not [16, 48]")
+    assert "and 7 more" in run.stderr
 
 
 @pytest.mark.parametrize("key", ["model.from", "checkpoint.restore"])

@@ -46,7 +46,8 @@ DEFAULTS = {
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
     "checkpoint.restore": Knob(
-        "", "start from these parameters: a run's folder, a checkpoint, or safetensors",
+        "", "start from these parameters: a run's folder, a checkpoint, safetensors, or "
+        "a Hugging Face folder",
         kind=Path,
     ),
     "checkpoint.restore_optimizer": Knob(
