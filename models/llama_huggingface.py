@@ -380,7 +380,7 @@ def _read_rope(json: Json, family: Family, context: int) -> dict[str, Any]:
     local = {"rope_theta": json.get("rope_local_base_freq", 10000.0)}
     if "full_attention" in parameters:  # one for each type of layer
         full = {"rope_theta": theta, **parameters["full_attention"]}
-        local |= parameters["sliding_attention"]
+        local |= parameters.get("sliding_attention") or {}
     else:
         full = {"rope_theta": theta, **(json.get("rope_scaling") or {}), **parameters}
     kind = full.get("rope_type", full.get("type", "default"))
@@ -392,11 +392,15 @@ def _read_rope(json: Json, family: Family, context: int) -> dict[str, Any]:
     kinds = ("default", "linear", "llama3", "yarn")
     if _known("rope_type", kind, kinds) == "default":
         return model
-    model |= {"rope_scaling": kind, "rope_factor": float(full["factor"])}
+    keys = {"rope_factor": "factor"}
     if kind == "llama3":
-        model["rope_low"] = float(full["low_freq_factor"])
-        model["rope_high"] = float(full["high_freq_factor"])
+        keys |= {"rope_low": "low_freq_factor", "rope_high": "high_freq_factor"}
         model["rope_length"] = length
+    for ours, theirs in keys.items():
+        if theirs not in full:
+            raise jshard.UserError(f"config.json: rope scaling {kind} lacks {theirs!r}")
+        model[ours] = float(full[theirs])
+    model["rope_scaling"] = kind
     if kind == "yarn":
         for key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
             if full.get(key) is not None:

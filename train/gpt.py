@@ -18,9 +18,15 @@ from jshard.generation import continue_prompts
 from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
+<<<<<<< HEAD
 from jshard.training.text import text_data
 from jshard.training.tokenizer import BYTE_VOCAB, load_tokenizer
 from models.gpt import GPT, GPTConfig
+=======
+from jshard.training.text import BYTE_VOCAB, decode, encode, text_data
+from models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
+from models.gpt import GPT, GPTConfig, generate
+>>>>>>> family
 
 
 def get_config() -> ConfigDict:

@@ -27,6 +27,7 @@ from models.rope import SCALINGS
 from train import gpt
 
 make_optimizer = gpt.make_optimizer
+loss_fn = gpt.loss_fn
 make_data = gpt.make_data
 learning_rate = gpt.learning_rate
 references = gpt.references
@@ -141,16 +142,6 @@ def get_config(size: str = "") -> ConfigDict:
 def make_model(config, rngs):
     max_segments = config.data.max_segments
     return Llama(LlamaConfig(**config.model, max_segments=max_segments), rngs=rngs)
-
-
-def loss_fn(model, batch):
-    return model.loss(
-        batch["inputs"],
-        batch["targets"],
-        batch["weights"],
-        positions_BT=batch.get("positions"),
-        segment_ids_BT=batch.get("segment_ids"),
-    )
 
 
 def flops_per_token(config):

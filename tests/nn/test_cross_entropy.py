@@ -321,3 +321,19 @@ def test_the_logarithm_of_a_sum_of_exponentials_takes_one_pass(x64):
     found = _logsumexp_in_one_pass(jnp.asarray(logits))
     expected = jax.nn.logsumexp(jnp.asarray(logits), axis=1)
     np.testing.assert_allclose(found, expected, rtol=1e-14)
+
+
+def test_a_soft_cap_is_one_of_the_logits(x64):
+    args = arguments(weights="any", dtype=jnp.float64)
+
+    def capped(x_BTD, head_DV, targets_BT, weights_BT):
+        logits_BTV = 0.5 * jnp.tanh(x_BTD @ head_DV / 0.5)
+        return plain(logits_BTV, jnp.eye(50), targets_BT, weights_BT)
+
+    def fused(*args):
+        return cross_entropy(*args, chunk=8, soft_cap=0.5).total
+
+    errors = jax.tree.map(
+        parity.error, value_and_grads(fused, *args), value_and_grads(capped, *args)
+    )
+    assert max(jax.tree.leaves(errors)) <= 1e-9

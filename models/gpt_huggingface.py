@@ -1,0 +1,102 @@
+"""GPT-2 in Hugging Face's folders: config.json and tensor names.
+
+transformers' Conv1D keeps kernels as Flax does, (in, out), and its fused queries, keys
+and values are in our order, so that nothing is transposed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jshard
+from jshard.checkpoint.file_tensor import FileTensor
+
+_NAME = "GPT2LMHeadModel"
+# What models/gpt.py computes; config.json may say it in these ways, or not at all.
+_FIXED = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "quantization_config": (),
+}
+# Our keys, and config.json's with their defaults.
+_SIZES = {
+    "vocab_size": ("vocab_size", 50257),
+    "sequence_length": ("n_positions", 1024),
+    "num_layers": ("n_layer", 12),
+    "num_heads": ("n_head", 12),
+    "width": ("n_embd", 768),
+    "tied": ("tie_word_embeddings", True),
+}
+
+
+def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``GPTConfig`` that a config.json decides.
+
+    Args:
+      json: its content.
+
+    Raises:
+      UserError: the architecture, or a feature of it, is not there.
+    """
+    name = (json.get("architectures") or ["none"])[0]
+    if name != _NAME:
+        raise jshard.UserError(
+            f"config.json: architecture {name} is not supported; that is {_NAME}"
+        )
+    model = {ours: json.get(*theirs) for ours, theirs in _SIZES.items()}
+    fixed = {**_FIXED, "n_inner": (4 * model["width"],)}
+    for key, known in fixed.items():
+        if json.get(key) is not None and json[key] not in known:
+            raise jshard.UserError(
+                f"config.json: {key}={json[key]!r} of {name} is not supported"
+            )
+    return model
+
+
+def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json for a model.
+
+    Args:
+      model: keys of ``GPTConfig``.
+    """
+    sizes = {theirs: model[ours] for ours, (theirs, _) in _SIZES.items()}
+    return {
+        "architectures": [_NAME],
+        "model_type": "gpt2",
+        **sizes,
+        "n_ctx": model["sequence_length"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+    }
+
+
+def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """Returns where the files keep each array, by its name, one layer at a time.
+
+    Args:
+      model: keys of ``GPTConfig``.
+    """
+    found = {
+        "embed.embedding": FileTensor(("transformer.wte.weight",)),
+        "positions.embedding": FileTensor(("transformer.wpe.weight",)),
+        "norm.scale": FileTensor(("transformer.ln_f.weight",)),
+        "norm.bias": FileTensor(("transformer.ln_f.bias",)),
+    }
+    if not model["tied"]:
+        found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
+    modules = {
+        "norm1": ("scale", "ln_1"),
+        "attention.qkv": ("kernel", "attn.c_attn"),
+        "attention.out": ("kernel", "attn.c_proj"),
+        "norm2": ("scale", "ln_2"),
+        "up": ("kernel", "mlp.c_fc"),
+        "down": ("kernel", "mlp.c_proj"),
+    }
+    for i in range(model["num_layers"]):
+        for ours, (weight, theirs) in modules.items():
+            for own, kind in ((weight, "weight"), ("bias", "bias")):
+                name = f"transformer.h.{i}.{theirs}.{kind}"
+                found[f"blocks.{i}.{ours}.{own}"] = FileTensor((name,))
+    return found

@@ -1,0 +1,87 @@
+"""config.json of the decoders, read and written without transformers."""
+
+from typing import Any
+
+import pytest
+
+import jshard
+from models import gpt_huggingface, llama_huggingface
+from models.llama import LlamaConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def read(**changes: Any) -> dict[str, Any]:
+    return llama_huggingface.read_config(LLAMA | changes)
+
+
+def test_both_spellings_of_rotary_positions_mean_the_same():
+    length = {"original_max_position_embeddings": 32}
+    old = read(rope_theta=5e5, rope_scaling={"type": "llama3", **SCALED, **length})
+    parameters = {"rope_theta": 5e5, "rope_type": "llama3", **SCALED, **length}
+    assert read(rope_parameters=parameters) == old
+    assert (old["rope_theta"], old["rope_factor"], old["rope_length"]) == (5e5, 8, 32)
+    written = llama_huggingface.write_config(old)
+    assert written["rope_parameters"] == parameters
+    assert written["rope_theta"] == 5e5
+    assert written["rope_scaling"] == {"rope_type": "llama3", **SCALED, **length}
+
+
+def test_gemma_3_has_a_theta_for_each_kind_of_layer():
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 27}
+    model = read(**gemma, sliding_window=512)
+    assert (model["rope_theta"], model["sliding_theta"]) == (1e6, 1e4)
+    assert (model["pattern"], model["window"], model["tied"]) == ("sssssf", 512, True)
+    config = LlamaConfig(**model)
+    full = [i for i, sliding in enumerate(config.sliding_layers) if not sliding]
+    assert full == [5, 11, 17, 23]
+    written = llama_huggingface.write_config(model)
+    assert written["rope_parameters"]["full_attention"]["rope_theta"] == 1e6
+    assert written["rope_local_base_freq"] == 1e4
+    assert written["layer_types"].count("full_attention") == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supported"),
+        ({"architectures": None}, "architecture none is not supported; those are Llam"),
+        ({"hidden_size": None}, "lacks 'hidden_size', which LlamaForCausalLM needs"),
+        ({"hidden_act": "relu"}, "activation 'relu' is not supported; those are silu"),
+        ({"mlp_bias": True}, "mlp_bias=True of LlamaForCausalLM is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} of"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "scaling linear lacks 'factor'"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2},
+            "decoder_sparse_step=2 of Qwen3MoeForCausalLM is not supported",
+        ),
+    ],
+)
+def test_what_is_not_there_is_a_users_error(changes, message):
+    with pytest.raises(jshard.UserError, match=message):
+        read(**changes)
+
+
+def test_a_model_that_no_architecture_has_cannot_be_written():
+    model = read() | {"post_norms": True}
+    with pytest.raises(
+        jshard.UserError, match=r"LlamaForCausalLM cannot have model\.p"
+    ):
+        llama_huggingface.write_config(model)
+
+
+def test_another_gelu_of_gpt_2_is_a_users_error():
+    json = {"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu"}
+    with pytest.raises(jshard.UserError, match="activation_function='gelu' of GPT2"):
+        gpt_huggingface.read_config(json)
+    with pytest.raises(jshard.UserError, match="LlamaForCausalLM is not supported"):
+        gpt_huggingface.read_config(LLAMA)

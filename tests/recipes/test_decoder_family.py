@@ -1,0 +1,238 @@
+"""What models/llama.py's families do differently, on one device and on the mesh.
+
+That it is what transformers does is in tests/huggingface.
+"""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hlo
+import jshard
+import parity
+from models.llama import Llama, LlamaConfig
+from models.moe import MixtureOfExperts, load_balancing_loss
+from train.llama import loss_fn
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "width": 16,
+    "hidden": 24,
+    "loss_chunk": 8,
+    "attention": "blockwise",  # the others have their softmax in float32
+}
+GEMMA: dict[str, Any] = {
+    "head_width": 8,
+    "qk_norm": True,
+    "pattern": "ssf",
+    "window": 4,
+    "sliding_theta": 50.0,
+    "rope_scaling": "linear",
+    "rope_factor": 2.0,
+    "attention_scale": 12.0,
+    "attention_soft_cap": 2.0,
+    "logit_soft_cap": 3.0,
+    "activation": "gelu_tanh",
+    "norm_offset": True,
+    "post_norms": True,
+    "scaled_embeddings": True,
+    "tied": True,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "normalized_experts": False,
+    "qkv_bias": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": GEMMA,
+    "experts": EXPERTS,
+    "balanced": {**EXPERTS, "balance_weight": 0.1, "pattern": "fs", "window": 3},
+    "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 8},
+}
+
+
+def make_model(family: str, **options: Any) -> Llama:
+    """A model in float64 whose parameters are all random, and not small."""
+    config = LlamaConfig(**SMALL | FAMILIES[family] | options)
+    config = dataclasses.replace(config, dtype=jnp.float64, param_dtype=jnp.float64)
+    model, rng = Llama(config, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        noise = 0.3 * rng.standard_normal(variable.get_value().shape)
+        variable.set_value(variable.get_value() + noise)
+    return model
+
+
+def packed_batch(rows: int, T: int) -> dict[str, np.ndarray]:
+    """Rows of two documents of different lengths."""
+    rng = np.random.default_rng(1)
+    first = rng.integers(1, T, (rows, 1))
+    here = np.arange(T)
+    return {
+        "inputs": rng.integers(0, 40, (rows, T)),
+        "targets": rng.integers(0, 40, (rows, T)),
+        "weights": (rng.random((rows, T)) < 0.7) * 1.0,
+        "positions": np.where(here < first, here, here - first).astype(np.int32),
+        "segment_ids": (here >= first).astype(np.int32),
+    }
+
+
+@pytest.mark.quick("balanced-2-none")
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sharded_run_follows_one_device(x64, family, replica, remat):
+    batch, tx = packed_batch(16, 8), optax.sgd(0.1)
+    model = make_model(family)
+
+    graphdef, params = nnx.split(model)
+    losses = []
+    for _ in range(2):  # without jshard around it
+
+        def loss(params):
+            return loss_fn(nnx.merge(graphdef, params), batch).compute()
+
+        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        losses.append(value)
+
+    policy = jshard.Policy(min_shard_elements=0, remat=remat)
+    fsdp = jshard.FSDP(parity.make_mesh(replica, 8 // replica), policy)
+    state, step = fsdp.shard(model, tx), fsdp.train_step(loss_fn, tx)
+    for want in losses:
+        state, metrics = step(state, fsdp.shard_batch(batch))
+        assert parity.error(metrics["loss"], want) <= 1e-9
+    got = fsdp.unshard(state.params)
+    errors = jax.tree.map(parity.error, nnx.to_pure_dict(got), nnx.to_pure_dict(params))
+    assert max(jax.tree.leaves(errors)) <= 1e-9
+
+
+@pytest.mark.quick("gemma")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_have_the_losses_of_the_documents_alone(x64, family):
+    model, batch = make_model(family, balance_weight=0.0), packed_batch(3, 12)
+    loss = nnx.jit(loss_fn)
+    packed = loss(model, batch)
+    total = 0.0
+    for row in range(3):
+        cut = int(np.argmax(batch["segment_ids"][row]))
+        for part in (slice(0, cut), slice(cut, None)):
+            names = ("inputs", "targets", "weights")
+            alone = {name: batch[name][row : row + 1, part] for name in names}
+            total += loss(model, alone).total
+    assert parity.error(packed.total, total) <= 1e-9
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normalized):
+    E, K, D, F, N = 5, 2, 8, 6, 21
+    moe = MixtureOfExperts(
+        D,
+        F,
+        E,
+        K,
+        normalized=normalized,
+        activation=jax.nn.silu,
+        residual_std=0.3,
+        dtype=jnp.float64,
+        param_dtype=jnp.float64,
+        rngs=nnx.Rngs(0),
+    )
+    rng = np.random.default_rng(0)
+    x_BTD = jnp.asarray(rng.standard_normal((3, 7, D)))
+    out_BTD = jnp.asarray(rng.standard_normal((3, 7, D)))
+    graphdef, params = nnx.split(moe)
+    params = jax.tree.map(
+        lambda x: x + jnp.asarray(rng.standard_normal(x.shape)), params
+    )
+
+    def grouped(params, x_BTD):
+        y_BTD, load = nnx.merge(graphdef, params)(x_BTD)
+        loads = jax.tree.map(lambda x: x[None], load)
+        return jnp.sum(y_BTD * out_BTD), load_balancing_loss(loads, N).compute()
+
+    def looped(params, x_BTD):
+        weights = {name: part["kernel"] for name, part in params.items()}
+        x_ND = x_BTD.reshape(N, D)
+        logits_NE = x_ND @ weights["router"]
+        probability_NE = jnp.exp(logits_NE)
+        probability_NE /= probability_NE.sum(1, keepdims=True)
+        kth_N1 = jnp.sort(probability_NE, axis=1)[:, -K][:, None]
+        chosen_NE = probability_NE >= kth_N1
+        gate_NE = jnp.where(chosen_NE, probability_NE, 0)
+        if normalized:
+            gate_NE /= gate_NE.sum(1, keepdims=True)
+        y_ND = jnp.zeros((N, D))
+        for e in range(E):
+            gate_NF, up_NF = x_ND @ weights["gate"][e], x_ND @ weights["up"][e]
+            hidden_NF = gate_NF / (1 + jnp.exp(-gate_NF)) * up_NF
+            y_ND += gate_NE[:, e : e + 1] * (hidden_NF @ weights["down"][e])
+        fraction_E = chosen_NE.astype(jnp.float64).mean(0)
+        balance = E * jnp.sum(fraction_E * probability_NE.mean(0))
+        return jnp.sum(y_ND.reshape(x_BTD.shape) * out_BTD), balance
+
+    for i in range(2):
+        got = jax.jit(
+            jax.value_and_grad(lambda *a, i=i: grouped(*a)[i], argnums=(0, 1))
+        )(params, x_BTD)
+        want = jax.value_and_grad(lambda *a, i=i: looped(*a)[i], argnums=(0, 1))(
+            nnx.to_pure_dict(params), x_BTD
+        )
+        got = (got[0], (nnx.to_pure_dict(got[1][0]), got[1][1]))
+        errors = jax.tree.map(parity.error, got, want)
+        assert max(jax.tree.leaves(errors)) <= 1e-9
+
+
+@pytest.mark.slow
+def test_experts_are_gathered_once_forward_once_backward_and_scattered_once():
+    L, E, D, F = 3, 8, 16, 24
+    config = LlamaConfig(**SMALL | EXPERTS | {"balance_weight": 0.1})
+    tx = optax.sgd(0.1)
+    fsdp = jshard.FSDP(
+        parity.make_mesh(1, 8), jshard.Policy(min_shard_elements=0, remat="full")
+    )
+    state = fsdp.abstract_state(lambda rngs: Llama(config, rngs=rngs), tx)
+    batch = {
+        name: jax.ShapeDtypeStruct((16, 8), dtype)
+        for name, dtype in (
+            ("inputs", jnp.int32),
+            ("targets", jnp.int32),
+            ("weights", jnp.float32),
+        )
+    }
+    text = hlo.compile(fsdp.train_step(loss_fn, tx).lower(state, batch)).as_text()
+    found = Counter()
+    for collective in hlo.collectives(text):
+        full, other = collective.results, collective.operands
+        if collective.kind == "reduce-scatter":
+            full, other = other, full
+        for array in full:
+            if sorted(array.shape)[-3:] == sorted((E, D, F)):
+                found[collective.kind] += collective.times
+    assert found == {"all-gather": 3 * L * 2, "reduce-scatter": 3 * L}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_width": 7}, "head_width=7 must be even"),
+        ({"pattern": "fx"}, "pattern='fx' must consist of"),
+        ({"pattern": "s"}, "pattern='s' needs a window"),
+        ({"rope_scaling": "ntk"}, "rope_scaling='ntk' is unknown: use none, linear"),
+        ({"activation": "relu"}, "activation='relu' is unknown: use silu, gelu_tanh"),
+        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be"),
+    ],
+)
+def test_an_option_without_a_meaning_is_a_users_error(options, message):
+    with pytest.raises(jshard.UserError, match=message):
+        LlamaConfig(**SMALL | options)
