@@ -54,7 +54,9 @@ def _train(argv: list[str]) -> None:
             print(help_text(config, recipe.name), end="")
             return
         workdir = arguments.options.get("workdir")
-        config = make_config(recipe, arguments.overrides, workdir and Path(workdir))
+        config = make_config(
+            recipe, arguments.overrides, Path(workdir) if workdir else None
+        )
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
         # A slow import, left until the mistakes above have been reported.

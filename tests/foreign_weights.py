@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -14,7 +15,7 @@ from jshard.checkpoint.file_tensor import FileTensor
 
 def randomize(model: Any) -> Any:
     """Makes every parameter of a torch model random: norms and biases, too."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     torch.manual_seed(0)
     with torch.no_grad():

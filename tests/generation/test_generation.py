@@ -19,13 +19,14 @@ VOCAB, CONTEXT = 50, 32
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 30, 40], [1, 2, 3, 4, 5]]
 
 
-def config(**changes) -> GPTConfig:
+def config(**changes: Any) -> GPTConfig:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "sequence_length": CONTEXT,
         "width": 16,
     }
-    return GPTConfig(**sizes | {"num_layers": 3, "num_heads": 2} | changes)
+    sizes |= {"num_layers": 3, "num_heads": 2}
+    return GPTConfig(**sizes | changes)
 
 
 def make_model(**changes) -> GPT:
@@ -110,7 +111,8 @@ def test_a_recipes_sample_is_that_of_the_generator():
     prompts = {"tokens": jnp.array([[3, 1, 4], [1, 5, 9]]), "seed": jnp.array([4, 5])}
     tokens = jax.jit(lambda m, p: continue_prompts(m, p, length=6))(model, prompts)
     np.testing.assert_array_equal(tokens[:, :3], prompts["tokens"])
-    want = Generator(model)(prompts["tokens"], length=6, sampling=Sampling(0.8), seed=4)
+    rows = prompts["tokens"].tolist()
+    want = Generator(model)(rows, length=6, sampling=Sampling(0.8), seed=4)
     assert tokens[:, 3:].tolist() == want
 
 

@@ -128,7 +128,7 @@ def folder(transformers, tmp_path_factory):
 
 
 def their_logits(transformers: Any, folder: Path, tokens: np.ndarray) -> np.ndarray:
-    import torch
+    torch = pytest.importorskip("torch")
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def test_every_tensor_arrives_where_the_map_says(replica, tmp_path):
     )
     assert (config.model.layers, config.model.width) == (3, 16)
     assert config.model.eps == 1e-6
-    params = state.params
+    params: Any = state.params
     for i in range(3):
         np.testing.assert_array_equal(
             params["blocks"]["linear"]["kernel"].get_value()[i],
@@ -75,7 +76,7 @@ def test_a_round_trip_keeps_every_byte(stored, param, shard_bytes, tmp_path):
     export(
         tmp_path / "run",
         tmp_path / "out",
-        huggingface=True,
+        format="huggingface",
         recipe=str(tmp_path / "tiny.py"),
         dtype=stored if stored != param else None,
         shard_bytes=shard_bytes,

@@ -196,7 +196,7 @@ def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normali
 @pytest.mark.slow
 def test_experts_are_gathered_once_forward_once_backward_and_scattered_once():
     L, E, D, F = 3, 8, 16, 24
-    config = LlamaConfig(**SMALL | EXPERTS | {"balance_weight": 0.1})
+    config = LlamaConfig(**(SMALL | EXPERTS), balance_weight=0.1)
     tx = optax.sgd(0.1)
     fsdp = jshard.FSDP(
         parity.make_mesh(1, 8), jshard.Policy(min_shard_elements=0, remat="full")

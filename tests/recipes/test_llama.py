@@ -108,7 +108,9 @@ def test_logits_and_gradients_are_those_of_a_plain_implementation(
 
     def model_loss(params):
         model = nnx.merge(graphdef, params)
-        return model.loss(tokens, targets, weights).total, model(tokens)
+        mean = model.loss(tokens, targets, weights)
+        assert isinstance(mean, jshard.Mean)
+        return mean.total, model(tokens)
 
     def plain_loss(params):
         logits = plain_logits(params, config, tokens)
@@ -168,7 +170,7 @@ def test_no_position_sees_a_later_token():
 def test_bf16_logits_and_loss_are_fp32():
     tokens = jnp.arange(16).reshape(2, 8)
 
-    def outputs() -> tuple[jax.Array, jshard.Mean]:
+    def outputs() -> tuple[jax.Array, Any]:
         model = Llama(LlamaConfig(**SMALL, dtype=jnp.bfloat16), rngs=nnx.Rngs(0))
         return model(tokens), model.loss(tokens, tokens, jnp.ones(tokens.shape))
 
@@ -198,7 +200,7 @@ def test_a_sharded_run_follows_one_device(x64, monkeypatch):
         state, metrics = step(state, fsdp.shard_batch(batch))
         return fsdp.unshard(state.params), metrics
 
-    def loss(model: Llama, batch: dict[str, jax.Array]) -> jshard.Mean:
+    def loss(model: Llama, batch: dict[str, jax.Array]) -> jshard.Mean | jshard.Loss:
         return model.loss(batch["inputs"], batch["targets"], batch["weights"])
 
     names = jshard.Names("qkv", "attended", "hidden")

@@ -1,6 +1,7 @@
 """Packed documents: what rows hold, and that their losses are those alone."""
 
 import dataclasses
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -113,7 +114,7 @@ SIZES = {
     "width": 16, "loss_chunk": 32, "dtype": jnp.float64, "param_dtype": jnp.float64,
 }  # fmt: skip
 LLAMA = LlamaConfig(**SIZES, num_kv_heads=1, hidden=24)
-MODELS = {
+MODELS: dict[str, tuple[Any, Any]] = {
     "gpt": (GPT, GPTConfig(**SIZES, tied=False)),
     "gpt-tied": (GPT, GPTConfig(**SIZES)),
     "llama": (Llama, LLAMA),
@@ -133,7 +134,7 @@ def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, nam
         check_losses(*MODELS[name], folder)
 
 
-def check_losses(kind, config, folder):
+def check_losses(kind: Any, config: Any, folder: Any) -> None:
     """Compares sums of losses and of gradients."""
     data = text(folder, sequence_length=T, pack=True, max_segments=4)
     found = [window(data, i) for i in range(8)]
