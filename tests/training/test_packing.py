@@ -1,6 +1,7 @@
 """Packed documents: what rows hold, and that their losses are those alone."""
 
 import dataclasses
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -113,7 +114,7 @@ SIZES = {
     "width": 16, "loss_chunk": 32, "dtype": jnp.float64, "param_dtype": jnp.float64,
 }  # fmt: skip
 LLAMA = LlamaConfig(**SIZES, num_kv_heads=1, hidden=24)
-MODELS = {
+MODELS: dict[str, Any] = {
     "gpt": (GPT, GPTConfig(**SIZES, tied=False)),
     "gpt-tied": (GPT, GPTConfig(**SIZES)),
     "llama": (Llama, LLAMA),
@@ -130,7 +131,8 @@ MODELS = {
 @pytest.mark.quick("gpt-tied")
 def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, name):
     with jax.enable_x64(True):
-        check_losses(*MODELS[name], folder)
+        kind, config = MODELS[name]
+        check_losses(kind, config, folder)
 
 
 def check_losses(kind, config, folder):

@@ -44,7 +44,7 @@ def packed_rows(
         place = 0
         documents = order[bounds[index] : bounds[index + 1]]
         for segment, document in enumerate(documents.tolist(), start=1):
-            piece, size = pieces[number[document]], int(length[document])
+            piece, size = pieces[int(number[document])], int(length[document])
             first, last = int(start[document]), int(start[document]) + size
             tokens = read_tokens(piece, first, last + 1, vocab_size)
             span = slice(place, place + size)
