@@ -227,7 +227,7 @@ def _config_problems(path: Path, rank: int, alpha: float) -> list[str]:
     file = path / CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        own = {"lora.rank": (config["r"], rank)}
+        own: dict[str, tuple[Any, float]] = {"lora.rank": (config["r"], rank)}
         own["lora.alpha"] = (config["lora_alpha"], alpha)
         expected = {"peft_type": "LORA", "bias": "none"}
         expected |= dict.fromkeys(_UNSUPPORTED)

@@ -22,6 +22,7 @@ from jshard.unit.modules import is_unit
 
 # Metadata key of an adapter: the numerator of its scale, alpha / rank.
 ALPHA = "lora_alpha"
+DROPOUT = "lora_dropout"
 
 # Uniform in +-1/sqrt(inputs), as in PEFT: He et al. 2015, arXiv:1502.01852, for leaky
 # rectifiers of slope sqrt(5).
@@ -71,7 +72,8 @@ def add_lora(
             raise UserError(f"add_lora: {name!r} has an adapter already")
         _adapt(linear, rank, alpha, param_dtype, rngs)
         if dropout:
-            linear.lora_dropout = _stacked_dropout(dropout, linear.kernel, rngs)
+            drop = _stacked_dropout(dropout, linear.kernel, rngs)
+            setattr(linear, DROPOUT, drop)
 
 
 def _matching(
@@ -100,8 +102,9 @@ def _adapt(
     a = jax.lax.map(init, keys).reshape(*layers, size_in, rank)
     b = jnp.zeros((*layers, rank, size_out), param_dtype)
     object.__setattr__(linear, "__class__", _adapted_class(type(linear)))
-    linear.lora_a = nnx.LoRAParam(a, **{ALPHA: alpha})
-    linear.lora_b = nnx.LoRAParam(b, **{ALPHA: alpha})
+    scale: dict[str, Any] = {ALPHA: alpha}
+    linear.lora_a = nnx.LoRAParam(a, **scale)
+    linear.lora_b = nnx.LoRAParam(b, **scale)
     for name in ("lora_a", "lora_b"):
         _mark_like(linear.kernel, getattr(linear, name), name)
 
@@ -114,7 +117,7 @@ def _stacked_dropout(rate: float, kernel: Any, rngs: nnx.Rngs) -> Dropout:
         dropout.key.set_value(jax.random.split(dropout.key.get_value(), layers))
         dropout.count.set_value(jnp.zeros(layers, jnp.uint32))
         for name in ("key", "count"):
-            _mark_like(kernel, getattr(dropout, name), "lora_dropout", name)
+            _mark_like(kernel, getattr(dropout, name), DROPOUT, name)
     return dropout
 
 
@@ -132,7 +135,7 @@ class _Adapted(nnx.Module):
     def __call__(self, inputs: jax.Array, **kwargs: Any) -> jax.Array:
         linear: Any = self
         y = super().__call__(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if hasattr(linear, "lora_dropout"):
+        if hasattr(linear, DROPOUT):
             inputs = linear.lora_dropout(inputs)
         a, b = linear.lora_a[...], linear.lora_b[...]
         scale = linear.lora_a.get_metadata(ALPHA) / a.shape[-1]

@@ -22,7 +22,7 @@ from jshard.errors import UserError
 from jshard.precision import set_compute_dtype
 from jshard.training import returns
 from jshard.training.config.config import Config, complete
-from jshard.training.config.policy import make_policy
+from jshard.training.config.policy import make_precision
 from jshard.training.huggingface import SOURCE, find_map
 from jshard.training.huggingface_export import find_recipe_of
 from jshard.training.job import Job
@@ -102,7 +102,7 @@ class TrainedModel:
     def _job(self, devices: Sequence[Any]) -> Job:
         """Returns a job that computes as the run does, without its optimizer."""
         recipe, config = self.recipe, self.config
-        own = make_policy(config).precision
+        own = make_precision(config)
         param, compute = self.dtype or own.param, self.dtype or own.compute
         precision = jshard.Precision(param=param, compute=compute)
         fsdp = jshard.FSDP(

@@ -52,12 +52,13 @@ def torch_peft():
 @pytest.fixture(scope="module")
 def folders(torch_peft, tmp_path_factory) -> tuple[Path, Path]:
     """A tiny Llama, and random adapters of some of its layers, as PEFT saves them."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers import LlamaConfig as Config
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
 
     base, adapters = (tmp_path_factory.mktemp(name) for name in ("base", "adapters"))
-    model = randomize(AutoModelForCausalLM.from_config(Config(**SIZES)))
+    model = randomize(
+        transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
+    )
     model.save_pretrained(base)
     config = torch_peft.LoraConfig(
         r=RANK,
@@ -76,17 +77,17 @@ def folders(torch_peft, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def their_model(torch_peft: Any, base: Path, adapters: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, attn_implementation="eager"
     )
     return torch_peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
 
 
 def their_logits(model: Any) -> np.ndarray:
-    import torch
+    torch = pytest.importorskip("torch")
 
     with torch.no_grad():
         return model.eval()(torch.tensor(batch(0)["inputs"])).logits.numpy()
@@ -136,7 +137,7 @@ def check_close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 def test_losses_follow_peft(torch_peft, folders):
-    import torch
+    torch = pytest.importorskip("torch")
 
     theirs = their_model(torch_peft, *folders).train()
     trained = [p for p in theirs.parameters() if p.requires_grad]
@@ -204,7 +205,7 @@ def test_adapters_go_through_our_run_unchanged(folders, tmp_path):
 def test_merged_they_are_an_ordinary_model(
     left_out, torch_peft, folders, trained, tmp_path
 ):
-    from transformers import AutoModelForCausalLM
+    transformers = pytest.importorskip("transformers")
 
     logits, run = trained
     if not left_out:
@@ -214,7 +215,7 @@ def test_merged_they_are_an_ordinary_model(
         with jshard.Checkpointer(run) as checkpointer:
             checkpointer.save(state, config={"model": model_keys(folders[0])})
     export(run, tmp_path / "out", format="huggingface", recipe=RECIPE)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
     assert not any(info.values()), info

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,9 +57,9 @@ def files(base, tmp_path_factory) -> Path:
     return folder
 
 
-def adapt(folder: Path, base: Path, **keys: object) -> Path:
-    keys = {"steps": 8, "checkpoint__restore": base} | keys
-    return train(folder, recipe=ADAPTERS, **keys)
+def adapt(folder: Path, base: Path | str, **keys: Any) -> Path:
+    given = {"steps": 8, "checkpoint__restore": base} | keys
+    return train(folder, recipe=ADAPTERS, **given)
 
 
 def stop(folder: Path, base: Path) -> Path:

@@ -114,7 +114,7 @@ SIZES = {
     "width": 16, "loss_chunk": 32, "dtype": jnp.float64, "param_dtype": jnp.float64,
 }  # fmt: skip
 LLAMA = LlamaConfig(**SIZES, num_kv_heads=1, hidden=24)
-MODELS: dict[str, tuple[Any, Any]] = {
+MODELS: dict[str, Any] = {
     "gpt": (GPT, GPTConfig(**SIZES, tied=False)),
     "gpt-tied": (GPT, GPTConfig(**SIZES)),
     "llama": (Llama, LLAMA),
@@ -131,10 +131,11 @@ MODELS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.quick("gpt-tied")
 def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, name):
     with jax.enable_x64(True):
-        check_losses(*MODELS[name], folder)
+        kind, config = MODELS[name]
+        check_losses(kind, config, folder)
 
 
-def check_losses(kind: Any, config: Any, folder: Any) -> None:
+def check_losses(kind, config, folder):
     """Compares sums of losses and of gradients."""
     data = text(folder, sequence_length=T, pack=True, max_segments=4)
     found = [window(data, i) for i in range(8)]

@@ -28,13 +28,14 @@ def train(tmp_path):
     (folder / "chat_template.jinja").write_text(CHATML)
 
     def run(workdir: str, **config):
+        path = os.environ.get("PYTHONPATH", "")
         config = SMALL | {"data.tokenizer": folder} | config
         words = [f"--config.{key}={value}" for key, value in config.items()]
         done = subprocess.run(
             [sys.executable, "-m", "jshard.train", "--config=gpt.py",
              f"--workdir={workdir}", *words],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), path])},
             text=True,
             capture_output=True,
             check=False,
