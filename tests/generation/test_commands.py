@@ -73,6 +73,7 @@ def call(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_one_prompt_streams_and_several_are_the_same_texts(run, call, tmp_path):
     options = (f"--model={run}", "--length=9", "--temperature=0")
     code, out, err = call("generate", *options, "--prompt=permission")
@@ -91,6 +92,7 @@ def test_one_prompt_streams_and_several_are_the_same_texts(run, call, tmp_path):
     assert "sharded over 8 devices" in sharded[2]
 
 
+@pytest.mark.slow
 def test_the_perplexity_is_that_of_the_loss(run, call, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("Permission is hereby granted, ")
@@ -118,6 +120,7 @@ def test_windows_count_every_token_once(stride):
     assert counted == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_windows_of_several_devices_give_the_mean_over_tokens():
     fsdp = jshard.FSDP(jshard.make_mesh())
     config = GPTConfig(
@@ -132,6 +135,7 @@ def test_windows_of_several_devices_give_the_mean_over_tokens():
     assert got == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -53,6 +53,7 @@ def greedy(model, prompt, length: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("tied", [True, False])
 def test_decoding_gives_the_logits_of_the_full_forward(x64, tied):
     # JAX's own attention has a softmax in float32.
@@ -70,6 +71,7 @@ def test_decoding_gives_the_logits_of_the_full_forward(x64, tied):
     np.testing.assert_allclose(jnp.concatenate(got, 1), want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("stacked", [True, False])
 def test_the_cache_is_updated_in_place(stacked):
     """Temporary memory holds a layer's part of the cache, not the cache."""
@@ -127,6 +129,7 @@ def test_a_stop_token_ends_its_row_alone():
     assert len(stopped[0]) < 10
 
 
+@pytest.mark.slow
 def test_long_prompts_are_read_in_parts_and_the_context_ends_a_text(monkeypatch):
     monkeypatch.setattr("jshard.generation.generator._PREFILL", 4)
     model = make_model()
@@ -144,6 +147,7 @@ def test_streaming_gives_the_same_tokens_one_at_a_time():
     assert np.concatenate(parts, 1).tolist() == whole
 
 
+@pytest.mark.slow
 def test_a_tokenizer_makes_texts_of_texts():
     class Letters:
         def encode(self, text):
