@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from compiling import UNROLLED, Row, compile_row
+from compiling import Row, compile_row
 from jshard.plan import GPUS
 from jshard.plan.constants import STATED
 from jshard.plan.topology import GPUS_A_HOST
@@ -123,7 +123,6 @@ def main() -> None:
                 strategy=strategy,
                 recipe=RECIPE,
                 remat=REMAT,
-                policy=UNROLLED,
             )
             rows[size] = compile_row(row, options.cache)
         line = [cell for rows in found.values() for cell in cells(rows[size])]

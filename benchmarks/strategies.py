@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from compiling import UNROLLED, Row, compile_row, make_mesh, trace
+from compiling import Row, compile_row, make_mesh, trace
 from jshard.describe import traffic
 
 GIB = 2**30
@@ -59,7 +59,7 @@ def main() -> None:
     for name, (strategy, accumulate, knobs) in STRATEGIES.items():
         if single and (strategy == "hybrid" or knobs):
             continue
-        settings = (("accumulate", accumulate), *knobs.items(), *UNROLLED)
+        settings = (("accumulate", accumulate), *knobs.items())
         row = Row(
             topology=options.topology,
             strategy=strategy,

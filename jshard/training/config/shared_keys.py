@@ -60,8 +60,9 @@ DEFAULTS = {
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
     "checkpoint.restore": Knob(
-        "", "start from these parameters: a run's folder, a checkpoint, safetensors, "
-        "or a Hugging Face folder",
+        "",
+        "start from these parameters: a run's folder, a checkpoint, safetensors, or a "
+        "Hugging Face folder",
         kind=Path,
     ),
     "checkpoint.restore_optimizer": Knob(
