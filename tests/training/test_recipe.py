@@ -169,6 +169,7 @@ def test_a_recipe_imports_its_own_models_when_others_are_imported_already(
     foreign = types.ModuleType("models")
     monkeypatch.setitem(sys.modules, "models", foreign)
     monkeypatch.setitem(sys.modules, "models.net", types.ModuleType("models.net"))
+    monkeypatch.delitem(sys.modules, "train.gpt", raising=False)  # another test's
     path = sys.path.copy()
     assert whose(write(packaged / "gpt.py", IMPORTING)) == "packaged"
     assert sys.modules["models"] is foreign

@@ -72,5 +72,5 @@ def test_a_run_on_chats_learns_the_answers(train, tmp_path):
     answer = {"role": "assistant", "content": "The capital of France is Paris."}
     line = json.dumps({"messages": [question, answer]}) + "\n"
     (tmp_path / "chats.jsonl").write_text(line * 300)
-    _, losses = train("chats", **{"data.path": "chats.jsonl", "steps": 30})
-    assert losses[30] < 0.7 * losses[1]
+    _, losses = train("chats", **{"data.path": "chats.jsonl", "steps": 80})
+    assert losses[80] < 0.7 * losses[1]
