@@ -4,6 +4,7 @@ import functools
 import itertools
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,8 @@ def shuffled(shards):
 
 
 @pytest.mark.skipif(
-    jax.__version_info__[:2] == (0, 11), reason="XLA crashes on the empty array"
+    metadata.version("jaxlib").startswith("0.11."),
+    reason="XLA crashes on the empty array",
 )
 def test_in_order_changes_no_value_by_a_bit():
     spec = PartitionSpec("x")

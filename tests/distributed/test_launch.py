@@ -168,7 +168,7 @@ def test_a_signal_to_the_launcher_saves_and_stops_all(number, whole, tmp_path):
         job.process.send_signal(number)
         assert job.wait(30) == 75, job.err.read_text()
         assert marked(job.mark) == []
-    assert "saved; the same command" in job.err.read_text()
+    assert "saved; run the same command" in job.err.read_text()
     with launch(tmp_path, *options) as job:
         assert job.wait() == 0
     assert read_metrics(tmp_path / "run") == read_metrics(whole)

@@ -46,11 +46,11 @@ MODELS = {
 }
 
 
-def python(folder: Path, *words: str) -> str:
+def python(folder: Path, *words: str, **settings: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=folder,
-        env=environment(),
+        env=environment() | settings,
         capture_output=True,
         text=True,
         timeout=600,

@@ -24,10 +24,11 @@ import jshard
 from failures import WORDS
 from jobs import Job, write_recipe
 from jshard.checkpoint import metadata
-from jshard.checkpoint.restore import CHECKPOINTS, find_damage, restore_state
+from jshard.checkpoint.restore import CHECKPOINTS, find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
 from jshard.training.run_folder.saving import Saving
+from jshard.training.run_folder.source import Source
 from processes import Processes
 from resumable import read_metrics, train
 
@@ -61,6 +62,7 @@ def record(
     """
     seen: dict[str, Any] = {"tokens": [], "saved": {}, "restored": None, "end": ""}
     shard_batch, save = jshard.FSDP.shard_batch, Saving.save
+    restore = Source.restore
 
     def sharding(fsdp: jshard.FSDP, batch: Any) -> Any:
         seen["tokens"].append(batch["tokens"])
@@ -73,8 +75,8 @@ def record(
         seen["saved"][int(state.step)] = gathered(state)
         save(self, state, metrics)
 
-    def restoring(*args: Any) -> jshard.TrainState:
-        state = restore_state(*args)
+    def restoring(self: Source, abstract: jshard.TrainState) -> jshard.TrainState:
+        state = restore(self, abstract)
         seen["restored"] = gathered(state)
         return state
 
@@ -83,7 +85,7 @@ def record(
     with (
         mock.patch.object(jshard.FSDP, "shard_batch", sharding),
         mock.patch.object(Saving, "save", saving),
-        mock.patch("jshard.training.loop.restore_state", restoring),
+        mock.patch.object(Source, "restore", restoring),
     ):
         try:
             train(
@@ -159,7 +161,7 @@ def test_a_run_of_one_process_goes_on_in_two_is_stopped_there_and_ends_in_one(
     assert find_steps(tmp_path / "run" / CHECKPOINTS)[-1] == last
     assert not find_damage(tmp_path / "run" / CHECKPOINTS / str(last))
     for result in second:
-        assert "saved; the same command" in result["end"]
+        assert "saved; run the same command" in result["end"]
         check_equal(result["restored"], first[0]["saved"][step])
 
     third = single.call(record, tmp_path)
