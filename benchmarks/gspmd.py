@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
 from jshard.mesh import BATCH, FSDP
+from models.llama import Llama, Stream
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
 # github.com/AI-Hypercomputer/maxtext, MaxText/configs/a3/llama_2_7b/8vm.sh at
@@ -193,6 +194,8 @@ def loss(model: Any, batch: Any, mesh: Mesh, form: Form) -> jax.Array:
     def layer(x_BTD, params):
         block = nnx.merge(layers, params, copy=True)
         object.__setattr__(block, "__class__", type(model.blocks).plain_class)
+        if isinstance(model, Llama):
+            return constrain(block(Stream(x_BTD, None, None)).x_BTD), None
         return constrain(block(x_BTD)), None
 
     if form.iota:
