@@ -115,9 +115,18 @@ class _Passes:
             out, ys = traced(Inputs(weights, layer_of(xs, index), carry, args))
             return carry_like(out, carry), ys
 
-        unroll = self.segments[0].unroll
-        carry, ys = _scan_forward(run, arrays, (0, length), carry, unroll=unroll)
-        weights, carry = unshard_after(carry, next_shards, self.following.places)
+        bounds, unroll = (0, length), self.segments[0].unroll
+        if any(segment.prefetch for segment in self.segments):
+            following = Parameters(next_shards, self.following.places)
+            carry, ys, last_ys, (_, weights) = pipeline.run_ahead(
+                run, run, arrays, bounds, carry, following, unroll=unroll
+            )
+            ys = jax.tree.map(
+                lambda y, last: jnp.concatenate([y, last[None]]), ys, last_ys
+            )
+        else:
+            carry, ys = _scan_forward(run, arrays, bounds, carry, unroll=unroll)
+            weights, carry = unshard_after(carry, next_shards, self.following.places)
         return carry, ys, weights
 
     @jax.named_scope(LAYERS)

@@ -57,8 +57,9 @@ def run(tmp_path_factory):
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command in this process; returns the exit code and what it printed."""
-    monkeypatch.setattr("jshard.generate.cache_compilations", lambda: None)
-    monkeypatch.setattr("jshard.perplexity.cache_compilations", lambda: None)
+    monkeypatch.setattr(
+        "jshard.training.model_command.cache_compilations", lambda: None
+    )
 
     def run(name: str, *words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *words])
