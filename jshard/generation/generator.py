@@ -146,7 +146,7 @@ class Generator:
         devices = self._placement.devices
         batch = -(-len(prompts) // devices) * devices
         filled = [*prompts, *prompts[:1] * (batch - len(prompts))]
-        cache = self._empty_cache(batch // devices, slots)
+        cache = self._empty_cache(batch, slots)
 
         before = lengths.max() - 1
         width = min(_rounded(before), _PREFILL)
@@ -173,22 +173,21 @@ class Generator:
         )
 
     def _empty_cache(self, batch: int, slots: int) -> Any:
-        devices, sharding = self._placement.devices, self._placement.sharding
         shapes = jax.eval_shape(lambda: self._placement.model.init_cache(batch, slots))
         return jax.tree.map(
-            lambda x: jnp.zeros((devices, *x.shape), x.dtype, device=sharding), shapes
+            lambda x: jnp.zeros(x.shape, x.dtype, device=self._placement.sharding),
+            shapes,
         )
 
     def _put(self, array: np.ndarray) -> jax.Array:
         """Splits rows, which every process has, over the devices."""
-        parts = array.reshape(self._placement.devices, -1, *array.shape[1:])
         return jax.make_array_from_callback(
-            parts.shape, self._placement.sharding, lambda index: parts[index]
+            array.shape, self._placement.sharding, lambda index: array[index]
         )
 
     def _fetch(self, tokens: jax.Array, rows: int) -> np.ndarray:
         """Returns the tokens of all rows, in every process."""
-        return transfer.fetch(tokens).reshape(-1, tokens.shape[-1])[:rows]
+        return transfer.fetch(tokens)[:rows]
 
     def _prefill(self) -> Any:
         def prefill(model: Any, prompts: _Prompts) -> _Prompts:

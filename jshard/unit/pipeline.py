@@ -7,7 +7,6 @@ off the loop are the last layer of each pass, which has no next layer, and the f
 ones of the backward, before there are gradients to scatter.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,25 +26,6 @@ scan: Callable[..., Any] = inner(lax.scan)  # JAX's own: its carry is typed alre
 
 
 def forward(
-    layers: Layers, carry: Any, following: Parameters
-) -> tuple[Any, Any, Any, tuple[Any, Any]]:
-    """Runs the layers of a segment, at least two, as ``run_ahead`` does.
-
-    ``Layers.forward`` makes the outputs.
-    """
-    segment = layers.segment
-    return run_ahead(
-        functools.partial(layers.forward, segment.in_loop),
-        functools.partial(layers.forward, segment.peeled),
-        layers.arrays,
-        (segment.start, segment.stop),
-        carry,
-        following,
-        unroll=segment.unroll,
-    )
-
-
-def run_ahead(
     run: Callable[[Any, Any, Any], tuple[Any, Any]],
     run_last: Callable[[Any, Any, Any], tuple[Any, Any]],
     arrays: StackArrays,
