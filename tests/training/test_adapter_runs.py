@@ -107,7 +107,7 @@ def test_a_trained_model_is_that_of_the_last_step_or_the_averages(
     name = "head.kernel" if kind == "base" else f"{LINEAR}.lora_b"
     stored = f"{'ema' if ema else 'params'}.{name}"
     with open_model(run, recipe, ema=ema) as model:
-        assert ("averages" in str(model))
+        assert "averages" in str(model)
         assert ("as trained" in str(model)) != ema
         _, state = model.load(jax.devices()[:2])
     assert state.ema is None
