@@ -46,8 +46,10 @@ def policy(prefetch: bool | None = True) -> jshard.Policy:
     return jshard.Policy(min_shard_elements=0, prefetch=prefetch)
 
 
-def lowered(mesh: Any, prefetch: bool | None, slots: int = 8, **changes: Any) -> Any:
-    """A program that decodes ``TOKENS`` tokens of one row a device."""
+def lowered(
+    mesh: Any, prefetch: bool | None, slots: int = 8, each: int = 1, **changes: Any
+) -> Any:
+    """A program that decodes ``TOKENS`` tokens in ``each`` rows a device."""
     fsdp = jshard.FSDP(mesh, policy(prefetch))
     make = functools.partial(make_model, **changes)
     placed = sharded(fsdp, fsdp.abstract_state(make, optax.identity()))
@@ -56,8 +58,9 @@ def lowered(mesh: Any, prefetch: bool | None, slots: int = 8, **changes: Any) ->
     def on_mesh(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed.sharding)
 
-    cache = jax.eval_shape(lambda: placed.model.init_cache(placed.devices, slots))
-    one = jnp.zeros(placed.devices, jnp.int32)
+    count = each * placed.devices
+    cache = jax.eval_shape(lambda: placed.model.init_cache(count, slots))
+    one = jnp.zeros(count, jnp.int32)
     rows = jax.tree.map(on_mesh, Rows(one, one, one, one.astype(jnp.uint32), cache))
     step = placed.compile(decode)
     return step.func.lower(*step.args, rows)  # type: ignore[attr-defined]
@@ -131,7 +134,7 @@ def test_gpus_compute_beside_every_gather_of_a_layer():
     sizes = {"width": 1024, "num_heads": 8, "num_layers": 8, "vocab_size": 8192}
     dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     with tracing_for(GPUS["h100"]):
-        program = lowered(h100s(8), None, 512, **sizes, **dtypes).compile()
+        program = lowered(h100s(8), None, 512, 32, **sizes, **dtypes).compile()
     # XLA unrolls both loops by two, so that there are several copies of the inner one.
     loops = layer_loops(program.as_text())
     assert loops
