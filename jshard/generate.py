@@ -12,16 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
+from jshard.cli.command import (
+    ArgumentParser,
+    file_path,
+    read_text,
+    run_command,
+    whole_number,
+)
 from jshard.errors import UserError
 from jshard.formatting import format_bytes
 from jshard.generation import Generator, Sampling, generate
 from jshard.generation.decoding import NOTHING
-from jshard.training.platform import cache_compilations, choose_platform
+from jshard.training.model_command import model_parser, note, started
 from jshard.training.tokenizer import Tokenizer
-from jshard.training.trained_model import TrainedModel, add_arguments, open_model
+from jshard.training.trained_model import TrainedModel
 
-_CHUNK = 16  # tokens a call, where nobody watches
 _FREE = 0.4  # of a device's memory for the weights: they are copied once, and the cache
 
 
@@ -39,9 +44,7 @@ def run_generate(argv: list[str]) -> None:
     prompts = [arguments.prompt]
     if arguments.prompts is not None:
         prompts = read_prompts(arguments.prompts)
-    choose_platform()
-    cache_compilations()
-    with open_model(arguments.model, arguments.config, arguments.dtype) as model:
+    with started(arguments) as model:
         tokenizer = model.tokenizer(arguments.tokenizer)
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
         generator = _make_generator(model, arguments.weights, len(prompts))
@@ -57,7 +60,7 @@ def run_generate(argv: list[str]) -> None:
             _print(arguments.prompt)
             for text in texts_of(tokenizer, only, stream):
                 _print(text)
-            print(flush=True)
+            _print("\n")
             return
         for start in range(0, len(tokens), arguments.batch_size):
             part = tokens[start : start + arguments.batch_size]
@@ -68,87 +71,54 @@ def run_generate(argv: list[str]) -> None:
                 text = continuation(tokenizer, before, after)
                 if arguments.format == "jsonl":
                     entry = {"prompt": prompt, "text": text, "tokens": after}
-                    print(json.dumps(entry, ensure_ascii=False), flush=True)
+                    _write(f"{json.dumps(entry, ensure_ascii=False)}\n")
                 else:
                     _print(f"{prompt}{text}\n\n")
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="python -m jshard.generate",
-        description="Continues prompts with a trained model.",
-        allow_abbrev=False,
+    parser = model_parser(
+        "python -m jshard.generate", "Continues prompts with a trained model."
     )
-    add_arguments(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="continued as it is generated")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", help="continued as it is generated")
+    add(
         "--prompts",
         metavar="FILE",
         type=file_path,
         help='a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
     )
-    parser.add_argument(
-        "--length",
-        metavar="N",
-        type=whole_number(1, 10**9),
-        default=128,
-        help="the most tokens to generate after a prompt (128)",
-    )
-    parser.add_argument(
-        "--temperature",
-        metavar="T",
-        type=_number,
-        default=0.8,
-        help="of the probabilities; 0 always takes the likeliest token (0.8)",
-    )
-    parser.add_argument(
-        "--top_k",
-        metavar="K",
-        type=whole_number(0, 2**31 - 1),
-        default=0,
-        help="sample from the K likeliest tokens alone; 0 is all (0)",
-    )
-    parser.add_argument(
-        "--top_p",
-        metavar="P",
-        type=_number,
-        default=1.0,
-        help="sample from the likeliest tokens alone that have probability P (1)",
-    )
-    parser.add_argument(
+    whole, ids = whole_number, whole_number(0, 2**31 - 1)
+    for name, kind, default, what in (
+        ("length", whole(1, 10**9), 128, "the most tokens to generate after a prompt"),
+        ("temperature", _number, 0.8, "0 always takes the likeliest token"),
+        ("top_k", ids, 0, "sample from the N likeliest tokens alone; 0 is all"),
+        ("top_p", _number, 1.0, "sample from the likeliest with probability N alone"),
+        ("seed", whole(0, 2**32 - 1), 0, "the prompt of line r has seed N + r"),
+        ("batch_size", whole(1, 10**6), 32, "prompts that are continued together"),
+    ):
+        help = f"{what} ({default})"
+        add(f"--{name}", metavar="N", type=kind, default=default, help=help)
+    add(
         "--stop_token",
         metavar="ID",
-        type=whole_number(0, 2**31 - 1),
+        type=ids,
         action="append",
         default=[],
         help="a token that ends a text, besides those of the tokenizer; repeatable",
     )
-    parser.add_argument(
-        "--seed",
-        metavar="N",
-        type=whole_number(0, 2**32 - 1),
-        default=0,
-        help="of the sampling; the prompt of line r has seed N + r (0)",
-    )
-    parser.add_argument(
-        "--batch_size",
-        metavar="N",
-        type=whole_number(1, 10**6),
-        default=32,
-        help="prompts that are continued together (32)",
-    )
-    parser.add_argument(
+    add(
         "--format",
         default="text",
         choices=("text", "jsonl"),
         help="of the output: text, or a JSON object a prompt",
     )
-    parser.add_argument(
+    add(
         "--weights",
         default="auto",
         choices=("auto", "replicated", "sharded"),
         help="whether each device holds all weights, or a shard; auto replicates them "
-        "if they fit",
+        "if they fit and there is one process",
     )
     return parser
 
@@ -166,11 +136,7 @@ def read_prompts(file: Path) -> list[str]:
     Raises:
       UserError: The file cannot be read, or a line is not a prompt.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"--prompts={file}: cannot be read: {reason}") from error
+    lines = read_text("--prompts", file).splitlines()
     if not lines:
         raise UserError(f"--prompts={file}: has no prompts")
     prompts = []
@@ -191,15 +157,22 @@ def read_prompts(file: Path) -> list[str]:
 def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generator:
     """Reads the weights to where they fit, and says which on standard error."""
     devices, size = jax.devices(), model.bytes()
-    room = _memory(devices) * _FREE
-    fits = size <= room
-    if weights == "replicated" or (weights == "auto" and (fits or len(devices) == 1)):
+    alone = jax.process_count() == 1
+    if weights == "replicated" and not alone:
+        raise UserError(
+            "--weights=replicated: the weights of several processes are always "
+            "sharded; start one process"
+        )
+    fits = size <= _memory(jax.local_devices()) * _FREE
+    whole = alone and (fits or len(devices) == 1)
+    if weights == "replicated" or (weights == "auto" and whole):
         used = devices[:prompts]
         where = f"on each of {len(used)} devices" if len(used) > 1 else "on one device"
-        _note(f"weights: {format_bytes(size)}, whole {where}")
+        note(f"weights: {format_bytes(size)}, whole {where}")
         return Generator(model.load_whole(used[0]), used)
     why = "" if fits else f", as {format_bytes(size)} is too much for one"
-    _note(f"weights: sharded over {len(devices)} devices{why}")
+    count = f"{len(devices)} devices" if len(devices) > 1 else "one device"
+    note(f"weights: sharded over {count}{why}")
     return Generator.sharded(*model.load(devices))
 
 
@@ -235,12 +208,12 @@ def continuation(tokenizer: Tokenizer, prompt: np.ndarray, tokens: list[int]) ->
 
 def _print(text: str) -> None:
     # A barely trained model may generate control sequences of the terminal.
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-    print(shown, end="", flush=True)
+    _write("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))
 
 
-def _note(text: str) -> None:
-    print(f"jshard: {text}", file=sys.stderr)
+def _write(text: str) -> None:
+    if jax.process_index() == 0:  # the others have the same text
+        print(text, end="", flush=True)
 
 
 class _Command(types.ModuleType):

@@ -4,7 +4,9 @@ On this machine, or one on each of several hosts, by ssh. The hosts share a file
 If the job fails, all processes are restarted from its last checkpoint, on fewer hosts
 if need be and allowed.
 
-Exit codes: those of `jshard.train`; 1 if the job failed more often than allowed.
+`--command=generate` and `--command=perplexity` start these instead of `jshard.train`.
+
+Exit codes: those of the command; 1 if the job failed more often than allowed.
 """
 
 import argparse
@@ -47,6 +49,8 @@ PASSED_ON = (
     "PYTHONPATH",
 )
 PORTS = 20  # ports to try if other programs use them
+TRAIN = "train"
+COMMANDS = (TRAIN, "generate", "perplexity")  # those that run in several processes
 NO_RESTART = (0, 2, 75)  # done, bad input, preempted
 
 # Runs a command and sends it the signals named on standard input. When standard input
@@ -77,7 +81,7 @@ def _launch(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options of this command and the arguments for `jshard.train`.
+    """Returns the options of this command and the arguments for the one it starts.
 
     Raises:
       UserError: an option is missing or invalid.
@@ -85,12 +89,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = ArgumentParser(
         prog="python -m jshard.launch",
         description="Starts the processes of a job and restarts them after failures.",
-        epilog="Arguments after -- are passed to jshard.train.",
+        epilog="Arguments after -- are passed to the command.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     many, port = whole_number(1, 65_536), whole_number(1, 65_535)
     restarts = whole_number(0, 1_000_000)
+    add("--command", default=TRAIN, choices=COMMANDS, help="by default train")
     add("--num_processes", type=many, help="how many in all; by default one per host")
     add("--hosts", type=_hosts, default=[], help="A,B,...; by default this machine")
     add("--rsh", type=_command, default=RSH, help=f"reaches a host; by default {RSH}")
@@ -99,7 +104,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--min_hosts", type=many, help="fewest to restart on; by default all")
     cut = argv.index("--") if "--" in argv else len(argv)
     options, words = parser.parse_args(argv[:cut]), argv[cut + 1 :]
-    if not any(word.startswith("--config") for word in words):
+    trains = options.command == TRAIN
+    if trains and not any(word.startswith("--config") for word in words):
         raise UserError("no recipe to train; for example: ... -- --config=gpt.py")
     for word in words:
         if word.partition("=")[0].removeprefix("--") in OPTIONS:
@@ -123,7 +129,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--num_processes={options.num_processes}: must be divisible by the number "
             f"of --hosts, {hosts}"
         )
-    if not any(word.partition("=")[0] == "--workdir" for word in words):
+    if trains and not any(word.partition("=")[0] == "--workdir" for word in words):
         # The same for all restarts, which resume from its checkpoints.
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         words = [*words, f"--workdir=runs/launch-{stamp}"]
@@ -157,7 +163,7 @@ class Launcher:
 
     Args:
       options: of this command, from `parse`.
-      words: arguments for `jshard.train`.
+      words: arguments for the command that is started.
     """
 
     def __init__(self, options: argparse.Namespace, words: Sequence[str]):
@@ -250,16 +256,16 @@ class Launcher:
         passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
         environ = {**passed, **settings} if host else settings
         assignments = [f"{name}={value}" for name, value in environ.items()]
-        train = [sys.executable, "-m", "jshard.train", *words]
-        run = f"exec {shlex.join(['env', *assignments, *train])}"
+        command = [sys.executable, "-m", f"jshard.{self._options.command}", *words]
+        run = f"exec {shlex.join(['env', *assignments, *command])}"
         if not host:
-            command = ["sh", "-c", _RUN.format(command=run)]
+            started = ["sh", "-c", _RUN.format(command=run)]
         else:
             script = f"cd {shlex.quote(str(Path.cwd()))} && {run}"
             script = _RUN.format(command=f"sh -c {shlex.quote(script)}")
-            command = [*self._options.rsh, host, script]
+            started = [*self._options.rsh, host, script]
         return subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
+            started, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
         )
 
     def _send(self, name: str) -> None:

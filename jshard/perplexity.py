@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import jshard
-from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
+from jshard.cli.command import (
+    ArgumentParser,
+    file_path,
+    read_text,
+    run_command,
+    whole_number,
+)
 from jshard.errors import UserError
 from jshard.generation.decoding import context_length
-from jshard.training.platform import cache_compilations, choose_platform
-from jshard.training.trained_model import add_arguments, open_model
+from jshard.training.model_command import model_parser, started
 
 
 def main() -> None:
@@ -24,15 +29,8 @@ def main() -> None:
 def run_perplexity(argv: list[str]) -> None:
     """Measures the model on the text that the arguments name."""
     arguments = _parser().parse_args(argv)
-    try:
-        text = arguments.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        message = f"--text={arguments.text}: cannot be read: {reason}"
-        raise UserError(message) from error
-    choose_platform()
-    cache_compilations()
-    with open_model(arguments.model, arguments.config, arguments.dtype) as model:
+    text = read_text("--text", arguments.text)
+    with started(arguments) as model:
         tokens = model.tokenizer(arguments.tokenizer).encode(text)
         if len(tokens) < 2:
             raise UserError(
@@ -52,7 +50,11 @@ def run_perplexity(argv: list[str]) -> None:
                 f"--stride={stride}: must be at most the {context} tokens of a window"
             )
         nats = mean_nats(fsdp, state, tokens, context, stride)
-    scored = len(tokens) - 1
+        if jax.process_index() == 0:
+            _print(nats, len(tokens) - 1, context, stride)
+
+
+def _print(nats: float, scored: int, context: int, stride: int) -> None:
     print(
         f"{nats:.6f} nats a token, perplexity {math.exp(nats):.4f}: {scored:,} tokens"
     )
@@ -64,12 +66,10 @@ def run_perplexity(argv: list[str]) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="python -m jshard.perplexity",
-        description="Measures how well a trained model predicts a text.",
-        allow_abbrev=False,
+    parser = model_parser(
+        "python -m jshard.perplexity",
+        "Measures how well a trained model predicts a text.",
     )
-    add_arguments(parser)
     parser.add_argument(
         "--text", metavar="FILE", type=file_path, required=True, help="a text file"
     )
@@ -98,7 +98,9 @@ def mean_nats(
     """Returns the mean of -log p of all tokens but the first, each predicted once."""
     eval_step = fsdp.eval_step(_loss)
     total: Any = 0
-    for batch in _batches(windows(tokens, context, stride), fsdp.mesh.size):
+    process, count = jax.process_index(), jax.process_count()
+    for rows in _batches(windows(tokens, context, stride), fsdp.mesh.size):
+        batch = {name: row[process::count] for name, row in rows.items()}
         total = total + eval_step(state, fsdp.shard_batch(batch))
     return total.compute()["loss"]
 

@@ -215,7 +215,7 @@ class Attention(nnx.Module):
         assert stream.layer is not None
         window = None
         if sliding is not False:
-            slots = stream.cache.k_LBSKH.shape[2]
+            slots = stream.cache.slots
             window = jnp.where(sliding, self.config.window, slots)
         return kv_cache.attend(
             *qkv,

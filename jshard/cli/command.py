@@ -88,6 +88,19 @@ def file_path(text: str) -> Path:
     return Path(text)
 
 
+def read_text(option: str, file: Path) -> str:
+    """Reads the file that an option names.
+
+    Raises:
+      UserError: It cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"{option}={file}: cannot be read: {reason}") from error
+
+
 def checkpoint_parser(name: str, description: str) -> ArgumentParser:
     """Returns the parser of a command that reads a checkpoint and computes nothing.
 

@@ -1,6 +1,6 @@
 """Decoding with a cache, as functions of a model to be traced inside a jit.
 
-A model has ``init_cache(batch, length)``, which returns a pytree of zeros, and
+A model has ``init_cache(batch, length)``, which returns zeros (B, ...), and
 ``decode(tokens_BT, positions_BT, cache)``, which returns logits (B, T, V) and the cache
 with these tokens; positions of -1 are padding.
 

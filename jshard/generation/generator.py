@@ -14,6 +14,7 @@ from jshard.generation import decoding
 from jshard.generation.decoding import NOTHING, Rows
 from jshard.generation.placement import Placement, replicated, sharded
 from jshard.generation.sampling import Sampling
+from jshard.layout import transfer
 from jshard.state import TrainState
 
 _PREFILL = 512  # tokens of each prompt whose scores exist at a time
@@ -66,23 +67,10 @@ class Generator:
         return self._context
 
     def __call__(
-        self,
-        prompts: Sequence[Sequence[int] | np.ndarray],
-        *,
-        length: int = 128,
-        sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] = (),
-        seed: int = 0,
+        self, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any
     ) -> list[list[int]]:
-        """Returns what follows each prompt; the arguments are those of ``stream``."""
-        parts = self.stream(
-            prompts,
-            length=length,
-            sampling=sampling,
-            stop_tokens=stop_tokens,
-            seed=seed,
-        )
-        tokens_BT = np.concatenate(list(parts), axis=1)
+        """Returns what follows each prompt; the options are those of ``stream``."""
+        tokens_BT = np.concatenate(list(self.stream(prompts, **options)), axis=1)
         return [row[row != NOTHING].tolist() for row in tokens_BT]
 
     def stream(
@@ -158,7 +146,7 @@ class Generator:
         devices = self._placement.devices
         batch = -(-len(prompts) // devices) * devices
         filled = [*prompts, *prompts[:1] * (batch - len(prompts))]
-        cache = self._empty_cache(batch // devices, slots)
+        cache = self._empty_cache(batch, slots)
 
         before = lengths.max() - 1
         width = min(_rounded(before), _PREFILL)
@@ -185,18 +173,21 @@ class Generator:
         )
 
     def _empty_cache(self, batch: int, slots: int) -> Any:
-        devices, sharding = self._placement.devices, self._placement.sharding
         shapes = jax.eval_shape(lambda: self._placement.model.init_cache(batch, slots))
         return jax.tree.map(
-            lambda x: jnp.zeros((devices, *x.shape), x.dtype, device=sharding), shapes
+            lambda x: jnp.zeros(x.shape, x.dtype, device=self._placement.sharding),
+            shapes,
         )
 
     def _put(self, array: np.ndarray) -> jax.Array:
-        parts = array.reshape(self._placement.devices, -1, *array.shape[1:])
-        return jax.device_put(parts, self._placement.sharding)
+        """Splits rows, which every process has, over the devices."""
+        return jax.make_array_from_callback(
+            array.shape, self._placement.sharding, lambda index: array[index]
+        )
 
     def _fetch(self, tokens: jax.Array, rows: int) -> np.ndarray:
-        return np.asarray(tokens).reshape(-1, tokens.shape[-1])[:rows]
+        """Returns the tokens of all rows, in every process."""
+        return transfer.fetch(tokens)[:rows]
 
     def _prefill(self) -> Any:
         def prefill(model: Any, prompts: _Prompts) -> _Prompts:

@@ -1,7 +1,7 @@
 """Where a model's weights are while it generates: on every device, or sharded.
 
 Rows of text are split over the devices. A program is a function ``fn(model, rows)`` of
-one device's part; here every array of rows gets a leading dimension, one part a device.
+one device's part; the first dimension of every array, the cache's too, is that of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
     Attributes:
       model: for what does not depend on weights.
       devices: their number.
-      sharding: of the arrays of rows, (devices, ...).
+      sharding: of the arrays of rows.
       compile: turns ``fn(model, rows)`` into a jitted function of rows, which are
         donated.
     """
@@ -49,7 +49,7 @@ def replicated(model: nnx.Module, devices: Sequence[Any]) -> Placement:
         def local(weights: list[jax.Array], rows: Any) -> Any:
             model = nnx.merge(graphdef, jax.tree.unflatten(structure, weights))
             model.eval()
-            return _of_one_device(fn)(model, rows)
+            return fn(model, rows)
 
         # Nothing here is differentiated, so values need no types.
         run = jax.shard_map(
@@ -68,16 +68,8 @@ def sharded(fsdp: FSDP, state: TrainState) -> Placement:
     """Leaves the weights as shards, which are gathered a layer at a time."""
 
     def compile(fn: Callable) -> Callable:
-        step = fsdp.predict_step(_of_one_device(fn), donate_batch=True)
+        step = fsdp.predict_step(fn, donate_batch=True)
         return partial(step, state)
 
     sharding = NamedSharding(fsdp.mesh, BATCH)
     return Placement(fsdp.model(state), fsdp.mesh.size, sharding, compile)
-
-
-def _of_one_device(fn: Callable) -> Callable:
-    def call(model: Any, rows: Any) -> Any:
-        out = fn(model, jax.tree.map(lambda x: x[0], rows))
-        return jax.tree.map(lambda x: x[None], out)
-
-    return call

@@ -4,8 +4,11 @@ A model makes a cache (``KVCache.zeros``) and passes it through its Stack as a p
 the carry, ``(x_BTD, cache, layer)``: each layer calls ``attend`` and returns its
 features, the cache and ``layer + 1``. A carry is updated in place.
 
-Shape suffixes: L layers, B batch, T new tokens, S slots, N heads, K key-value heads,
-G heads of queries for each of keys, H head width.
+Rows come first, so that a cache is sharded like any batch. The slots of a head follow
+each other, so that its keys and values are read as they lie.
+
+Shape suffixes: B batch, L layers, K key-value heads, S slots, H head width, T new
+tokens, N heads of queries, G of them for each of keys.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +20,13 @@ import jax.numpy as jnp
 class KVCache(NamedTuple):
     """Keys and values of all layers; slot s holds those of the token at position s."""
 
-    k_LBSKH: jax.Array
-    v_LBSKH: jax.Array
+    k_BLKSH: jax.Array
+    v_BLKSH: jax.Array
+
+    @property
+    def slots(self) -> int:
+        """How many tokens of a row there is room for."""
+        return self.k_BLKSH.shape[3]
 
     @classmethod
     def zeros(
@@ -31,7 +39,7 @@ class KVCache(NamedTuple):
         dtype: Any,
     ) -> "KVCache":
         """Returns an empty cache with ``length`` slots for each of ``batch`` rows."""
-        shape = (num_layers, batch, length, num_kv_heads, head_width)
+        shape = (batch, num_layers, num_kv_heads, length, head_width)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
@@ -70,19 +78,19 @@ def attend(
       The attended values, (B, T, N, H), in the queries' dtype, and the cache.
     """
     B, T, N, H = q_BTNH.shape
-    _, _, S, K, _ = cache.k_LBSKH.shape
+    K, S = k_BTKH.shape[2], cache.slots
     cache = KVCache(
-        _write(cache.k_LBSKH, k_BTKH, positions_BT, layer),
-        _write(cache.v_LBSKH, v_BTKH, positions_BT, layer),
+        _write(cache.k_BLKSH, k_BTKH, positions_BT, layer),
+        _write(cache.v_BLKSH, v_BTKH, positions_BT, layer),
     )
-    k_BSKH, v_BSKH = (
-        jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache
+    k_BKSH, v_BKSH = (
+        jax.lax.dynamic_index_in_dim(x, layer, axis=1, keepdims=False) for x in cache
     )
 
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5 if scale is None else scale)
     scores = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=dtype
+        "BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=dtype
     )
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -92,22 +100,22 @@ def attend(
         seen_BTS &= behind_BTS < window
     # Not -inf: a row of padding, which sees nothing, would become nan.
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
+    weights = jax.nn.softmax(scores).astype(v_BKSH.dtype)
     y_BTKGH = jnp.einsum(
-        "BKGTS,BSKH->BTKGH", weights, v_BSKH, preferred_element_type=dtype
+        "BKGTS,BKSH->BTKGH", weights, v_BKSH, preferred_element_type=dtype
     )
     return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype), cache
 
 
 def _write(
-    cache_LBSKH: jax.Array,
+    cache_BLKSH: jax.Array,
     new_BTKH: jax.Array,
     positions_BT: jax.Array,
     layer: jax.Array | int,
 ) -> jax.Array:
-    S = cache_LBSKH.shape[2]
+    B, S = cache_BLKSH.shape[0], cache_BLKSH.shape[3]
     # A negative index would count from the end.
     slots_BT = jnp.where(positions_BT < 0, S, positions_BT)
-    rows_B1 = jnp.arange(slots_BT.shape[0])[:, None]
-    new_BTKH = new_BTKH.astype(cache_LBSKH.dtype)
-    return cache_LBSKH.at[layer, rows_B1, slots_BT].set(new_BTKH, mode="drop")
+    rows_B1 = jnp.arange(B)[:, None]
+    new_BTKH = new_BTKH.astype(cache_BLKSH.dtype)
+    return cache_BLKSH.at[rows_B1, layer, :, slots_BT].set(new_BTKH, mode="drop")

@@ -1,6 +1,5 @@
 """A trained model to use: from a run of jshard, or from a Hugging Face folder."""
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +16,12 @@ import jshard
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.huggingface import is_huggingface, read_config
 from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
-from jshard.cli.command import file_path
 from jshard.errors import UserError
 from jshard.precision import set_compute_dtype
 from jshard.training import returns
 from jshard.training.config.config import Config, complete
-from jshard.training.config.policy import make_precision
+from jshard.training.config.policy import make_policy
+from jshard.training.fit import Candidate
 from jshard.training.huggingface import SOURCE, find_map
 from jshard.training.huggingface_export import find_recipe_of
 from jshard.training.job import Job
@@ -45,12 +44,22 @@ class TrainedModel:
       recipe: Its recipe.
       config: The recipe's config, as the run or the folder says.
       dtype: Of the weights and of the computation; None is the run's own.
+      ema: Whether the weights are the run's averages; None if it has none.
     """
 
     path: Path
     recipe: Recipe
     config: Config
     dtype: str | None
+    ema: bool | None = None
+
+    def __str__(self) -> str:
+        of_averages = {
+            None: "",
+            False: ", as trained; --ema takes its averages",
+            True: ", its averages",
+        }
+        return f"{self.path}{of_averages[self.ema]}"
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """Returns the model's tokenizer, or the given one.
@@ -81,9 +90,14 @@ class TrainedModel:
         """
         job = self._job(devices)
         abstract_state = job.abstract_state()
-        if not is_huggingface(self.path) and frozen.source_of(self.path):
+        if self._needs_whole_state:
             source = find_source(job, abstract_state, self.path)
-            return job.fsdp, source.restore(abstract_state)
+            state = source.restore(abstract_state)
+            if self.ema:
+                state = state.with_ema_params()
+            # What is left is as if there had never been an optimizer.
+            rest: dict[str, Any] = {"opt_state": (), "ema": None, "loss_scale": None}
+            return job.fsdp, dataclasses.replace(state, **rest)
         tensors = find_map(
             self.config, self.recipe.huggingface, self.recipe.name, self.path
         )
@@ -95,24 +109,32 @@ class TrainedModel:
         fsdp, state = self.load([device])
         model = fsdp.model(state)
         model.eval()
-        for _, module in nnx.iter_modules(model):
-            set_compute_dtype(module, fsdp.policy.precision.compute)
+        for path, module in nnx.iter_modules(model):
+            set_compute_dtype(module, fsdp.policy.precision_at(path).compute)
         return model
 
+    @property
+    def _needs_whole_state(self) -> bool:
+        """Returns whether the training state is read, and not its parameters alone.
+
+        A checkpoint of adapters is small, and names the rest of the model. Averages are
+        read beside the parameters.
+        """
+        if is_huggingface(self.path):
+            return False
+        return bool(self.ema) or frozen.source_of(self.path) is not None
+
     def _job(self, devices: Sequence[Any]) -> Job:
-        """Returns a job that computes as the run does, without its optimizer."""
+        """Returns a job that computes as the run does, in its dtypes."""
         recipe, config = self.recipe, self.config
-        own = make_precision(config)
-        param, compute = self.dtype or own.param, self.dtype or own.compute
-        precision = jshard.Precision(param=param, compute=compute)
+        whole = self._needs_whole_state
         fsdp = jshard.FSDP(
             jshard.make_mesh(devices=devices),
-            jshard.Policy(precision=precision),
+            self._policy(whole),
             units=recipe.units(config) if recipe.units else (),
         )
         optimizer = optax.identity()
-        if not is_huggingface(self.path) and frozen.source_of(self.path):
-            # A checkpoint of adapters is small, and read as a whole.
+        if whole:
             optimizer = returns.make_optimizer(recipe.make_optimizer, config)
         return Job(
             recipe,
@@ -124,10 +146,33 @@ class TrainedModel:
             fsdp.train_step(recipe.loss_fn, optimizer),
         )
 
+    def _policy(self, whole: bool) -> jshard.Policy:
+        """Returns the run's dtypes, and if ``whole`` what its state consists of."""
+        own = make_policy(Candidate("full", 1).apply(self.config))  # they may be "fit"
+
+        def dtypes(precision: jshard.Precision) -> jshard.Precision:
+            param = self.dtype or precision.param
+            return jshard.Precision(param, compute=self.dtype or precision.compute)
+
+        overrides = {
+            pattern: {"precision": dtypes(fields.get("precision", own.precision))}
+            for pattern, fields in own.overrides.items()
+        }
+        return jshard.Policy(
+            precision=dtypes(own.precision),
+            overrides=overrides,
+            ema_decay=own.ema_decay if whole else None,
+            loss_scale=whole and own.loss_scale,
+        )
+
 
 @contextmanager
 def open_model(
-    path: Path, recipe: str | None = None, dtype: str | None = None
+    path: Path,
+    recipe: str | None = None,
+    dtype: str | None = None,
+    *,
+    ema: bool = False,
 ) -> Iterator[TrainedModel]:
     """Finds a trained model; use it inside the block, like ``open_recipe``.
 
@@ -138,12 +183,15 @@ def open_model(
         one with another map.
       dtype: Of the weights and of the computation; by default the run's own, and
         float32 for a Hugging Face folder.
+      ema: Whether to take the averages of the run's parameters.
 
     Raises:
-      UserError: There is no model, or it is of an unknown architecture.
+      UserError: There is no model, or it is of an unknown architecture, or has no
+        averages.
     """
     path = path.expanduser()
     if is_huggingface(path):
+        _check_averages(path, not ema)
         (architecture, *_) = read_config(path).get("architectures") or [""]
         found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
         with open_recipe(found) as opened:
@@ -156,11 +204,21 @@ def open_model(
         raise UserError(
             f"checkpoint {step} has no config of a recipe, which says what the model is"
         )
+    has_averages = any(name.startswith("ema.") for name in about["arrays"])
+    _check_averages(step, has_averages or not ema)
     found = find_recipe_of(step, about["config"], recipe)
     with open_recipe(found) as opened:
         config = complete(opened.get_config(), opened.name)
         _take(config, about["config"])
-        yield TrainedModel(step, opened, config, dtype)
+        yield TrainedModel(step, opened, config, dtype, ema if has_averages else None)
+
+
+def _check_averages(path: Path, fine: bool) -> None:
+    if not fine:
+        raise UserError(
+            f"--ema: {path} has no averages; train with --config.policy.ema_decay="
+            "0.999, for example"
+        )
 
 
 def _take(config: Any, stored: Mapping[str, Any]) -> None:
@@ -173,31 +231,3 @@ def _take(config: Any, stored: Mapping[str, Any]) -> None:
                 _take(config[name], value)
             else:
                 config[name] = tuple(value) if isinstance(value, list) else value
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of commands that use a trained model."""
-    parser.add_argument(
-        "--model",
-        metavar="RUN_OR_DIR",
-        type=file_path,
-        required=True,
-        help="a run's folder, a checkpoint, or a Hugging Face folder",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="RECIPE",
-        help="the model's recipe, if it is not where the run says",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE_OR_FOLDER",
-        type=file_path,
-        help="by default the run's, or that in the Hugging Face folder",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="of weights and computation; by default the run's own, and float32 for a "
-        "Hugging Face folder",
-    )

@@ -19,45 +19,56 @@ from jshard.compat.jax_functions import inner
 from jshard.compat.xla_options import GATHERS_LATE
 from jshard.mesh import REPLICA
 from jshard.unit.parameters import Parameters
-from jshard.unit.segments import Layers, Sums, layer_of
+from jshard.unit.segments import Layers, StackArrays, Sums, layer_of
 from jshard.unit.unit import barrier, unshard_after
 
 scan: Callable[..., Any] = inner(lax.scan)  # JAX's own: its carry is typed already
 
 
 def forward(
-    layers: Layers, carry: Any, following: Parameters
+    run: Callable[[Any, Any, Any], tuple[Any, Any]],
+    run_last: Callable[[Any, Any, Any], tuple[Any, Any]],
+    arrays: StackArrays,
+    bounds: tuple[int, int],
+    carry: Any,
+    following: Parameters,
+    *,
+    unroll: bool,
 ) -> tuple[Any, Any, Any, tuple[Any, Any]]:
-    """Runs the layers of a segment, at least two.
+    """Runs at least two layers, and gathers the weights of the next beside each.
 
     Args:
-      layers: the segment.
-      carry: the input of its first layer.
-      following: parameters to gather while its last layer runs.
+      run: ``run(index, weights, carry) -> (carry, out)``, one layer in the loop.
+      run_last: the same for the last layer, outside the loop.
+      arrays: what the layers are made of.
+      bounds: (start, stop) of the layers.
+      carry: the input of the first layer.
+      following: parameters to gather while the last layer runs.
+      unroll: whether the layers follow each other without a loop.
 
     Returns:
-      The carry; what ``Layers.forward`` returns for all layers but the last, stacked;
-      the same for the last; and full weights of the last layer and of ``following``.
+      The carry; the outputs of all layers but the last, stacked; that of the last; and
+      full weights of the last layer and of ``following``.
     """
-    segment, arrays = layers.segment, layers.arrays
+    start, stop = bounds
 
     def step(state, _):
         index, weights, carry = state
         arriving, (carry, weights) = arrays.unshard(index + 1, (carry, weights))
-        carry, out = layers.forward(segment.in_loop, index, weights, carry)
-        if GATHERS_LATE and not segment.unroll:
+        carry, out = run(index, weights, carry)
+        if GATHERS_LATE and not unroll:
             arriving, out = barrier(arriving, out)
         return (index + 1, arriving, carry), out
 
-    weights, carry = arrays.unshard(segment.start, carry)
-    state = (jnp.int32(segment.start), weights, carry)
+    weights, carry = arrays.unshard(start, carry)
+    state = (jnp.int32(start), weights, carry)
     (_, weights, carry), out = scan(
-        step, state, None, length=segment.length - 1, unroll=segment.unroll
+        step, state, None, length=stop - start - 1, unroll=unroll
     )
     arriving, (carry, weights) = unshard_after(
         (carry, weights), following.shards, following.places
     )
-    carry, last = layers.forward(segment.peeled, segment.stop - 1, weights, carry)
+    carry, last = run_last(stop - 1, weights, carry)
     return carry, out, last, (weights, arriving)
 
 

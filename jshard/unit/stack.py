@@ -115,9 +115,18 @@ class _Passes:
             out, ys = traced(Inputs(weights, layer_of(xs, index), carry, args))
             return carry_like(out, carry), ys
 
-        unroll = self.segments[0].unroll
-        carry, ys = _scan_forward(run, arrays, (0, length), carry, unroll=unroll)
-        weights, carry = unshard_after(carry, next_shards, self.following.places)
+        bounds, unroll = (0, length), self.segments[0].unroll
+        if any(segment.prefetch for segment in self.segments):
+            following = Parameters(next_shards, self.following.places)
+            carry, ys, last_ys, (_, weights) = pipeline.forward(
+                run, run, arrays, bounds, carry, following, unroll=unroll
+            )
+            ys = jax.tree.map(
+                lambda y, last: jnp.concatenate([y, last[None]]), ys, last_ys
+            )
+        else:
+            carry, ys = _scan_forward(run, arrays, bounds, carry, unroll=unroll)
+            weights, carry = unshard_after(carry, next_shards, self.following.places)
         return carry, ys, weights
 
     @jax.named_scope(LAYERS)
@@ -127,19 +136,25 @@ class _Passes:
         arrays = self._arrays(shards, xs, args)
         for segment, own_consts in zip(self.segments, consts, strict=True):
             layers = Layers(segment, arrays, own_consts)
+            run = functools.partial(layers.forward, segment.in_loop)
+            bounds = (segment.start, segment.stop)
             if segment.prefetch:
                 last = segment is self.segments[-1]
                 following = Parameters(next_shards, self.following.places)
                 carry, most, (last_ys, last_saved), (read, weights) = pipeline.forward(
-                    layers, carry, following if last else Parameters()
+                    run,
+                    functools.partial(layers.forward, segment.peeled),
+                    arrays,
+                    bounds,
+                    carry,
+                    following if last else Parameters(),
+                    unroll=segment.unroll,
                 )
                 ys += [most[0], jax.tree.map(lambda y: y[None], last_ys)]
                 # The backward begins with the last layer, whose weights are here.
                 read = select(read, segment.in_loop.layer.reads)
                 saved.append((most[1], last_saved, read))
             else:
-                run = functools.partial(layers.forward, segment.in_loop)
-                bounds = (segment.start, segment.stop)
                 carry, (some_ys, some_saved) = _scan_forward(
                     run, arrays, bounds, carry, unroll=segment.unroll
                 )

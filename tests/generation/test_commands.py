@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import optax
 import pytest
 
 import jshard
+from jobs import environment
 from jshard.cli.command import run_command
 from jshard.perplexity import mean_nats, windows
 from jshard.training.trained_model import open_model
@@ -26,15 +26,13 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder of a run of two steps of gpt.py, whose model is tiny."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
+def train(folder: Path, *words: str, devices: int = 8) -> Path:
+    """Runs two steps of gpt.py, whose model is tiny, on CPU devices."""
     keys = {
         "steps": 2,
-        "batch_size": 8,
+        "batch_size": 24,
         "model.num_layers": 2,
-        "model.width": 16,
+        "model.width": 24,
         "model.num_heads": 2,
         "model.sequence_length": 32,
         "eval_every": 0,
@@ -42,23 +40,36 @@ def run(tmp_path_factory):
         "sample.length": 0,
         "data.path": REPOSITORY / "LICENSE",
     }
-    words = [f"--config.{key}={value}" for key, value in keys.items()]
-    words += ["--config=gpt.py", f"--workdir={folder}"]
-    subprocess.run(
-        [sys.executable, "-m", "jshard.train", *words],
-        check=True,
-        cwd=folder.parent,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    words = (*(f"--config.{key}={value}" for key, value in keys.items()), *words)
+    done = python("jshard.train", "--config=gpt.py", *words, cwd=folder, count=devices)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def python(module: str, *words: str, cwd: Path, count: int) -> Any:
+    """Runs a module with a number of CPU devices; a run's folder is ``run``."""
+    own = ["--workdir=run"] if module == "jshard.train" else []
+    return subprocess.run(
+        [sys.executable, "-m", module, *words, *own],
+        cwd=cwd,
+        env=environment() | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": str(count)},
         capture_output=True,
+        text=True,
+        check=False,
     )
-    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command in this process; returns the exit code and what it printed."""
-    monkeypatch.setattr("jshard.generate.cache_compilations", lambda: None)
-    monkeypatch.setattr("jshard.perplexity.cache_compilations", lambda: None)
+    monkeypatch.setattr(
+        "jshard.training.model_command.cache_compilations", lambda: None
+    )
 
     def run(name: str, *words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *words])
@@ -156,6 +167,38 @@ def test_bad_input_is_one_line(run, call, words, message, tmp_path, monkeypatch)
     assert message in err
     lines = err.splitlines()
     assert sum("error" in line for line in lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 3, 8])
+def test_runs_of_any_mesh_that_choose_by_memory_continue_prompts(
+    devices, call, tmp_path
+):
+    fit = ("--config.policy.remat=fit", "--config.policy.accumulate=fit")
+    run = train(tmp_path, *fit, devices=devices)
+    options = (f"--model={run}", "--prompt=permission", "--length=9", "--seed=3")
+    code, out, err = call("generate", *options)
+    assert code == 0, err
+    assert len(out) > len("permission")
+    assert call("generate", *options, "--weights=sharded")[:2] == (0, out)
+
+
+@pytest.mark.slow
+def test_several_processes_print_once_what_one_prints(run, call, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Permission is hereby granted, " * 5)
+    for command, words in (
+        ("generate", ("--prompt=permission", "--length=9", "--temperature=0")),
+        ("perplexity", (f"--text={text}",)),
+    ):
+        options = (f"--model={run}", *words)
+        launch = ("jshard.launch", f"--command={command}", "--num_processes=2", "--")
+        done = python(*launch, *options, cwd=tmp_path, count=2)
+        assert (done.returncode, done.stdout) == call(command, *options)[:2]
+        model, *rest = done.stderr.splitlines()
+        assert model.startswith("jshard: model: ")
+        assert len(rest) == (command == "generate")  # where the weights are
+        assert "sharded over 4 devices" in "".join(rest) or command != "generate"
 
 
 def test_jshard_generate_is_a_function_also_where_the_command_is_imported():

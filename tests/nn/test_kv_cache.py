@@ -44,9 +44,10 @@ def test_equals_attention_over_whole_sequences(x64, parts, options):
         jnp.concatenate(outputs, axis=1)[real], whole[real], rtol=1e-12, atol=1e-12
     )
     for row, length in enumerate(LENGTHS):  # padding is written nowhere
-        np.testing.assert_array_equal(cache.k_LBSKH[1, row, :length], k[row, :length])
-        assert not jnp.any(cache.k_LBSKH[1, row, length:])
-    assert not jnp.any(cache.v_LBSKH[0])  # the other layer
+        keys_SKH = cache.k_BLKSH[row, 1].swapaxes(0, 1)
+        np.testing.assert_array_equal(keys_SKH[:length], k[row, :length])
+        assert not jnp.any(keys_SKH[length:])
+    assert not jnp.any(cache.v_BLKSH[:, 0])  # the other layer
 
 
 def test_positions_beyond_the_cache_are_written_nowhere():
@@ -63,4 +64,4 @@ def test_is_in_the_dtypes_of_queries_and_cache():
     empty = KVCache.zeros(1, len(LENGTHS), T, K, H, jnp.float32)
     y, cache = attend(q, k, v, jnp.zeros((3, T), jnp.int32), empty, 0)
     assert y.dtype == jnp.bfloat16
-    assert cache.k_LBSKH.dtype == jnp.float32
+    assert cache.k_BLKSH.dtype == jnp.float32

@@ -5,14 +5,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+import tensorstore
 
 import jshard
 from jshard.checkpoint import metadata
-from jshard.checkpoint.restore import find_step
+from jshard.checkpoint.restore import ARRAYS, find_step
+from jshard.compat.orbax_files import open_array
 from jshard.errors import Preempted
 from jshard.export import export
+from jshard.training.trained_model import open_model
 from resumable import RECIPE, read_metrics, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -90,6 +94,26 @@ def test_checkpoints_hold_adapters_alone_and_runs_go_on_from_them(
     adapt(tmp_path, base)
     assert read_metrics(run) == read_metrics(whole)
     assert "blocks" in str(metadata.read(find_step(run))["frozen_from"]["bit_sums"])
+
+
+@pytest.mark.quick("adapters-True")
+@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("kind", ["base", "adapters"])
+def test_a_trained_model_is_that_of_the_last_step_or_the_averages(
+    kind, ema, base, files, tmp_path
+):
+    run = base if kind == "base" else adapt(tmp_path, files)
+    recipe = str(run.parent / "tiny.py")
+    name = "head.kernel" if kind == "base" else f"{LINEAR}.lora_b"
+    stored = f"{'ema' if ema else 'params'}.{name}"
+    with open_model(run, recipe, ema=ema) as model:
+        assert "averages" in str(model)
+        assert ("as trained" in str(model)) != ema
+        _, state = model.load(jax.devices()[:2])
+    assert state.ema is None
+    got = metadata.arrays_by_name(state)[f"params.{name}"]
+    want = open_array(find_step(run) / ARRAYS, stored, tensorstore.Context())
+    np.testing.assert_array_equal(got, want.read().result())
 
 
 @pytest.mark.slow
