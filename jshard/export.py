@@ -22,7 +22,7 @@ from jshard.checkpoint import frozen, metadata, peft
 from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.huggingface import CONFIG, is_huggingface
 from jshard.checkpoint.merge import SIDES, Adapter, adapters
-from jshard.checkpoint.restore import ARRAYS, find_step
+from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.checkpoint.safetensors_write import (
     INDEX,
@@ -30,6 +30,7 @@ from jshard.checkpoint.safetensors_write import (
     write_index,
     write_tensors,
 )
+from jshard.checkpoint.stored_arrays import ARRAYS
 from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.cli.command import checkpoint_parser, file_path, run_command
 from jshard.compat.orbax_files import open_array

@@ -123,7 +123,7 @@ def our_state(fsdp: jshard.FSDP, base: Path, adapters: Path | None) -> Any:
     state = fsdp.init(make, ADAMW, wrt=nnx.LoRAParam)
     tensors = huggingface.tensors(keys)
     source = find_parameters(base, state, tensors=tensors)
-    state = read_parameters(source, state, tensors=tensors)
+    state = read_parameters(source, state)
     return state if adapters is None else files.read_adapters(adapters, state, tensors)
 
 
