@@ -240,6 +240,9 @@ def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
 
     assert "lora.rank=8 there" in refused(r=8)
     assert "use_dora=True is not supported" in refused(use_dora=True)
+    assert "use_rslora=True is not supported" in refused(use_rslora=True)
+    assert "is not supported" in refused(modules_to_save=["lm_head"])
+    assert "init_lora_weights='pissa'" in refused(init_lora_weights="pissa")
     assert "bias='all' is not supported" in refused(bias="all")
     with pytest.raises(jshard.UserError, match="there is no"):
         files.check_adapters(tmp_path, state, tensors)

@@ -86,7 +86,7 @@ def losses(workdir: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path):
+def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path, capsys):
     about = metadata.read(find_step(adapted))
     params = {n for n in about["arrays"] if n.startswith("params.")}
     layers = [f"attention.{x}" for x in ("q", "k", "v", "out")] + ["gate", "up", "down"]
@@ -96,6 +96,9 @@ def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path):
     assert {text.split()[0] for text in sums} == {"bfloat16"}
     assert losses(adapted)[-1] < losses(adapted)[0]
 
+    export(adapted, tmp_path / "own")
+    said = capsys.readouterr().out
+    assert f"without the frozen parameters, which are in {folder}: " in said
     export(adapted, tmp_path / "merged", format="huggingface", dtype="float32")
     got, base = (
         load_file(path / "model.safetensors") for path in (tmp_path / "merged", folder)
