@@ -106,6 +106,7 @@ def test_templates_of_tokenizer_config(tmp_path):
         (CHATML, {"messages": [{"role": "assistant"}]}, "jinja refuses it: .*content"),
         ("{{ raise_exception('odd roles') }}", CAPITALS, "refuses it: odd roles"),
         ("{{ messages.append(1) }}", CAPITALS, "refuses it: .*(unsafe|not safely)"),
+        (CHATML, talk("a", "\ud800"), "here: not valid Unicode"),
         ("{% if %}", CAPITALS, "chat_template.jinja: not a Jinja template"),
         (FORGETFUL, talk("a", "<think>b</think>c", "d", "e"), "which tokens answer 2"),
     ],

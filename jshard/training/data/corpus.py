@@ -123,10 +123,8 @@ def split_corpus(
         pieces = [_single_text(root)] if is_file else _text_pieces(root, files)
         pieces = _tokenized(pieces, tokenizer, text_key)
     if not pieces:
-        raise UserError(
-            f"{root}: the folder has no text and no .bin files; set data.path to one "
-            "that has"
-        )
+        what = "file has no text" if is_file else "folder has no text and no .bin files"
+        raise UserError(f"{root}: the {what}; set data.path to one that has")
     named = [piece for piece in pieces if VALIDATION_NAME.search(piece.name)]
     if named and not is_file:
         if len(named) == len(pieces):
