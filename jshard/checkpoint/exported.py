@@ -131,10 +131,12 @@ class Exported:
         """Lists the tensors that are in the files of a pretrained model alone."""
         source = Path(self.about[frozen.KEY]["path"])
         if not is_huggingface(source):
+            reason = "is no Hugging Face folder: export it first"
+            if not source.exists():
+                reason = "does not exist: put it back"
             raise UserError(
                 f"--format=huggingface: the frozen parameters of the run are in "
-                f"{source}, which is no Hugging Face folder: export it first, or "
-                "export the adapters with --format=peft"
+                f"{source}, which {reason}, or export the adapters with --format=peft"
             )
         stored, found = find_tensors(source), {}
         for place in places.values():
