@@ -291,6 +291,7 @@ def _encoded_pieces(
 
 
 def _encoded_piece(file: Path, name: str, found: Encoded) -> Piece:
+    trained = found.trained
     return Piece(
         file,
         name,
@@ -298,7 +299,7 @@ def _encoded_piece(file: Path, name: str, found: Encoded) -> Piece:
         len(found.tokens),
         load=lambda: found.tokens,
         ends=(lambda: found.ends) if len(found.ends) > 1 else None,
-        trained=None if found.trained is None else (lambda: found.trained),
+        trained=None if trained is None else (lambda: trained),
     )
 
 
