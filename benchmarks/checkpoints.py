@@ -38,8 +38,9 @@ from orbax.checkpoint import v1 as ocp  # noqa: E402
 import jshard  # noqa: E402
 from jshard.checkpoint import manifest, metadata  # noqa: E402
 from jshard.checkpoint.checkpointer import Checkpointer, Save  # noqa: E402
-from jshard.checkpoint.restore import ARRAYS, find_damage, restore_state  # noqa: E402
+from jshard.checkpoint.restore import find_damage, restore_state  # noqa: E402
 from jshard.checkpoint.safetensors_read import load_safetensors  # noqa: E402
+from jshard.checkpoint.stored_arrays import ARRAYS  # noqa: E402
 from jshard.export import export  # noqa: E402
 from models.gpt import GPT, GPTConfig  # noqa: E402
 

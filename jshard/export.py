@@ -5,45 +5,31 @@ With `--format=huggingface` the folder is one of Hugging Face's, for transformer
 
 import contextlib
 import errno
-import itertools
-import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-import tensorstore
 from safetensors import SafetensorError
 
-from jshard.checkpoint import frozen, metadata, peft
-from jshard.checkpoint.file_tensor import FileTensor
-from jshard.checkpoint.huggingface import CONFIG, is_huggingface
-from jshard.checkpoint.merge import SIDES, Adapter, adapters
-from jshard.checkpoint.restore import ARRAYS, find_step
-from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensors
+from jshard.checkpoint import exported, frozen, metadata, peft
+from jshard.checkpoint.huggingface import CONFIG
+from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.safetensors_write import (
     INDEX,
     assign_files,
     write_index,
     write_tensors,
 )
-from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.cli.command import checkpoint_parser, file_path, run_command
-from jshard.compat.orbax_files import open_array
-from jshard.errors import RunFailed, UserError, some_of
+from jshard.errors import RunFailed, UserError
 from jshard.training.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 FORMATS = ("jshard", "huggingface", "peft")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as in Hugging Face
 _UNFINISHED = ".unfinished-export"
-# Each further thread would hold another chunk; one saturates a disk.
-_ONE_THREAD = tensorstore.Context(
-    {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
-)
 
 
 def main() -> None:
@@ -153,12 +139,13 @@ def export(
         step = find_step(path)
         about = metadata.read(step)
         mapped = None if format == "jshard" else find_model(step, about, recipe)
+        chosen = exported.Exported(about, dtype, ema)
         if mapped is None:
-            tensors = _tensors(about, dtype, ema)
+            tensors = chosen.tensors()
         elif format == "huggingface":
-            tensors = _merged_tensors(about, dtype, ema, mapped.tensors)
+            tensors = chosen.merged(mapped.tensors)
         else:
-            tensors = _adapter_tensors(about, dtype, ema, mapped.tensors)
+            tensors = chosen.adapters(mapped.tensors)
         sizes = {name: tensor.size for name, tensor in tensors.items()}
         with _all_or_nothing(output) as folder:
             _check_space(output, sum(sizes.values()))
@@ -168,7 +155,7 @@ def export(
             for file, names in files.items():
                 wanted = {name: tensors[name] for name in names}
                 framework = "pt" if mapped else "flax"
-                write_tensors(folder / file, _read(step, wanted), framework)
+                write_tensors(folder / file, exported.read(step, wanted), framework)
             if len(files) > 1:
                 write_index(folder, files, sizes)
             if format == "peft":
@@ -179,6 +166,7 @@ def export(
                 notes = write_companions(folder, mapped, dtypes)
             else:
                 metadata.write(folder, about)
+                notes = _left_out(about)
     except SafetensorError as error:
         raise UserError(f"cannot export {path}: {error}") from error
     except OSError as error:
@@ -192,121 +180,13 @@ def export(
     print("; ".join((done, *notes)))
 
 
-class _Tensor(NamedTuple):
-    """A tensor to write: an array of the checkpoint, or one layer of it."""
-
-    source: str | StoredTensor  # the array's name, or a tensor in other files
-    layer: Index  # and expert
-    transposed: bool
-    dtype: np.dtype
-    size: int  # bytes
-    adapter: Adapter | None = None  # to be added
-
-
-def _tensors(
-    about: dict[str, Any],
-    dtype: str | None,
-    ema: bool,
-    places: Mapping[str, FileTensor] | None = None,
-) -> dict[str, _Tensor]:
-    """Lists the tensors to write, by name, those of an array next to each other.
-
-    `places` says where the files have each, none at all if they lack it; None keeps
-    their own names.
-    """
-    tensors, arrays = {}, about["arrays"]
-    unknown: list[str] = []
-    for stored, layers in tensor_names(about).items():
-        array, source = arrays[stored], stored
-        if ema and stored.startswith("params."):
-            source = stored.replace("params.", "ema.", 1)
-            if source not in arrays:
-                raise UserError(
-                    "--ema: the checkpoint has no averages; train with "
-                    "--config.policy.ema_decay=0.999, for example"
-                )
-        kind = _dtype(array["dtype"], dtype)
-        size = math.prod(array["shape"]) // len(layers) * kind.itemsize
-        for layer, name in layers.items():
-            place = FileTensor((name,)) if places is None else places.get(name)
-            if place is None:
-                unknown.append(name)
-                continue
-            for i, name in enumerate(place.names):
-                index = (*layer, i) if len(place.names) > 1 else layer
-                part = size // len(place.names)
-                tensors[name] = _Tensor(source, index, place.transposed, kind, part)
-    if unknown:
-        raise UserError(
-            f"--format=huggingface: the recipe's map lacks {some_of(unknown)}"
-        )
-    return tensors
-
-
-def _dtype(stored: str, given: str | None) -> np.dtype:
-    return jnp.dtype(given if given and "float" in stored else stored)
-
-
-def _merged_tensors(
-    about: dict[str, Any],
-    dtype: str | None,
-    ema: bool,
-    places: Mapping[str, FileTensor],
-) -> dict[str, _Tensor]:
-    """Lists the tensors of Hugging Face, with the adapters that they are merged with.
-
-    What the checkpoint leaves out is in the folder that the run started from.
-    """
-    merged = adapters(about, ema=ema)
-    absent = dict.fromkeys(_names_of_adapters(about), FileTensor(()))
-    tensors = _tensors(about, dtype, ema, {**places, **absent})
-    if frozen.KEY in about:
-        source = Path(about[frozen.KEY]["path"])
-        if not is_huggingface(source):
-            raise UserError(
-                f"--format=huggingface: the frozen parameters of the run are in "
-                f"{source}, which is no Hugging Face folder: export it first, or "
-                "export the adapters with --format=peft"
-            )
-        found = find_tensors(source)
-        for place in places.values():
-            for name in set(place.names) - tensors.keys():
-                if name not in found:
-                    raise UserError(f"--format=huggingface: {source} lacks {name}")
-                stored = found[name]
-                kind = _dtype(str(jnp.dtype(DTYPES[stored.dtype])), dtype)
-                size = math.prod(stored.shape) * kind.itemsize
-                tensors[name] = _Tensor(stored, (), place.transposed, kind, size)
-    for kernel, adapter in merged.items():
-        (name,) = places[kernel].names
-        tensors[name] = tensors[name]._replace(adapter=adapter)
-    return tensors
-
-
-def _adapter_tensors(
-    about: dict[str, Any],
-    dtype: str | None,
-    ema: bool,
-    places: Mapping[str, FileTensor],
-) -> dict[str, _Tensor]:
-    """Lists the tensors of PEFT."""
-    names = peft.file_names(_names_of_adapters(about), places)
-    if not names:
-        raise UserError("--format=peft: the checkpoint has no adapters")
-    found: dict[str, FileTensor] = dict.fromkeys(
-        [name for layers in tensor_names(about).values() for name in layers.values()],
-        FileTensor(()),
-    )
-    found |= {ours: FileTensor((name,), True) for ours, name in names.items()}
-    return _tensors(about, dtype, ema, found)
-
-
-def _names_of_adapters(about: dict[str, Any]) -> list[str]:
+def _left_out(about: Mapping[str, Any]) -> list[str]:
+    """Says which parameters the checkpoint has not, and so the export neither."""
+    if frozen.KEY not in about:
+        return []
     return [
-        name
-        for stored, layers in tensor_names(about).items()
-        if stored.endswith(SIDES)
-        for name in layers.values()
+        f"without the frozen parameters, which are in {about[frozen.KEY]['path']}: "
+        "--format=huggingface merges both, --format=peft is for adapters alone"
     ]
 
 
@@ -349,45 +229,6 @@ def _check_space(output: Path, needed: int) -> None:
             f"the export takes {needed / 1e6:,.0f} MB, and the disk of {output} has "
             f"{free / 1e6:,.0f} MB free"
         )
-
-
-def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
-    """Reads tensors from a checkpoint, casting them as they are copied.
-
-    The layers of an array are read together, because a stored chunk may span them all.
-    """
-    found: dict[str, np.ndarray] = {}
-    for source, group in itertools.groupby(tensors, lambda name: tensors[name].source):
-        names = list(group)
-        if isinstance(source, StoredTensor):
-            for name in names:
-                found[name] = np.array(source.open(), tensors[name].dtype)
-            continue
-        first, last = tensors[names[0]], tensors[names[-1]]
-        try:
-            store = open_array(step / ARRAYS, source, _ONE_THREAD)
-            if first.layer:
-                store = store[first.layer[0] : last.layer[0] + 1]
-            if first.transposed:
-                *others, rows, columns = range(store.ndim)
-                store = store.transpose([*others, columns, rows])
-            values = tensorstore.cast(store, first.dtype).read().result()
-        except (FileNotFoundError, ValueError) as error:
-            raise UserError(
-                f"cannot read {source} of {step}, which was intact a moment ago: has "
-                f"the run deleted it? ({error})"
-            ) from error
-        for name in names:
-            layer = tensors[name].layer
-            if layer:
-                layer = layer[0] - first.layer[0], *layer[1:]
-            found[name] = values[(*layer, ...)]
-    for name, tensor in tensors.items():
-        if tensor.adapter is not None:
-            added = tensor.adapter.read(step, _ONE_THREAD)
-            added = added.T if tensor.transposed else added
-            found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
-    return found
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ def _tokenize(argv: list[str]) -> None:
         metavar="PATH",
         nargs="+",
         type=file_path,
-        help="a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of these",
+        help="a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of these; "
+        "records are texts or chats",
     )
     parser.add_argument(
         "--tokenizer",

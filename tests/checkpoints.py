@@ -153,4 +153,4 @@ def restore_parameters(
 ) -> jshard.TrainState:
     """A new state with the parameters of a checkpoint or of safetensors files."""
     source = find_parameters(path, state, optimizer=optimizer)
-    return read_parameters(source, state, optimizer=optimizer)
+    return read_parameters(source, state)

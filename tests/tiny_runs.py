@@ -2,7 +2,7 @@
 
 import json
 
-RECIPE = """\
+IMPORTS = """\
 import grain
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
+"""
+RECIPE = (
+    IMPORTS
+    + """\
 from jshard.training.text import text_data
 
 
@@ -71,6 +75,7 @@ def sample(config):
     prompts = np.ones((1, 8), np.float32)
     return lambda model, x: model(x), prompts, lambda row: f"<{len(row)}>\\x1b[2J"
 """
+)
 
 
 def read_metrics(folder):

@@ -11,7 +11,6 @@ frozen in bfloat16 (Hu et al. 2021, arXiv:2106.09685; all layers as in Dettmers 
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -116,29 +115,18 @@ def _of_examples(config):
 
 
 def learning_rate(config):
-    peak = config.optimizer.learning_rate
-    if peak == "auto":
-        peak = LORA_RATE if config.lora.rank else FULL_RATE
-    warmup = min(config.optimizer.warmup_steps, config.steps // 2)
-    return optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, config.steps, end_value=peak / 10
-    )
+    return gpt.learning_rate(_with_rate(config))
 
 
 def make_optimizer(config):
-    options = config.optimizer
-    adamw = optax.adamw(
-        learning_rate(config),
-        b2=options.b2,
-        weight_decay=options.weight_decay,
-        mask=decayed,
-    )
-    if options.moment_dtype == "bfloat16":
-        adamw = jshard.bf16_moments(adamw, seed=config.seed)
-    return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
+    return gpt.make_optimizer(_with_rate(config))
 
 
-def decayed(params):
-    """Applies weight decay to matrices and embeddings, not to biases and norms."""
-    matrices = ("kernel", "embedding", "lora_a", "lora_b")
-    return nnx.map_state(lambda path, _: path[-1] in matrices, params)
+def _with_rate(config):
+    """Returns the config with a number for the learning rate."""
+    config = config.copy_and_resolve_references()
+    if config.optimizer.learning_rate == "auto":
+        with config.ignore_type():
+            rate = LORA_RATE if config.lora.rank else FULL_RATE
+            config.optimizer.learning_rate = rate
+    return config

@@ -137,7 +137,8 @@ def make_optimizer(config):
 
 def decayed(params):
     """Applies weight decay to matrices and embeddings, not to biases and norms."""
-    return nnx.map_state(lambda path, _: path[-1] in ("kernel", "embedding"), params)
+    matrices = ("kernel", "embedding", "lora_a", "lora_b")  # adapters: finetune.py
+    return nnx.map_state(lambda path, _: path[-1] in matrices, params)
 
 
 def loss_fn(model, batch):

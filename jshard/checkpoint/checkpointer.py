@@ -32,8 +32,9 @@ from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import frozen, manifest, metadata, step_folders
 from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.restore import ARRAYS, find_damage, newest_intact, restore_state
+from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
+from jshard.checkpoint.stored_arrays import ARRAYS
 from jshard.compat import orbax_noise
 from jshard.errors import UserError
 from jshard.state import TrainState

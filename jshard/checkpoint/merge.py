@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard.checkpoint.restore import ARRAYS
+from jshard.checkpoint.stored_arrays import ARRAYS
 from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.compat.orbax_files import open_array
 from jshard.nn.lora import ALPHA

@@ -28,13 +28,21 @@ _PREFIX = "base_model.model."
 _SIDES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 # What changes the product of an adapter, and must be as if it were not there.
 _UNSUPPORTED = (
+    "alora_invocation_tokens",
     "alpha_pattern",
     "layer_replication",
+    "lora_bias",
     "modules_to_save",
     "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
     "use_dora",
+    "use_qalora",
     "use_rslora",
 )
+# Initial values that are taken out of the model's own weights, which PEFT changes.
+_CHANGE_THE_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
 def is_adapter(path: Path) -> bool:
@@ -231,6 +239,9 @@ def _config_problems(path: Path, rank: int, alpha: float) -> list[str]:
         own["lora.alpha"] = (config["lora_alpha"], alpha)
         expected = {"peft_type": "LORA", "bias": "none"}
         expected |= dict.fromkeys(_UNSUPPORTED)
+        init = str(config.get("init_lora_weights", ""))
+        if init.startswith(_CHANGE_THE_MODEL):
+            expected["init_lora_weights"] = None
         given = {key: config.get(key) or value for key, value in expected.items()}
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error

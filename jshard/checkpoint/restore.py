@@ -5,15 +5,11 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
-from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import frozen, manifest, metadata
 from jshard.checkpoint.file_tensor import FileTensor
@@ -24,11 +20,10 @@ from jshard.checkpoint.safetensors_read import (
     load_safetensors,
 )
 from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
+from jshard.checkpoint.stored_arrays import ARRAYS, check, load, match_parameters
 from jshard.errors import UserError, some_of
-from jshard.nn.dropout import is_random
 from jshard.state import TrainState
 
-ARRAYS = "state"  # Orbax's folder in a step's folder
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
 
@@ -167,12 +162,29 @@ def _wait_until_seen(folder: Path) -> None:
 # Reading.
 
 
+@dataclasses.dataclass(frozen=True)
+class ParameterSource:
+    """What parameters are read from, as ``find_parameters`` found it.
+
+    Attributes:
+      path: A verified step's folder, or safetensors.
+      tensors: As for ``load_safetensors``.
+      optimizer: Whether the optimizer state and the averages are read as well. If not,
+        averages start from the parameters.
+    """
+
+    path: Path
+    tensors: Mapping[str, FileTensor] | None = None
+    optimizer: bool = False
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether these are safetensors, and no checkpoint."""
+        return self.tensors is not None or is_safetensors(self.path)
+
+
 def restore_state(
-    folder: Path,
-    abstract: TrainState,
-    *,
-    frozen_from: Path | None = None,
-    tensors: Mapping[str, FileTensor] | None = None,
+    folder: Path, abstract: TrainState, *, frozen_from: ParameterSource | None = None
 ) -> TrainState:
     """Reads a complete state from a verified step.
 
@@ -180,9 +192,8 @@ def restore_state(
       folder: The step's folder.
       abstract: The state to create, on any mesh. Names and shapes must match the
         checkpoint's; floating-point dtypes and memory kinds may differ.
-      frozen_from: Where frozen parameters are read from that the checkpoint has not,
-        from ``find_parameters``; by default where it says they came from.
-      tensors: As for ``load_safetensors``, of ``frozen_from``.
+      frozen_from: Where frozen parameters are read from that the checkpoint has not; by
+        default where it says they came from.
 
     Raises:
       UserError: The checkpoint is of another model or optimizer; the message lists the
@@ -191,29 +202,26 @@ def restore_state(
     names, about = check_fits(folder, abstract), metadata.read(folder)
     arrays = metadata.arrays_by_name(abstract)
     if frozen.KEY not in about:
-        return metadata.replace_arrays(abstract, _load(folder, arrays, names))
+        return metadata.replace_arrays(abstract, load(folder, arrays, names))
     if frozen_from is None:
-        frozen_from = Path(about[frozen.KEY]["path"])
-        frozen_from = find_parameters(frozen_from, abstract, tensors=tensors)
-    state = _read_frozen(frozen_from, abstract, tensors)
+        frozen_from = find_parameters(Path(about[frozen.KEY]["path"]), abstract)
+    state = _read_frozen(frozen_from, abstract)
     arrays = {name: x for name, x in arrays.items() if not frozen.is_frozen(name)}
-    state = metadata.replace_arrays(state, _load(folder, arrays, names))
+    state = metadata.replace_arrays(state, load(folder, arrays, names))
     frozen.check_unchanged(folder, about, state)
     return state
 
 
-def _read_frozen(
-    source: Path, abstract: TrainState, tensors: Mapping[str, FileTensor] | None
-) -> TrainState:
-    """Reads the frozen parameters of a state from what ``find_parameters`` found."""
-    if is_safetensors(source):
-        loaded = load_safetensors(source, abstract, tensors)
+def _read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
+    """Reads the frozen parameters of a state."""
+    if source.is_safetensors:
+        loaded = load_safetensors(source.path, abstract, source.tensors)
         found = {name: x for name, x in loaded.items() if frozen.is_frozen(name)}
         return metadata.replace_arrays(abstract, found)
-    targets, sources = _match_parameters(source, abstract, optimizer=False)
+    targets, sources = match_parameters(source.path, abstract, optimizer=False)
     wanted = {key: leaf for key, leaf in targets.items() if frozen.is_frozen(leaf[0])}
     names = {name: sources[key][0] for key, (name, _) in wanted.items()}
-    loaded = _load(source, dict(wanted.values()), names)
+    loaded = load(source.path, dict(wanted.values()), names)
     return metadata.replace_arrays(abstract, loaded)
 
 
@@ -224,7 +232,7 @@ def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
     names = stored_names(abstract, stored)
     if frozen.KEY in about:
         wanted = {name: x for name, x in wanted.items() if not frozen.is_frozen(name)}
-    _check(folder, wanted, renamed(stored, names))
+    check(folder, wanted, renamed(stored, names))
     return names
 
 
@@ -232,49 +240,41 @@ def find_parameters(
     path: Path,
     state: TrainState,
     *,
-    optimizer: bool = False,
     tensors: Mapping[str, FileTensor] | None = None,
-) -> Path:
+    optimizer: bool = False,
+) -> ParameterSource:
     """Finds and checks what ``read_parameters`` reads, without reading any values.
 
     Args:
       path: As for ``find_step`` or ``load_safetensors``.
       state: Concrete or abstract.
-      optimizer: As for ``read_parameters``.
-      tensors: As for ``load_safetensors``.
-
-    Returns:
-      The path of the verified step or of safetensors, for ``read_parameters``.
+      tensors: As for ``ParameterSource``.
+      optimizer: As for ``ParameterSource``.
 
     Raises:
       UserError: The source is of another model or optimizer; the message lists the
         first differences.
     """
-    if tensors is not None or is_safetensors(path):
+    source = ParameterSource(path, tensors, optimizer)
+    if source.is_safetensors:
         if optimizer:
             raise UserError(
                 f"{path} holds safetensors, which have no optimizer state: leave out "
                 "checkpoint.restore_optimizer"
             )
         check_safetensors(path, state, tensors)
-        return path
+        return source
     folder = find_step(path)
-    targets, sources = _match_parameters(folder, state, optimizer)
-    _check(
+    targets, sources = match_parameters(folder, state, optimizer)
+    check(
         folder,
         {key: array for key, (_, array) in targets.items()},
         {key: entry for key, (_, entry) in sources.items()},
     )
-    return folder
+    return dataclasses.replace(source, path=folder)
 
 
-def read_parameters(
-    source: Path,
-    state: TrainState,
-    *,
-    optimizer: bool = False,
-    tensors: Mapping[str, FileTensor] | None = None,
-) -> TrainState:
+def read_parameters(source: ParameterSource, state: TrainState) -> TrainState:
     """Starts a state from another run's parameters, or from safetensors files.
 
     Parameters are matched by name, whether they are trained or frozen in either run.
@@ -284,17 +284,14 @@ def read_parameters(
     Args:
       source: From ``find_parameters``.
       state: A new state; the arrays that are replaced are deleted.
-      optimizer: Whether to read the optimizer state and the averages as well. If not,
-        averages start from the parameters.
-      tensors: As for ``load_safetensors``.
 
     Returns:
       The state with those values and an unchanged step.
     """
-    if tensors is not None or is_safetensors(source):
-        loaded = load_safetensors(source, state, tensors)
+    if source.is_safetensors:
+        loaded = load_safetensors(source.path, state, source.tensors)
         return _start_averages(metadata.replace_arrays(state, loaded))
-    targets, sources = _match_parameters(source, state, optimizer)
+    targets, sources = match_parameters(source.path, state, source.optimizer)
     wanted, names = {}, {}
     for key, (name, array) in targets.items():
         wanted[name] = jax.ShapeDtypeStruct(
@@ -302,50 +299,8 @@ def read_parameters(
         )
         names[name] = sources[key][0]
         array.delete()
-    state = metadata.replace_arrays(state, _load(source, wanted, names))
-    return state if optimizer else _start_averages(state)
-
-
-_Named = dict[str, tuple[str, Any]]
-
-
-def _match_parameters(
-    folder: Path, state: TrainState, optimizer: bool
-) -> tuple[_Named, _Named]:
-    """Finds the arrays that ``read_parameters`` replaces, and their sources.
-
-    Returns:
-      The arrays of the state as (name, array) and those of the checkpoint as (stored
-      name, metadata), both by a name that is the same whether a parameter is trained
-      or frozen.
-    """
-    stored = metadata.read(folder)["arrays"]
-    names = stored_names(state, stored)
-    variables = metadata.variables_by_name(state)
-    kinds = ("params", "frozen", "model_state", *optimizer * ("opt_state", "ema"))
-
-    def selected(arrays: Mapping[str, Any], random: set[str]) -> _Named:
-        found = {}
-        for name, array in arrays.items():
-            kind, _, rest = name.partition(".")
-            if kind in kinds and name not in random:
-                found[f"params.{rest}" if kind == "frozen" else name] = name, array
-        return found
-
-    random = {name for name, variable in variables.items() if is_random(variable)}
-    targets = selected(metadata.arrays_by_name(state), random)
-    described = renamed(stored, names)
-    random = {name for name, entry in described.items() if entry.get("random")}
-    sources = selected(described, random)
-    new = {
-        key
-        for key, (name, _) in targets.items()
-        if isinstance(variables.get(name), nnx.LoRAParam) and key not in sources
-    }
-    targets = {key: leaf for key, leaf in targets.items() if key not in new}
-    return targets, {
-        key: (names.get(name, name), entry) for key, (name, entry) in sources.items()
-    }
+    state = metadata.replace_arrays(state, load(source.path, wanted, names))
+    return state if source.optimizer else _start_averages(state)
 
 
 def _start_averages(state: TrainState) -> TrainState:
@@ -362,55 +317,3 @@ def _start_averages(state: TrainState) -> TrainState:
 
     averages = jax.tree.map(start, state.ema, state.params)
     return dataclasses.replace(state, ema=averages)
-
-
-def _check(
-    folder: Path, wanted: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Compares names, shapes and dtypes; warns about floating-point conversions."""
-    problems = []
-    if missing := sorted(wanted.keys() - stored.keys()):
-        problems.append(f"it lacks {some_of(missing)}")
-    if unexpected := sorted(stored.keys() - wanted.keys()):
-        problems.append(f"it has unexpected {some_of(unexpected)}")
-    casts: dict[tuple[str, str], int] = {}
-    for name in sorted(wanted.keys() & stored.keys()):
-        shape, dtype = wanted[name].shape, str(wanted[name].dtype)
-        stored_shape, stored_dtype = tuple(stored[name]["shape"]), stored[name]["dtype"]
-        if stored_shape != shape:
-            problems.append(f"{name} has shape {stored_shape}, not {shape}")
-        elif stored_dtype != dtype:
-            if not ("float" in stored_dtype and "float" in dtype):
-                problems.append(f"{name} has dtype {stored_dtype}, not {dtype}")
-            casts[stored_dtype, dtype] = casts.get((stored_dtype, dtype), 0) + 1
-    if problems:
-        raise UserError(
-            f"checkpoint {folder} is of another model or optimizer: "
-            f"{some_of(problems, '; ')}"
-        )
-    for (stored_dtype, dtype), count in casts.items():
-        warnings.warn(
-            f"{count} arrays of checkpoint {folder} are read as {dtype}, saved as "
-            f"{stored_dtype}",
-            stacklevel=3,
-        )
-
-
-def _load(
-    folder: Path, wanted: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, jax.Array]:
-    """Reads the ``wanted`` arrays, stored under ``names``; each device its shards."""
-    arrays = {names[name]: array for name, array in wanted.items()}
-    context = ocp.Context()
-    stored = metadata.read(folder)["arrays"]
-    context.pytree.loading.partial_load = arrays.keys() != stored.keys()
-    with context:
-        tree = ocp.load((folder / ARRAYS).absolute(), unflatten_dict(arrays, sep="."))
-    found: dict[str, Any] = flatten_dict(tree, sep=".")
-    owners = {names[name]: name for name in wanted}
-    # Arrays that share a stored one are copied: a step donates the buffer of each.
-    return {
-        name: found[stored] if owners[stored] == name else jnp.copy(found[stored])
-        for name in wanted
-        for stored in [names[name]]
-    }

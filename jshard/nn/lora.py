@@ -51,7 +51,8 @@ def add_lora(
       rank: of the product of both matrices.
       alpha: the product is scaled by ``alpha / rank``.
       targets: patterns of module paths, without the layer index of Stacks: "*" is every
-        ``nnx.Linear`` that is no Unit of its own (heads are), "attention.q" or
+        ``nnx.Linear`` that is no Unit of its own (heads are, and like embeddings can
+        have no adapters), "attention.q" or
         "attention.*" those whose path is, or ends with, something like it.
       dropout: rate of the dropout of the adapters' inputs.
       param_dtype: of the adapters.
@@ -86,7 +87,8 @@ def _matching(
         if not names:
             raise UserError(
                 f"LoRA: the target {pattern!r} matches no linear layer; there are "
-                f"{some_of(list(linears), limit=12) or 'none'}"
+                f"{some_of(list(linears), limit=12) or 'none'}; heads and embeddings "
+                "cannot have adapters"
             )
         found.update(names)
     return {name: linear for name, linear in linears.items() if name in found}

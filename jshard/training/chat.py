@@ -6,6 +6,7 @@ that of Hugging Face's transformers, so that it writes the same text here.
 
 import datetime
 import functools
+import hashlib
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +27,13 @@ class Chat:
       tokenizer: Of the model that chats.
       template: A Jinja program.
       where: Its file, for errors.
+
+    Attributes:
+      digest: Differs between templates.
     """
 
     def __init__(self, tokenizer: FileTokenizer, template: str, where: str):
+        self.digest = hashlib.sha256(template.encode()).hexdigest()
         self._tokenizer = tokenizer
         self._where = where
         # Text that no conversation holds, around what a template marks as generated.

@@ -91,7 +91,8 @@ def _sources(config: Mapping[str, Any]) -> list[Path]:
     )
     texts = [text for text in given if isinstance(text, str) and text]
     paths = [Path(text).expanduser() for text in texts]
-    return [path.parent if path.is_file() else path for path in paths]
+    found = [path.parent if path.is_file() else path for path in paths]
+    return list(dict.fromkeys(found))  # often the same
 
 
 def write_companions(folder: Path, model: MappedModel, dtypes: Set[str]) -> list[str]:

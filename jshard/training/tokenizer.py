@@ -89,7 +89,7 @@ class FileTokenizer:
           special: Add the special tokens that the tokenizer puts around a text, such as
             one that begins it.
         """
-        found = self._tokenizer.encode(text, add_special_tokens=special)
+        found = self._tokenizer.encode(_whole(text), add_special_tokens=special)
         return np.asarray(found.ids, np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +99,7 @@ class FileTokenizer:
           Tokens int32[n], and the first character of each and the one after its last,
           int64[n, 2].
         """
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        found = self._tokenizer.encode(_whole(text), add_special_tokens=False)
         offsets = np.asarray(found.offsets, np.int64).reshape(-1, 2)
         return np.asarray(found.ids, np.int32), offsets
 
@@ -109,7 +109,7 @@ class FileTokenizer:
         A document begins as a prompt does, and ends with `eos_id` if there is one.
         """
         # No character offsets, which take as long as the rest.
-        found = self._tokenizer.encode_batch_fast(list(texts))
+        found = self._tokenizer.encode_batch_fast([_whole(text) for text in texts])
         end = [] if self.eos_id is None else [self.eos_id]
         return [
             np.array(ids if ids[-1:] == end else ids + end, self.dtype)
@@ -137,6 +137,12 @@ class FileTokenizer:
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def _whole(text: str) -> str:
+    """Raises UnicodeEncodeError for half a character; the library, a TypeError."""
+    text.encode()
+    return text
 
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer:

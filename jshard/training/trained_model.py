@@ -101,8 +101,8 @@ class TrainedModel:
         tensors = find_map(
             self.config, self.recipe.huggingface, self.recipe.name, self.path
         )
-        path = find_parameters(self.path, abstract_state, tensors=tensors)
-        return job.fsdp, read_parameters(path, job.initial_state(), tensors=tensors)
+        found = find_parameters(self.path, abstract_state, tensors=tensors)
+        return job.fsdp, read_parameters(found, job.initial_state())
 
     def load_whole(self, device: Any) -> nnx.Module:
         """Reads the weights to one device; returns the model in eval mode."""

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from exports import WIDTH, abstract, commands, init, save
 from jshard import export
+from jshard.checkpoint import exported
 from jshard.checkpoint.safetensors_read import load_safetensors
 from jshard.errors import UserError
 
@@ -79,7 +80,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, command, tmp_path):
 
 
 def test_a_checkpoint_that_disappears(run, command, monkeypatch, tmp_path):
-    monkeypatch.setattr(export, "ARRAYS", "elsewhere")
+    monkeypatch.setattr(exported, "ARRAYS", "elsewhere")
     code, _, err = command(run[0], "--output", tmp_path / "out")
     assert code == 2
     assert "has the run deleted it?" in err

@@ -1,13 +1,17 @@
-"""A recipe that trains any decoder of models/llama.py on given tokens."""
+"""A recipe that trains any decoder of models/llama.py on given tokens, and its runs."""
 
-RECIPE = """\
-import grain
-import jax.numpy as jnp
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
-import optax
-from ml_collections import ConfigDict
 
-import jshard
+from jobs import environment
+from tiny_runs import IMPORTS, read_metrics
+
+RECIPE = (
+    IMPORTS
+    + """\
 from models import llama_huggingface as huggingface
 from models.llama import Llama, LlamaConfig
 
@@ -43,3 +47,38 @@ def make_data(config, split):
     rows = np.load(config.tokens).astype(np.int32)
     return grain.MapDataset.source(rows).map(lambda row: {"tokens": row}).repeat()
 """
+)
+
+
+def python(folder: Path, *words: str, **settings: str) -> str:
+    """Runs a module of ours in a folder; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env=environment() | settings,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(
+    folder: Path, source: Path, rows: np.ndarray, *words: str, **settings: str
+) -> list[float]:
+    """Trains from a Hugging Face folder, as `run`; returns the losses, one a step."""
+    np.save(folder / "tokens.npy", rows)
+    (folder / "decoder.py").write_text(RECIPE)
+    python(
+        folder,
+        "jshard.train",
+        "--config=decoder.py",
+        f"--config.model.from={source}",
+        f"--config.checkpoint.restore={source}",
+        f"--config.model.sequence_length={rows.shape[1] - 1}",
+        "--workdir=run",
+        *words,
+        **settings,
+    )
+    return [line["loss"] for line in read_metrics(folder / "run") if "loss" in line]

@@ -15,20 +15,14 @@ from jshard.checkpoint.safetensors_write import (
 )
 from jshard.training.make_config import make_config
 from jshard.training.recipe import open_recipe
+from tiny_runs import IMPORTS
 
 # Layers of a Stack, experts, transposed matrices, and a head.
-RECIPE = """\
+RECIPE = (
+    IMPORTS
+    + """\
 import types
 
-import grain
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-from ml_collections import ConfigDict
-
-import jshard
 from jshard.checkpoint.file_tensor import FileTensor
 from jshard.training.keys import Key
 
@@ -126,6 +120,7 @@ huggingface = types.SimpleNamespace(
     read_config=read_config, write_config=write_config, tensors=tensors
 )
 """
+)
 
 
 def shapes(layers: int = 2, width: int = 8, experts: int = 2) -> dict[str, tuple]:

@@ -13,30 +13,21 @@ import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
+from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 import jshard
-from foreign_weights import load, randomize, read_tensors, store
+from foreign_weights import load, read_tensors, store
 from models import gpt_huggingface, llama_huggingface
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from parity import make_mesh
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    *MARKS,
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
 ]
 
-B, T, V = 8, 24, 96
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+B, T = 8, 24
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -118,10 +109,7 @@ def folder(transformers, tmp_path_factory):
     def make(case: str) -> Path:
         path = tmp_path_factory.mktemp(case)
         name, options = CASES[case]
-        config = getattr(transformers, name)(**SIZES | options)
-        config._attn_implementation = "eager"  # the others have no soft cap
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        randomize(model).save_pretrained(path)
+        random_decoder(name, **options).save_pretrained(path)
         return path
 
     return make
@@ -135,8 +123,7 @@ def their_logits(transformers: Any, folder: Path, tokens: np.ndarray) -> np.ndar
         output_loading_info=True,
     )  # fmt: skip
     assert not any(info.values()), info
-    with torch.no_grad():
-        return model.eval()(torch.tensor(tokens)).logits.numpy()
+    return logits_of(model, tokens)
 
 
 def our_model(folder: Path, case: str) -> Any:

@@ -27,9 +27,9 @@ def imported(folder: Path, recipe_file: Path, **given: str):
         config = make_config(recipe, overrides)
         job = make_job(recipe, config, make_mesh(config))
         places = find_map(config, recipe.huggingface, recipe.name, folder)
-        find_parameters(folder, job.abstract_state(), tensors=places)
+        source = find_parameters(folder, job.abstract_state(), tensors=places)
         state = job.fsdp.init(job.make_model, job.optimizer, seed=1)
-        return read_parameters(folder, state, tensors=places), config
+        return read_parameters(source, state), config
 
 
 @pytest.mark.parametrize("replica", [1, 2])

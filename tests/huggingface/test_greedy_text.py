@@ -3,29 +3,19 @@
 import jax
 import numpy as np
 import pytest
+from tiny_transformers import MARKS, SIZES
 
 from jshard.generation import Generator, Sampling
 from jshard.training.trained_model import open_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
-]
+pytestmark = MARKS
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+LAYERS = SIZES | {"num_hidden_layers": 4}
 GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 CASES = {
-    "LlamaConfig": SIZES,
-    "Gemma2Config": SIZES | {"head_dim": 16, "sliding_window": 7},
-    "MixtralConfig": SIZES | {"num_local_experts": 4, "sliding_window": None},
+    "LlamaConfig": LAYERS,
+    "Gemma2Config": LAYERS | {"head_dim": 16, "sliding_window": 7},
+    "MixtralConfig": LAYERS | {"num_local_experts": 4, "sliding_window": None},
     "GPT2Config": GPT2,
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [20, 30, 40]]

@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 import jshard
-from foreign_weights import randomize
 from jshard.checkpoint import peft as files
 from jshard.checkpoint.restore import find_parameters, read_parameters
 from jshard.export import export
@@ -21,21 +21,11 @@ from models.llama import Llama, LlamaConfig
 from parity import make_mesh
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    *MARKS,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-B, T, V, RANK, ALPHA, STEPS, RATE = 8, 16, 96, 4, 6, 5, 1e-2
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+B, T, RANK, ALPHA, STEPS, RATE = 8, 16, 4, 6, 5, 1e-2
 RECIPE = str(Path(__file__).parents[2] / "train" / "finetune.py")
 ADAMW = optax.adamw(RATE, weight_decay=0.0)
 
@@ -53,12 +43,9 @@ def torch_peft():
 def folders(torch_peft, tmp_path_factory) -> tuple[Path, Path]:
     """A tiny Llama, and random adapters of some of its layers, as PEFT saves them."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
 
     base, adapters = (tmp_path_factory.mktemp(name) for name in ("base", "adapters"))
-    model = randomize(
-        transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
-    )
+    model = random_decoder("LlamaConfig")
     model.save_pretrained(base)
     config = torch_peft.LoraConfig(
         r=RANK,
@@ -87,10 +74,7 @@ def their_model(torch_peft: Any, base: Path, adapters: Path) -> Any:
 
 
 def their_logits(model: Any) -> np.ndarray:
-    torch = pytest.importorskip("torch")
-
-    with torch.no_grad():
-        return model.eval()(torch.tensor(batch(0)["inputs"])).logits.numpy()
+    return logits_of(model, batch(0)["inputs"])
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
@@ -123,7 +107,7 @@ def our_state(fsdp: jshard.FSDP, base: Path, adapters: Path | None) -> Any:
     state = fsdp.init(make, ADAMW, wrt=nnx.LoRAParam)
     tensors = huggingface.tensors(keys)
     source = find_parameters(base, state, tensors=tensors)
-    state = read_parameters(source, state, tensors=tensors)
+    state = read_parameters(source, state)
     return state if adapters is None else files.read_adapters(adapters, state, tensors)
 
 
@@ -240,6 +224,9 @@ def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
 
     assert "lora.rank=8 there" in refused(r=8)
     assert "use_dora=True is not supported" in refused(use_dora=True)
+    assert "use_rslora=True is not supported" in refused(use_rslora=True)
+    assert "is not supported" in refused(modules_to_save=["lm_head"])
+    assert "init_lora_weights='pissa'" in refused(init_lora_weights="pissa")
     assert "bias='all' is not supported" in refused(bias="all")
     with pytest.raises(jshard.UserError, match="there is no"):
         files.check_adapters(tmp_path, state, tensors)

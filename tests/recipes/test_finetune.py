@@ -20,16 +20,11 @@ from jshard.training.make_config import make_config
 from jshard.training.recipe import find_recipe, open_recipe
 from models import llama_huggingface as huggingface
 from models.llama import Llama, LlamaConfig
+from tiny_runs import read_metrics
 
-MODEL = LlamaConfig(
-    vocab_size=256,
-    sequence_length=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    width=32,
-    hidden=48,
-)
+SIZES = {"vocab_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+SIZES |= {"width": 32, "hidden": 48}
+MODEL = LlamaConfig(**SIZES, sequence_length=64)
 KEYS = {
     "steps": 4,
     "batch_size": 8,
@@ -82,11 +77,10 @@ def adapted(folder, text, tmp_path_factory) -> Path:
 
 
 def losses(workdir: Path) -> list[float]:
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in read_metrics(workdir) if "loss" in line]
 
 
-def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path):
+def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path, capsys):
     about = metadata.read(find_step(adapted))
     params = {n for n in about["arrays"] if n.startswith("params.")}
     layers = [f"attention.{x}" for x in ("q", "k", "v", "out")] + ["gate", "up", "down"]
@@ -96,6 +90,9 @@ def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path):
     assert {text.split()[0] for text in sums} == {"bfloat16"}
     assert losses(adapted)[-1] < losses(adapted)[0]
 
+    export(adapted, tmp_path / "own")
+    said = capsys.readouterr().out
+    assert f"without the frozen parameters, which are in {folder}: " in said
     export(adapted, tmp_path / "merged", format="huggingface", dtype="float32")
     got, base = (
         load_file(path / "model.safetensors") for path in (tmp_path / "merged", folder)
@@ -123,13 +120,9 @@ def test_adapters_of_a_run_start_another(adapted, folder, text, tmp_path, capsys
 
 def test_rank_0_trains_the_model_in_float32():
     with open_recipe(find_recipe("finetune.py")) as recipe:
-        small = {
-            f"model.{key}": getattr(MODEL, key)
-            for key in ("vocab_size", "num_layers", "num_heads", "width", "hidden")
-        }
+        small = {f"model.{key}": value for key, value in SIZES.items()}
         for rank, rate in ((0, 1e-5), (2, 2e-4)):
-            keys = small | {"lora.rank": rank, "model.num_kv_heads": 2}
-            config = config_of(recipe, **keys)
+            config = config_of(recipe, **small, **{"lora.rank": rank})
             assert recipe.learning_rate is not None
             schedule = recipe.learning_rate(config)
             assert max(float(schedule(step)) for step in range(5)) == pytest.approx(

@@ -2,12 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jshard.errors import UserError
 from jshard.training.chat import load_chat
+from jshard.training.data.token_files import write_token_files
 from jshard.training.tokenizer import load_tokenizer
 from small_tokenizer import CHATML, make_tokenizer
 from texts import text, window
@@ -103,6 +106,7 @@ def test_templates_of_tokenizer_config(tmp_path):
         (CHATML, {"messages": [{"role": "assistant"}]}, "jinja refuses it: .*content"),
         ("{{ raise_exception('odd roles') }}", CAPITALS, "refuses it: odd roles"),
         ("{{ messages.append(1) }}", CAPITALS, "refuses it: .*(unsafe|not safely)"),
+        (CHATML, talk("a", "\ud800"), "here: not valid Unicode"),
         ("{% if %}", CAPITALS, "chat_template.jinja: not a Jinja template"),
         (FORGETFUL, talk("a", "<think>b</think>c", "d", "e"), "which tokens answer 2"),
     ],
@@ -142,3 +146,33 @@ def test_chats_are_packed_and_only_answers_count(chat, tmp_path):
     assert trained_on.count("Answer") == row["segment_ids"].max() >= 2
     assert "Question" not in trained_on
     assert row["targets"][row["weights"] > 0][-1] == 3  # the end of an answer
+
+
+def test_token_files_hold_the_chats_and_what_is_trained_on(chat, tmp_path, capsys):
+    chat(CHATML)
+    records = [talk(f"Question {i}?", f"Answer {i}.") for i in range(40)]
+    corpus, folder = tmp_path / "corpus", str(tmp_path / "tokenizer")
+    corpus.mkdir()
+    chats = "".join(json.dumps(record) + "\n" for record in records)
+    (corpus / "chats.jsonl").write_text(chats)
+    (corpus / "texts.jsonl").write_text('{"text": "All of this counts."}\n')
+    output = tmp_path / "tokens"
+    write_token_files([corpus], Path(folder), output, part_bytes=2000)
+    assert "--config.data.pack=True" in capsys.readouterr().out
+    assert len(list(output.glob("*.trained"))) > 1
+    options: Any = {"tokenizer": folder, "pack": True, "validation_fraction": 0}
+    seen = []
+    for path in (output, corpus):
+        data = text(path, sequence_length=40, **options)
+        rows = [window(data, i) for i in range(80)]
+        seen.append({tuple(row["targets"][row["weights"] > 0]) for row in rows})
+    assert seen[0] == seen[1]
+    with pytest.raises(UserError, match=r"set --config\.data\.pack=True"):
+        text(output, tokenizer=folder)
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(MARKED)
+    load_chat.cache_clear()
+    with pytest.raises(UserError, match="made with another chat_template"):
+        write_token_files([corpus], Path(folder), output, part_bytes=2000)
+    next(output.glob("*.trained")).write_bytes(b"1")
+    with pytest.raises(UserError, match="has not a byte for each of the"):
+        text(output, **options)

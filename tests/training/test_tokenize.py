@@ -178,6 +178,7 @@ def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
         (["{corpus}", "--workers=0"], "must be a whole number from 1"),
         (["{bin}"], "holds tokens already"),
         (["{empty}"], "has no text"),
+        (["{half}"], "has a text that is not valid Unicode"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
@@ -187,10 +188,12 @@ def test_bad_input_is_one_line_and_exit_2(
 
     (tmp_path / "a.bin").write_bytes(b"12")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}')
     named = {
         "corpus": corpus,
         "bin": tmp_path / "a.bin",
         "empty": tmp_path / "empty.txt",
+        "half": tmp_path / "half.jsonl",
     }
     words = [word.format_map(named) for word in words]
     if not any("--tokenizer" in word for word in words):

@@ -34,6 +34,7 @@ VALIDATION_NAME = re.compile(
 _HEADER_MAGIC = {20240520: "uint16", 20240801: "uint32"}
 _HEADER_BYTES = 1024
 UNFINISHED = ".unfinished-tokens"  # the folder in which jshard.tokenize works
+TRAINED = ".trained"  # beside .bin: a byte for each token, 1 if it is a target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Piece:
         descriptors.
       ends: Returns the token after the last of each document of the file, integers
         [documents]. None if the file is one document, or if that of `.bin` is unknown.
-      trained: Which tokens of the file are targets, bool[n]; None for all.
+      trained: Returns which tokens of the file are targets, bool[n]; None for all.
     """
 
     file: Path
@@ -59,7 +60,7 @@ class Piece:
     stop: int
     load: Callable[[], np.ndarray]
     ends: Callable[[], np.ndarray] | None = None
-    trained: np.ndarray | None = None
+    trained: Callable[[], np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -72,7 +73,7 @@ class Piece:
         """Returns the weights of tokens [start, stop) as targets: 0 or 1."""
         if self.trained is None:
             return 1.0
-        return self.trained[self.start + start : min(self.start + stop, self.stop)]
+        return self.trained()[self.start + start : min(self.start + stop, self.stop)]
 
 
 def split_corpus(
@@ -122,10 +123,8 @@ def split_corpus(
         pieces = [_single_text(root)] if is_file else _text_pieces(root, files)
         pieces = _tokenized(pieces, tokenizer, text_key)
     if not pieces:
-        raise UserError(
-            f"{root}: the folder has no text and no .bin files; set data.path to one "
-            "that has"
-        )
+        what = "file has no text" if is_file else "folder has no text and no .bin files"
+        raise UserError(f"{root}: the {what}; set data.path to one that has")
     named = [piece for piece in pieces if VALIDATION_NAME.search(piece.name)]
     if named and not is_file:
         if len(named) == len(pieces):
@@ -292,6 +291,7 @@ def _encoded_pieces(
 
 
 def _encoded_piece(file: Path, name: str, found: Encoded) -> Piece:
+    trained = found.trained
     return Piece(
         file,
         name,
@@ -299,7 +299,7 @@ def _encoded_piece(file: Path, name: str, found: Encoded) -> Piece:
         len(found.tokens),
         load=lambda: found.tokens,
         ends=(lambda: found.ends) if len(found.ends) > 1 else None,
-        trained=found.trained,
+        trained=None if trained is None else (lambda: trained),
     )
 
 
@@ -347,7 +347,16 @@ def _token_piece(file: Path, folder: Path, token_dtype: str) -> Piece:
                 f"{index}: does not end at the {length} tokens of {file.name}; "
                 "tokenize the text again"
             )
-    return Piece(file, file.relative_to(folder).as_posix(), 0, length, load, ends)
+    trained, mask = None, file.with_suffix(TRAINED)
+    if mask.exists():
+        if mask.stat().st_size != length:
+            raise UserError(
+                f"{mask}: has not a byte for each of the {length} tokens of "
+                f"{file.name}; tokenize the chats again"
+            )
+        trained = functools.partial(_memmap, mask, "bool", 0, length)
+    name = file.relative_to(folder).as_posix()
+    return Piece(file, name, 0, length, load, ends, trained)
 
 
 @functools.lru_cache(maxsize=256)

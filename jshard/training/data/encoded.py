@@ -69,7 +69,7 @@ def _encode_files(
     files: Sequence[Path], tokenizer: Tokenizer, text_key: str, stamps: tuple
 ) -> list[Encoded]:
     del stamps  # part of the cache's key
-    chats = {file for file in files if _has_chats(file, text_key)}
+    chats = {file for file in files if has_chats(file, text_key)}
     texts = [file for file in files if file not in chats]
     found = dict(zip(texts, _encode_texts(texts, tokenizer, text_key), strict=True))
     found |= {file: _encode_chats(file, tokenizer) for file in chats}
@@ -96,12 +96,16 @@ def _encode_texts(
 
 def encode_slices(
     parts: Iterable[Slice], tokenizer: Tokenizer, text_key: str
-) -> Iterator[np.ndarray]:
-    """Yields the tokens of each document of slices, which have no chats."""
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yields each document's tokens, and which are targets; None for all."""
     for part in parts:
+        if has_chats(part.file, text_key):
+            yield from _chats(part, tokenizer)
+            continue
         texts = ((0, text) for text in read_texts(part, text_key))
         for batch in _batches(texts):
-            yield from encode(tokenizer, [text for _, text in batch], part.file)
+            for tokens in encode(tokenizer, [text for _, text in batch], part.file):
+                yield tokens, None
 
 
 def _batches(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
@@ -135,8 +139,8 @@ def _joined(documents: Sequence[np.ndarray], dtype: np.dtype) -> Encoded:
     return Encoded(tokens, np.cumsum([len(d) for d in documents], dtype=np.int64))
 
 
-def _has_chats(file: Path, text_key: str) -> bool:
-    """Whether the first record is a chat."""
+def has_chats(file: Path, text_key: str) -> bool:
+    """Returns whether a file holds chats: whether its first record is one."""
     if not has_records(file):
         return False
     for part in itertools.islice(cut(file, TEXT_BYTES), 1):
@@ -146,16 +150,24 @@ def _has_chats(file: Path, text_key: str) -> bool:
 
 
 def _encode_chats(file: Path, tokenizer: Tokenizer) -> Encoded:
-    if isinstance(tokenizer, ByteTokenizer):
-        raise UserError(
-            f"{file}: chats need the template of a tokenizer: set data.tokenizer to "
-            "the model's folder"
-        )
-    chat = load_chat(tokenizer)
     found = [
-        chat.encode(record, where)
+        document
         for part in cut(file, TEXT_BYTES)
-        for where, record in read_records(part)
+        for document in _chats(part, tokenizer)
     ]
     joined = _joined([tokens for tokens, _ in found], tokenizer.dtype)
     return joined._replace(trained=np.concatenate([trained for _, trained in found]))
+
+
+def _chats(
+    part: Slice, tokenizer: Tokenizer
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the tokens of each chat of a slice, and which are targets."""
+    if isinstance(tokenizer, ByteTokenizer):
+        raise UserError(
+            f"{part.file}: chats need the template of a tokenizer: set data.tokenizer "
+            "to the model's folder"
+        )
+    chat = load_chat(tokenizer)
+    for where, record in read_records(part):
+        yield chat.encode(record, where)

@@ -34,8 +34,14 @@ from rich.progress import (
 
 from jshard.checkpoint.atomic import replace_file, sync_folder
 from jshard.errors import RunFailed, UserError
-from jshard.training.data.corpus import UNFINISHED, VALIDATION_NAME, corpus_files
-from jshard.training.data.encoded import TEXT_BYTES, encode_slices
+from jshard.training.chat import load_chat
+from jshard.training.data.corpus import (
+    TRAINED,
+    UNFINISHED,
+    VALIDATION_NAME,
+    corpus_files,
+)
+from jshard.training.data.encoded import TEXT_BYTES, encode_slices, has_chats
 from jshard.training.data.records import Slice, cut, has_records
 from jshard.training.tokenizer import load_tokenizer
 
@@ -77,11 +83,12 @@ def write_token_files(
 
     `train-00000.bin` and so on hold tokens, in uint16 if the tokenizer has at most
     65,536 and else in uint32, after llm.c's header; `train-00000.idx` holds the token
-    after the last of each document in uint64. Files named as validation data, as for
-    `text_data`, become `val-00000.bin`. `tokens.json` says what they were made of.
+    after the last of each document in uint64. Of chats, `train-00000.trained` holds a
+    byte for each token: 1 if an assistant wrote it. Files named as validation data, as
+    for `text_data`, become `val-00000.bin`. `tokens.json` says what they were made of.
 
     Args:
-      inputs: Files or folders, as for `text_data`, but without chats.
+      inputs: Files or folders, as for `text_data`.
       tokenizer: A `tokenizer.json`, or a folder with one.
       output: A folder; new, empty, or left by the same call when it was killed.
       text_key: The text of a record.
@@ -104,6 +111,8 @@ def write_token_files(
         "part_bytes": part_bytes,
         "files": {str(file.resolve()): _stamp(file) for file in files},
     }
+    if chats := any(has_chats(file, text_key) for file in files):
+        about["chat_template"] = load_chat(loaded).digest
     folder = output / UNFINISHED
     if not _begin(output, folder, about):
         print(f"{output} is complete already")
@@ -132,6 +141,8 @@ def write_token_files(
     print(
         f"train on them: --config.data.path={output} "
         f"--config.data.token_dtype={loaded.dtype} --config.data.tokenizer={tokenizer}"
+        + " --config.data.pack=True"
+        * chats
     )
 
 
@@ -188,7 +199,7 @@ def _begin(output: Path, folder: Path, about: dict[str, Any]) -> bool:
 def _finish(folder: Path, output: Path, about: dict[str, Any]) -> None:
     """Moves the files of all parts to their place."""
     for file in sorted(folder.iterdir()):
-        if file.suffix in (".bin", ".idx"):
+        if file.suffix in (".bin", ".idx", TRAINED):
             file.rename(output / file.name)
     replace_file(output / ABOUT, json.dumps(about, indent=1))
     shutil.rmtree(folder)
@@ -250,14 +261,15 @@ def _start_worker(threads: str) -> None:
 
 
 def _write_part(part: _Part, folder: Path, tokenizer: str, text_key: str) -> _Part:
-    """Writes the tokens of a part, and then the ends of its documents."""
+    """Writes the tokens of a part, its targets, and then the ends of its documents."""
     loaded = load_tokenizer(tokenizer)
     tokens, ends = folder / f"{part.name}.bin", folder / f"{part.name}.idx"
-    lengths = []
+    lengths, targets = [], []
     with _replacing(tokens) as stream:
         stream.write(bytes(_HEADER.nbytes))
-        for document in encode_slices(part.slices, loaded, text_key):
+        for document, trained in encode_slices(part.slices, loaded, text_key):
             lengths.append(len(document))
+            targets.append(trained)
             stream.write(document.astype(document.dtype.newbyteorder("<")).tobytes())
         header = _HEADER.copy()
         header[:3] = _MAGIC[loaded.dtype.name], 1, sum(lengths)
@@ -265,6 +277,11 @@ def _write_part(part: _Part, folder: Path, tokenizer: str, text_key: str) -> _Pa
         stream.write(header.tobytes())
     if not lengths:
         tokens.unlink()
+    if any(trained is not None for trained in targets):
+        with _replacing(tokens.with_suffix(TRAINED)) as stream:
+            for length, trained in zip(lengths, targets, strict=True):
+                trained = np.ones(length, bool) if trained is None else trained
+                stream.write(trained.tobytes())
     with _replacing(ends) as stream:
         stream.write(np.cumsum(lengths, dtype="<u8").tobytes())
     return part

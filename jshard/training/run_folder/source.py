@@ -6,7 +6,12 @@ from pathlib import Path
 
 from jshard.checkpoint import frozen, peft
 from jshard.checkpoint.file_tensor import FileTensor
-from jshard.checkpoint.restore import find_parameters, read_parameters, restore_state
+from jshard.checkpoint.restore import (
+    ParameterSource,
+    find_parameters,
+    read_parameters,
+    restore_state,
+)
 from jshard.state import TrainState
 from jshard.training.huggingface import find_map, model_of, require_map
 from jshard.training.job import Job
@@ -17,38 +22,33 @@ class Source:
     """What parameters are read from, found and checked before anything is written.
 
     Attributes:
-      path: A step's folder or safetensors files; None starts with initial values.
-      tensors: Where the model's arrays lie in a Hugging Face folder.
+      parameters: Of a pretrained model; None starts with initial values.
       adapters: A folder of PEFT's, if the adapters are read from one.
       checkpoint: The run's own checkpoint, if it is resumed: only the parameters that
-        it leaves out are read from `path`.
+        it leaves out are read.
     """
 
-    path: Path | None
-    tensors: Mapping[str, FileTensor] | None
+    parameters: ParameterSource | None
     adapters: Path | None = None
     checkpoint: Path | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """A step's folder or safetensors files, if parameters are read from one."""
+        return self.parameters and self.parameters.path
 
     def restore(self, abstract_state: TrainState) -> TrainState:
         """Returns the state of the run's checkpoint."""
         assert self.checkpoint is not None
         return restore_state(
-            self.checkpoint,
-            abstract_state,
-            frozen_from=self.path,
-            tensors=self.tensors,
+            self.checkpoint, abstract_state, frozen_from=self.parameters
         )
 
     def start(self, job: Job) -> TrainState:
         """Returns the state of a new run."""
-        state, options = job.initial_state(), job.config.checkpoint
-        if self.path is not None:
-            state = read_parameters(
-                self.path,
-                state,
-                optimizer=options.restore_optimizer,
-                tensors=self.tensors,
-            )
+        state = job.initial_state()
+        if self.parameters is not None:
+            state = read_parameters(self.parameters, state)
         if self.adapters is not None:
             state = peft.read_adapters(
                 self.adapters, state, _map_of(job, self.adapters)
@@ -84,17 +84,19 @@ def find_source(
     if checkpoint is not None:
         recorded = frozen.source_of(checkpoint)
         path = recorded and (path or recorded)
-    tensors = path and find_map(job.config, recipe.huggingface, recipe.name, path)
+    parameters = None
     if path is not None:
-        optimizer = given.restore_optimizer and checkpoint is None
-        path = find_parameters(
-            path, abstract_state, optimizer=optimizer, tensors=tensors
+        parameters = find_parameters(
+            path,
+            abstract_state,
+            tensors=find_map(job.config, recipe.huggingface, recipe.name, path),
+            optimizer=given.restore_optimizer and checkpoint is None,
         )
     adapters = None
     if given.adapters and checkpoint is None:
         adapters = Path(given.adapters).expanduser()
         peft.check_adapters(adapters, abstract_state, _map_of(job, adapters))
-    return Source(path, tensors, adapters, checkpoint)
+    return Source(parameters, adapters, checkpoint)
 
 
 def _map_of(job: Job, adapters: Path) -> Mapping[str, FileTensor]:

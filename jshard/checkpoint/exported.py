@@ -1,0 +1,204 @@
+"""The tensors of an export: which there are, and their values."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+
+from jshard.checkpoint import frozen, peft
+from jshard.checkpoint.file_tensor import FileTensor
+from jshard.checkpoint.huggingface import is_huggingface
+from jshard.checkpoint.merge import SIDES, Adapter, adapters
+from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensors
+from jshard.checkpoint.stored_arrays import ARRAYS
+from jshard.checkpoint.tensor_names import Index, tensor_names
+from jshard.compat.orbax_files import open_array
+from jshard.errors import UserError, some_of
+
+# Each further thread would hold another chunk; one saturates a disk.
+_ONE_THREAD = tensorstore.Context(
+    {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
+)
+
+
+class Tensor(NamedTuple):
+    """A tensor to write: an array of the checkpoint, or one layer of it."""
+
+    source: str | StoredTensor  # the array's name, or a tensor in other files
+    layer: Index  # and expert
+    transposed: bool
+    dtype: np.dtype
+    size: int  # bytes
+    adapter: Adapter | None = None  # to be added
+
+
+Tensors = dict[str, Tensor]
+Places = Mapping[str, FileTensor]  # in the files of Hugging Face, by our names
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What is exported of a checkpoint.
+
+    Attributes:
+      about: The checkpoint's metadata.
+      dtype: Of the floating-point tensors; None leaves them as trained.
+      ema: Whether averages take the place of trained parameters.
+    """
+
+    about: Mapping[str, Any]
+    dtype: str | None = None
+    ema: bool = False
+
+    def tensors(self, places: Places | None = None) -> Tensors:
+        """Lists the tensors to write, by name, those of an array next to each other.
+
+        Args:
+          places: Where the files have each, none at all if they lack it; None keeps
+            their own names.
+
+        Raises:
+          UserError: There are no averages, or `places` lacks a tensor.
+        """
+        tensors, arrays = {}, self.about["arrays"]
+        unknown: list[str] = []
+        for stored, layers in tensor_names(self.about).items():
+            array, source = arrays[stored], stored
+            if self.ema and stored.startswith("params."):
+                source = stored.replace("params.", "ema.", 1)
+                if source not in arrays:
+                    raise UserError(
+                        "--ema: the checkpoint has no averages; train with "
+                        "--config.policy.ema_decay=0.999, for example"
+                    )
+            kind = self._dtype(array["dtype"])
+            size = math.prod(array["shape"]) // len(layers) * kind.itemsize
+            for layer, name in layers.items():
+                place = FileTensor((name,)) if places is None else places.get(name)
+                if place is None:
+                    unknown.append(name)
+                    continue
+                for i, name in enumerate(place.names):
+                    index = (*layer, i) if len(place.names) > 1 else layer
+                    part = size // len(place.names)
+                    tensors[name] = Tensor(source, index, place.transposed, kind, part)
+        if unknown:
+            raise UserError(
+                f"--format=huggingface: the recipe's map lacks {some_of(unknown)}"
+            )
+        return tensors
+
+    def merged(self, places: Places) -> Tensors:
+        """Lists the tensors of Hugging Face, with the adapters merged into them.
+
+        What the checkpoint leaves out is in the folder that the run started from.
+
+        Raises:
+          UserError: As of `tensors`, or that folder lacks something.
+        """
+        found = self.tensors({**places, **dict.fromkeys(self._adapters(), _NOWHERE)})
+        if frozen.KEY in self.about:
+            found |= self._left_out(places, found)
+        for kernel, adapter in adapters(self.about, ema=self.ema).items():
+            (name,) = places[kernel].names
+            found[name] = found[name]._replace(adapter=adapter)
+        return found
+
+    def adapters(self, places: Places) -> Tensors:
+        """Lists the tensors of PEFT.
+
+        Raises:
+          UserError: There are none, or Hugging Face's files have no place for one.
+        """
+        names = peft.file_names(self._adapters(), places)
+        if not names:
+            raise UserError("--format=peft: the checkpoint has no adapters")
+        found = {
+            name: _NOWHERE
+            for layers in tensor_names(self.about).values()
+            for name in layers.values()
+        }
+        found |= {ours: FileTensor((name,), True) for ours, name in names.items()}
+        return self.tensors(found)
+
+    def _left_out(self, places: Places, written: Tensors) -> Tensors:
+        """Lists the tensors that are in the files of a pretrained model alone."""
+        source = Path(self.about[frozen.KEY]["path"])
+        if not is_huggingface(source):
+            reason = "is no Hugging Face folder: export it first"
+            if not source.exists():
+                reason = "does not exist: put it back"
+            raise UserError(
+                f"--format=huggingface: the frozen parameters of the run are in "
+                f"{source}, which {reason}, or export the adapters with --format=peft"
+            )
+        stored, found = find_tensors(source), {}
+        for place in places.values():
+            for name in set(place.names) - written.keys():
+                if name not in stored:
+                    raise UserError(f"--format=huggingface: {source} lacks {name}")
+                tensor = stored[name]
+                kind = self._dtype(str(jnp.dtype(DTYPES[tensor.dtype])))
+                size = math.prod(tensor.shape) * kind.itemsize
+                found[name] = Tensor(tensor, (), place.transposed, kind, size)
+        return found
+
+    def _adapters(self) -> list[str]:
+        """Returns the names of the adapters' tensors."""
+        return [
+            name
+            for stored, layers in tensor_names(self.about).items()
+            if stored.endswith(SIDES)
+            for name in layers.values()
+        ]
+
+    def _dtype(self, stored: str) -> np.dtype:
+        return jnp.dtype(self.dtype if self.dtype and "float" in stored else stored)
+
+
+_NOWHERE = FileTensor(())  # not in the files
+
+
+def read(step: Path, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Reads tensors from a checkpoint, casting them as they are copied.
+
+    The layers of an array are read together, because a stored chunk may span them all.
+    """
+    found: dict[str, np.ndarray] = {}
+    for source, group in itertools.groupby(tensors, lambda name: tensors[name].source):
+        names = list(group)
+        if isinstance(source, StoredTensor):
+            for name in names:
+                found[name] = np.array(source.open(), tensors[name].dtype)
+            continue
+        first, last = tensors[names[0]], tensors[names[-1]]
+        try:
+            store = open_array(step / ARRAYS, source, _ONE_THREAD)
+            if first.layer:
+                store = store[first.layer[0] : last.layer[0] + 1]
+            if first.transposed:
+                *others, rows, columns = range(store.ndim)
+                store = store.transpose([*others, columns, rows])
+            values = tensorstore.cast(store, first.dtype).read().result()
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(
+                f"cannot read {source} of {step}, which was intact a moment ago: has "
+                f"the run deleted it? ({error})"
+            ) from error
+        for name in names:
+            layer = tensors[name].layer
+            if layer:
+                layer = layer[0] - first.layer[0], *layer[1:]
+            found[name] = values[(*layer, ...)]
+    for name, tensor in tensors.items():
+        if tensor.adapter is not None:
+            added = tensor.adapter.read(step, _ONE_THREAD)
+            added = added.T if tensor.transposed else added
+            found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
+    return found
