@@ -270,10 +270,13 @@ def _merged_tensors(
             )
         found = find_tensors(source)
         for place in places.values():
-            for name in set(place.names) - tensors.keys():
-                if name not in found:
-                    raise UserError(f"--format=huggingface: {source} lacks {name}")
-                stored = found[name]
+            stored_names = place.named_as_in(found).names
+            for name, there in zip(place.names, stored_names, strict=True):
+                if name in tensors:
+                    continue
+                if there not in found:
+                    raise UserError(f"--format=huggingface: {source} lacks {there}")
+                stored = found[there]
                 kind = _dtype(str(jnp.dtype(DTYPES[stored.dtype])), dtype)
                 size = math.prod(stored.shape) * kind.itemsize
                 tensors[name] = _Tensor(stored, (), place.transposed, kind, size)
