@@ -46,7 +46,7 @@ def make_model(**options: Any) -> Bert:
     return model
 
 
-def batch(rows: int) -> dict[str, np.ndarray]:
+def batch(rows: int) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     lengths = rng.integers(3, T + 1, (rows, 1))
     real = np.arange(T) < lengths
@@ -91,7 +91,7 @@ def test_padding_is_not_seen_and_the_loss_is_that_of_the_logits(x64):
     ids = rows["segment_ids"]
     logits = model(rows["inputs"], segment_ids_BT=ids)
     assert logits.shape == (4, T, V)
-    other = np.where(ids > 0, rows["inputs"], 7)
+    other: Any = np.where(ids > 0, rows["inputs"], 7)
     for function in (model, model.pooled):
         want = function(rows["inputs"], segment_ids_BT=ids)
         got = function(other, segment_ids_BT=ids)
@@ -136,8 +136,8 @@ def test_masks_depend_on_the_seed_and_the_example_alone(text):
         masked, kept = after[chosen] == 256, after[chosen] == before[chosen]
         kinds += [masked.sum(), kept.sum(), (~masked & ~kept).sum()]
     np.testing.assert_allclose(kinds / kinds.sum(), [0.8, 0.1, 0.1], atol=0.03)
-    places = [[x[i]["places"] for i in range(20)] for x in (train, other)]
-    assert not np.array_equal(*places)
+    first, second = ([x[i]["places"] for i in range(20)] for x in (train, other))
+    assert not np.array_equal(first, second)
     last = held_out[len(held_out) - 1]
     assert set(last["segment_ids"]) == {0, 1}
     assert last["weights"].sum() < 6
