@@ -1,11 +1,10 @@
 """A GPT-2 class decoder.
 
-Shape suffixes: B batch, T time, D model width, N heads, H head width, V vocabulary.
+Shape suffixes: B batch, T time, D model width, E width of all heads, N heads, H head
+width, V vocabulary.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard import cross_entropy
 from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
 from jshard.nn import kv_cache
+from models.decoder import Decoder, Features
+from models.layers import embedding, layer_norm, linear, residual_std
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,51 +59,16 @@ class GPTConfig:
             )
 
 
-def _linear(
-    config: GPTConfig, size_in: int, size_out: int, rngs: nnx.Rngs, std: float = 0.02
-) -> nnx.Linear:
-    return nnx.Linear(
-        size_in,
-        size_out,
-        kernel_init=nnx.initializers.normal(std),
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
-
-
-def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.width,
-        epsilon=1e-5,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
-
-
-def _embed(config: GPTConfig, size: int, rngs: nnx.Rngs, std: float) -> nnx.Embed:
-    return nnx.Embed(
-        size,
-        config.width,
-        embedding_init=nnx.initializers.normal(std),
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
-
-
 class Attention(nnx.Module):
     """Causal self-attention."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width = config.width
-        residual_std = 0.02 / (2 * config.num_layers) ** 0.5  # GPT-2, section 2.3
         self.num_heads = config.num_heads
         self.implementation = config.attention
         self.max_segments = config.max_segments
-        self.qkv = _linear(config, width, 3 * width, rngs)
-        self.out = _linear(config, width, width, rngs, residual_std)
+        self.qkv = linear(config, width, 3 * width, rngs)
+        self.out = linear(config, width, width, rngs, residual_std(config))
 
     def __call__(
         self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
@@ -153,12 +118,11 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width = config.width
-        residual_std = 0.02 / (2 * config.num_layers) ** 0.5
-        self.norm1 = _norm(config, rngs)
+        self.norm1 = layer_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.norm2 = _norm(config, rngs)
-        self.up = _linear(config, width, 4 * width, rngs)
-        self.down = _linear(config, 4 * width, width, rngs, residual_std)
+        self.norm2 = layer_norm(config, rngs)
+        self.up = linear(config, width, 4 * width, rngs)
+        self.down = linear(config, 4 * width, width, rngs, residual_std(config))
         self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
 
     def __call__(
@@ -189,66 +153,50 @@ class Block(nnx.Module):
         return x_BTD + self.dropout(self.down(hidden))
 
 
-class GPT(nnx.Module):
-    """Tokens to logits; ``loss`` for training, without the logits of a whole batch."""
+class GPT(Decoder):
+    """The decoder, with learned positions."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = jshard.Unit(_embed(config, config.vocab_size, rngs, 0.02))
-        self.positions = _embed(config, config.sequence_length, rngs, 0.01)
+        self.embed = jshard.Unit(embedding(config, config.vocab_size, rngs))
+        self.positions = embedding(config, config.sequence_length, rngs, 0.01)
         self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
         self.blocks = jshard.Stack(
             lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
         )
-        self.norm = _norm(config, rngs)
+        self.norm = layer_norm(config, rngs)
         if not config.tied:
             self.head = jshard.Unit(
-                nnx.Linear(
-                    config.width,
-                    config.vocab_size,
-                    use_bias=False,
-                    kernel_init=nnx.initializers.normal(0.02),
-                    dtype=config.dtype,
-                    param_dtype=config.param_dtype,
-                    rngs=rngs,
-                )
+                linear(config, config.width, config.vocab_size, rngs, bias=False)
             )
 
-    def __call__(
+    def features(
         self,
         tokens_BT: jax.Array,
-        *,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns logits (B, T, V) in float32 or wider.
-
-        Args:
-          tokens_BT: integers.
-          positions_BT: of packed documents, each from 0; by default 0 to T-1.
-          segment_ids_BT: of packed documents, which attend only to themselves.
-        """
-        x_BTD, head_DV = self._features_and_head(
-            tokens_BT, positions_BT, segment_ids_BT
-        )
-        return self._logits(x_BTD, head_DV)
-
-    def loss(
-        self,
-        tokens_BT: jax.Array,
-        targets_BT: jax.Array,
-        weights_BT: jax.Array,
-        *,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jshard.Mean:
-        """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``."""
-        x_BTD, head_DV = self._features_and_head(
-            tokens_BT, positions_BT, segment_ids_BT
-        )
-        return cross_entropy(
-            x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
-        )
+        cache: kv_cache.KVCache | None = None,
+    ) -> Features:
+        """Returns what the head is applied to; with a cache, for ``decode``."""
+        tied = self.config.tied  # then gathered once for both uses
+        embed = jshard.gathered(self.embed) if tied else self.embed
+        here_BT = jnp.arange(tokens_BT.shape[1])
+        if positions_BT is not None:
+            here_BT = positions_BT
+        if cache is not None:  # with padding, which the table would turn into nan
+            here_BT = jnp.clip(here_BT, 0, self.config.sequence_length - 1)
+        stream: Any = self.dropout(embed(tokens_BT) + self.positions(here_BT))
+        shared = () if segment_ids_BT is None else (segment_ids_BT,)
+        if cache is not None:
+            stream, shared = (stream, cache, jnp.int32(0)), (None, positions_BT)
+        if tied:
+            out = self.blocks(stream, *shared)
+            head_DV = embed.embedding.get_value().T
+        else:
+            head, out = jshard.gathered_during(self.head, self.blocks, stream, *shared)
+            head_DV = head.kernel.get_value()
+        x_BTD, cache, _ = (out, None, None) if cache is None else out
+        return Features(self.norm(x_BTD), head_DV, cache=cache)
 
     def init_cache(self, batch: int, length: int) -> kv_cache.KVCache:
         """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
@@ -257,60 +205,3 @@ class GPT(nnx.Module):
         return kv_cache.KVCache.zeros(
             config.num_layers, batch, length, N, H, config.dtype
         )
-
-    def decode(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: kv_cache.KVCache
-    ) -> tuple[jax.Array, kv_cache.KVCache]:
-        """Returns the logits of new tokens, (B, T, V), and the cache with them.
-
-        Args:
-          tokens_BT: tokens that follow those in the cache.
-          positions_BT: their positions; -1 for padding, which is written nowhere.
-          cache: from ``init_cache`` or an earlier call.
-        """
-        # Outside the embedding is padding, which it would turn into nan.
-        embedded_BT = jnp.clip(positions_BT, 0, self.config.sequence_length - 1)
-
-        def stream(x_BTD: jax.Array) -> tuple:
-            return self._first(x_BTD, embedded_BT), cache, jnp.int32(0)
-
-        (x_BTD, cache, _), head_DV = self._stack_and_head(
-            tokens_BT, stream, None, positions_BT
-        )
-        return self._logits(self.norm(x_BTD), head_DV), cache
-
-    def _logits(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
-        return jnp.dot(
-            x_BTD,
-            head_DV.astype(x_BTD.dtype),
-            preferred_element_type=jnp.promote_types(x_BTD.dtype, jnp.float32),
-        )
-
-    def _features_and_head(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None,
-        segment_ids_BT: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        first = functools.partial(self._first, positions_BT=positions_BT)
-        shared = () if segment_ids_BT is None else (segment_ids_BT,)
-        x_BTD, head_DV = self._stack_and_head(tokens_BT, first, *shared)
-        return self.norm(x_BTD), head_DV
-
-    def _stack_and_head(
-        self, tokens_BT: jax.Array, first: Callable[[jax.Array], Any], *shared: Any
-    ) -> tuple[Any, jax.Array]:
-        """Returns what the blocks make of ``first(embedded tokens)``, and the head."""
-        if self.config.tied:  # gathered once for both uses
-            embed = jshard.gathered(self.embed)
-            out = self.blocks(first(embed(tokens_BT)), *shared)
-            return out, embed.embedding.get_value().T
-        stream = first(self.embed(tokens_BT))
-        head, out = jshard.gathered_during(self.head, self.blocks, stream, *shared)
-        return out, head.kernel.get_value()
-
-    def _first(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
-        """Returns the input of the first block."""
-        if positions_BT is None:
-            positions_BT = jnp.arange(x_BTD.shape[1])
-        return self.dropout(x_BTD + self.positions(positions_BT))

@@ -1,7 +1,8 @@
 """GPT-2 in Hugging Face's folders: config.json and tensor names.
 
 transformers' Conv1D keeps kernels as Flax does, (in, out), and its fused queries, keys
-and values are in our order, so that nothing is transposed.
+and values are in our order, so that nothing is transposed. Files of ``GPT2Model``, and
+those that openai-community has published, lack the prefix "transformer.".
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,8 @@ from typing import Any
 import jshard
 from jshard.checkpoint.file_tensor import FileTensor
 
-_NAME = "GPT2LMHeadModel"
+_NAME, _BASE = "GPT2LMHeadModel", "GPT2Model"
+_PREFIX = "transformer."
 # What models/gpt.py computes; config.json may say it in these ways, or not at all.
 _FIXED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -41,9 +43,10 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
       UserError: the architecture, or a feature of it, is not there.
     """
     name = (json.get("architectures") or ["none"])[0]
-    if name != _NAME:
+    if name not in (_NAME, _BASE):
         raise jshard.UserError(
-            f"config.json: architecture {name} is not supported; that is {_NAME}"
+            f"config.json: architecture {name} is not supported; those are {_NAME}, "
+            f"{_BASE}"
         )
     model = {ours: json.get(*theirs) for ours, theirs in _SIZES.items()}
     fixed = {**_FIXED, "n_inner": (4 * model["width"],)}
@@ -79,10 +82,10 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
       model: keys of ``GPTConfig``.
     """
     found = {
-        "embed.embedding": FileTensor(("transformer.wte.weight",)),
-        "positions.embedding": FileTensor(("transformer.wpe.weight",)),
-        "norm.scale": FileTensor(("transformer.ln_f.weight",)),
-        "norm.bias": FileTensor(("transformer.ln_f.bias",)),
+        "embed.embedding": _tensor("wte.weight"),
+        "positions.embedding": _tensor("wpe.weight"),
+        "norm.scale": _tensor("ln_f.weight"),
+        "norm.bias": _tensor("ln_f.bias"),
     }
     if not model["tied"]:
         found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
@@ -97,6 +100,9 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
     for i in range(model["num_layers"]):
         for ours, (weight, theirs) in modules.items():
             for own, kind in ((weight, "weight"), ("bias", "bias")):
-                name = f"transformer.h.{i}.{theirs}.{kind}"
-                found[f"blocks.{i}.{ours}.{own}"] = FileTensor((name,))
+                found[f"blocks.{i}.{ours}.{own}"] = _tensor(f"h.{i}.{theirs}.{kind}")
     return found
+
+
+def _tensor(name: str) -> FileTensor:
+    return FileTensor((_PREFIX + name,), older=((name,),))

@@ -46,6 +46,8 @@ class LlamaConfig:
       qkv_bias: whether queries, keys and values have biases, as in Qwen 2.5
         (arXiv:2412.15115, section 2).
       out_bias: whether the attention's output projection has one.
+      fused: whether queries, keys and values are one projection, and the MLP's gate and
+        up another, as in Phi-3 (arXiv:2404.14219).
       qk_norm: whether each head's queries and keys are normalised before rotation, as
         in Qwen 3 (arXiv:2505.09388, section 2) and Gemma 3 (arXiv:2503.19786, 2).
       pattern: repeated over the layers, "f" for full attention and "s" for a sliding
@@ -94,6 +96,7 @@ class LlamaConfig:
     rope_length: int = 8192
     qkv_bias: bool = False
     out_bias: bool = False
+    fused: bool = False
     qk_norm: bool = False
     pattern: str = "f"
     window: int = 0
@@ -139,6 +142,10 @@ class LlamaConfig:
                     f"model: {name}={getattr(self, name)!r} is unknown: use "
                     f"{', '.join(known)}"
                 )
+        if self.num_experts and self.fused:
+            raise jshard.UserError(
+                "model: fused=True is for an ordinary MLP: set num_experts=0"
+            )
         if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
             raise jshard.UserError(
                 f"model: experts_per_token={self.experts_per_token} must be between 1 "

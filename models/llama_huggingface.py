@@ -1,8 +1,8 @@
 """The decoder family in Hugging Face's folders: config.json and tensor names.
 
 The keys and their defaults are those of transformers' configuration_*.py (4.57 and
-5.23), which differ in how they spell rotary positions: both spellings are read and
-written. The names of tensors are the same in both.
+5.23), which differ in how they spell rotary positions (models/rope_huggingface.py). The
+names of tensors are the same in both.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jshard
 from jshard.checkpoint.file_tensor import FileTensor
 from models.llama_config import LlamaConfig
+from models.rope import SCALINGS
+from models.rope_huggingface import known, read_rope, write_rope
 
 Json = Mapping[str, Any]
 
@@ -59,6 +61,7 @@ _FAMILIES = {
         "mistral", {}, {"num_key_value_heads": 8, "sliding_window": 4096}
     ),
     "Qwen2ForCausalLM": Family("qwen2", {"qkv_bias": True}, {}),
+    "Phi3ForCausalLM": Family("phi3", {"fused": True}, {"rms_norm_eps": 1e-5}),
     "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": True}, {"head_dim": 128}),
     "Gemma2ForCausalLM": Family(
         "gemma2",
@@ -116,8 +119,8 @@ def read_config(json: Json) -> dict[str, Any]:
         missing.
     """
     name, family = _family(json)
-    for key, known in _MISSING.items():
-        if json.get(key) is not None and json[key] not in known:
+    for key, allowed in _MISSING.items():
+        if json.get(key) is not None and json[key] not in allowed:
             raise jshard.UserError(
                 f"config.json: {key}={json[key]!r} of {name} is not supported"
             )
@@ -140,6 +143,14 @@ def read_config(json: Json) -> dict[str, Any]:
     pattern = _read_pattern(json, family, layers)
     head_width = get("head_dim", 0)
     bias = bool(json.get("attention_bias")) and family.model_type != "qwen2"
+    rope = read_rope(
+        json,
+        theta=get("rope_theta", 10000.0),
+        context=context,
+        local=family.model_type == "gemma3_text",
+        # transformers takes any scaling of Phi-3 for longrope.
+        scalings=() if "fused" in family.model else SCALINGS[1:],
+    )
     model = {
         field.name: field.default
         for field in dataclasses.fields(LlamaConfig)
@@ -161,12 +172,12 @@ def read_config(json: Json) -> dict[str, Any]:
         "out_bias": bias,
         "pattern": pattern,
         "window": get("sliding_window") if "s" in pattern else 0,
-        "activation": _known("activation", activation or "silu", _ACTIVATIONS),
-        **_read_rope(json, family, context),
+        "activation": known("activation", activation or "silu", _ACTIVATIONS),
+        **rope,
         **family.model,
     }
     if gemma:
-        model["activation"] = _known(
+        model["activation"] = known(
             "activation", activation or "gelu_pytorch_tanh", _ACTIVATIONS
         )
         model["attention_scale"] = float(get("query_pre_attn_scalar"))
@@ -211,7 +222,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "attention_bias": config.out_bias,
         "sliding_window": config.window or None,
-        **_write_rope(config),
+        **write_rope(config, local=name == "Gemma3ForCausalLM"),
     }
     if family.model_type in _WITH_LAYER_TYPES:
         sliding = ("full_attention", "sliding_attention")
@@ -253,9 +264,9 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
         found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
     layer = _layer_tensors(config)
     for i in range(config.num_layers):
-        for name, (theirs, transposed) in layer.items():
-            names = tuple(f"model.layers.{i}.{x}.{_kind(name)}" for x in theirs)
-            found[f"blocks.{i}.{name}"] = FileTensor(names, transposed)
+        for name, place in layer.items():
+            names = tuple(f"model.layers.{i}.{x}.{_kind(name)}" for x in place.names)
+            found[f"blocks.{i}.{name}"] = FileTensor(names, place.transposed)
     return found
 
 
@@ -276,13 +287,14 @@ def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
         norms |= {"attention.q_norm": "self_attn.q_norm"}
         norms |= {"attention.k_norm": "self_attn.k_norm"}
     found = {f"{ours}.scale": FileTensor((name,)) for ours, name in norms.items()}
-    for ours, name in (("q", "q"), ("k", "k"), ("v", "v"), ("out", "o")):
+    projections = {"qkv": "qkv"} if config.fused else {"q": "q", "k": "k", "v": "v"}
+    for ours, name in {**projections, "out": "o"}.items():
         projection = (f"self_attn.{name}_proj",)
         found[f"attention.{ours}.kernel"] = FileTensor(projection, transposed=True)
         if config.out_bias if ours == "out" else config.qkv_bias:
             found[f"attention.{ours}.bias"] = FileTensor(projection)
     if not config.num_experts:
-        for ours in ("gate", "up", "down"):
+        for ours in ("gate_up", "down") if config.fused else ("gate", "up", "down"):
             found[f"{ours}.kernel"] = FileTensor((f"mlp.{ours}_proj",), transposed=True)
         return found
     mixtral = _architecture(config) == "MixtralForCausalLM"
@@ -311,6 +323,8 @@ def _architecture(config: LlamaConfig) -> str:
         return "Qwen3MoeForCausalLM" if config.qk_norm else "MixtralForCausalLM"
     if config.norm_offset:
         return "Gemma3ForCausalLM" if config.qk_norm else "Gemma2ForCausalLM"
+    if config.fused:
+        return "Phi3ForCausalLM"
     if config.qk_norm:
         return "Qwen3ForCausalLM"
     if config.qkv_bias and not config.out_bias:
@@ -319,8 +333,8 @@ def _architecture(config: LlamaConfig) -> str:
 
 
 def _config(model: Mapping[str, Any]) -> LlamaConfig:
-    known = {field.name for field in dataclasses.fields(LlamaConfig)}
-    return LlamaConfig(**{key: model[key] for key in known & set(model)})
+    names = {field.name for field in dataclasses.fields(LlamaConfig)}
+    return LlamaConfig(**{key: model[key] for key in names & set(model)})
 
 
 def _check_same(config: LlamaConfig, read: dict[str, Any], name: str) -> None:
@@ -355,7 +369,7 @@ def _read_pattern(json: Json, family: Family, layers: int) -> str:
         return "s"
     if json.get("layer_types"):
         kinds = "".join(
-            _known("layer type", kind, _LETTERS) for kind in json["layer_types"]
+            known("layer type", kind, _LETTERS) for kind in json["layer_types"]
         )
     elif qwen:
         full = min(json.get("max_window_layers", 28), layers)
@@ -371,76 +385,3 @@ def _read_pattern(json: Json, family: Family, layers: int) -> str:
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
             return kinds[:period]
     return kinds
-
-
-def _read_rope(json: Json, family: Family, context: int) -> dict[str, Any]:
-    """Returns our keys of rotary positions, from the spelling of 4.x or of 5.x."""
-    theta = json.get("rope_theta") or family.defaults.get("rope_theta", 10000.0)
-    parameters = json.get("rope_parameters") or {}
-    local = {"rope_theta": json.get("rope_local_base_freq", 10000.0)}
-    if "full_attention" in parameters:  # one for each type of layer
-        full = {"rope_theta": theta, **parameters["full_attention"]}
-        local |= parameters.get("sliding_attention") or {}
-    else:
-        full = {"rope_theta": theta, **(json.get("rope_scaling") or {}), **parameters}
-    kind = full.get("rope_type", full.get("type", "default"))
-    length = full.get("original_max_position_embeddings") or context
-    model: dict[str, Any] = {"rope_theta": float(full["rope_theta"])}
-    if family.model_type == "gemma3_text":
-        _known("rope_type", local.get("rope_type", "default"), ("default",))
-        model["sliding_theta"] = float(local["rope_theta"])
-    kinds = ("default", "linear", "llama3", "yarn")
-    if _known("rope_type", kind, kinds) == "default":
-        return model
-    keys = {"rope_factor": "factor"}
-    if kind == "llama3":
-        keys |= {"rope_low": "low_freq_factor", "rope_high": "high_freq_factor"}
-        model["rope_length"] = length
-    for ours, theirs in keys.items():
-        if theirs not in full:
-            raise jshard.UserError(f"config.json: rope scaling {kind} lacks {theirs!r}")
-        model[ours] = float(full[theirs])
-    model["rope_scaling"] = kind
-    if kind == "yarn":
-        for key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
-            if full.get(key) is not None:
-                raise jshard.UserError(f"config.json: {key} of yarn is not supported")
-        model["rope_low"] = float(full.get("beta_slow") or 1)
-        model["rope_high"] = float(full.get("beta_fast") or 32)
-        model["rope_length"] = length
-    return model
-
-
-def _write_rope(config: LlamaConfig) -> dict[str, Any]:
-    """Returns the keys of rotary positions in both spellings."""
-    scaling: dict[str, Any] = {"rope_type": config.rope_scaling}
-    if config.rope_scaling == "none":
-        scaling = {"rope_type": "default"}
-    else:
-        scaling["factor"] = config.rope_factor
-    if config.rope_scaling in ("llama3", "yarn"):
-        scaling["original_max_position_embeddings"] = config.rope_length
-        names = {"llama3": ("low_freq_factor", "high_freq_factor")}
-        low, high = names.get(config.rope_scaling, ("beta_slow", "beta_fast"))
-        scaling |= {low: config.rope_low, high: config.rope_high}
-    parameters: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
-    json: dict[str, Any] = {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling == "none" else scaling,
-    }
-    if _architecture(config) == "Gemma3ForCausalLM":
-        theta = config.sliding_theta or config.rope_theta
-        json["rope_local_base_freq"] = theta
-        local = {"rope_type": "default", "rope_theta": theta}
-        parameters = {"full_attention": parameters, "sliding_attention": local}
-    return {**json, "rope_parameters": parameters}
-
-
-def _known(what: str, value: str, known: Any) -> Any:
-    """Returns what ``known`` says of a value, or the value where it is no mapping."""
-    if value not in known:
-        raise jshard.UserError(
-            f"config.json: {what} {value!r} is not supported; those are "
-            f"{', '.join(known)}"
-        )
-    return known[value] if isinstance(known, Mapping) else value

@@ -1,7 +1,7 @@
 """Llama 2 and 3 by size: --config=llama.py:3-8b, or 2-7b, 2-13b, 3-1b, 3-70b, 3-405b.
 
-The model is a family: with other keys under --config.model it is a Mistral, Qwen, Gemma
-or Mixtral (models/llama.py).
+The model is a family: with other keys under --config.model it is a Mistral, Qwen,
+Gemma, Phi-3 or Mixtral (models/llama.py).
 
 A step has four million tokens in bf16, as for Llama 2 and the start of Llama 3. On 64
 GPUs, a GPU's share is 16 sequences of 4096 tokens for Llama 2 and eight of 8192 for
@@ -59,6 +59,7 @@ FAMILY = {
     "rope_length": Key(8192, "context length before the scaling", at_least=1),
     "qkv_bias": Key(False, "whether queries, keys and values have biases"),
     "out_bias": Key(False, "whether the attention's output has a bias"),
+    "fused": Key(False, "whether q, k and v are one projection, and gate and up"),
     "qk_norm": Key(False, "whether queries and keys are normalised"),
     "pattern": Key(
         "f", "repeated over layers: f full attention, s a sliding window, as in ssf"

@@ -140,10 +140,13 @@ class Exported:
             )
         stored, found = find_tensors(source), {}
         for place in places.values():
-            for name in set(place.names) - written.keys():
-                if name not in stored:
-                    raise UserError(f"--format=huggingface: {source} lacks {name}")
-                tensor = stored[name]
+            spelled = place.named_as_in(stored).names
+            for name, there in zip(place.names, spelled, strict=True):
+                if name in written:
+                    continue
+                if there not in stored:
+                    raise UserError(f"--format=huggingface: {source} lacks {there}")
+                tensor = stored[there]
                 kind = self._dtype(str(jnp.dtype(DTYPES[tensor.dtype])))
                 size = math.prod(tensor.shape) * kind.itemsize
                 found[name] = Tensor(tensor, (), place.transposed, kind, size)

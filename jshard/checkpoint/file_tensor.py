@@ -1,5 +1,6 @@
 """Where the files of a model keep an array."""
 
+from collections.abc import Container
 from typing import NamedTuple
 
 
@@ -12,10 +13,20 @@ class FileTensor(NamedTuple):
         a LoRA adapter: it keeps its initial value.
       transposed: Whether the last two dimensions are swapped in the files, as those of
         PyTorch's Linear are.
+      older: Other names of the tensors, each a tuple like `names`, that some files have
+        instead; none is written.
     """
 
     names: tuple[str, ...]
     transposed: bool = False
+    older: tuple[tuple[str, ...], ...] = ()
+
+    def named_as_in(self, found: Container[str]) -> "FileTensor":
+        """Returns this with those of its names that are all among `found`."""
+        for names in (self.names, *self.older):
+            if all(name in found for name in names):
+                return self._replace(names=names, older=())
+        return self._replace(older=())
 
     def shape_in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of each tensor of an array of this shape."""

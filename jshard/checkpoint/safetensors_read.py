@@ -33,8 +33,21 @@ _QUANTISED = (
     ".SCB",
 )
 # Ends of names in Hugging Face's files that transformers does not read either: buffers
-# that follow from the config, and the head of a model whose head is the embedding.
-_REDUNDANT = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "lm_head.weight")
+# that follow from the config, the head of a model whose head is the embedding, and what
+# a masked language model does not have of BERT.
+_REDUNDANT = (
+    "rotary_emb.inv_freq",
+    "attn.bias",
+    "attn.masked_bias",
+    "lm_head.weight",
+    "embeddings.position_ids",
+    "predictions.decoder.weight",
+    "predictions.decoder.bias",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+    "seq_relationship.weight",
+    "seq_relationship.bias",
+)
 
 
 def is_safetensors(path: Path) -> bool:
@@ -118,7 +131,7 @@ def _wanted(
         else:
             unknown += [name for name in layers.values() if name not in tensors]
             places = {i: tensors.get(name, _ABSENT) for i, name in layers.items()}
-            places = {i: place for i, place in places.items() if place.names}
+            places = {i: x.named_as_in(found) for i, x in places.items() if x.names}
         if places:
             wanted[name] = arrays[name], places
     if unknown:

@@ -16,6 +16,7 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -59,6 +60,18 @@ def test_gemma_3_has_a_theta_for_each_kind_of_layer():
         ({"mlp_bias": True}, "mlp_bias=True of LlamaForCausalLM is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} of"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        (
+            {
+                **PHI3,
+                "rope_scaling": {"type": "longrope"},
+            },
+            "rope_type 'longrope' is not supported; those are default$",
+        ),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 of LlamaFor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "scaling linear lacks 'factor'"),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2},

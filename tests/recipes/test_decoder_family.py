@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
     "experts": EXPERTS,
     "balanced": {**EXPERTS, "balance_weight": 0.1, "pattern": "fs", "window": 3},
+    "fused": {"fused": True, "pattern": "s", "window": 3},
     "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 8},
 }
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jshard
 from jshard.generation import continue_prompts
-from models.gpt import GPT, GPTConfig, cross_entropy
+from models.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(
     vocab_size=50, sequence_length=16, num_layers=2, num_heads=2, width=16, loss_chunk=8
@@ -35,14 +35,13 @@ def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
         return jnp.sum(loss * weights)
 
     def chunked(x, head):
-        return cross_entropy(x, head, targets, weights, chunk=chunk).total
+        return jshard.cross_entropy(x, head, targets, weights, chunk=chunk).total
 
     want = jax.value_and_grad(plain, (0, 1))(x_BTD, head_DV)
     got = jax.value_and_grad(chunked, (0, 1))(x_BTD, head_DV)
     chex.assert_trees_all_close(got, want, rtol=1e-12)
-    assert cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk).count == (
-        weights.sum()
-    )
+    mean = jshard.cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk)
+    assert mean.count == weights.sum()
 
 
 @pytest.mark.quick("False")
@@ -75,6 +74,7 @@ def test_bf16_logits_and_loss_are_fp32():
     inputs = tokens()
     assert model(inputs).dtype == jnp.float32
     mean = model.loss(inputs, inputs, jnp.ones(inputs.shape))
+    assert isinstance(mean, jshard.Mean)
     assert mean.total.dtype == jnp.float32
 
 

@@ -18,7 +18,8 @@ import parity
 from jshard import inspect
 from jshard.checkpoint.step_folders import step_folder
 from jshard.training.recipe import find_recipe, open_recipe
-from models.llama import Llama, LlamaConfig, rotate
+from models.llama import Llama, LlamaConfig
+from models.rope import rotate
 
 SMALL = {
     "vocab_size": 40,

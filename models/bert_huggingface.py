@@ -1,0 +1,127 @@
+"""BERT in Hugging Face's folders: config.json and tensor names.
+
+A folder of ``BertForPreTraining`` is read as the masked language model in it. The files
+that google-bert has published call the scales of norms gamma, and their biases beta.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jshard
+from jshard.checkpoint.file_tensor import FileTensor
+
+_NAMES = ("BertForMaskedLM", "BertForPreTraining")
+# What models/bert.py computes; config.json may say it in these ways, or not at all.
+_FIXED = {
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "quantization_config": (),
+}
+# Our keys, and config.json's with their defaults.
+_SIZES = {
+    "vocab_size": ("vocab_size", 30522),
+    "sequence_length": ("max_position_embeddings", 512),
+    "num_layers": ("num_hidden_layers", 12),
+    "num_heads": ("num_attention_heads", 12),
+    "width": ("hidden_size", 768),
+    "hidden": ("intermediate_size", 3072),
+    "token_types": ("type_vocab_size", 2),
+    "norm_eps": ("layer_norm_eps", 1e-12),
+}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_OLDER = {"weight": "gamma", "bias": "beta"}
+
+
+def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``BertConfig`` that a config.json decides.
+
+    Args:
+      json: its content.
+
+    Raises:
+      UserError: the architecture, or a feature of it, is not there.
+    """
+    name = (json.get("architectures") or ["none"])[0]
+    if name not in _NAMES:
+        raise jshard.UserError(
+            f"config.json: architecture {name} is not supported; those are "
+            f"{', '.join(_NAMES)}"
+        )
+    activation = json.get("hidden_act", "gelu")
+    for key, known in {**_FIXED, "hidden_act": tuple(_ACTIVATIONS)}.items():
+        if json.get(key) is not None and json[key] not in known:
+            raise jshard.UserError(
+                f"config.json: {key}={json[key]!r} of {name} is not supported"
+            )
+    model = {ours: json.get(*theirs) for ours, theirs in _SIZES.items()}
+    return {**model, "activation": _ACTIVATIONS[activation]}
+
+
+def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json for a model.
+
+    Args:
+      model: keys of ``BertConfig``.
+    """
+    theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
+    return {
+        "architectures": [_NAMES[0]],
+        "model_type": "bert",
+        **{name: model[ours] for ours, (name, _) in _SIZES.items()},
+        "hidden_act": theirs[model["activation"]],
+        "tie_word_embeddings": True,
+    }
+
+
+def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """Returns where the files keep each array, by its name, one layer at a time.
+
+    Args:
+      model: keys of ``BertConfig``.
+    """
+    embeddings, head = "bert.embeddings", "cls.predictions"
+    tables = {"embed": "word", "positions": "position", "types": "token_type"}
+    found = {
+        f"{ours}.embedding": FileTensor((f"{embeddings}.{theirs}_embeddings.weight",))
+        for ours, theirs in tables.items()
+    }
+    found |= _norm("norm", f"{embeddings}.LayerNorm")
+    found |= _linear("head.dense", f"{head}.transform.dense")
+    found |= _norm("head.norm", f"{head}.transform.LayerNorm")
+    found["head.bias"] = FileTensor((f"{head}.bias",))
+    if model.get("pooler"):
+        found |= _linear("pooler", "bert.pooler.dense")
+    for i in range(model["num_layers"]):
+        block, layer = f"blocks.{i}", f"bert.encoder.layer.{i}"
+        for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
+            name = f"{layer}.attention.self.{theirs}"
+            found |= _linear(f"{block}.attention.{ours}", name)
+        found |= _linear(f"{block}.attention.out", f"{layer}.attention.output.dense")
+        found |= _norm(f"{block}.norm1", f"{layer}.attention.output.LayerNorm")
+        found |= _linear(f"{block}.up", f"{layer}.intermediate.dense")
+        found |= _linear(f"{block}.down", f"{layer}.output.dense")
+        found |= _norm(f"{block}.norm2", f"{layer}.output.LayerNorm")
+    return found
+
+
+def _linear(ours: str, theirs: str) -> dict[str, FileTensor]:
+    return {
+        f"{ours}.kernel": FileTensor((f"{theirs}.weight",), transposed=True),
+        f"{ours}.bias": FileTensor((f"{theirs}.bias",)),
+    }
+
+
+def _norm(ours: str, theirs: str) -> dict[str, FileTensor]:
+    return {
+        f"{ours}.{own}": FileTensor(
+            (f"{theirs}.{kind}",), older=((f"{theirs}.{_OLDER[kind]}",),)
+        )
+        for own, kind in (("scale", "weight"), ("bias", "bias"))
+    }

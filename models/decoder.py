@@ -1,0 +1,119 @@
+"""What decoders do with their features: logits, the loss, and the next token.
+
+Shape suffixes: B batch, T time, D model width, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jshard
+from jshard.nn.kv_cache import KVCache
+
+
+class Features(NamedTuple):
+    """What the head is applied to, and what came with it.
+
+    Attributes:
+      x_BTD: normalised features.
+      head_DV: the head with full weights.
+      soft_cap: c in ``c tanh(logit / c)``, if logits have one.
+      penalty: what is added to the loss.
+      cache: keys and values of all tokens so far, when decoding.
+    """
+
+    x_BTD: jax.Array
+    head_DV: jax.Array
+    soft_cap: float | None = None
+    penalty: jshard.Mean | jshard.Loss | None = None
+    cache: KVCache | None = None
+
+
+class Decoder(nnx.Module):
+    """Tokens to logits; ``loss`` for training, without the logits of a whole batch.
+
+    A model defines ``features`` and ``init_cache``, and has a ``config`` with
+    ``loss_chunk``.
+    """
+
+    config: Any
+
+    def features(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Features:
+        """Returns what the head is applied to; with a cache, for ``decode``."""
+        raise NotImplementedError
+
+    def init_cache(self, batch: int, length: int) -> KVCache:
+        """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns logits (B, T, V) in float32 or wider.
+
+        Args:
+          tokens_BT: tokens.
+          positions_BT: their positions, by default 0 to T-1 in each row.
+          segment_ids_BT: which document of a packed row each token belongs to; tokens
+            attend only to their own document, a run of equal ids.
+        """
+        return _logits(self.features(tokens_BT, positions_BT, segment_ids_BT))
+
+    def loss(
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jshard.Mean | jshard.Loss:
+        """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``.
+
+        A model's penalty is added, if it has one.
+        """
+        out = self.features(tokens_BT, positions_BT, segment_ids_BT)
+        cross_entropy = jshard.cross_entropy(
+            out.x_BTD,
+            out.head_DV,
+            targets_BT,
+            weights_BT,
+            chunk=self.config.loss_chunk,
+            soft_cap=out.soft_cap,
+        )
+        return cross_entropy if out.penalty is None else cross_entropy + out.penalty
+
+    def decode(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Returns the logits of new tokens, (B, T, V), and the cache with them.
+
+        Args:
+          tokens_BT: tokens that follow those in the cache.
+          positions_BT: their positions; -1 for padding, which is written nowhere.
+          cache: from ``init_cache`` or an earlier call.
+        """
+        out = self.features(tokens_BT, positions_BT, cache=cache)
+        assert out.cache is not None
+        return _logits(out), out.cache
+
+
+def _logits(out: Features) -> jax.Array:
+    wide = jnp.promote_types(out.x_BTD.dtype, jnp.float32)
+    head_DV = out.head_DV.astype(out.x_BTD.dtype)
+    logits_BTV = jnp.dot(out.x_BTD, head_DV, preferred_element_type=wide)
+    if out.soft_cap is None:
+        return logits_BTV
+    return out.soft_cap * jnp.tanh(logits_BTV / out.soft_cap)

@@ -1,0 +1,89 @@
+"""The layers of the models, with the initial values of GPT-2 and the model's dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+# Of a model: with width, num_layers, dtype (of the computation) and param_dtype.
+Config = Any
+
+
+def linear(
+    config: Config,
+    size_in: int,
+    size_out: int,
+    rngs: nnx.Rngs,
+    std: float = 0.02,
+    *,
+    bias: bool = True,
+) -> nnx.Linear:
+    """Returns a linear layer with normal weights."""
+    return nnx.Linear(
+        size_in,
+        size_out,
+        use_bias=bias,
+        kernel_init=nnx.initializers.normal(std),
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def residual_std(config: Config) -> float:
+    """Returns the deviation of layers that end a residual branch (GPT-2, section 2.3).
+
+    There are two branches a block.
+    """
+    return 0.02 / (2 * config.num_layers) ** 0.5
+
+
+def embedding(
+    config: Config, size: int, rngs: nnx.Rngs, std: float = 0.02
+) -> nnx.Embed:
+    """Returns a table of ``size`` normal vectors."""
+    return nnx.Embed(
+        size,
+        config.width,
+        embedding_init=nnx.initializers.normal(std),
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def layer_norm(config: Config, rngs: nnx.Rngs, epsilon: float = 1e-5) -> nnx.LayerNorm:
+    """Returns a norm of the residual stream with scale and bias."""
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=epsilon,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def rms_norm(
+    config: Config, features: int, rngs: nnx.Rngs, *, epsilon: float, offset: bool
+) -> nnx.RMSNorm:
+    """Returns a norm without mean and bias; with ``offset`` it scales by 1 + scale."""
+    options: dict[str, Any] = {
+        "scale_init": nnx.initializers.zeros,
+        "promote_dtype": _with_offset,
+    }
+    return nnx.RMSNorm(
+        features,
+        epsilon=epsilon,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+        **options if offset else {},
+    )
+
+
+def _with_offset(values: tuple[jax.Array, jax.Array], *, dtype: Any) -> tuple:
+    """Returns RMSNorm's input and 1 + its scale, which stays in float32 or wider."""
+    x, scale = values
+    wide = jnp.promote_types(scale.dtype, jnp.float32)
+    return x.astype(dtype), 1 + scale.astype(wide)

@@ -1,0 +1,173 @@
+"""Attention of the decoder family: grouped queries, rotary positions, windows.
+
+Shape suffixes: B batch, T time, D model width, E width of all heads, N heads, K
+key-value heads, H head width, I pairs of its dimensions, L layers, S slots of a cache.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jshard
+from jshard.nn import kv_cache
+from models.layers import linear, residual_std, rms_norm
+from models.llama_config import LlamaConfig
+from models.rope import Rope, rotate_by
+
+
+class Stream(NamedTuple):
+    """What one layer passes to the next.
+
+    Attributes:
+      x_BTD: the residual stream.
+      layer: the number of the layer that comes, where layers differ or have a cache.
+      cache: keys and values of all layers, when decoding.
+    """
+
+    x_BTD: jax.Array
+    layer: jax.Array | None = None
+    cache: kv_cache.KVCache | None = None
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions and grouped queries.
+
+    Grouped queries: Ainslie et al. 2023, arXiv:2305.13245, section 2.2.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        width, bias = config.width, config.qkv_bias
+        queries, keys = config.H * config.num_heads, config.H * config.num_kv_heads
+        self.config = config
+        if config.fused:
+            self.qkv = linear(config, width, queries + 2 * keys, rngs, bias=bias)
+        else:
+            self.q = linear(config, width, queries, rngs, bias=bias)
+            self.k = linear(config, width, keys, rngs, bias=bias)
+            self.v = linear(config, width, keys, rngs, bias=bias)
+        std = residual_std(config)
+        self.out = linear(config, queries, width, rngs, std, bias=config.out_bias)
+        if config.qk_norm:
+            options = {"epsilon": config.norm_eps, "offset": config.norm_offset}
+            self.q_norm = rms_norm(config, config.H, rngs, **options)
+            self.k_norm = rms_norm(config, config.H, rngs, **options)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        stream: Stream,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+        """Returns the attention output, (B, T, D), and the cache with these tokens."""
+        config = self.config
+        q_BTNH, k_BTKH, v_BTKH = self._heads(x_BTD)
+        if config.qk_norm:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        sliding = self._is_sliding(stream.layer)
+        frequency_I, amplitude = self._rotation(sliding, x_BTD.dtype)
+        q_BTNH, k_BTKH = (
+            rotate_by(x, frequency_I, positions_BT, amplitude) for x in (q_BTNH, k_BTKH)
+        )
+        q_BTNH, k_BTKH, v_BTKH = (
+            checkpoint_name(x, "qkv") for x in (q_BTNH, k_BTKH, v_BTKH)
+        )
+        qkv = (q_BTNH, k_BTKH, v_BTKH)
+        if stream.cache is None:
+            y_BTNH, cache = self._attend(sliding, qkv, segment_ids_BT), None
+        else:
+            y_BTNH, cache = self._attend_to_cache(sliding, qkv, positions_BT, stream)
+        y_BTE = y_BTNH.reshape(*x_BTD.shape[:2], -1)
+        return self.out(checkpoint_name(y_BTE, "attended")), cache
+
+    def _heads(self, x_BTD: jax.Array) -> list[jax.Array]:
+        """Returns queries, (B, T, N, H), keys and values, (B, T, K, H)."""
+        config = self.config
+        if config.fused:
+            N, K = config.num_heads, config.num_kv_heads
+            ends = config.H * N, config.H * (N + K)
+            qkv = jnp.split(self.qkv(x_BTD), ends, axis=-1)
+        else:
+            qkv = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        return [x_BTE.reshape(*x_BTE.shape[:2], -1, config.H) for x_BTE in qkv]
+
+    def _is_sliding(self, layer: jax.Array | None) -> bool | jax.Array:
+        """Returns whether this layer has a window, as an array where layers differ."""
+        sliding_L = self.config.sliding_layers
+        if len(set(sliding_L)) == 1:
+            return sliding_L[0]
+        return jnp.asarray(sliding_L)[layer]
+
+    def _rotation(self, sliding: bool | jax.Array, dtype: Any) -> tuple[Any, Any]:
+        """Returns the frequencies of this layer's rotation, (I,), and its amplitude."""
+        config, wide = self.config, jnp.promote_types(dtype, jnp.float32)
+
+        def of(rope: Rope) -> tuple[jax.Array, float]:
+            return rope.frequencies(config.H, wide), rope.amplitude()
+
+        full = of(config.rope)
+        if not config.sliding_theta or sliding is False:
+            return full
+        local = of(Rope(config.sliding_theta))
+        if sliding is True:
+            return local
+        return jax.tree.map(lambda a, b: jnp.where(sliding, a, b), local, full)
+
+    def _options(self) -> dict[str, float]:
+        """Returns the options of the scores, without those that are not used."""
+        config = self.config
+        scale = config.attention_scale and config.attention_scale**-0.5
+        options = {"scale": scale, "soft_cap": config.attention_soft_cap}
+        return {name: value for name, value in options.items() if value}
+
+    def _attend(
+        self,
+        sliding: bool | jax.Array,
+        qkv: tuple[jax.Array, jax.Array, jax.Array],
+        segment_ids_BT: jax.Array | None,
+    ) -> jax.Array:
+        config = self.config
+        options: dict[str, Any] = self._options()
+        if segment_ids_BT is not None:
+            options["segment_ids_BT"] = segment_ids_BT
+            options["max_segments"] = config.max_segments or None
+
+        attend = functools.partial(
+            jshard.dot_product_attention,
+            is_causal=True,
+            implementation=config.attention,
+            **options,
+        )
+        # Kernels for GPUs want to know the window when they are compiled.
+        attend_near = functools.partial(attend, window=config.window)
+        if isinstance(sliding, bool):
+            return attend_near(*qkv) if sliding else attend(*qkv)
+        return lax.cond(sliding, attend_near, attend, *qkv)
+
+    def _attend_to_cache(
+        self,
+        sliding: bool | jax.Array,
+        qkv: tuple[jax.Array, jax.Array, jax.Array],
+        positions_BT: jax.Array | None,
+        stream: Stream,
+    ) -> tuple[jax.Array, kv_cache.KVCache]:
+        assert positions_BT is not None
+        assert stream.cache is not None
+        assert stream.layer is not None
+        window = None
+        if sliding is not False:
+            slots = stream.cache.slots
+            window = jnp.where(sliding, self.config.window, slots)
+        return kv_cache.attend(
+            *qkv,
+            positions_BT,
+            stream.cache,
+            stream.layer,
+            window=window,
+            **self._options(),
+        )
