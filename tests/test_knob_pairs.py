@@ -63,7 +63,7 @@ BOUNDS = {
 }
 
 
-def loss_fn(model: GPT, batch: Any) -> jshard.Mean:
+def loss_fn(model: GPT, batch: Any) -> jshard.Mean | jshard.Loss:
     return model.loss(batch["inputs"], batch["targets"], batch["weights"])
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +15,9 @@ from models.llama import Llama
 from models.llama_config import LlamaConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import gspmd
+import gspmd  # pyright: ignore[reportMissingImports]
 
-SIZES = {"vocab_size": 61, "num_layers": 3, "num_heads": 4, "width": 32}
+SIZES: dict[str, Any] = {"vocab_size": 61, "num_layers": 3, "num_heads": 4, "width": 32}
 MODELS = {
     "llama": lambda rngs: Llama(
         LlamaConfig(**SIZES, num_kv_heads=2, hidden=48), rngs=rngs

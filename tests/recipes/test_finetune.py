@@ -22,7 +22,12 @@ from models import llama_huggingface as huggingface
 from models.llama import Llama, LlamaConfig
 from tiny_runs import read_metrics
 
-SIZES = {"vocab_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
 SIZES |= {"width": 32, "hidden": 48}
 MODEL = LlamaConfig(**SIZES, sequence_length=64)
 KEYS = {
