@@ -9,9 +9,8 @@ from jax.sharding import Mesh
 
 import jshard
 from jshard.errors import UserError
-from jshard.plan.ahead_of_time import compile_for, tracing_for
 from jshard.plan.constants import FITTED, Constants
-from jshard.plan.topology import GPU, GPUS, devices, parse
+from jshard.plan.topology import GPU, GPUS, compile_for, devices, parse, tracing_for
 from jshard.training.config.config import Config
 from jshard.training.job import Job, abstract_batch, make_job, make_mesh
 from jshard.training.recipe import Recipe

@@ -109,8 +109,8 @@ def memory(
     fullest = assignment.module.instructions.get(assignment.fullest)
     what = _contents(state, policy, direction(fullest.source if fullest else ""))
     parts = tuple(Part(name, found[name], text) for name, text in what.items())
-    total, host = device_total(compiled), _on_host(state)
-    host[SAVED] = host_total(compiled) - host.total()
+    total, host = compiled_bytes(compiled), _on_host(state)
+    host[SAVED] = compiled_bytes(compiled, "host_") - host.total()
     return Memory(
         parts,
         total,
@@ -119,16 +119,6 @@ def memory(
         tuple(Part(k, v, what[k]) for k, v in host.items() if v > 0),
         min(GPUS_A_HOST, devices),
     )
-
-
-def device_total(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a device's memory that a program needs, arguments included."""
-    return compiled_bytes(compiled)
-
-
-def host_total(compiled: jax.stages.Compiled) -> int:
-    """Bytes of pinned host memory that a program needs for one device."""
-    return compiled_bytes(compiled, "host_")
 
 
 def shard_bytes(x: Any) -> int:

@@ -18,16 +18,16 @@ from typing import Any, TextIO
 
 import jax
 
+from jshard.compat import absent_gpus
 from jshard.errors import UserError
-from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
 from jshard.plan.constants import Constants, find_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.hlo import hlo
-from jshard.plan.memory.memory import device_total, host_total
 from jshard.plan.program import Program, trace
 from jshard.plan.search import cache
 from jshard.plan.search.estimates import activity
 from jshard.training.make_config import make_config
+from jshard.training.memory import compiled_bytes
 from jshard.training.recipe import Recipe, open_recipe
 from jshard.unit.remat import names_in
 
@@ -52,13 +52,14 @@ def run_task(
     if "cache" not in task:
         names = sorted({*names_in(program.traced.jaxpr.jaxpr)})
         return {"activity": vars(activity(program)), "names": names}
-    lowered = lower_for_gpus(program.traced)
+    lowered = absent_gpus.lower(program.traced)
     folder, key = Path(task["cache"]), cache.program_key(program, lowered.as_text())
     result = cache.read(folder, key)
     cached = result is not None
     if result is None:
         options = program.job.fsdp.compiler_options
-        result = _measure(program, compile_lowered(program.mesh, lowered, options))
+        compiled = absent_gpus.compile_lowered(lowered, program.mesh, options)
+        result = _measure(program, compiled)
         cache.write(folder, key, result)
     seconds = result["seconds"]
     speed = {"rate": program.items / seconds, "mfu": program.mfu(seconds)}
@@ -73,8 +74,8 @@ def _measure(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
     return {
         "seconds": timeline.seconds,
         "exposed": timeline.exposed,
-        "memory": device_total(compiled),
-        "host": host_total(compiled),
+        "memory": compiled_bytes(compiled),
+        "host": compiled_bytes(compiled, "host_"),
     }
 
 
