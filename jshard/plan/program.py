@@ -64,13 +64,7 @@ class Program:
 def trace(
     recipe: Recipe, config: Config, topology: str, constants: Constants = FITTED
 ) -> Program:
-    """Traces a recipe's step as training would on the devices of a topology.
-
-    Args:
-      recipe: what to train.
-      config: its config, with every shared key.
-      topology: "h100:64", or "attached" for this machine's devices.
-      constants: of the cost model.
+    """Traces a recipe's step as training would; arguments as of ``plan_recipe``.
 
     Raises:
       UserError: the topology is unknown, or the config is invalid for it.

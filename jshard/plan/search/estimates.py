@@ -8,7 +8,7 @@ order the others are compiled.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.compat.jaxprs import CALLS, scan_body, scan_sizes
+from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.describe import equations, product_flops
-from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import layer_dims
 from jshard.mesh import FSDP
 from jshard.plan.memory.memory import shard_bytes
@@ -29,6 +28,7 @@ from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.state import TrainState
+from jshard.training.memory import state_bytes
 from jshard.unit.dataflow import equation_dependencies
 
 
@@ -80,9 +80,7 @@ class Estimate:
 
 def state_size(state: TrainState) -> StateSize:
     """Measures an abstract state with shardings."""
-    place = {False: 0, True: 0}
-    for x in jax.tree.leaves(state):
-        place[x.sharding.memory_kind == HOST] += shard_bytes(x)
+    device = state_bytes(state)
     elements = stacked = layer = 0
     for params in (state.params, state.frozen):
         for _, variable in nnx.to_flat_state(params):
@@ -94,8 +92,8 @@ def state_size(state: TrainState) -> StateSize:
                     layer += x.size // math.prod(x.shape[:dims])
     trained = jax.tree.leaves(state.params)
     return StateSize(
-        place[False],
-        place[True],
+        device,
+        sum(map(shard_bytes, jax.tree.leaves(state))) - device,
         elements,
         stacked,
         layer,
@@ -214,13 +212,9 @@ def activity(program: Program) -> Activity:
 def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[str]:
     """Counts the bytes that the forward's loops keep for the backward.
 
-    Args:
-      jaxpr: of a step, or of a part of it.
-      bits: what its inputs depend on; what depends on parameters alone is a weight.
-
-    Returns:
-      Bytes "saved" on a device and "hosted", and those of the products in the largest
-      "layer" (or chunk of the loss), which the backward computes again.
+    They are "saved" on a device or "hosted"; those of the products in the largest
+    "layer" (or chunk of the loss) are computed again in the backward. ``bits`` are what
+    the inputs depend on: what depends on parameters alone is a weight.
     """
     found: collections.Counter[str] = collections.Counter()
     env = dict(zip(jaxpr.invars, bits, strict=True))
@@ -230,19 +224,19 @@ def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[
         ]
         out = equation_dependencies(eqn, entering, by_value=True)
         env.update(zip(eqn.outvars, out, strict=True))
-        stack, name = str(eqn.source_info.name_stack), eqn.primitive.name
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        inner = getattr(inner, "jaxpr", inner)
+        stack, name = scopes_of(eqn), eqn.primitive.name
         if name == "scan" and stack.startswith(("jvp", "transpose")):
-            products = [x.outvars[0].aval for x, _ in _products(scan_body(eqn))]
-            found["layer"] = max(found["layer"], sum(map(_nbytes, products)))
+            inside = [x for x, _ in equations(scan_body(eqn))]
+            products = [x for x in inside if x.primitive.name == "dot_general"]
+            layer = sum(_nbytes(x.outvars[0].aval) for x in products)
+            found["layer"] = max(found["layer"], layer)
             _, carry = scan_sizes(eqn)
             for var, bit in list(zip(eqn.outvars, out, strict=True))[carry:]:
                 if bit & REST and stack.startswith("jvp"):
                     aval: Any = var.aval
                     hosted = aval.memory_space == jax.memory.Space.Host
                     found["hosted" if hosted else "saved"] += _nbytes(aval)
-        elif inner and (name in CALLS or name in ("scan", "shard_map")):
+        elif name in (*CALLS, "scan", "shard_map") and (inner := open_inner(eqn)):
             if name == "scan":  # the carry depends on its own updates, too
                 consts, carry = scan_sizes(eqn)
                 for i in range(carry):
@@ -251,13 +245,6 @@ def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[
             layer = max(found.pop("layer", 0), inside.pop("layer", 0))
             found += inside + collections.Counter(layer=layer)
     return found
-
-
-def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int]]:
-    """Yields each matrix product, nested ones included, and how often it runs."""
-    for eqn, times in equations(jaxpr):
-        if eqn.primitive.name == "dot_general":
-            yield eqn, times
 
 
 def _nbytes(x: Any) -> int:

@@ -17,17 +17,11 @@ from jshard.errors import UserError
 from jshard.mesh import FSDP
 from jshard.plan.constants import find_constants
 from jshard.plan.program import check_batch_size
+from jshard.plan.search import estimates
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.cache import default_folder
-from jshard.plan.search.candidates import REMAT, Candidate, candidates
-from jshard.plan.search.estimates import (
-    Activity,
-    Estimate,
-    StateSize,
-    estimate,
-    memory_bound,
-    state_size,
-)
+from jshard.plan.search.candidates import REMAT, RESHARD, Candidate, candidates
+from jshard.plan.search.estimates import Activity, Estimate
 from jshard.plan.search.results import Outcome, Search
 from jshard.plan.search.workers import Workers
 from jshard.plan.topology import GPU, devices, parse
@@ -43,7 +37,7 @@ _NOT_OF_STATE = (
     REMAT,
     "policy.accumulate",
     "policy.defer_scatter",
-    "policy.reshard_after_forward",
+    RESHARD,
     "policy.precision.reduce",
     "policy.precision.sum",
     "batch_size",
@@ -134,15 +128,12 @@ def search(
 
 
 def _workers(*arguments: str | Path) -> Workers:
+    command = [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    processes = os.cpu_count() or 1
     return Workers(
-        [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)],
-        processes=os.cpu_count() or 1,
-        timeout=TIMEOUT,
-        environment=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
+        command, processes=processes, timeout=TIMEOUT, environment=environment
     )
 
 
@@ -192,7 +183,9 @@ def _estimates(
     """Estimates what may fit; lists invalid candidates and those that are too large."""
     promising: dict[Candidate, Estimate] = {}
     refused, too_large = [], []
-    sizes: dict[tuple, StateSize] = {}  # by the settings that the state depends on
+    sizes: dict[
+        tuple, estimates.StateSize
+    ] = {}  # by the settings that the state depends on
     for candidate in everything:
         settings = {**overrides, **candidate.settings}
         key = tuple(sorted((k, settings[k]) for k in settings.keys() - _NOT_OF_STATE))
@@ -203,17 +196,17 @@ def _estimates(
             check_batch_size(config, mesh)
             if key not in sizes:
                 job = make_job(recipe, config, mesh.abstract_mesh)
-                sizes[key] = state_size(job.abstract_state())
+                sizes[key] = estimates.state_size(job.abstract_state())
         except UserError as error:
             refused.append((candidate, str(error)))
             continue
-        bound = memory_bound(sizes[key], policy)
+        bound = estimates.memory_bound(sizes[key], policy)
         if bound > gpu.usable:
             too_large.append((candidate, bound))
             continue
         activity = traces.activity(str(config.policy.remat))
         examples = config.batch_size // mesh.size
-        promising[candidate] = estimate(
+        promising[candidate] = estimates.estimate(
             sizes[key], policy, mesh, gpu, activity, examples
         )
     return promising, refused, too_large
