@@ -158,7 +158,7 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
     recipe, overrides = arguments.recipe or "", arguments.overrides
     allowed = parse_search(words, overrides)
     overrides = _chosen(path, overrides, options["topology"]) | overrides
-    with without_remarks(), search_output.progress() as report:
+    with without_remarks():
         found = search(
             path,
             overrides,
@@ -166,7 +166,7 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
             allowed,
             limit=int(limit),
             constants=constants,
-            report=report,
+            report=search_output.report,
         )
     for warning in found.warnings:
         print(f"jshard: warning: {warning}", file=sys.stderr)
