@@ -87,9 +87,7 @@ class Phases:
         """Start and end of a few layers: the middle trip of the longest loop.
 
         Without a loop it is the time between two gathers, and None without gathers.
-
-        Args:
-          way: "forward" or "backward".
+        ``way`` is "forward" or "backward".
         """
         loops: dict[str, dict[int, list[float]]] = collections.defaultdict(dict)
         for event in self._kernels:

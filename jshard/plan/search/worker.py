@@ -37,16 +37,10 @@ def run_task(
 ) -> dict[str, Any]:
     """Traces a candidate, and compiles it if the task names a cache folder.
 
-    Args:
-      recipe: what to train.
-      topology: "h100:64".
-      task: "settings", text by key, and the "cache" folder; without the latter the
-        step is only traced.
-      constants: of the cost model.
-
-    Returns:
-      Of a traced step, its "activity" (``estimates.Activity``) and the "names" of its
-      activations. Of a compiled one, the "figures" of its ``Outcome`` and their "unit".
+    The task has "settings", text by key, and the "cache" folder; without the latter the
+    step is only traced. The reply has, of a traced step, its "activity"
+    (``estimates.Activity``) and the "names" of its activations; of a compiled one, the
+    "figures" of its ``Outcome`` and their "unit".
     """
     program = trace(recipe, make_config(recipe, task["settings"]), topology, constants)
     if "cache" not in task:

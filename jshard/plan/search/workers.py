@@ -51,14 +51,10 @@ class Workers:
     def run(
         self, tasks: Iterable[dict[str, Any]]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Runs tasks.
+        """Yields (index of the task, its reply) in order of completion.
 
-        Args:
-          tasks: read lazily: the next one when a process is free.
-
-        Yields:
-          (index of the task, its reply) in order of completion. If the process dies or
-          the task takes too long, the reply is ``{"error": reason}``.
+        Tasks are read lazily: the next one when a process is free. If the process dies
+        or the task takes too long, the reply is ``{"error": reason}``.
         """
         waiting = enumerate(tasks)
         while True:
