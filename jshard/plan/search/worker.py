@@ -25,27 +25,20 @@ from jshard.plan.cost.timeline import replay
 from jshard.plan.hlo import hlo
 from jshard.plan.program import Program, trace
 from jshard.plan.search import cache
-from jshard.plan.search.estimates import activity
 from jshard.training.make_config import make_config
 from jshard.training.memory import compiled_bytes
 from jshard.training.recipe import Recipe, open_recipe
-from jshard.unit.remat import names_in
 
 
 def run_task(
     recipe: Recipe, topology: str, task: dict[str, Any], constants: Constants
 ) -> dict[str, Any]:
-    """Traces a candidate, and compiles it if the task names a cache folder.
+    """Compiles a candidate, or finds its result in the cache.
 
-    The task has "settings", text by key, and the "cache" folder; without the latter the
-    step is only traced. The reply has, of a traced step, its "activity"
-    (``estimates.Activity``) and the "names" of its activations; of a compiled one, the
-    "figures" of its ``Outcome`` and their "unit".
+    The task has "settings", text by key, and the "cache" folder; the reply the
+    "figures" of an ``Outcome`` and their "unit".
     """
     program = trace(recipe, make_config(recipe, task["settings"]), topology, constants)
-    if "cache" not in task:
-        names = sorted({*names_in(program.traced.jaxpr.jaxpr)})
-        return {"activity": vars(activity(program)), "names": names}
     lowered = absent_gpus.lower(program.traced)
     folder, key = Path(task["cache"]), cache.program_key(program, lowered.as_text())
     result = cache.read(folder, key)
