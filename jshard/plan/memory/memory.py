@@ -84,9 +84,9 @@ def memory(
     Args:
       policy: of the step.
       state: abstract, with shardings (``FSDP.abstract_state``).
-      compiled: the step, with ``buffers.dump_options`` of the folder ``dump``.
-      dump: its folder.
-      devices: of the mesh.
+      compiled: the step, with the ``buffers.dump_options`` of ``dump``.
+      dump: the folder that XLA wrote to.
+      devices: how many the mesh has.
       gpu: the card, or None for other devices.
 
     Raises:
