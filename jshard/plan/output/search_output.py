@@ -12,15 +12,12 @@ _CHANGING = (*CHANGING_KNOBS, "policy.precision.sum")
 
 def report(done: int, total: int, outcome: Outcome) -> None:
     """Prints a line about a candidate to standard error."""
-    print(f"[{done}/{total}] {_one_line(outcome)}", file=sys.stderr, flush=True)
-
-
-def _one_line(outcome: Outcome) -> str:
-    if outcome.error:
-        return f"failed: {outcome.candidate}: {outcome.error}"
-    figures = f"{outcome.rate:,.0f}/s in {format_bytes(outcome.memory)}"
-    notes = " (cached)" * outcome.cached + " (does not fit)" * (not outcome.fits)
-    return f"{figures}: {outcome.candidate}{notes}"
+    line = f"failed: {outcome.candidate}: {outcome.error}"
+    if not outcome.error:
+        figures = f"{outcome.rate:,.0f}/s in {format_bytes(outcome.memory)}"
+        notes = " (cached)" * outcome.cached + " (does not fit)" * (not outcome.fits)
+        line = f"{figures}: {outcome.candidate}{notes}"
+    print(f"[{done}/{total}] {line}", file=sys.stderr, flush=True)
 
 
 def lines(

@@ -16,14 +16,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-import jax
-
 from jshard.compat import absent_gpus
 from jshard.errors import UserError
 from jshard.plan.constants import Constants, find_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.hlo import hlo
-from jshard.plan.program import Program, trace
+from jshard.plan.program import trace
 from jshard.plan.search import cache
 from jshard.training.make_config import make_config
 from jshard.training.memory import compiled_bytes
@@ -46,24 +44,19 @@ def run_task(
     if result is None:
         options = program.job.fsdp.compiler_options
         compiled = absent_gpus.compile_lowered(lowered, program.mesh, options)
-        result = _measure(program, compiled)
+        assert program.gpu is not None
+        module = hlo.parse(compiled.as_text() or "")
+        timeline = replay(module, program.gpu, program.mesh.size)
+        result = {
+            "seconds": timeline.seconds,
+            "exposed": timeline.exposed,
+            "memory": compiled_bytes(compiled),
+            "host": compiled_bytes(compiled, "host_"),
+        }
         cache.write(folder, key, result)
     seconds = result["seconds"]
     speed = {"rate": program.items / seconds, "mfu": program.mfu(seconds)}
     return {"figures": result | speed | {"cached": cached}, "unit": program.unit}
-
-
-def _measure(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Replays a compiled program; returns seconds, and bytes of one device."""
-    assert program.gpu is not None
-    module = hlo.parse(compiled.as_text() or "")
-    timeline = replay(module, program.gpu, program.mesh.size)
-    return {
-        "seconds": timeline.seconds,
-        "exposed": timeline.exposed,
-        "memory": compiled_bytes(compiled),
-        "host": compiled_bytes(compiled, "host_"),
-    }
 
 
 def main() -> None:
