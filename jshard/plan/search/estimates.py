@@ -8,7 +8,6 @@ order the others are compiled.
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,14 +21,12 @@ from jshard.describe import equations, product_flops
 from jshard.layout.specs import layer_dims
 from jshard.mesh import FSDP
 from jshard.plan.memory.memory import shard_bytes
-from jshard.plan.memory.parts import PARAMS, REST
 from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.state import TrainState
 from jshard.training.memory import state_bytes
-from jshard.unit.dataflow import equation_dependencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,14 +190,9 @@ def _speed(group: int, gpu: GPU, in_host: int = GPUS_A_HOST) -> float:
 
 
 def activity(program: Program) -> Activity:
-    """Measures a traced step."""
+    """Measures a traced step that reshards its layers, so keeps no weights of them."""
     config, jaxpr = program.job.config, program.traced.jaxpr.jaxpr
-    params = {
-        id(x) for x in jax.tree.leaves((program.state.params, program.state.frozen))
-    }
-    bits = [PARAMS if id(x) in params else REST for x in jax.tree.leaves(program.state)]
-    bits += [REST] * (len(jaxpr.invars) - len(bits))
-    found = _activations(jaxpr, bits)
+    found = _activations(jaxpr)
     examples = config.batch_size / program.mesh.size / config.policy.accumulate
     return Activity(
         product_flops(jaxpr)[0],
@@ -209,21 +201,14 @@ def activity(program: Program) -> Activity:
     )
 
 
-def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[str]:
+def _activations(jaxpr: core.Jaxpr) -> collections.Counter[str]:
     """Counts the bytes that the forward's loops keep for the backward.
 
     They are "saved" on a device or "hosted"; those of the products in the largest
-    "layer" (or chunk of the loss) are computed again in the backward. ``bits`` are what
-    the inputs depend on: what depends on parameters alone is a weight.
+    "layer" (or chunk of the loss) are computed again in the backward.
     """
     found: collections.Counter[str] = collections.Counter()
-    env = dict(zip(jaxpr.invars, bits, strict=True))
     for eqn in jaxpr.eqns:
-        entering = [
-            0 if isinstance(x, core.Literal) else env.get(x, 0) for x in eqn.invars
-        ]
-        out = equation_dependencies(eqn, entering, by_value=True)
-        env.update(zip(eqn.outvars, out, strict=True))
         stack, name = scopes_of(eqn), eqn.primitive.name
         if name == "scan" and stack.startswith(("jvp", "transpose")):
             inside = [x for x, _ in equations(scan_body(eqn))]
@@ -231,17 +216,11 @@ def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[
             layer = sum(_nbytes(x.outvars[0].aval) for x in products)
             found["layer"] = max(found["layer"], layer)
             _, carry = scan_sizes(eqn)
-            for var, bit in list(zip(eqn.outvars, out, strict=True))[carry:]:
-                if bit & REST and stack.startswith("jvp"):
-                    aval: Any = var.aval
-                    hosted = aval.memory_space == jax.memory.Space.Host
-                    found["hosted" if hosted else "saved"] += _nbytes(aval)
+            for var in eqn.outvars[carry:] if stack.startswith("jvp") else ():
+                hosted = var.aval.memory_space == jax.memory.Space.Host
+                found["hosted" if hosted else "saved"] += _nbytes(var.aval)
         elif name in (*CALLS, "scan", "shard_map") and (inner := open_inner(eqn)):
-            if name == "scan":  # the carry depends on its own updates, too
-                consts, carry = scan_sizes(eqn)
-                for i in range(carry):
-                    entering[consts + i] |= out[i]
-            inside = _activations(inner, entering)
+            inside = _activations(inner)
             layer = max(found.pop("layer", 0), inside.pop("layer", 0))
             found += inside + collections.Counter(layer=layer)
     return found

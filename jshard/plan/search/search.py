@@ -92,7 +92,8 @@ def search(
 
         @functools.cache
         def traced(remat: str) -> tuple[Activity, list[str]]:
-            return _trace(recipe, topology, {**overrides, REMAT: remat})
+            settings = {**overrides, REMAT: remat, RESHARD: "True"}
+            return _trace(recipe, topology, settings)
 
         _, names = traced(str(config.policy.remat))
         everything = candidates(config, number, allowed, names)
