@@ -187,15 +187,9 @@ class Computation:
         """The result."""
         return next(x for x in self.instructions if x.is_root)
 
-    @functools.cached_property
-    def users(self) -> dict[str, tuple[Instruction, ...]]:
-        """The instructions that read each instruction."""
-        users: dict[str, list[Instruction]] = {x.name: [] for x in self.instructions}
-        for instruction in self.instructions:
-            for operand in dict.fromkeys(instruction.operands):
-                if operand in users:
-                    users[operand].append(instruction)
-        return {name: tuple(found) for name, found in users.items()}
+    def users(self, name: str) -> list[Instruction]:
+        """The instructions that read an instruction."""
+        return [x for x in self.instructions if name in x.operands]
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
