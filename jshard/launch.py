@@ -26,13 +26,7 @@ from pathlib import Path
 
 from jshard.cli.command import ArgumentParser, run_command, whole_number
 from jshard.cli.paths import path_problem
-from jshard.distributed.cluster import (
-    ANY_PORT,
-    LOCAL,
-    OPTIONS,
-    PORT_TAKEN,
-    share_of_gpus,
-)
+from jshard.distributed import cluster
 from jshard.errors import RunFailed, UserError
 
 ENDING = 75.0  # seconds for the other processes to end when one has failed
@@ -40,14 +34,8 @@ KILLING = 5.0  # seconds for processes to end when killed
 RSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5"
 PROBE = 15.0  # seconds for a host to answer
 PASSED_ON = (
-    "JAX_",
-    "XLA_",
-    "JSHARD_",
-    "NCCL_",
-    "CUDA_",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-)
+    "JAX_", "XLA_", "JSHARD_", "NCCL_", "CUDA_", "LD_LIBRARY_PATH", "PYTHONPATH",
+)  # fmt: skip
 PORTS = 20  # ports to try if other programs use them
 TRAIN = "train"
 COMMANDS = (TRAIN, "generate", "perplexity")  # those that run in several processes
@@ -108,7 +96,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if trains and not any(word.startswith("--config") for word in words):
         raise UserError("no recipe to train; for example: ... -- --config=gpt.py")
     for word in words:
-        if word.partition("=")[0].removeprefix("--") in OPTIONS:
+        if word.partition("=")[0].removeprefix("--") in cluster.OPTIONS:
             raise UserError(f"{word}: jshard.launch sets this itself")
     hosts = len(options.hosts)
     if hosts and shutil.which(options.rsh[0]) is None:
@@ -197,13 +185,13 @@ class Launcher:
     def _run_once(self) -> int:
         """Runs the job once, on the first port that is free."""
         if not self._hosts:  # checked here so that not every process reports it
-            share_of_gpus(0, self._each, os.environ)
+            cluster.share_of_gpus(0, self._each, os.environ)
         first = self._hosts[0].rpartition("@")[2] if self._hosts else "127.0.0.1"
         for _ in range(PORTS):
             # A new one for each run, as the previous one may still be in use.
             port = self._options.port or random.randrange(20_000, 32_000)
             code = self._run_at(f"{first}:{port}")
-            if code != PORT_TAKEN:
+            if code != cluster.PORT_TAKEN:
                 return code
             if self._asked:  # meanwhile
                 return 1
@@ -222,9 +210,11 @@ class Launcher:
                 f"--num_processes={len(hosts)}",
                 f"--process_id={index}",
             ]
-            settings = {LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"}
+            settings = {
+                cluster.LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"
+            }
             if not self._options.port:
-                settings[ANY_PORT] = "1"
+                settings[cluster.ANY_PORT] = "1"
             self._processes.append(self._start(host, words, settings))
         deadline = float("inf")
         while any(process.poll() is None for process in self._processes):
@@ -233,7 +223,7 @@ class Launcher:
             if codes - {None, 0, 75}:
                 deadline = min(deadline, time.monotonic() + ENDING)
             # Without process 0's port the other processes would wait for nothing.
-            if PORT_TAKEN in codes or time.monotonic() > deadline:
+            if cluster.PORT_TAKEN in codes or time.monotonic() > deadline:
                 self._kill()
         ended, self._processes = self._processes, []  # a signal finds no process now
         for process in ended:
@@ -244,7 +234,7 @@ class Launcher:
             # With hosts, the connection may have failed, which prints nothing.
             if self._hosts and code not in (0, 75):
                 _say(f"process {index} on {hosts[index]} ended with exit code {code}")
-        for code in (PORT_TAKEN, 2, 130, 143):
+        for code in (cluster.PORT_TAKEN, 2, 130, 143):
             if code in codes:
                 return code
         return max(codes) if set(codes) <= {0, 75} else 1

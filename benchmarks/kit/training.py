@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jshard.plan.memory.memory import device_total
 from jshard.plan.program import Program, trace
 from jshard.training.data.batches import batches
+from jshard.training.memory import compiled_bytes
 from jshard.training.recipe import Recipe, find_recipe, open_recipe
 from jshard.training.throughput import peak_flops
 from kit.jobs import Job, gpt2, llamas
@@ -104,7 +104,7 @@ def measure(record: Recorder, *, job: Job) -> None:
     """Times the steps of a job on the devices at hand."""
     with opened(job, 2) as (recipe, config, program, read):
         made = program.job
-        planned = device_total(program.compile())
+        planned = compiled_bytes(program.compile())
         state = made.fsdp.init(made.make_model, made.optimizer, seed=config.seed)
         jax.block_until_ready(state)
         before = peak_bytes()

@@ -102,12 +102,7 @@ def read_text(option: str, file: Path) -> str:
 
 
 def checkpoint_parser(name: str, description: str) -> ArgumentParser:
-    """Returns the parser of a command that reads a checkpoint and computes nothing.
-
-    Args:
-      name: of the command, as in ``python -m jshard.export``.
-      description: what the command does.
-    """
+    """Returns the parser of a command that reads a checkpoint and computes nothing."""
     jax.config.update("jax_platforms", "cpu")  # the run itself may be using the GPU
     parser = ArgumentParser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument(

@@ -69,9 +69,8 @@ def without_remarks() -> Iterator[None]:
 def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     """Returns whether a process runs one of jshard's commands.
 
-    Args:
-      argv: ``sys.argv`` while ``jshard`` is imported.
-      orig_argv: ``sys.orig_argv``, which includes Python's own options.
+    By ``sys.argv`` while ``jshard`` is imported, and ``sys.orig_argv``, which includes
+    Python's own options.
     """
     if argv[:1] == ["-m"]:  # until Python has found the module to run
         module = orig_argv[orig_argv.index("-m") + 1] if "-m" in orig_argv else ""

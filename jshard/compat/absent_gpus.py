@@ -9,12 +9,13 @@ absent GPUs; training is not affected.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.sharding import Mesh
 
 
 @contextlib.contextmanager
@@ -37,9 +38,8 @@ def cudnn_attention(
         yield
 
 
-@contextlib.contextmanager
-def lowering_without_devices() -> Iterator[None]:
-    """Lets steps that use cuDNN attention be lowered over an abstract mesh.
+def lower(traced: jax.stages.Traced) -> jax.stages.Lowered:
+    """Lowers for GPUs a step traced on an abstract mesh, cuDNN's attention included.
 
     JAX refuses to lower calls that XLA may have to partition without devices. Inside
     ``shard_map`` each device makes its own call, so there is nothing to partition.
@@ -50,21 +50,22 @@ def lowering_without_devices() -> Iterator[None]:
         if not primitive.name.startswith("dot_product_attention")
     }
     with _replaced(dispatch, prim_requires_devices_during_lowering=needing):
-        yield
+        return traced.lower(lowering_platforms=("cuda",))
 
 
 def compile_lowered(
-    lowered: Any, devices: Sequence[Any], options: dict[str, Any] | None = None
+    lowered: Any, mesh: Mesh, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles with the backend of ``devices`` instead of JAX's default backend.
+    """Compiles with the backend of a mesh's devices instead of JAX's default backend.
 
     Args:
-      lowered: a ``jax.stages.Lowered`` over an abstract mesh.
-      devices: the devices of the mesh, for example those of a topology.
+      lowered: a ``jax.stages.Lowered`` over its abstract mesh.
+      mesh: of devices, for example those of a topology.
       options: XLA compiler options.
     """
+    devices = tuple(mesh.devices.flat)
     lowered._lowering.compile_args["backend"] = devices[0].client
-    return lowered.compile(options, device_assignment=tuple(devices))
+    return lowered.compile(options, device_assignment=devices)
 
 
 def _numbers(capability: str) -> tuple[int, ...]:

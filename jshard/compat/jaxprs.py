@@ -178,14 +178,10 @@ def _same_rank(outside: Any, inside: Any) -> bool:
 
 
 def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any]:
-    """Traces ``fn`` and returns a callable that reuses the trace.
+    """Returns a callable that reuses one trace, and the abstract values it returns.
 
-    Args:
-      fn: a function of pytrees.
-      *args: arguments with the structure, shapes and dtypes of all later calls.
-
-    Returns:
-      The callable, and the abstract values that ``fn`` returns.
+    ``fn`` is a function of pytrees, and ``args`` have the structure, shapes and dtypes
+    of all later calls.
     """
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
@@ -217,12 +213,7 @@ def without_dead_code(fn: Callable) -> Callable:
 def needed_for(
     jaxpr: core.Jaxpr, outputs: Sequence[bool]
 ) -> tuple[core.Jaxpr, list[bool]]:
-    """Returns a jaxpr without dead code, and which inputs it still uses.
-
-    Args:
-      jaxpr: the jaxpr to reduce.
-      outputs: for each output, whether it is kept.
-    """
+    """Keeps what some outputs need; returns it, and which inputs it still uses."""
     return pe.dce_jaxpr(jaxpr, list(outputs))
 
 
@@ -235,12 +226,6 @@ def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def run_used(jaxpr: Any, used: Sequence[bool], inputs: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr from ``needed_for`` on the inputs that it uses.
-
-    Args:
-      jaxpr: the jaxpr without dead code.
-      used: for each input, whether the jaxpr uses it.
-      inputs: all inputs, used or not.
-    """
+    """Runs a jaxpr from ``needed_for``, given all inputs, used or not."""
     needed = [x for x, u in zip(inputs, used, strict=True) if u]
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*needed)

@@ -7,7 +7,6 @@ compiling a step for GPUs fails with XLA's own message. See docs/log.md for the
 measurements.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,82 +23,60 @@ _ONE_COLLECTIVE = 1 << 36
 # itself, and hides more with one collective in flight.
 GATHERS_LATE = jax.__version_info__ >= (0, 11)
 
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """An XLA compiler option.
-
-    Attributes:
-      name: XLA's name for the option.
-      value: the value that steps are compiled with.
-      reason: what the value achieves.
-      devices: the fewest devices of a mesh for which the option is passed.
-    """
-
-    name: str
-    value: bool | int | str
-    reason: str
-    devices: int = 1
-
-
-OPTIONS = (
-    Option(
-        "xla_gpu_enable_latency_hiding_scheduler",
+# The value and reason of each option, by XLA's name.
+OPTIONS: dict[str, tuple[bool | int, str]] = {
+    "xla_gpu_enable_latency_hiding_scheduler": (
         True,
         "schedules collectives beside computation",
     ),
-    Option(
-        "xla_gpu_enable_while_loop_double_buffering",
+    "xla_gpu_enable_while_loop_double_buffering": (
         True,
         "unrolls the loops over layers by two, so that weights gathered a layer ahead "
         "land where they are used instead of being copied there",
     ),
-    Option(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": (
         2,
         "lets a gather and a scatter of neighbouring layers be in flight together, "
         "where links between hosts make both long; elsewhere it takes memory, and XLA "
         "issues the last ones later",
-        devices=16 if GATHERS_LATE else 128,
     ),
-    Option(
-        "xla_gpu_all_gather_combine_threshold_bytes",
+    "xla_gpu_all_gather_combine_threshold_bytes": (
         _ONE_COLLECTIVE,
         "gathers all weights of a layer in one collective",
     ),
-    Option(
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": (
         _ONE_COLLECTIVE,
         "scatters all gradients of a layer in one collective",
     ),
-    Option(
-        "xla_gpu_all_reduce_combine_threshold_bytes",
+    "xla_gpu_all_reduce_combine_threshold_bytes": (
         _ONE_COLLECTIVE,
         "sums all small gradients in one collective",
     ),
-    Option(
-        "xla_gpu_enable_triton_gemm",
+    "xla_gpu_enable_triton_gemm": (
         False,
         "leaves matrix products to cuBLAS: fewer passes over memory around them, no "
         "kernels to tune, and the program that was planned is the one that runs",
     ),
-    Option(
-        "xla_gpu_memory_limit_slop_factor",
+    "xla_gpu_memory_limit_slop_factor": (
         1000,
         "keeps XLA from recomputing what the policy saves, and from overlapping less, "
         "when a step fills nine tenths of memory; neither is worth its cost",
     ),
-)
-
+}
 # For steps with float8 products.
-FLOAT8_OPTIONS = (
-    Option(
-        "xla_gpu_dot_merger_threshold_mb",
+FLOAT8_OPTIONS: dict[str, tuple[bool | int, str]] = {
+    "xla_gpu_dot_merger_threshold_mb": (
         0,
         "keeps small products with a common operand apart: XLA would concatenate their "
         "weights, which have a scale each, and multiply in bfloat16",
     ),
-)
+}
+# The fewest devices of a mesh for which an option is passed.
+LARGE_MESHES = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 16
+    if GATHERS_LATE
+    else 128
+}
 
 
 def compiler_options(
@@ -124,8 +101,12 @@ def compiler_options(
     """
     values: dict[str, Any] = {}
     if platform == "gpu":
-        given = OPTIONS + (FLOAT8_OPTIONS if float8 else ())
-        values = {o.name: o.value for o in given if devices >= o.devices}
+        given = OPTIONS | (FLOAT8_OPTIONS if float8 else {})
+        values = {
+            name: value
+            for name, (value, _) in given.items()
+            if devices >= LARGE_MESHES.get(name, 1)
+        }
     values |= changes or {}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -5,8 +5,8 @@ The core never imports this package.
 
 Data flows through its modules in this order, and imports go the other way:
 
-- ``topology``, ``constants``, ``program``: traces a recipe's step for a GPU known by
-  its figures; ``ahead_of_time`` compiles it;
+- ``topology``, ``constants``, ``program``: traces and compiles a recipe's step for a
+  GPU known by its figures;
 - ``hlo``: parses the compiled program's text;
 - ``cost``: the cost of its instructions, when each runs, and what they send;
 - ``memory``: XLA's buffers at the peak, by part;
@@ -15,7 +15,13 @@ Data flows through its modules in this order, and imports go the other way:
 - ``output``: text, JSON, a trace, a page; and ``command_line``.
 """
 
-from jshard.plan.ahead_of_time import compile_for, tracing_for
-from jshard.plan.topology import GPU, GPUS, devices, has_plugin
+from jshard.plan.topology import (
+    GPU,
+    GPUS,
+    compile_for,
+    devices,
+    has_plugin,
+    tracing_for,
+)
 
 __all__ = ["GPU", "GPUS", "compile_for", "devices", "has_plugin", "tracing_for"]

@@ -7,7 +7,6 @@ Exit codes:
   3: The step does not fit; with --search, nothing that was compiled fits.
 """
 
-import functools
 import json
 import os
 import re
@@ -27,12 +26,7 @@ from jshard.plan.cost.cost import assumed
 from jshard.plan.output import as_json, page, search_output, terminal
 from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
-from jshard.plan.search.candidates import (
-    CHANGING_KNOBS,
-    DEFAULT_KNOBS,
-    Candidate,
-    parse_search,
-)
+from jshard.plan.search import candidates
 from jshard.plan.search.search import search
 from jshard.training.config.command_line import (
     Arguments,
@@ -71,9 +65,9 @@ input.
   --search            tries other ways to run the same training, and prints the Pareto
                       set of speed and memory, with command lines; keys that are given
                       stay fixed
-  --search=KNOB,...   varies only these: {", ".join(DEFAULT_KNOBS)};
+  --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS)};
                       and, because they change the computation, only when named:
-                      {", ".join(CHANGING_KNOBS)}
+                      {", ".join(candidates.CHANGING_KNOBS)}
   --search.KEY=A,B    varies any key of the config over these values
   --limit=50          the largest number of candidates to compile
   --help              this text, and the keys of the recipe when --config is given
@@ -81,7 +75,12 @@ input.
 The timeline's model: {assumed()}.
 docs/plan.md lists what it leaves out.
 """
-_FILES = ("json", "html", "trace", "hlo")
+_FILES: dict[str, Callable[[Plan], str]] = {
+    "json": lambda plan: json.dumps(as_json.as_json(plan), indent=1) + "\n",
+    "html": page.render,
+    "trace": lambda plan: json.dumps(as_json.trace(plan)) + "\n",
+    "hlo": lambda plan: plan.text,
+}
 
 
 def main() -> None:
@@ -139,7 +138,9 @@ def _plan(argv: list[str]) -> None:
                 )
             plan = plan_recipe(recipe, config, where or "", speed)
         print("\n".join(terminal.lines(plan)))
-        _write_files(plan, options)
+        for name, content in _FILES.items():
+            if name in options:
+                _write(name, options[name], content(plan))
     if plan.fits is False:
         sys.exit(DOES_NOT_FIT)
 
@@ -156,9 +157,9 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
     if not limit.isdecimal() or len(limit) > 9 or int(limit) < 1:
         raise UserError(f"--limit={limit}: must be a number of candidates")
     recipe, overrides = arguments.recipe or "", arguments.overrides
-    allowed = parse_search(words, overrides)
+    allowed = candidates.parse_search(words, overrides)
     overrides = _chosen(path, overrides, options["topology"]) | overrides
-    with without_remarks(), search_output.progress() as report:
+    with without_remarks():
         found = search(
             path,
             overrides,
@@ -166,15 +167,14 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
             allowed,
             limit=int(limit),
             constants=constants,
-            report=report,
+            report=search_output.report,
         )
     for warning in found.warnings:
         print(f"jshard: warning: {warning}", file=sys.stderr)
-    command = functools.partial(Candidate.command, recipe=recipe, overrides=overrides)
+    command = lambda candidate: candidate.command(recipe, overrides)
     print("\n".join(search_output.lines(found, command, allowed)))
     if "json" in options:
-        content = json.dumps(found.as_dict(), indent=1) + "\n"
-        _write("json", Path(options["json"]), content)
+        _write("json", options["json"], json.dumps(found.as_dict(), indent=1) + "\n")
     if not found.best:
         sys.exit(DOES_NOT_FIT)
 
@@ -217,20 +217,8 @@ def _check_files(options: dict[str, str]) -> None:
                 raise UserError(f"--{name}={path}: cannot write in {path.parent}")
 
 
-def _write_files(plan: Plan, options: dict[str, str]) -> None:
-    contents: dict[str, Callable[[], str]] = {
-        "json": lambda: json.dumps(as_json.as_json(plan), indent=1) + "\n",
-        "html": lambda: page.render(plan),
-        "trace": lambda: json.dumps(as_json.trace(plan)) + "\n",
-        "hlo": lambda: plan.text,
-    }
-    for name, content in contents.items():
-        if name in options:
-            _write(name, Path(options[name]), content())
-
-
-def _write(name: str, path: Path, text: str) -> None:
+def _write(name: str, path: str, text: str) -> None:
     try:
-        replace_file(path, text)
+        replace_file(Path(path), text)
     except OSError as error:
         raise UserError(f"--{name}={path}: {error.strerror}") from error

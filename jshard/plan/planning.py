@@ -100,15 +100,10 @@ def plan_recipe(
 
     def traced(config: Config) -> Traced:
         program = trace(recipe, config, topology, constants)
-        network = network_axes(program.mesh, hosts_of(list(program.mesh.devices.flat)))
-        jaxpr = program.traced.jaxpr.jaxpr
-        return Traced(
-            jaxpr,
-            program.state,
-            config.policy.accumulate,
-            dict(program.mesh.shape),
-            network,
-        )
+        jaxpr, mesh = program.traced.jaxpr.jaxpr, program.mesh
+        network = network_axes(mesh, hosts_of(list(mesh.devices.flat)))
+        micro = config.policy.accumulate
+        return Traced(jaxpr, program.state, micro, dict(mesh.shape), network)
 
     def planned(config: Config) -> tuple[int, Plan]:
         plan = make_plan(trace(recipe, config, topology, constants))

@@ -9,9 +9,8 @@ from jax.sharding import Mesh
 
 import jshard
 from jshard.errors import UserError
-from jshard.plan.ahead_of_time import compile_for, tracing_for
 from jshard.plan.constants import FITTED, Constants
-from jshard.plan.topology import GPU, GPUS, devices, parse
+from jshard.plan.topology import GPU, GPUS, compile_for, devices, parse, tracing_for
 from jshard.training.config.config import Config
 from jshard.training.job import Job, abstract_batch, make_job, make_mesh
 from jshard.training.recipe import Recipe
@@ -65,13 +64,7 @@ class Program:
 def trace(
     recipe: Recipe, config: Config, topology: str, constants: Constants = FITTED
 ) -> Program:
-    """Traces a recipe's step as training would on the devices of a topology.
-
-    Args:
-      recipe: what to train.
-      config: its config, with every shared key.
-      topology: "h100:64", or "attached" for this machine's devices.
-      constants: of the cost model.
+    """Traces a recipe's step as training would; arguments as of ``plan_recipe``.
 
     Raises:
       UserError: the topology is unknown, or the config is invalid for it.

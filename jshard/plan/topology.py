@@ -1,14 +1,20 @@
 """GPUs to compile for, present or not: ``devices("h100:64")``."""
 
+import contextlib
 import dataclasses
 import os
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
+from jshard.compat import absent_gpus
 from jshard.errors import UserError
+from jshard.nn.attention import ABSENT_GPU
 from jshard.plan.constants import FITTED, Constants
 from jshard.training.throughput import PEAK_FLOPS
 
@@ -146,6 +152,37 @@ def require_plugin() -> None:
 def has_plugin() -> bool:
     """Whether JAX's CUDA plugin is installed."""
     return any(list(metadata.distributions(name=name)) for name in _PLUGINS)
+
+
+@contextlib.contextmanager
+def tracing_for(gpu: GPU) -> Iterator[None]:
+    """Traces steps in its context as on a machine with ``gpu`` and cuDNN.
+
+    This holds for steps over a mesh of ``devices``, over its ``abstract_mesh``, or
+    without a mesh. A step over CPU devices stays one for the CPU.
+    """
+    token = ABSENT_GPU.set(gpu.capability)
+    try:
+        with absent_gpus.cudnn_attention(gpu.capability, CUDNN):
+            yield
+    finally:
+        ABSENT_GPU.reset(token)
+
+
+def compile_for(
+    mesh: Mesh, traced: jax.stages.Traced, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles for the GPUs of ``mesh`` a step traced on its ``abstract_mesh``.
+
+    Absent devices have no memory kinds, so a sharding over them cannot say that an
+    array is in host memory. A sharding over an abstract mesh can.
+
+    Args:
+      mesh: of ``devices``.
+      traced: the step.
+      options: of the compiler.
+    """
+    return absent_gpus.compile_lowered(absent_gpus.lower(traced), mesh, options)
 
 
 def _target_config(gpu: GPU) -> str:

@@ -19,8 +19,8 @@ from jshard.plan import compile_for, devices, has_plugin, tracing_for
 from jshard.plan.constants import read_constants
 from jshard.plan.cost.traffic import count
 from jshard.plan.hlo import hlo
-from jshard.plan.memory.memory import device_total
 from jshard.plan.topology import GPUS
+from jshard.training.memory import compiled_bytes
 from kit import check, fitting, jax_peer, jobs, kernels, peers, planning  # pyright: ignore[reportMissingImports]
 from kit.machine import Machine, find_machine  # pyright: ignore[reportMissingImports]
 from kit.results import DONE, FAILED, TOO_LONG, Recorder, Results  # pyright: ignore[reportMissingImports]
@@ -255,7 +255,7 @@ def test_a_plan_is_compared_with_what_was_measured(tmp_path):
 def test_peers_fit_a_third_of_an_h200(job, absent):
     share = peers.MEMORY_SHARE * GPUS["h200"].memory
     ours = planning.plan_job(job, "h200").memory.total
-    theirs = device_total(jax_peer.compile_gspmd(job, "h200:1"))
+    theirs = compiled_bytes(jax_peer.compile_gspmd(job, "h200:1"))
     assert max(ours, theirs) < 0.9 * share
 
 

@@ -17,8 +17,8 @@ from jshard.plan.output.as_json import trace
 from jshard.plan.topology import GPUS
 
 H100 = GPUS["h100"]
-FORWARD = "jit(step)/shard_map/jvp()/while/body"
-BACKWARD = "jit(step)/shard_map/transpose(jvp())/while/body"
+FORWARD = "jit(step)/shard_map/jvp(layers)/while/body"
+BACKWARD = "jit(step)/shard_map/transpose(jvp())"
 # A loop of three layers in which a gather runs beside a product; an all-reduce that
 # waits; a copy from the host; and a scatter whose result is needed at once.
 TEXT = """\

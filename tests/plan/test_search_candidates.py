@@ -13,7 +13,6 @@ import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from jshard.mesh import AXES, BATCH
 from jshard.plan.constants import STATED
-from jshard.plan.memory.memory import device_total
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,
@@ -34,6 +33,7 @@ from jshard.plan.search.results import Outcome, pareto
 from jshard.plan.topology import GPUS
 from jshard.training.config.command_line import override
 from jshard.training.config.config import complete
+from jshard.training.memory import compiled_bytes
 
 
 def config(**changes):
@@ -191,7 +191,7 @@ def check_bound(policy, replica, layers, optimizer):
     step = fsdp.train_step(loss_fn, optimizer)
     compiled = step.lower(state, {"tokens": tokens, "targets": tokens}).compile()
     bound = memory_bound(state_size(state), policy)
-    assert 0 < bound <= device_total(compiled)
+    assert 0 < bound <= compiled_bytes(compiled)
 
 
 @pytest.mark.parametrize(

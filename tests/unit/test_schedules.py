@@ -108,7 +108,7 @@ def check_products_beside(module: hlo.Module, body: hlo.Computation) -> None:
     ]
     assert len(products) > 10
     for name in large(module, body):
-        (done,) = body.users[name]
+        (done,) = body.users(name)
         assert done.opcode.endswith("-done"), f"{name} is synchronous"
         beside = [i for i in products if order[name] < i < order[done.name]]
         assert beside, f"nothing runs beside {name}"

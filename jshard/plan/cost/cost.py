@@ -328,7 +328,7 @@ def _read(inside: Computation, parameter: Instruction, updated: bool) -> int:
 
 def _real_users(inside: Computation, x: Instruction) -> Iterator[Instruction]:
     """Looks through casts: a fusion casts only the elements that are used."""
-    for user in inside.users[x.name]:
+    for user in inside.users(x.name):
         if user.opcode in ("bitcast", "convert"):
             yield from _real_users(inside, user)
         else:

@@ -1,16 +1,15 @@
 """The phase of a timeline's event, in words: "forward, layers", "update", ...
 
 The direction comes from the JAX operation of an instruction, and so does the scope of
-layers. In programs without these scopes, a loop that holds the weights' collectives
-runs over layers. Kernels that XLA adds have no operation: they belong to the phase of
-the kernel before them. The words are also scopes (``jshard.scopes``), which a profile
-of the step shows.
+layers. Instructions that XLA adds have no operation: in a loop over layers they have
+its direction, and elsewhere kernels belong to the phase of the kernel before them. The
+words are also scopes (``jshard.scopes``), which a profile of the step shows.
 """
 
 import collections
 import re
 
-from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, Event, Timeline
+from jshard.plan.cost.timeline import COMPUTE, Event, Timeline
 from jshard.plan.hlo.hlo import direction
 from jshard.scopes import LAYERS
 
@@ -27,7 +26,6 @@ class Phases:
         self._kernels = [e for e in timeline.events if e.stream == COMPUTE]
         self._gathers = [e for e in timeline.events if e.kind == "all-gather"]
         self._layer_loops = _layer_loops(timeline)
-        self._directions = _directions(timeline, self._layer_loops)
         self._spans: dict[str, list[float]] = {}
         for event in self._kernels:
             if self._trip(event) or _in_layers(event):
@@ -48,12 +46,9 @@ class Phases:
         return next((x for x in event.loops if x[0] in self._layer_loops), None)
 
     def _direction(self, event: Event) -> str:
-        """The direction of its loop over layers, or of its own JAX operation.
-
-        Inside a loop, XLA keeps no source of some instructions.
-        """
+        """The direction of its loop over layers, or of its own JAX operation."""
         trip = self._trip(event)
-        return self._directions[trip[0]] if trip else direction(event.source)
+        return self._layer_loops[trip[0]] if trip else direction(event.source)
 
     def of(self, event: Event) -> str:
         """Returns "forward, layers", "backward, before the layers", "update", ..."""
@@ -83,19 +78,16 @@ class Phases:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of the compute stream by phase, in the order of the step."""
-        found: dict[str, float] = {}
+        found = collections.defaultdict[str, float](float)
         for event in self._kernels:
-            phase = self.of(event)
-            found[phase] = found.get(phase, 0.0) + event.seconds
-        return found
+            found[self.of(event)] += event.seconds
+        return dict(found)
 
     def layers(self, way: str) -> tuple[float, float] | None:
         """Start and end of a few layers: the middle trip of the longest loop.
 
         Without a loop it is the time between two gathers, and None without gathers.
-
-        Args:
-          way: "forward" or "backward".
+        ``way`` is "forward" or "backward".
         """
         loops: dict[str, dict[int, list[float]]] = collections.defaultdict(dict)
         for event in self._kernels:
@@ -118,41 +110,19 @@ class Phases:
         return start, end
 
 
-def _layer_loops(timeline: Timeline) -> set[str]:
-    """Loops over layers: by their scope, collectives, or most of the products.
+def _layer_loops(timeline: Timeline) -> dict[str, str]:
+    """The loops over layers, each with its direction.
 
     A loop in the scope of layers with both directions is one over micro-batches.
     """
-    ways: dict[str, dict[str, float]] = {}
+    ways: dict[str, dict[str, float]] = {}  # seconds by direction
     for event in filter(_in_layers, timeline.events):
         if event.loops:
             found = ways.setdefault(event.loops[-1][0], {})
             way = direction(event.source)
             found[way] = found.get(way, 0.0) + event.seconds
-    if any(map(_in_layers, timeline.events)):
-        return {
-            name
-            for name, seconds in ways.items()
-            if max(seconds.values()) > 0.9 * sum(seconds.values())
-        }
-    inner: set[str] = set()
-    outer: set[str] = set()
-    flops: dict[str, float] = collections.defaultdict(float)
-    for event in timeline.events:
-        names = [name for name, _ in event.loops]
-        if names:
-            flops[names[-1]] += event.flops
-            if event.stream == COLLECTIVES:
-                inner.add(names[-1])
-                outer.update(names[:-1])
-    most = max(flops.values(), default=0)
-    return inner - outer or {n for n, count in flops.items() if count > most / 4}
-
-
-def _directions(timeline: Timeline, loops: set[str]) -> dict[str, str]:
-    """The direction in which each loop spends most of its time."""
-    seconds = {name: collections.defaultdict[str, float](float) for name in loops}
-    for event in timeline.events:
-        for name in {name for name, _ in event.loops} & loops:
-            seconds[name][direction(event.source)] += event.seconds
-    return {name: max(found, key=found.__getitem__) for name, found in seconds.items()}
+    return {
+        name: max(found, key=found.__getitem__)
+        for name, found in ways.items()
+        if max(found.values()) > 0.9 * sum(found.values())
+    }

@@ -135,13 +135,7 @@ class Timeline:
 
 
 def replay(module: Module, gpu: GPU, num_devices: int) -> Timeline:
-    """Replays a scheduled program on the streams of one device.
-
-    Args:
-      module: parsed by ``jshard.plan.hlo.hlo.parse``.
-      gpu: the GPU that it is compiled for.
-      num_devices: how many of them.
-    """
+    """Replays a program compiled for so many GPUs on the streams of one of them."""
     replayed = _Replay(module, gpu, num_devices)
     replayed.run(module.entry)
     end = max(replayed.free.values())

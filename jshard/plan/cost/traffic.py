@@ -87,10 +87,7 @@ class Traffic:
 def count(module: Module, num_devices: int, gpu: GPU | None) -> tuple[Row, ...]:
     """Counts the collectives of a compiled program, except in groups of one device.
 
-    Args:
-      module: parsed by ``jshard.plan.hlo.hlo.parse``.
-      num_devices: how many devices it is compiled for.
-      gpu: the GPU it is compiled for; None for a CPU.
+    ``gpu`` is that of its ``num_devices`` devices; None for CPUs.
     """
     found: dict[tuple, list[tuple[Transfer, int]]] = collections.defaultdict(list)
     for moved, times in _transfers(module, module.entry, num_devices):
@@ -142,7 +139,7 @@ def least(
     optimizer's own collectives.
 
     Args:
-      mesh: of the step, abstract or not.
+      mesh: abstract or not.
       policy: of the step.
       state: abstract, with shardings.
       prefetch: whether layers are prefetched where the policy leaves it open. If so,

@@ -18,14 +18,10 @@ _CASTS = ("convert_element_type", "transpose", "mul", "div")
 
 
 def dependencies(module: Module, inputs: Mapping[str, int]) -> dict[str, list[int]]:
-    """Returns what each value depends on, as the union of the inputs' bits.
+    """Returns the bits of each array of each instruction's result, by its name.
 
-    Args:
-      module: the program.
-      inputs: bits of the entry's parameters, by name.
-
-    Returns:
-      By the name of an instruction, the bits of each array of its result.
+    They are the union of the ``inputs``' bits that it depends on: those of the entry's
+    parameters, by name.
     """
     found: dict[str, list[int]] = {}
 

@@ -31,13 +31,11 @@ _CALLED = re.compile(
     r"(?P<names>\{[^}]*\}|%?[\w.\-]+)"
 )
 _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
-_IOTA_GROUPS = re.compile(
-    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-)
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_IOTA_GROUPS = re.compile(rf"replica_groups=\[([\d,]+)\]<=({_IOTA})")
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
 )
-_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 HOST_SPACE = 5  # XLA's memory space of pinned host memory
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -165,10 +163,8 @@ class Instruction:
             return tuple(_numbers(row) for row in rows)
         if mesh := _MESH_GROUPS.search(self.text):
             return _groups_of_mesh(*mesh.groups(""))
-        if iota := _IOTA_GROUPS.search(self.text):  # [groups, size] <= [dims]T(order)
-            shape, dims = _numbers(iota[1]), _numbers(iota[2])
-            order = _numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
-            return _transposed_groups(dims, order, shape[-1])
+        if iota := _IOTA_GROUPS.search(self.text):  # [groups, size]<=[dims]T(order)
+            return _groups(_device_numbers(iota[2]), _numbers(iota[1])[-1])
         if unknown := self._find(r"\breplica_groups=(?!\{\})(.{,80})"):
             raise ValueError(f"{self.name}: unknown form of device groups: {unknown}")
         return ()
@@ -191,15 +187,9 @@ class Computation:
         """The result."""
         return next(x for x in self.instructions if x.is_root)
 
-    @functools.cached_property
-    def users(self) -> dict[str, tuple[Instruction, ...]]:
-        """The instructions that read each instruction."""
-        users: dict[str, list[Instruction]] = {x.name: [] for x in self.instructions}
-        for instruction in self.instructions:
-            for operand in dict.fromkeys(instruction.operands):
-                if operand in users:
-                    users[operand].append(instruction)
-        return {name: tuple(found) for name, found in users.items()}
+    def users(self, name: str) -> list[Instruction]:
+        """The instructions that read an instruction."""
+        return [x for x in self.instructions if name in x.operands]
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
@@ -290,8 +280,8 @@ def _groups_of_mesh(
 
     Args:
       axes: names and sizes.
-      devices: the mesh's devices in order, listed or as a transposed iota,
-        ``[4,2]T(1,0)``; empty if they are in the order of their numbers.
+      devices: the mesh's devices in order, listed or as an iota; empty if they are in
+        the order of their numbers.
       chosen: names of the axes.
 
     Raises:
@@ -304,26 +294,25 @@ def _groups_of_mesh(
     along = [name.strip("' ") for name in chosen.split(",") if name.strip()]
     if not set(along) <= set(sizes):
         raise ValueError(f"device groups along {chosen} of a mesh {axes}")
+    shape = tuple(sizes.values())
+    mesh = _device_numbers(devices or f"[{math.prod(shape)}]").reshape(shape)
     names = list(sizes)
     others = [name for name in names if name not in along]
-    order = tuple(names.index(name) for name in (*others, *along))
-    size = math.prod(sizes[name] for name in along)
-    places = _transposed_groups(tuple(sizes.values()), order, size)
-    if not devices:
-        return places
-    if iota := _IOTA.fullmatch(devices):
-        dims = _numbers(iota[1])
-        turned = _numbers(iota[2]) if iota[2] else tuple(range(len(dims)))
-        (numbers,) = _transposed_groups(dims, turned, math.prod(dims))
-    else:
-        numbers = _numbers(devices)
-    return tuple(tuple(numbers[place] for place in group) for group in places)
+    order = [names.index(name) for name in (*others, *along)]
+    return _groups(mesh.transpose(order), math.prod(sizes[name] for name in along))
 
 
-def _transposed_groups(
-    dims: tuple[int, ...], order: tuple[int, ...], size: int
-) -> tuple[tuple[int, ...], ...]:
-    numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+def _device_numbers(text: str) -> np.ndarray:
+    """The numbers of ``0,3,1,2`` or of an iota, ``[4,2]T(1,0)``: a transposed range."""
+    iota = re.fullmatch(_IOTA, text)
+    if iota is None:
+        return np.array(_numbers(text))
+    dims = _numbers(iota[1])
+    order = _numbers(iota[2]) if iota[2] else range(len(dims))
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order)
+
+
+def _groups(numbers: np.ndarray, size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, numbers.reshape(-1, size).tolist()))
 
 

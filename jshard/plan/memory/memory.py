@@ -18,19 +18,7 @@ from jshard.formatting import format_bytes
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo.hlo import direction
-from jshard.plan.memory import buffers
-from jshard.plan.memory.parts import (
-    BATCH,
-    FRAGMENTATION,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    SAVED,
-    WORKSPACE,
-    account,
-    part_of,
-)
+from jshard.plan.memory import buffers, parts
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Names, Policy
 from jshard.state import TrainState
@@ -96,39 +84,28 @@ def memory(
     Args:
       policy: of the step.
       state: abstract, with shardings (``FSDP.abstract_state``).
-      compiled: the step.
-      dump: the folder whose ``buffers.dump_options`` it was compiled with.
-      devices: number of devices of the mesh.
+      compiled: the step, with the ``buffers.dump_options`` of ``dump``.
+      dump: the folder that XLA wrote to.
+      devices: how many the mesh has.
       gpu: the card, or None for other devices.
 
     Raises:
       ValueError: ``dump`` has no buffer assignment.
     """
     assignment = buffers.read(dump)
-    found = account(assignment, state)
+    found = parts.account(assignment, state)
     fullest = assignment.module.instructions.get(assignment.fullest)
     what = _contents(state, policy, direction(fullest.source if fullest else ""))
-    parts = tuple(Part(name, found[name], text) for name, text in what.items())
-    total, host = device_total(compiled), _on_host(state)
-    host[SAVED] = host_total(compiled) - host.total()
+    total, host = compiled_bytes(compiled), _on_host(state)
+    host[parts.SAVED] = compiled_bytes(compiled, "host_") - host.total()
     return Memory(
-        parts,
+        tuple(Part(name, found[name], text) for name, text in what.items()),
         total,
-        total - sum(part.bytes for part in parts),
+        total - sum(found[name] for name in what),
         None if gpu is None else gpu.usable,
         tuple(Part(k, v, what[k]) for k, v in host.items() if v > 0),
         min(GPUS_A_HOST, devices),
     )
-
-
-def device_total(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a device's memory that a program needs, arguments included."""
-    return compiled_bytes(compiled)
-
-
-def host_total(compiled: jax.stages.Compiled) -> int:
-    """Bytes of pinned host memory that a program needs for one device."""
-    return compiled_bytes(compiled, "host_")
 
 
 def shard_bytes(x: Any) -> int:
@@ -141,7 +118,7 @@ def _on_host(state: TrainState) -> collections.Counter[str]:
     found: collections.Counter[str] = collections.Counter()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if x.sharding.memory_kind == HOST:
-            found[part_of(f"state{jax.tree_util.keystr(path)}")] += shard_bytes(x)
+            found[parts.part_of(f"state{jax.tree_util.keystr(path)}")] += shard_bytes(x)
     return found
 
 
@@ -165,14 +142,14 @@ def _contents(state: TrainState, policy: Policy, fullest: str) -> dict[str, str]
     gradients = "full" if policy.defer_scatter else "shards, and full ones of a layer"
     sums = ", sums over micro-batches" if policy.accumulate > 1 else ""
     return {
-        PARAMETERS: f"{_dtypes(params)}, {local:,} of {count:,}",
-        OPTIMIZER: f"{_dtypes(jax.tree.leaves(state.opt_state))}{averages}",
-        BATCH: "this device's examples",
-        GRADIENTS: f"{gradients}{sums}",
-        GATHERED: f"{gathered}{layer}",
-        SAVED: f"remat {_remat(policy)}",
-        WORKSPACE: f"of the {fullest}",
-        FRAGMENTATION: "gaps in XLA's heap",
+        parts.PARAMETERS: f"{_dtypes(params)}, {local:,} of {count:,}",
+        parts.OPTIMIZER: f"{_dtypes(jax.tree.leaves(state.opt_state))}{averages}",
+        parts.BATCH: "this device's examples",
+        parts.GRADIENTS: f"{gradients}{sums}",
+        parts.GATHERED: f"{gathered}{layer}",
+        parts.SAVED: f"remat {_remat(policy)}",
+        parts.WORKSPACE: f"of the {fullest}",
+        parts.FRAGMENTATION: "gaps in XLA's heap",
     }
 
 

@@ -48,12 +48,7 @@ def part_of(name: str) -> str:
 
 
 def account(assignment: Assignment, state: TrainState) -> collections.Counter[str]:
-    """Returns the bytes on one device, by part.
-
-    Args:
-      assignment: of a train step.
-      state: abstract, with shardings.
-    """
+    """Returns a train step's bytes on one device, by part, from its abstract state."""
     found: collections.Counter[str] = collections.Counter()
     parameters = assignment.module.entry.parameters
     for number, size in assignment.arguments.items():

@@ -1,17 +1,7 @@
 """A search on the terminal: its progress and result."""
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from jshard.formatting import format_bytes
 from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, Candidate
@@ -20,35 +10,14 @@ from jshard.plan.search.results import Outcome, Search
 _CHANGING = (*CHANGING_KNOBS, "policy.precision.sum")
 
 
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[int, int, Outcome], None]]:
-    """Reports to standard error: a progress bar on a terminal, otherwise lines."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total, outcome: print(
-            f"[{done}/{total}] {_one_line(outcome)}", file=sys.stderr, flush=True
-        )
-        return
-    columns = (
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("the first ...", total=None)
-        yield lambda done, total, outcome: bar.update(
-            task, completed=done, total=total, description=_one_line(outcome)
-        )
-
-
-def _one_line(outcome: Outcome) -> str:
-    if outcome.error:
-        return f"failed: {outcome.candidate}: {outcome.error}"
-    figures = f"{outcome.rate:,.0f}/s in {format_bytes(outcome.memory)}"
-    notes = " (cached)" * outcome.cached + " (does not fit)" * (not outcome.fits)
-    return f"{figures}: {outcome.candidate}{notes}"
+def report(done: int, total: int, outcome: Outcome) -> None:
+    """Prints a line about a candidate to standard error."""
+    line = f"failed: {outcome.candidate}: {outcome.error}"
+    if not outcome.error:
+        figures = f"{outcome.rate:,.0f}/s in {format_bytes(outcome.memory)}"
+        notes = " (cached)" * outcome.cached + " (does not fit)" * (not outcome.fits)
+        line = f"{figures}: {outcome.candidate}{notes}"
+    print(f"[{done}/{total}] {line}", file=sys.stderr, flush=True)
 
 
 def lines(

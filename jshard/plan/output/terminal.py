@@ -80,11 +80,10 @@ def _verdict(plan: Plan) -> str:
 
 def options(plan: Plan) -> list[tuple[str, object, str]]:
     """Returns (name, value, reason) of each XLA option."""
-    known = xla_options.OPTIONS + xla_options.FLOAT8_OPTIONS
-    reasons = {option.name: option.reason for option in known}
+    known = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
+    other = (None, "asked for by config.compiler_options")
     return [
-        (name, value, reasons.get(name, "asked for by config.compiler_options"))
-        for name, value in plan.options.items()
+        (name, value, known.get(name, other)[1]) for name, value in plan.options.items()
     ]
 
 

@@ -8,7 +8,6 @@ order the others are compiled.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,19 +16,17 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.compat.jaxprs import CALLS, scan_body, scan_sizes
+from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.describe import equations, product_flops
-from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import layer_dims
 from jshard.mesh import FSDP
 from jshard.plan.memory.memory import shard_bytes
-from jshard.plan.memory.parts import PARAMS, REST
 from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.state import TrainState
-from jshard.unit.dataflow import equation_dependencies
+from jshard.training.memory import state_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +77,7 @@ class Estimate:
 
 def state_size(state: TrainState) -> StateSize:
     """Measures an abstract state with shardings."""
-    place = {False: 0, True: 0}
-    for x in jax.tree.leaves(state):
-        place[x.sharding.memory_kind == HOST] += shard_bytes(x)
+    device = state_bytes(state)
     elements = stacked = layer = 0
     for params in (state.params, state.frozen):
         for _, variable in nnx.to_flat_state(params):
@@ -94,8 +89,8 @@ def state_size(state: TrainState) -> StateSize:
                     layer += x.size // math.prod(x.shape[:dims])
     trained = jax.tree.leaves(state.params)
     return StateSize(
-        place[False],
-        place[True],
+        device,
+        sum(map(shard_bytes, jax.tree.leaves(state))) - device,
         elements,
         stacked,
         layer,
@@ -195,14 +190,9 @@ def _speed(group: int, gpu: GPU, in_host: int = GPUS_A_HOST) -> float:
 
 
 def activity(program: Program) -> Activity:
-    """Measures a traced step."""
+    """Measures a traced step that reshards its layers, so keeps no weights of them."""
     config, jaxpr = program.job.config, program.traced.jaxpr.jaxpr
-    params = {
-        id(x) for x in jax.tree.leaves((program.state.params, program.state.frozen))
-    }
-    bits = [PARAMS if id(x) in params else REST for x in jax.tree.leaves(program.state)]
-    bits += [REST] * (len(jaxpr.invars) - len(bits))
-    found = _activations(jaxpr, bits)
+    found = _activations(jaxpr)
     examples = config.batch_size / program.mesh.size / config.policy.accumulate
     return Activity(
         product_flops(jaxpr)[0],
@@ -211,53 +201,29 @@ def activity(program: Program) -> Activity:
     )
 
 
-def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[str]:
+def _activations(jaxpr: core.Jaxpr) -> collections.Counter[str]:
     """Counts the bytes that the forward's loops keep for the backward.
 
-    Args:
-      jaxpr: of a step, or of a part of it.
-      bits: what its inputs depend on; what depends on parameters alone is a weight.
-
-    Returns:
-      Bytes "saved" on a device and "hosted", and those of the products in the largest
-      "layer" (or chunk of the loss), which the backward computes again.
+    They are "saved" on a device or "hosted"; those of the products in the largest
+    "layer" (or chunk of the loss) are computed again in the backward.
     """
     found: collections.Counter[str] = collections.Counter()
-    env = dict(zip(jaxpr.invars, bits, strict=True))
     for eqn in jaxpr.eqns:
-        entering = [
-            0 if isinstance(x, core.Literal) else env.get(x, 0) for x in eqn.invars
-        ]
-        out = equation_dependencies(eqn, entering, by_value=True)
-        env.update(zip(eqn.outvars, out, strict=True))
-        stack, name = str(eqn.source_info.name_stack), eqn.primitive.name
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        inner = getattr(inner, "jaxpr", inner)
+        stack, name = scopes_of(eqn), eqn.primitive.name
         if name == "scan" and stack.startswith(("jvp", "transpose")):
-            products = [x.outvars[0].aval for x, _ in _products(scan_body(eqn))]
-            found["layer"] = max(found["layer"], sum(map(_nbytes, products)))
+            inside = [x for x, _ in equations(scan_body(eqn))]
+            products = [x for x in inside if x.primitive.name == "dot_general"]
+            layer = sum(_nbytes(x.outvars[0].aval) for x in products)
+            found["layer"] = max(found["layer"], layer)
             _, carry = scan_sizes(eqn)
-            for var, bit in list(zip(eqn.outvars, out, strict=True))[carry:]:
-                if bit & REST and stack.startswith("jvp"):
-                    aval: Any = var.aval
-                    hosted = aval.memory_space == jax.memory.Space.Host
-                    found["hosted" if hosted else "saved"] += _nbytes(aval)
-        elif inner and (name in CALLS or name in ("scan", "shard_map")):
-            if name == "scan":  # the carry depends on its own updates, too
-                consts, carry = scan_sizes(eqn)
-                for i in range(carry):
-                    entering[consts + i] |= out[i]
-            inside = _activations(inner, entering)
+            for var in eqn.outvars[carry:] if stack.startswith("jvp") else ():
+                hosted = var.aval.memory_space == jax.memory.Space.Host
+                found["hosted" if hosted else "saved"] += _nbytes(var.aval)
+        elif name in (*CALLS, "scan", "shard_map") and (inner := open_inner(eqn)):
+            inside = _activations(inner)
             layer = max(found.pop("layer", 0), inside.pop("layer", 0))
             found += inside + collections.Counter(layer=layer)
     return found
-
-
-def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int]]:
-    """Yields each matrix product, nested ones included, and how often it runs."""
-    for eqn, times in equations(jaxpr):
-        if eqn.primitive.name == "dot_general":
-            yield eqn, times
 
 
 def _nbytes(x: Any) -> int:

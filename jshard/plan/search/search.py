@@ -7,8 +7,10 @@ are compiled in worker processes, and their schedules replayed, in the order of
 """
 
 import dataclasses
+import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,15 @@ from typing import Any
 from jshard.errors import UserError
 from jshard.mesh import FSDP
 from jshard.plan.constants import find_constants
-from jshard.plan.program import check_batch_size
+from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.cache import default_folder
-from jshard.plan.search.candidates import REMAT, Candidate, candidates
+from jshard.plan.search.candidates import REMAT, RESHARD, Candidate, candidates
 from jshard.plan.search.estimates import (
     Activity,
     Estimate,
     StateSize,
+    activity,
     estimate,
     memory_bound,
     state_size,
@@ -36,6 +39,7 @@ from jshard.training.config.policy import make_policy
 from jshard.training.job import make_job, make_mesh
 from jshard.training.make_config import make_config
 from jshard.training.recipe import Recipe, open_recipe
+from jshard.unit.remat import names_in
 
 TIMEOUT = 600.0  # seconds to compile a candidate
 # Keys on which neither the size nor the placement of a state depends.
@@ -43,7 +47,7 @@ _NOT_OF_STATE = (
     REMAT,
     "policy.accumulate",
     "policy.defer_scatter",
-    "policy.reshard_after_forward",
+    RESHARD,
     "policy.precision.reduce",
     "policy.precision.sum",
     "batch_size",
@@ -86,17 +90,15 @@ def search(
             for value in values or ():  # a bad value is an error, not a candidate
                 override(make_config(recipe, {}), {key: value}, recipe.name)
 
-        traces, given = _Traces(), str(config.policy.remat)
-        traces.add(workers, overrides, [given])
-        if REMAT in allowed:
-            only = {REMAT: allowed[REMAT]}
-            tried = candidates(config, number, only, traces.names)
-            remats = [c.settings[REMAT] for c in tried if REMAT in c.settings]
-            traces.add(workers, overrides, [r for r in remats if r != given])
+        @functools.cache
+        def traced(remat: str) -> tuple[Activity, list[str]]:
+            settings = {**overrides, REMAT: remat, RESHARD: "True"}
+            return _trace(recipe, topology, settings)
 
-        everything = candidates(config, number, allowed, traces.names)
+        _, names = traced(str(config.policy.remat))
+        everything = candidates(config, number, allowed, names)
         promising, refused, too_large = _estimates(
-            recipe, mesh_devices, gpu, traces, everything, overrides
+            recipe, mesh_devices, gpu, traced, everything, overrides
         )
         choice = Choice(promising, gpu.usable)
         folder = str(default_folder())
@@ -104,7 +106,7 @@ def search(
             {"settings": {**overrides, **candidate.settings}, "cache": folder}
             for candidate in choice.first(limit)
         )
-        outcomes, unit, warnings = [], "tokens", dict.fromkeys(traces.warnings)
+        outcomes, unit, told = [], "tokens", dict[str, None]()
         for done, (index, reply) in enumerate(workers.run(tasks), start=1):
             outcome = Outcome(
                 choice.chosen[index],
@@ -113,7 +115,7 @@ def search(
                 **reply.get("figures", {}),
             )
             unit = reply.get("unit", unit)
-            warnings |= dict.fromkeys(reply.get("warnings", ()))
+            told |= dict.fromkeys(reply.get("warnings", ()))
             if reply.get("refused"):
                 refused.append((outcome.candidate, outcome.error))
             else:
@@ -129,59 +131,40 @@ def search(
         refused,
         too_large,
         choice.left,
-        list(warnings),
+        list(told),
     )
 
 
 def _workers(*arguments: str | Path) -> Workers:
+    command = [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    processes = os.cpu_count() or 1
     return Workers(
-        [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)],
-        processes=os.cpu_count() or 1,
-        timeout=TIMEOUT,
-        environment=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
+        command, processes=processes, timeout=TIMEOUT, environment=environment
     )
 
 
-class _Traces:
-    """Results of tracing with several remat policies.
+def _trace(
+    recipe: Recipe, topology: str, settings: dict[str, str]
+) -> tuple[Activity, list[str]]:
+    """Returns a step's activity, and the names of its activations.
 
-    Attributes:
-      activities: by remat policy.
-      names: of activations.
-      warnings: from the traces.
+    Errors and warnings are left to the candidates' own traces.
     """
-
-    def __init__(self):
-        self.activities: dict[str, Activity] = {}
-        self.names: list[str] = []
-        self.warnings: list[str] = []
-
-    def add(
-        self, workers: Workers, overrides: Mapping[str, str], remats: Sequence[str]
-    ) -> None:
-        """Traces with remat policies. Errors are left to the candidates' own traces."""
-        tasks = [{"settings": {**overrides, REMAT: remat}} for remat in remats]
-        for index, reply in workers.run(tasks):
-            self.warnings += reply.get("warnings", ())
-            if "activity" in reply:
-                self.activities[remats[index]] = Activity(**reply["activity"])
-                self.names = self.names or reply["names"]
-
-    def activity(self, remat: str) -> Activity:
-        """Returns the activity of a remat policy, or if unknown, that of another."""
-        others = [*self.activities.values(), Activity(0.0, 0.0, 0.0)]
-        return self.activities.get(remat, others[0])
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program = trace(recipe, make_config(recipe, settings), topology)
+    except Exception:
+        return Activity(0.0, 0.0, 0.0), []
+    return activity(program), sorted({*names_in(program.traced.jaxpr.jaxpr)})
 
 
 def _estimates(
     recipe: Recipe,
     mesh_devices: Sequence[Any],
     gpu: GPU,
-    traces: _Traces,
+    traced: Callable[[str], tuple[Activity, list[str]]],
     everything: Iterable[Candidate],
     overrides: Mapping[str, str],
 ) -> tuple[
@@ -211,9 +194,7 @@ def _estimates(
         if bound > gpu.usable:
             too_large.append((candidate, bound))
             continue
-        activity = traces.activity(str(config.policy.remat))
+        active, _ = traced(str(config.policy.remat))
         examples = config.batch_size // mesh.size
-        promising[candidate] = estimate(
-            sizes[key], policy, mesh, gpu, activity, examples
-        )
+        promising[candidate] = estimate(sizes[key], policy, mesh, gpu, active, examples)
     return promising, refused, too_large

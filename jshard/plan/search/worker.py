@@ -16,66 +16,47 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-import jax
-
+from jshard.compat import absent_gpus
 from jshard.errors import UserError
-from jshard.plan.ahead_of_time import compile_lowered, lower_for_gpus
 from jshard.plan.constants import Constants, find_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.hlo import hlo
-from jshard.plan.memory.memory import device_total, host_total
-from jshard.plan.program import Program, trace
+from jshard.plan.program import trace
 from jshard.plan.search import cache
-from jshard.plan.search.estimates import activity
 from jshard.training.make_config import make_config
+from jshard.training.memory import compiled_bytes
 from jshard.training.recipe import Recipe, open_recipe
-from jshard.unit.remat import names_in
 
 
 def run_task(
     recipe: Recipe, topology: str, task: dict[str, Any], constants: Constants
 ) -> dict[str, Any]:
-    """Traces a candidate, and compiles it if the task names a cache folder.
+    """Compiles a candidate, or finds its result in the cache.
 
-    Args:
-      recipe: what to train.
-      topology: "h100:64".
-      task: "settings", text by key, and the "cache" folder; without the latter the
-        step is only traced.
-      constants: of the cost model.
-
-    Returns:
-      Of a traced step, its "activity" (``estimates.Activity``) and the "names" of its
-      activations. Of a compiled one, the "figures" of its ``Outcome`` and their "unit".
+    The task has "settings", text by key, and the "cache" folder; the reply the
+    "figures" of an ``Outcome`` and their "unit".
     """
     program = trace(recipe, make_config(recipe, task["settings"]), topology, constants)
-    if "cache" not in task:
-        names = sorted({*names_in(program.traced.jaxpr.jaxpr)})
-        return {"activity": vars(activity(program)), "names": names}
-    lowered = lower_for_gpus(program.traced)
+    lowered = absent_gpus.lower(program.traced)
     folder, key = Path(task["cache"]), cache.program_key(program, lowered.as_text())
     result = cache.read(folder, key)
     cached = result is not None
     if result is None:
         options = program.job.fsdp.compiler_options
-        result = _measure(program, compile_lowered(program.mesh, lowered, options))
+        compiled = absent_gpus.compile_lowered(lowered, program.mesh, options)
+        assert program.gpu is not None
+        module = hlo.parse(compiled.as_text() or "")
+        timeline = replay(module, program.gpu, program.mesh.size)
+        result = {
+            "seconds": timeline.seconds,
+            "exposed": timeline.exposed,
+            "memory": compiled_bytes(compiled),
+            "host": compiled_bytes(compiled, "host_"),
+        }
         cache.write(folder, key, result)
     seconds = result["seconds"]
     speed = {"rate": program.items / seconds, "mfu": program.mfu(seconds)}
     return {"figures": result | speed | {"cached": cached}, "unit": program.unit}
-
-
-def _measure(program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Replays a compiled program; returns seconds, and bytes of one device."""
-    assert program.gpu is not None
-    module = hlo.parse(compiled.as_text() or "")
-    timeline = replay(module, program.gpu, program.mesh.size)
-    return {
-        "seconds": timeline.seconds,
-        "exposed": timeline.exposed,
-        "memory": device_total(compiled),
-        "host": host_total(compiled),
-    }
 
 
 def main() -> None:

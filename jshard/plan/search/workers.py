@@ -17,6 +17,12 @@ class Workers:
     """A pool of worker processes; a context manager that ends them all.
 
     However the block ends, by Ctrl-C too, the processes and their children are killed.
+
+    Args:
+      command: of a process that reads tasks and writes replies, one line of JSON each.
+      processes: the most that run at a time, started when they are needed.
+      timeout: seconds that one task may take.
+      environment: of the processes.
     """
 
     def __init__(
@@ -27,15 +33,6 @@ class Workers:
         timeout: float,
         environment: dict[str, str],
     ):
-        """Starts no process yet.
-
-        Args:
-          command: of a process that reads tasks and writes replies, one line of JSON
-            each.
-          processes: the most that run at a time.
-          timeout: seconds that one task may take.
-          environment: of the processes.
-        """
         self.command, self.environment = command, environment
         self.processes, self.timeout = processes, timeout
         self.idle: list[_Process] = []
@@ -51,14 +48,10 @@ class Workers:
     def run(
         self, tasks: Iterable[dict[str, Any]]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Runs tasks.
+        """Yields (index of the task, its reply) in order of completion.
 
-        Args:
-          tasks: read lazily: the next one when a process is free.
-
-        Yields:
-          (index of the task, its reply) in order of completion. If the process dies or
-          the task takes too long, the reply is ``{"error": reason}``.
+        Tasks are read lazily: the next one when a process is free. If the process dies
+        or the task takes too long, the reply is ``{"error": reason}``.
         """
         waiting = enumerate(tasks)
         while True:

@@ -13,15 +13,9 @@ def document(
     scripts: Iterable[str],
     package: str = "jshard.training.report",
 ) -> str:
-    """Returns a page.
+    """Returns a page: a plain heading and the line below it, and sections of HTML.
 
-    Args:
-      heading: Plain text.
-      where: Plain text, shown below the heading.
-      sections: HTML.
-      styles: Names of CSS files.
-      scripts: Names of JavaScript files.
-      package: Where to look for these files, before `jshard.training.report`.
+    Styles and scripts are names of files in `package` or in `jshard.training.report`.
     """
     style = "".join(f"<style>\n{_read(name, package)}</style>" for name in styles)
     script = "".join(f"<script>\n{_read(name, package)}</script>" for name in scripts)
