@@ -15,7 +15,6 @@ from flax import nnx
 from jax import lax
 
 from jshard.comm.collectives import all_gather, all_reduce, reduce_scatter
-from jshard.comm.equal_state import differing, of_first_device
 from jshard.comm.varying import vary, varying, zeros_like
 from jshard.compat.jaxprs import trace_once, without_dead_code
 from jshard.errors import UserError
@@ -26,6 +25,7 @@ from jshard.nn.loss import Loss, Mean, divide, map_means, split_result
 from jshard.precision import at_least_float32
 from jshard.state import ModelArrays
 from jshard.unit import modules
+from jshard.unit.equal_state import differing, of_first_device
 
 # (params, frozen, model_state) -> a model whose units gather their shards
 Build = Callable[..., nnx.Module]

@@ -29,7 +29,7 @@ from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.state import TrainState
-from jshard.unit.dataflow import equation_dependencies
+from jshard.unit.dataflow import by_value, equation_dependencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _activations(jaxpr: core.Jaxpr, bits: Sequence[int]) -> collections.Counter[
         entering = [
             0 if isinstance(x, core.Literal) else env.get(x, 0) for x in eqn.invars
         ]
-        out = equation_dependencies(eqn, entering, by_value=True)
+        out = equation_dependencies(eqn, entering, by_value)
         env.update(zip(eqn.outvars, out, strict=True))
         stack, name = str(eqn.source_info.name_stack), eqn.primitive.name
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
