@@ -94,7 +94,7 @@ def mark_stacked(
                     f"leading layer dimensions of {type(module).__name__}; give the "
                     "number that nnx.vmap added"
                 )
-            found = (number, tuple(map(str, inner)))
+            found = (number, inner)
             stacked[id(variable)] = max(
                 found,
                 stacked.get(id(variable), found),
@@ -103,7 +103,8 @@ def mark_stacked(
             )
     for _, variable in variables(model):
         if id(variable) in stacked:
-            layers.mark_stacked(variable, *stacked[id(variable)])
+            number, path = stacked[id(variable)]
+            layers.mark_layers(variable, inner=[path] * number)
 
 
 def make(

@@ -110,7 +110,7 @@ class Stack(nnx.Module, pytree=False):
 
         layers = make(rngs)
         for path, variable in variables(layers):
-            mark_layers(variable, path)
+            mark_layers(variable, outer=[path])
         if isinstance(layers, (Unit, Stack)):
             raise UserError(
                 "Stack: its layers are Units or Stacks already; stack plain modules, "
