@@ -270,23 +270,28 @@ class Policy(UnitPolicy):
         """Returns the dtypes of the module or parameter at ``path``."""
         return self._at(path)["precision"]
 
+    def everywhere(self, name: str) -> dict[str, Any]:
+        """Returns a field's values, those of overrides too, by their full names."""
+        return {name: getattr(self, name)} | {
+            f"overrides[{pattern!r}].{name}": fields[name]
+            for pattern, fields in self.overrides.items()
+            if name in fields
+        }
+
     def multiplies_in_float8(self) -> bool:
         """Returns whether any module's products are in float8."""
-        chosen = [fields.get("precision") for fields in self.overrides.values()]
-        return any(p and p.products is not None for p in (self.precision, *chosen))
+        chosen = self.everywhere("precision").values()
+        return any(precision.products is not None for precision in chosen)
 
     def offloads_activations(self) -> bool:
         """Returns whether any layer keeps activations in host memory."""
-        chosen = [fields.get("remat") for fields in self.overrides.values()]
-        return any(isinstance(remat, Offload) for remat in (self.remat, *chosen))
+        chosen = self.everywhere("remat").values()
+        return any(isinstance(remat, Offload) for remat in chosen)
 
     def check_groups(self, shards: int) -> None:
         """Raises UserError for a group that does not divide the fsdp axis."""
-        name = "reshard_after_forward"
-        groups = {name: getattr(self, name), "reshard_root": self.reshard_root} | {
-            f"overrides[{pattern!r}].{name}": fields.get(name, True)
-            for pattern, fields in self.overrides.items()
-        }
+        groups = self.everywhere("reshard_after_forward")
+        groups["reshard_root"] = self.reshard_root
         for name, group in groups.items():
             if not isinstance(group, bool) and shards % group:
                 sizes = [n for n in range(1, shards + 1) if shards % n == 0]

@@ -37,16 +37,11 @@ def builder(
     layout: Layout,
     *,
     training: bool,
-    whole_root: bool = True,
 ) -> Build:
     """Returns a function that makes the model on one device, over its shards.
 
-    Args:
-      graphdef: the model's structure.
-      units: module types that become Units.
-      layout: the layout of the parameters that the model is made of.
-      training: True for train mode, False for eval mode.
-      whole_root: whether to gather the root when the model is made.
+    ``layout`` is that of the parameters that the model is made of. The root is gathered
+    at once, except in train mode if the policy makes it a unit (``reshard_root``).
     """
 
     def build(
@@ -59,7 +54,7 @@ def builder(
             model.eval()
         modules.make_units(model, units)
         modules.place(model, layout.policy, layout.places)
-        if whole_root:
+        if not training or layout.policy.reshard_root is False:
             modules.gather_root(model)
         return model
 

@@ -81,12 +81,8 @@ def make_segments(
 ) -> Iterator[Segment]:
     """Yields the segments of a Stack of ``length`` layers.
 
-    Args:
-      traced: one layer.
-      own: the parameters of all layers.
-      policy: the policy of the Stack.
-      length: the number of layers.
-      prefetch: whether collectives run beside neighbouring layers.
+    ``traced`` is one of them, and ``own`` holds the parameters of all. With
+    ``prefetch``, collectives run beside neighbouring layers.
     """
     types = own.types(layer=True)
 
@@ -169,10 +165,8 @@ class StackArrays:
     def take(self, cursor: tuple, bounds: tuple[int, int], step: int) -> tuple:
         """Returns the shards of the layer at a cursor, and the next cursor.
 
-        Args:
-          cursor: the position.
-          bounds: (start, stop) of the loop's layers.
-          step: 1 in the forward, -1 in the backward.
+        ``bounds`` are (start, stop) of the loop's layers; ``step`` is 1 in the forward
+        and -1 in the backward.
         """
         (index, fetched), (start, stop) = cursor, bounds
         following = index + step
