@@ -27,19 +27,12 @@ from jshard.unit.remat import checkpoint, note_names
 
 
 class Inputs(NamedTuple):
-    """The inputs of a layer, or their gradients, as pytrees of arrays.
+    """The inputs of a layer, or their gradients, as pytrees of arrays."""
 
-    Attributes:
-      weights: full weights.
-      xs: the layer's other arrays: state, and shards of units inside it.
-      carry: what one layer passes to the next; for a Unit, the arguments of the call.
-      args: what all layers share.
-    """
-
-    weights: Any
-    xs: Any
-    carry: Any
-    args: Any
+    weights: Any  # full weights
+    xs: Any  # the layer's other arrays: state, and shards of units inside it
+    carry: Any  # what one layer passes to the next; for a Unit, the call's arguments
+    args: Any  # what all layers share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
