@@ -90,12 +90,7 @@ def check_layer_counts(policy: Policy, model: nnx.Module) -> None:
     has_stacks = any(isinstance(m, Stack) for _, m in nnx.iter_modules(model))
     shapes = [np.shape(v.get_value())[: layer_dims(v)] for _, v in variables(model)]
     most = max((number for shape in shapes for number in shape), default=0)
-    names = ("first_k", "keep_last")
-    counts: dict[str, Any] = {name: getattr(policy, name) for name in names} | {
-        f"overrides[{pattern!r}].{name}": fields.get(name)
-        for pattern, fields in policy.overrides.items()
-        for name in names
-    }
+    counts = policy.everywhere("first_k") | policy.everywhere("keep_last")
     for name, count in counts.items():
         if count is None or (count == 0 and name.endswith("keep_last")):
             continue
@@ -136,11 +131,7 @@ def check_batch(
 ) -> None:
     """Raises UserError unless the examples divide by devices and micro-batches.
 
-    Args:
-      batch: the global batch, or the part of one of ``processes`` processes.
-      mesh: the mesh that shards the batch.
-      accumulate: number of micro-batches.
-      processes: number of equal parts.
+    ``batch`` is the global batch, or the part of one of ``processes`` processes.
     """
     devices = mesh.shape[REPLICA] * mesh.shape[FSDP]
     sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}

@@ -100,16 +100,19 @@ def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
             yield from equations(inner, times * trips)
 
 
-def product_flops(jaxpr: core.Jaxpr) -> tuple[int, int]:
-    """Returns the FLOPs of a program's matrix products, and how many there are."""
-    flops = count = 0
+def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
+    """Yields each matrix product, its FLOPs in all, and how often it runs."""
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name == "dot_general":
             (over, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[d] for d in over)
-            flops += 2 * times * depth * eqn.outvars[0].aval.size
-            count += times
-    return flops, count
+            yield eqn, 2 * times * depth * eqn.outvars[0].aval.size, times
+
+
+def product_flops(jaxpr: core.Jaxpr) -> tuple[int, int]:
+    """Returns the FLOPs of a program's matrix products, and how many there are."""
+    found = list(_products(jaxpr))
+    return sum(flops for _, flops, _ in found), sum(times for *_, times in found)
 
 
 def attention_kernels(jaxpr: core.Jaxpr) -> list[str]:
@@ -123,9 +126,7 @@ def attention_kernels(jaxpr: core.Jaxpr) -> list[str]:
 def network_axes(mesh: Mesh, hosts: Sequence[Any]) -> dict[str, int]:
     """Returns the axes that span hosts, and how many of their devices share one.
 
-    Args:
-      mesh: the devices.
-      hosts: the host of each of them (``mesh.hosts_of``).
+    ``hosts`` are those of the mesh's devices (``mesh.hosts_of``).
     """
     of_host = np.reshape(hosts, mesh.devices.shape)
     shared = {}
@@ -139,9 +140,7 @@ def network_axes(mesh: Mesh, hosts: Sequence[Any]) -> dict[str, int]:
 def global_batch(batch: Any, mesh: Any) -> Any:
     """Returns the abstract global batch of which ``batch`` is one process's part.
 
-    Args:
-      batch: host arrays, (examples, ...) each, or global arrays, abstract or not.
-      mesh: the mesh that shards the examples.
+    ``batch`` holds host arrays, (examples, ...) each, or global ones, abstract or not.
     """
     processes, sharding = jax.process_count(), NamedSharding(mesh, BATCH)
 
@@ -208,15 +207,11 @@ def describe(
 def _float8(jaxpr: Any) -> str:
     """Says which part of the products with weights, by FLOPs, is in float8."""
     flops, in_float8 = 0, 0
-    for eqn, times in equations(jaxpr):
-        if eqn.primitive.name != "dot_general":
-            continue
-        (over, _), (batch, _) = eqn.params["dimension_numbers"]
+    for eqn, work, _ in _products(jaxpr):
+        _, (batch, _) = eqn.params["dimension_numbers"]
         if not batch:  # attention has batches of heads
-            depth = np.prod([eqn.invars[0].aval.shape[d] for d in over], dtype=int)
-            work = times * int(depth) * eqn.outvars[0].aval.size
             flops += work
-            in_float8 += work if SCOPE in str(eqn.source_info.name_stack) else 0
+            in_float8 += work if SCOPE in scopes_of(eqn) else 0
     part = in_float8 / flops if flops else 0
     return f"{part:.0%} of the FLOPs of products with weights"
 

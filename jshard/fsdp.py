@@ -245,16 +245,9 @@ class FSDP:
             check_batch(batch, self.mesh, accumulate=policy.accumulate)
             check_state(state, policy)
             layout = self._layout(state)
-            whole_root, of_root = policy.reshard_root is False, loss_fn
-            if not whole_root:
-                of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
-            build = step.builder(
-                state.graphdef,
-                self.units,
-                layout.gathered() if policy.defer_scatter else layout,
-                training=True,
-                whole_root=whole_root,
-            )
+            own = layout.gathered() if policy.defer_scatter else layout
+            build = step.builder(state.graphdef, self.units, own, training=True)
+            of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
             local = functools.partial(step.train, build, of_root, layout)
             specs, same = layout.local_specs, PartitionSpec()
             run = self._shard_map(
@@ -293,10 +286,8 @@ class FSDP:
           donate_batch: whether outputs take the memory of the batch.
         """
 
-        def local(build: step.Build, arrays: ModelArrays, batch: Any) -> Any:
-            return fn(build(*arrays), batch)
-
         def predict_step(state: TrainState, batch: Any) -> Any:
+            local = lambda build, arrays, batch: fn(build(*arrays), batch)
             return self._in_eval_mode(local, BATCH, state, batch)
 
         donated = {"donate_argnums": 1} if donate_batch else {}

@@ -113,11 +113,7 @@ class Knob:
         return ", ".join(filter(None, (_either([*special, *nouns]), bounds)))
 
     def problem(self, value: Any) -> str:
-        """Returns what is wrong with a config's value, as "must be ..."; "" if nothing.
-
-        Args:
-          value: From a recipe or the command line.
-        """
+        """Returns what is wrong with a config's value: "must be ..."; "" if nothing."""
         if not self.allows(value):
             return f"must be {self.possible()}"
         open_ended = self.at_most is None and self.below is None

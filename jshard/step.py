@@ -15,7 +15,6 @@ from flax import nnx
 from jax import lax
 
 from jshard.comm.collectives import all_gather, all_reduce, reduce_scatter
-from jshard.comm.equal_state import differing, of_first_device
 from jshard.comm.varying import vary, varying, zeros_like
 from jshard.compat.jaxprs import trace_once, without_dead_code
 from jshard.errors import UserError
@@ -26,6 +25,7 @@ from jshard.nn.loss import Loss, Mean, divide, map_means, split_result
 from jshard.precision import at_least_float32
 from jshard.state import ModelArrays
 from jshard.unit import modules
+from jshard.unit.equal_state import differing, of_first_device
 
 # (params, frozen, model_state) -> a model whose units gather their shards
 Build = Callable[..., nnx.Module]
@@ -37,16 +37,11 @@ def builder(
     layout: Layout,
     *,
     training: bool,
-    whole_root: bool = True,
 ) -> Build:
     """Returns a function that makes the model on one device, over its shards.
 
-    Args:
-      graphdef: the model's structure.
-      units: module types that become Units.
-      layout: the layout of the parameters that the model is made of.
-      training: True for train mode, False for eval mode.
-      whole_root: whether to gather the root when the model is made.
+    ``layout`` is that of the parameters that the model is made of. The root is gathered
+    at once, except in train mode if the policy makes it a unit (``reshard_root``).
     """
 
     def build(
@@ -59,7 +54,7 @@ def builder(
             model.eval()
         modules.make_units(model, units)
         modules.place(model, layout.policy, layout.places)
-        if whole_root:
+        if not training or layout.policy.reshard_root is False:
             modules.gather_root(model)
         return model
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hlo
 import jshard
+from jshard.layout.layers import layer_dims
 from jshard.layout.specs import sharded_dim
 from jshard.mesh import FSDP, REPLICA
 from jshard.optim.per_layer import sharded_update
@@ -206,7 +207,7 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
         for path, variable in nnx.to_flat_state(params):
             name = ".".join(str(part) for part in path if not isinstance(part, int))
             shape = np.shape(variable.get_value())
-            layered = "layer_dims" in variable.get_metadata()
+            layered = layer_dims(variable) > 0
             stack = int(shape[0]) if layered else 1
             layer = int(np.prod(shape)) // stack
             if sharded_dim(variable, policy, mesh) is None:

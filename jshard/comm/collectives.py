@@ -93,12 +93,8 @@ def reduce_scatter(
 
     A reduce-scatter over "fsdp", then an all-reduce of the shard over "replica" (not if
     the shard varies there: such gradients accumulate before they are reduced). The
-    gradient of a replicated parameter is only all-reduced.
-
-    Args:
-      grad: this device's gradient of the full parameter.
-      place: the parameter's placement.
-      shard: the shard; only its dtype and mesh type are read.
+    gradient of a replicated parameter is only all-reduced. Of ``shard`` only dtype and
+    mesh type are read.
     """
     return all_reduce(scatter(grad, place), shard)
 

@@ -27,10 +27,7 @@ from jshard.scopes import LOOK_UP
 def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:
     """Returns whether exchanging the rows of ``ids`` moves fewer bytes than a gather.
 
-    Args:
-      shard_VC: this device's part of the table.
-      place: the table's placement. The answer is False unless columns are sharded.
-      ids: what is looked up. The answer is False unless it is an integer array.
+    The answer is False unless columns are sharded and ``ids`` is an integer array.
     """
     devices = lax.axis_size(FSDP)
     if place.dim != -1 or devices == 1:

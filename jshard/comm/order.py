@@ -54,6 +54,7 @@ Results = tuple[list[Any], jax.Array]
 
 _LOOPS_AND_BRANCHES = {"scan", "while", "cond"}
 _SEQUENCES = _LOOPS_AND_BRANCHES | {"shard_map"}
+_OPENED = _LOOPS_AND_BRANCHES | CALLS.keys()  # the chain goes through these
 
 
 def in_order(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,12 +165,12 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
                     here = _here(token, [x for x in tied if x.size])
             elif name == "pvary":
                 results = values
-            elif name in _INNER and exchanges:
+            elif name in _OPENED and exchanges:
                 token = lax.select(here, token, jnp.ones_like(token))
-                results, token = _INNER[name](eqn, values, token)
+                results, token = _inside(eqn, values, token)
                 last = []
-            elif name in _INNER:
-                results, _ = _INNER[name](eqn, values, token)
+            elif name in _OPENED:
+                results, _ = _inside(eqn, values, token)
             elif exchanges:
                 raise UserError(
                     f"collectives inside of {name} cannot be put in the one order that "
@@ -202,8 +203,12 @@ def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     return bind(eqn, values)
 
 
-def _call(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
-    return _chain(inner_jaxpr(eqn), values, token)
+def _inside(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+    if eqn.primitive.name == "remat2":
+        return _remat(eqn, values, token)
+    if eqn.primitive.name in CALLS:
+        return _chain(inner_jaxpr(eqn), values, token)
+    return _turn(_chain, eqn, values, token)
 
 
 def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
@@ -228,17 +233,6 @@ def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
         *consts, *inputs, **eqn.params | {"jaxpr": inner}
     )
     return results, token
-
-
-def _loop_or_branch(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
-    return _turn(_chain, eqn, values, token)
-
-
-_INNER: dict[str, Callable[..., Results]] = {
-    **dict.fromkeys(CALLS, _call),
-    **dict.fromkeys(_LOOPS_AND_BRANCHES, _loop_or_branch),
-    "remat2": _remat,
-}
 
 
 # Outside shard_map: one thunk sequence at a time.

@@ -33,12 +33,7 @@ def prepare(
 ) -> None:
     """Casts a new model's parameters to the policy's dtypes and marks its tables.
 
-    Args:
-      model: the model, concrete or traced; changed in place.
-      policy: the policy with the parameters' dtypes.
-      mesh: the mesh that the parameters will be sharded over.
-      units: module types that become Units.
-      is_parameter: an NNX filter that selects parameters.
+    The model, concrete or traced, is changed in place.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, units):
@@ -62,15 +57,11 @@ def mark_stacked(
     layer_dims: Mapping[type, int],
     is_parameter: Callable[[tuple, Any], bool],
 ) -> None:
-    """Marks the layer dimensions of parameters that ``nnx.vmap`` stacked.
+    """Marks the layer dimensions of parameters that ``nnx.vmap`` stacked, in place.
 
-    The marks are the same as those of a Stack's parameters.
-
-    Args:
-      model: the model, concrete or traced; changed in place.
-      layer_dims: for each module type, the number of leading layer dimensions of its
-        parameters, including those of its submodules.
-      is_parameter: an NNX filter that selects parameters.
+    The marks are the same as those of a Stack's parameters. ``layer_dims`` holds, for
+    each module type, the number of leading layer dimensions of its parameters,
+    including those of its submodules.
 
     Raises:
       UserError: if parameters of a module lack these dimensions or differ in them.
@@ -94,7 +85,7 @@ def mark_stacked(
                     f"leading layer dimensions of {type(module).__name__}; give the "
                     "number that nnx.vmap added"
                 )
-            found = (number, tuple(map(str, inner)))
+            found = (number, inner)
             stacked[id(variable)] = max(
                 found,
                 stacked.get(id(variable), found),
@@ -103,7 +94,8 @@ def mark_stacked(
             )
     for _, variable in variables(model):
         if id(variable) in stacked:
-            layers.mark_stacked(variable, *stacked[id(variable)])
+            number, path = stacked[id(variable)]
+            layers.mark_layers(variable, inner=[path] * number)
 
 
 def make(

@@ -1,51 +1,37 @@
 """Metadata that marks which dimensions of a variable are layer dimensions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
 
-# Metadata keys of a Stack's variables: the number of leading layer dimensions, and the
-# variable's path in a layer of each Stack, outermost Stack first.
-LAYER_DIMS = "layer_dims"
+# Metadata key: the variable's path in a layer of each Stack that it is stacked by,
+# outermost Stack first. The Stacks' layer dimensions lead its shape.
 IN_LAYER = "in_layer"
 
 
 def layer_dims(variable: nnx.Variable) -> int:
     """Returns the number of leading layer dimensions of ``variable``."""
-    return variable.get_metadata(LAYER_DIMS, 0)
+    return len(variable.get_metadata(IN_LAYER, ()))
 
 
-def mark_layers(variable: nnx.Variable, path: tuple[Any, ...]) -> None:
-    """Marks the first dimension of a new Stack's variable as a layer dimension.
-
-    Args:
-      variable: the variable; its metadata is changed in place.
-      path: the variable's path in a layer.
-    """
-    inner = variable.get_metadata(IN_LAYER, ())
-    variable.set_metadata(IN_LAYER, (tuple(map(str, path)), *inner))
-    variable.set_metadata(LAYER_DIMS, layer_dims(variable) + 1)
-
-
-def mark_stacked(variable: nnx.Variable, number: int, path: tuple[str, ...]) -> None:
-    """Marks the next ``number`` dimensions as layer dimensions.
-
-    They follow the layer dimensions that are already marked.
+def mark_layers(
+    variable: nnx.Variable, *, outer: Sequence[tuple] = (), inner: Sequence[tuple] = ()
+) -> None:
+    """Marks the layer dimensions of further Stacks, in place.
 
     Args:
-      variable: the variable; its metadata is changed in place.
-      number: the number of dimensions to mark.
-      path: the variable's path in a layer.
+      variable: the variable.
+      outer: its path in a layer of each Stack around those that are marked already.
+      inner: the same for each Stack inside of these.
     """
-    outer = variable.get_metadata(IN_LAYER, ())
-    variable.set_metadata(IN_LAYER, (*outer, *[path] * number))
-    variable.set_metadata(LAYER_DIMS, layer_dims(variable) + number)
+    paths = (*outer, *variable.get_metadata(IN_LAYER, ()), *inner)
+    variable.set_metadata(IN_LAYER, tuple(tuple(map(str, path)) for path in paths))
 
 
 def without_layers(variable: nnx.Variable) -> nnx.Variable:
     """Returns a copy of a Stack's variable marked with one fewer layer dimension."""
-    inner = variable.get_metadata(IN_LAYER, ())[1:]
-    return variable.copy(**{LAYER_DIMS: layer_dims(variable) - 1, IN_LAYER: inner})
+    return variable.copy(**{IN_LAYER: variable.get_metadata(IN_LAYER, ())[1:]})
 
 
 def stack_of(path: tuple[Any, ...], variable: nnx.Variable) -> tuple[str, ...] | None:

@@ -87,10 +87,8 @@ class Layout:
 
             return jax.tree.map(sharding, tree)
 
-        streamed, fetched = (
-            self.policy.offload is not None,
-            self.policy.offload == "all",
-        )
+        streamed = self.policy.offload is not None
+        fetched = self.policy.offload == "all"
         return dataclasses.replace(
             put(self.specs, False),
             params=put(self.specs.params, fetched),

@@ -81,10 +81,7 @@ def sharded_dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | Non
 def param_spec(variable: nnx.Variable, dim: int | None, mesh: Mesh) -> PartitionSpec:
     """Returns the PartitionSpec of one parameter, including other mesh axes.
 
-    Args:
-      variable: the parameter, with a global array or an abstract one.
-      dim: the sharded dimension, as returned by ``sharded_dim``.
-      mesh: the mesh that it is sharded over.
+    ``dim`` is what ``sharded_dim`` returns for it.
     """
     others = _other_axes(variable, mesh)
     if dim is None and not any(others):

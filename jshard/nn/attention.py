@@ -163,17 +163,14 @@ class _Call:
             return packed_attention(
                 q, k, v, *packed, is_causal=self.is_causal, **options
             )
-        options: dict[str, Any] = {}
-        if self.scale is not None:
-            options["scale"] = self.scale
-        if self.window is not None:  # JAX does not count the position itself
-            options["local_window_size"] = (self.window - 1, 0)
+        mask_B1TS = None
         if document_BT is not None:
-            same_BTS = document_BT[:, :, None] == document_BT[:, None]
-            options["mask"] = same_BTS[:, None]
+            mask_B1TS = (document_BT[:, :, None] == document_BT[:, None])[:, None]
+        window = self.window and (self.window - 1, 0)  # JAX leaves the position out
+        options = {"is_causal": self.is_causal, "local_window_size": window}
         attend: Any = jax.nn.dot_product_attention
         return attend(
-            q, k, v, is_causal=self.is_causal, implementation=kernel, **options
+            q, k, v, None, mask_B1TS, scale=self.scale, implementation=kernel, **options
         )
 
 

@@ -25,19 +25,12 @@ BLOCK = 1024  # tokens; (B, N, 1024, 1024) scores exist at a time (docs/log.md)
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How scores follow from products of queries and keys.
+    """How scores follow from products of queries and keys."""
 
-    Attributes:
-      scale: what the products are multiplied with.
-      is_causal: whether position t attends only to positions up to t.
-      window: the number of latest positions that t attends to, itself included.
-      soft_cap: c in ``c tanh(score / c)``.
-    """
-
-    scale: float
-    is_causal: bool = False
-    window: int | None = None
-    soft_cap: float | None = None
+    scale: float  # what the products are multiplied with
+    is_causal: bool = False  # whether position t attends only to positions up to t
+    window: int | None = None  # latest positions that t attends to, its own included
+    soft_cap: float | None = None  # c in c tanh(score / c)
 
     def capped(self, scores: jax.Array) -> jax.Array:
         """Returns scores with the soft cap."""
@@ -82,7 +75,7 @@ def blockwise_attention(
     if segments_BT is not None:
         segments_BT = _padded(segments_BT, queries)
     pairs = _Pairs(scores, T, S, queries, keys)
-    out_BTKGH: Any = _attend(pairs, q_BTKGH, k_BSKH, v_BSKH, segments_BT)
+    out_BTKGH: Any = _attend(pairs, (q_BTKGH, k_BSKH, v_BSKH, segments_BT))
     return out_BTKGH[:, :T].reshape(q_BTNH.shape)
 
 
@@ -95,21 +88,13 @@ def _padded(x: jax.Array, block: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Pairs:
-    """The pairs of blocks that are computed.
-
-    Attributes:
-      scores: scale, mask and soft cap.
-      T: number of queries, without padding.
-      S: number of keys, without padding.
-      queries: number of queries of a block.
-      keys: number of keys of a block.
-    """
+    """The pairs of blocks that are computed."""
 
     scores: Scores
-    T: int
-    S: int
-    queries: int
-    keys: int
+    T: int  # number of queries, without padding
+    S: int  # number of keys, without padding
+    queries: int  # of a block
+    keys: int  # of a block
 
     def starts(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the first query and the first key of each pair, (pairs,) int32."""
@@ -167,9 +152,9 @@ def _full(like: jax.Array, shape: tuple[int, ...], value: float = 0.0) -> jax.Ar
     return vary(jnp.full(shape, value, _wide(like.dtype)), sorted(varying(like)))
 
 
-def _of_pair(pairs: _Pairs, start: Any, q_BTKGH: Any, kv: Any, segments_BT: Any) -> Any:
+def _of_pair(pairs: _Pairs, start: Any, inputs: Any) -> Any:
     """Returns a pair's queries, keys and values, and segments."""
-    t, s = start
+    (t, s), (q_BTKGH, *kv, segments_BT) = start, inputs
     q_BCKGH = _block(q_BTKGH, t, pairs.queries)
     k_BDKH, v_BDKH = (_block(x, s, pairs.keys) for x in kv)
     segments = None
@@ -182,23 +167,18 @@ def _of_pair(pairs: _Pairs, start: Any, q_BTKGH: Any, kv: Any, segments_BT: Any)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    pairs: _Pairs, q_BTKGH: Any, k_BSKH: Any, v_BSKH: Any, segments_BT: Any
-) -> jax.Array:
-    return _forward(pairs, q_BTKGH, k_BSKH, v_BSKH, segments_BT)[0]
+def _attend(pairs: _Pairs, inputs: tuple) -> jax.Array:
+    return _forward(pairs, inputs)[0]
 
 
-def _forward(
-    pairs: _Pairs, q_BTKGH: Any, k_BSKH: Any, v_BSKH: Any, segments_BT: Any
-) -> Any:
+def _forward(pairs: _Pairs, inputs: tuple) -> Any:
+    q_BTKGH, *_ = inputs
     B, T, K, G, H = q_BTKGH.shape
     axis = 3  # of queries, in (B, K, G, T, ...)
 
     def step(state: Any, start: Any) -> Any:
         sums_BKGTH, most_BKGT, total_BKGT = state
-        q, k, v, segments = _of_pair(
-            pairs, start, q_BTKGH, (k_BSKH, v_BSKH), segments_BT
-        )
+        q, k, v, segments = _of_pair(pairs, start, inputs)
         scores, counts = pairs.products(q, k, start, segments)
         before = _block(most_BKGT, start[0], pairs.queries, axis)
         scores = jnp.where(counts, scores, -jnp.inf)
@@ -224,21 +204,19 @@ def _forward(
     out_BTKGH = jnp.moveaxis(sums_BKGTH / total_BKGT[..., None], 3, 1)
     out_BTKGH = out_BTKGH.astype(q_BTKGH.dtype)
     norm_BKGT = most_BKGT + jnp.log(total_BKGT)
-    return out_BTKGH, (q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, norm_BKGT)
+    return out_BTKGH, (inputs, out_BTKGH, norm_BKGT)
 
 
 def _backward(pairs: _Pairs, saved: Any, grad_BTKGH: jax.Array) -> Any:
-    q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, norm_BKGT = saved
-    wide, cap = _wide(q_BTKGH.dtype), pairs.scores.soft_cap
+    inputs, out_BTKGH, norm_BKGT = saved
+    wide, cap = _wide(out_BTKGH.dtype), pairs.scores.soft_cap
     # The sum over keys of weight * its gradient.
     mean_BKGT = jnp.einsum(
         "btkgh,btkgh->bkgt", out_BTKGH.astype(wide), grad_BTKGH.astype(wide)
     )
 
     def step(state: Any, start: Any) -> Any:
-        q, k, v, segments = _of_pair(
-            pairs, start, q_BTKGH, (k_BSKH, v_BSKH), segments_BT
-        )
+        q, k, v, segments = _of_pair(pairs, start, inputs)
         t, s = start
         grad = _block(grad_BTKGH, t, pairs.queries)
         norm, mean = (
@@ -259,10 +237,10 @@ def _backward(pairs: _Pairs, saved: Any, grad_BTKGH: jax.Array) -> Any:
             _put(x, _block(x, i, y.shape[1]) + y, i) for x, y, i in places
         ), None
 
-    given = (q_BTKGH, k_BSKH, v_BSKH)
-    state = tuple(_full(x, x.shape) for x in given)
+    state = tuple(_full(x, x.shape) for x in inputs[:3])
     grads, _ = lax.scan(step, state, pairs.starts())
-    return *(g.astype(x.dtype) for g, x in zip(grads, given, strict=True)), None
+    grads = (g.astype(x.dtype) for g, x in zip(grads, inputs[:3], strict=True))
+    return ((*grads, None),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -68,20 +68,14 @@ def cross_entropy(
     # Inside ``shard_map`` a gradient must vary over the same axes as its input. The
     # transpose of ``vary`` sums over the axes that are added here.
     axes = frozenset().union(*map(varying, flat))
-    total = _total(chunk, soft_cap, *(vary(x, sorted(axes)) for x in flat))
+    total = _total(chunk, soft_cap, [vary(x, sorted(axes)) for x in flat])
     return Mean(total, jnp.sum(weights_BT))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _total(
-    chunk: int,
-    soft_cap: float | None,
-    x_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
-) -> jax.Array:
+def _total(chunk: int, soft_cap: float | None, inputs: list[jax.Array]) -> jax.Array:
     """Computes the weighted sum of losses, when nothing is differentiated."""
+    x_ND, head_DV, targets_N, weights_N = inputs
     head_DV = head_DV.astype(x_ND.dtype)
     chunks = (_in_chunks(chunk, x_ND), _in_chunks(chunk, targets_N))
     losses = lax.map(lambda xs: _losses(xs[0], head_DV, xs[1], soft_cap)[0], chunks)
@@ -89,14 +83,10 @@ def _total(
 
 
 def _forward(
-    chunk: int,
-    soft_cap: float | None,
-    x_ND: jax.Array,
-    head_DV: jax.Array,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
+    chunk: int, soft_cap: float | None, inputs: list[jax.Array]
 ) -> tuple[jax.Array, tuple]:
     """Computes the weighted sum of losses, and its gradients as residuals."""
+    x_ND, head_DV, targets_N, weights_N = inputs
     N, D = x_ND.shape
     dtype, wide = x_ND.dtype, weights_N.dtype
     cast_DV = head_DV.astype(dtype)
@@ -124,11 +114,11 @@ def _forward(
 
 def _backward(
     chunk: int, soft_cap: float | None, residuals: tuple, cotangent: jax.Array
-) -> tuple:
+) -> tuple[list]:
     dx_ND, dhead_DV, loss_N, (x, head) = residuals
     dx_ND = (cotangent * dx_ND).astype(x.dtype)
     dhead_DV = (cotangent * dhead_DV).astype(head.dtype)
-    return dx_ND, dhead_DV, None, cotangent * loss_N
+    return ([dx_ND, dhead_DV, None, cotangent * loss_N],)
 
 
 _total.defvjp(_forward, _backward)

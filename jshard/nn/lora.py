@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jshard.errors import UserError, some_of
-from jshard.layout.layers import IN_LAYER, LAYER_DIMS, layer_dims
+from jshard.layout.layers import IN_LAYER, layer_dims, mark_layers
 from jshard.nn.dropout import Dropout
 from jshard.unit.modules import is_unit
 
@@ -125,10 +125,8 @@ def _stacked_dropout(rate: float, kernel: Any, rngs: nnx.Rngs) -> Dropout:
 
 def _mark_like(kernel: Any, variable: nnx.Variable, *name: str) -> None:
     """Marks the layer dimensions that a variable of the same module shares."""
-    if layer_dims(kernel):
-        paths = kernel.get_metadata(IN_LAYER)
-        variable.set_metadata(IN_LAYER, tuple((*path[:-1], *name) for path in paths))
-        variable.set_metadata(LAYER_DIMS, layer_dims(kernel))
+    paths = kernel.get_metadata(IN_LAYER, ())
+    mark_layers(variable, inner=[(*path[:-1], *name) for path in paths])
 
 
 class _Adapted(nnx.Module):

@@ -23,13 +23,8 @@ def update(
 
     ``d * average + (1 - d) * param``, where d is ``min(decay, (1 + steps) / (10 +
     steps))``, so that the initial values are soon forgotten: the formula of
-    TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``.
-
-    Args:
-      averages: the averages before the update.
-      params: the parameters after the update.
-      decay: the limit of d.
-      steps: number of updates so far, this one included.
+    TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``. ``params``
+    and ``steps``, the number of updates so far, are those after the update.
     """
     t = steps.astype(float)
     d = jnp.minimum(decay, (1 + t) / (10 + t))

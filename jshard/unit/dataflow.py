@@ -1,15 +1,24 @@
 """Dataflow analysis: the inputs of a jaxpr that each output depends on."""
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from jshard.compat.jaxprs import scan_body, scan_sizes
+from jshard.compat.jaxprs import open_inner, scan_body, scan_sizes
+
+# rule(eqn, bits of the inputs) -> bits of the outputs, or None for those that follow
+# from the equation's inner jaxpr or, without one, from all of its inputs.
+Rule = Callable[[Any, list[int]], list[int] | None]
 
 
 def dependencies(
-    jaxpr: Any, inputs: Sequence[int], *, by_value: bool = False
+    jaxpr: Any,
+    inputs: Sequence[int],
+    rule: Rule = lambda eqn, entering: None,
+    consts: Sequence[int] = (),
 ) -> list[int]:
     """Returns the union of the bits of the inputs that each output depends on.
 
@@ -19,50 +28,38 @@ def dependencies(
     Args:
       jaxpr: the program.
       inputs: the bits of its inputs.
-      by_value: whether only dependencies of the values count. Then each result of an
-        ``optimization_barrier`` depends on its own operand only, and a ``select`` with
-        a scalar predicate on its cases only. Otherwise everything that is needed to
-        compute an output counts.
+      rule: what holds for some equations instead; by default, everything that is needed
+        to compute an output counts.
+      consts: the bits of its constants, by default 0.
     """
     env: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+    env |= zip(jaxpr.constvars, consts, strict=False)
 
     def read(atom: Any) -> int:
         return 0 if isinstance(atom, core.Literal) else env.get(atom, 0)
 
     for eqn in jaxpr.eqns:
-        entering = [read(atom) for atom in eqn.invars]
-        out = equation_dependencies(eqn, entering, by_value=by_value)
-        for var, bits in zip(eqn.outvars, out, strict=True):
-            env[var] = bits
-    return [read(atom) for atom in jaxpr.outvars]
+        out = _equation(eqn, list(map(read, eqn.invars)), rule)
+        env.update(zip(eqn.outvars, out, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
-def equation_dependencies(
-    eqn: Any, entering: list[int], *, by_value: bool = False
-) -> list[int]:
+def _equation(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
     """Returns the bits of an equation's outputs, given those of its inputs."""
+    if (out := rule(eqn, entering)) is not None:
+        return out
     if eqn.primitive.name == "scan":
-        return _scan(eqn, entering, by_value)
-    if by_value and eqn.primitive.name == "optimization_barrier":
-        return entering
-    if by_value and eqn.primitive.name == "select_n" and not eqn.invars[0].aval.shape:
-        entering = entering[1:]
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    inner = getattr(inner, "jaxpr", inner)
-    if isinstance(inner, core.Jaxpr) and len(inner.invars) == len(entering):
-        if eqn.primitive.name not in ("while", "cond"):
-            return dependencies(inner, entering, by_value=by_value)
-    together = 0
-    for bits in entering:
-        together |= bits
-    return [together] * len(eqn.outvars)
+        return _scan(eqn, entering, rule)
+    if (inner := open_inner(eqn)) is not None:
+        return dependencies(inner, entering, rule)
+    return [functools.reduce(operator.or_, entering, 0)] * len(eqn.outvars)
 
 
-def _scan(eqn: Any, entering: list[int], by_value: bool) -> list[int]:
+def _scan(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
     body, (num_consts, num_carry) = scan_body(eqn), scan_sizes(eqn)
     carry = slice(num_consts, num_consts + num_carry)
     while True:
-        out = dependencies(body, entering, by_value=by_value)
+        out = dependencies(body, entering, rule)
         merged = [a | b for a, b in zip(entering[carry], out[:num_carry], strict=True)]
         if merged == entering[carry]:
             return out

@@ -5,7 +5,9 @@ them: one all-reduce a unit, for all its weights and for all layers of a Stack.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,34 +28,26 @@ def in_float8(
     """Returns a unit that gathers the weights of float8 products in float8.
 
     These are the weights that ``Precision.products`` allows and that the unit only
-    multiplies with. The scales become the last of the unit's parameters.
-
-    Args:
-      own: the unit's parameters.
-      traced: the unit, or one layer of a Stack.
-      stacked: whether the shards have a leading layer dimension.
+    multiplies with. The scales become the last of the unit's parameters. If
+    ``stacked``, the unit is a Stack: ``own`` are all layers' shards, ``traced`` is one.
     """
     weights = traced.inputs.weights
     candidates = [
         place.float8 and is_float(weight) and len(weight.shape) >= 2
         for place, weight in zip(own.places, weights, strict=True)
     ]
-    if not any(candidates):
-        return own, traced
     leaves = jax.tree.leaves(traced.inputs)[: len(traced.jaxpr.invars)]
     chosen = multiplied_only(traced.jaxpr, traced.consts, leaves, candidates)
     if not any(chosen):
         return own, traced
-    places, scaled, grads = list(own.places), [], []
-    for i, weight in enumerate(weights):
-        place = places[i]
-        grads.append(None)
-        if chosen[i]:
-            grads[i] = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
-            places[i] = dataclasses.replace(
-                place, gather=jnp.dtype(E4M3), compute=None, scale=len(scaled)
-            )
-            scaled.append(own.shards[i])
+    places, scaled = list(own.places), []
+    grads: list[Any] = [None] * len(weights)
+    for i in itertools.compress(range(len(weights)), chosen):
+        grads[i] = jax.ShapeDtypeStruct(weights[i].shape, weights[i].dtype)
+        places[i] = dataclasses.replace(
+            places[i], gather=jnp.dtype(E4M3), compute=None, scale=len(scaled)
+        )
+        scaled.append(own.shards[i])
     scales = _scales(scaled, stacked)
     own = Parameters([*own.shards, scales], [*places, Placement(None, trainable=False)])
     inputs = traced.inputs._replace(weights=own.weight_types(layer=stacked))

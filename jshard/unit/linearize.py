@@ -27,19 +27,12 @@ from jshard.unit.remat import checkpoint, note_names
 
 
 class Inputs(NamedTuple):
-    """The inputs of a layer, or their gradients, as pytrees of arrays.
+    """The inputs of a layer, or their gradients, as pytrees of arrays."""
 
-    Attributes:
-      weights: full weights.
-      xs: the layer's other arrays: state, and shards of units inside it.
-      carry: what one layer passes to the next; for a Unit, the arguments of the call.
-      args: what all layers share.
-    """
-
-    weights: Any
-    xs: Any
-    carry: Any
-    args: Any
+    weights: Any  # full weights
+    xs: Any  # the layer's other arrays: state, and shards of units inside it
+    carry: Any  # what one layer passes to the next; for a Unit, the call's arguments
+    args: Any  # what all layers share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,14 +144,14 @@ class LinearizedLayer:
         self._pullback = jax.tree.structure(shapes[1])
         self.consts = list(run.consts)
 
-        def hoisted(consts, *leaves):
-            return core.jaxpr_as_fun(core.ClosedJaxpr(run.jaxpr, consts))(*leaves)
-
         leaves = jax.tree.leaves(traced.inputs)
-        consts = list(map(abstract_like, self.consts))
-        jaxpr = jax.make_jaxpr(lambda *x: hoisted(x[len(leaves) :], *x[: len(leaves)]))(
-            *leaves, *consts
-        ).jaxpr
+
+        def hoisted(*inputs):
+            closed = core.ClosedJaxpr(run.jaxpr, inputs[len(leaves) :])
+            return core.jaxpr_as_fun(closed)(*inputs[: len(leaves)])
+
+        consts = map(abstract_like, self.consts)
+        jaxpr = jax.make_jaxpr(hoisted)(*leaves, *consts).jaxpr
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
         self._leaves_device = [
             isinstance(remat, Offload) and var not in set(jaxpr.invars)
@@ -183,18 +176,15 @@ class LinearizedLayer:
         free = set(jaxpr.invars) - set(jaxpr.invars[before : before + carry])
         kept: dict[Any, int] = {}
         self._source: list[int | None] = []  # index among the kept, or None
+        first, lost = [], []  # whether the first to be kept of its kind; to be rebuilt
         for var, need in zip(jaxpr.outvars[prefix:], needs, strict=True):
-            rebuilt = need in (0, of_weights, of_args) or var in free
-            self._source.append(None if rebuilt else kept.setdefault(var, len(kept)))
+            lost.append(need in (0, of_weights, of_args) or var in free)
+            first.append(not lost[-1] and var not in kept)
+            index = None if lost[-1] else kept.setdefault(var, len(kept))
+            self._source.append(index)
         self._kept = list(kept)
-        where = {index: i for i, index in reversed(list(enumerate(self._source)))}
-        used = [
-            index is not None and where[index] == i
-            for i, index in enumerate(self._source)
-        ]
-        self._forward = needed_for(jaxpr, [True] * prefix + used)
-        lost = [False] * prefix + [index is None for index in self._source]
-        self._rebuild = needed_for(jaxpr, lost)
+        self._forward = needed_for(jaxpr, [True] * prefix + first)
+        self._rebuild = needed_for(jaxpr, [False] * prefix + lost)
         self.reads = self._rebuild[1][: len(inputs.weights)]
 
     def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:

@@ -190,7 +190,8 @@ def _of_one_type(
 def _custom_vjp(
     custom_vjp: Callable, function: jax.custom_vjp, *args: Any, **kwargs: Any
 ) -> Any:
-    if _module(function.fun).split(".")[0] == "jshard":
+    module = getattr(function.fun, "__module__", None) or ""
+    if module.split(".")[0] == "jshard":
         return custom_vjp(function, *args, **kwargs)  # jshard's own rules are typed
     axes = frozenset[str]().union(*_tree_axes((args, kwargs)))
 
@@ -221,10 +222,6 @@ def _custom_jvp(
     rule: Any = function.jvp
     alike = with_rules(function, jvp=jvp) if rule else function
     return custom_jvp(alike, *args, **kwargs)
-
-
-def _module(function: Any) -> str:
-    return getattr(function, "__module__", None) or ""
 
 
 def _moves(x: Any) -> bool:

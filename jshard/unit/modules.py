@@ -110,7 +110,7 @@ class Stack(nnx.Module, pytree=False):
 
         layers = make(rngs)
         for path, variable in variables(layers):
-            mark_layers(variable, path)
+            mark_layers(variable, outer=[path])
         if isinstance(layers, (Unit, Stack)):
             raise UserError(
                 "Stack: its layers are Units or Stacks already; stack plain modules, "
@@ -239,10 +239,10 @@ def gather_root(model: nnx.Module) -> None:
 def root_as_unit(fn: Callable, reshard: Reshard) -> Callable:
     """Returns ``fn(model, *args)`` as one Unit that owns the root's parameters.
 
-    Args:
-      fn: a function of the model.
-      reshard: whether the backward gathers the root's parameters again.
+    If ``reshard`` is False, the root is gathered already, and this is ``fn`` itself.
     """
+    if reshard is False:
+        return fn
     policy = UnitPolicy("none", reshard_after_forward=reshard)
     return lambda model, *args: _run_unit(model, fn, args, {}, policy)
 
@@ -329,17 +329,11 @@ def _run_unit(
 def prepare_layers(
     stack: Stack, x: Any, args: tuple, following: Parameters
 ) -> tuple[Callable, Callable]:
-    """Returns the functions ``run`` and ``finish`` for a call of a Stack.
+    """Returns the functions ``run`` and ``finish`` for ``stack(x, *args)``.
 
     ``finish(*run())`` returns the result of the call and the full weights of
-    ``following``. In a step, ``run`` is the scan of ``unit/stack.py``; otherwise it is
-    a plain ``lax.scan``.
-
-    Args:
-      stack: the Stack.
-      x: the input of its first layer.
-      args: what all layers share.
-      following: parameters to gather while the last layer runs.
+    ``following``, gathered while the last layer runs. In a step, ``run`` is the scan of
+    ``unit/stack.py``; otherwise it is a plain ``lax.scan``.
 
     Raises:
       UserError: here or in ``run``, if a layer changes the carry's shape or dtype, or a

@@ -28,14 +28,9 @@ def scales(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The parameters that a unit owns.
+    """The parameters that a unit owns."""
 
-    Attributes:
-      shards: this device's shards; those of a Stack have shape (L, ...).
-      places: the Placement of each.
-    """
-
-    shards: Sequence[jax.Array] = ()
+    shards: Sequence[jax.Array] = ()  # this device's; those of a Stack are (L, ...)
     places: Sequence[Placement] = ()
 
     @property

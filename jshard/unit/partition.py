@@ -1,6 +1,7 @@
 """Splits a pytree into its arrays and the rest, and joins them, as in equinox."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,46 +23,28 @@ class Static:
     value: Any
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Skeleton:
-    """A pytree without its arrays: its structure, flags, names and functions.
+def partition(tree: Any) -> tuple[list[jax.Array], Static]:
+    """Splits ``tree`` into its arrays and the rest: structure, flags, names, functions.
 
-    It is itself a pytree without leaves, so a traced function can return it.
-
-    Attributes:
-      structure: the structure of the pytree.
-      leaves: its leaves, with None in place of arrays. The leaf of a sharded parameter
-        is its Variable.
-      is_array: whether each leaf is an array or a sharded parameter.
-    """
-
-    structure: Any
-    leaves: tuple[Any, ...]
-    is_array: tuple[bool, ...]
-
-
-def partition(tree: Any) -> tuple[list[jax.Array], Skeleton]:
-    """Splits ``tree`` into its arrays and the rest.
-
-    The array of a sharded parameter is this device's shard.
+    The array of a sharded parameter is this device's shard; its Variable is in the
+    rest.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_shard)
     arrays = [array_of(x) for x in leaves]
-    is_array = tuple(isinstance(x, (jax.Array, np.ndarray)) for x in arrays)
-    found = [jnp.asarray(x) for x, a in zip(arrays, is_array, strict=True) if a]
-    rest = (None if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves)
-    return found, Skeleton(structure, tuple(rest), is_array)
+    is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in arrays]
+    found = [jnp.asarray(x) for x in itertools.compress(arrays, is_array)]
+    rest = [None if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves]
+    return found, Static((structure, rest, is_array))
 
 
-def combine(arrays: Iterable[jax.Array], skeleton: Skeleton) -> Any:
+def combine(arrays: Iterable[jax.Array], rest: Static) -> Any:
     """Reverses ``partition``, with these arrays."""
-    values = iter(arrays)
+    values, (structure, leaves, is_array) = iter(arrays), rest.value
     leaves = [
-        with_array(leaf, next(values)) if is_array else leaf
-        for leaf, is_array in zip(skeleton.leaves, skeleton.is_array, strict=True)
+        with_array(leaf, next(values)) if is_one else leaf
+        for leaf, is_one in zip(leaves, is_array, strict=True)
     ]
-    return jax.tree.unflatten(skeleton.structure, leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def select(tree: Any, wanted: Any) -> Any:

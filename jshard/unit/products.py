@@ -134,11 +134,8 @@ def multiplied_only(
 ) -> list[bool]:
     """Returns which of a layer's weights are only multiplied with, in float8.
 
-    Args:
-      jaxpr: the layer.
-      consts: its constants.
-      inputs: its abstract inputs, of which the first are weights.
-      candidates: which of the weights are considered.
+    The first of its abstract ``inputs`` are weights, of which ``candidates`` are
+    considered.
     """
     chosen = list(candidates)
 

@@ -15,9 +15,9 @@ from jshard.policy import ATTENTION_OPERANDS, Names
 
 @dataclasses.dataclass(frozen=True)
 class _Shown:
-    """The remat policies of a step's layers, and the names of their activations."""
+    """The names of activations in a step's remat policies, and in its layers."""
 
-    policies: set[Names] = dataclasses.field(default_factory=set)
+    wanted: set[str] = dataclasses.field(default_factory=set)
     found: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -37,8 +37,7 @@ def checked_names() -> Iterator[None]:
         yield
     finally:
         _shown.reset(token)
-    wanted = {name for remat in shown.policies for name in remat.names}
-    if unknown := sorted(wanted - shown.found):
+    if unknown := sorted(shown.wanted - shown.found):
         raise UserError(
             f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
             "(with jax.ad_checkpoint.checkpoint_name); named are: "
@@ -53,7 +52,7 @@ def note_names(jaxpr: core.Jaxpr, remat: Any) -> None:
     """
     if (shown := _shown.get()) is not None:
         shown.found.update(names_in(jaxpr))
-        shown.policies.update([remat] if isinstance(remat, Names) else [])
+        shown.wanted.update(remat.names if isinstance(remat, Names) else ())
 
 
 def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:

@@ -23,22 +23,14 @@ class Segment:
     """Layers ``start`` to ``stop - 1`` of a Stack, which share a loop.
 
     XLA inlines a loop of one iteration: a single layer is scheduled like a Unit.
-
-    Attributes:
-      start: the first layer.
-      stop: one more than the last layer.
-      in_loop: a layer inside the loop.
-      peeled: a layer outside the loop.
-      prefetch: whether collectives run beside neighbouring layers.
-      unroll: whether the layers follow each other without a loop.
     """
 
     start: int
     stop: int
-    in_loop: ShardedLayer
-    peeled: ShardedLayer
-    prefetch: bool
-    unroll: bool
+    in_loop: ShardedLayer  # a layer inside the loop
+    peeled: ShardedLayer  # a layer outside the loop
+    prefetch: bool  # whether collectives run beside neighbouring layers
+    unroll: bool  # whether the layers follow each other without a loop
 
     @property
     def length(self) -> int:
@@ -81,12 +73,8 @@ def make_segments(
 ) -> Iterator[Segment]:
     """Yields the segments of a Stack of ``length`` layers.
 
-    Args:
-      traced: one layer.
-      own: the parameters of all layers.
-      policy: the policy of the Stack.
-      length: the number of layers.
-      prefetch: whether collectives run beside neighbouring layers.
+    ``traced`` is one of them, and ``own`` holds the parameters of all. With
+    ``prefetch``, collectives run beside neighbouring layers.
     """
     types = own.types(layer=True)
 
@@ -111,34 +99,21 @@ def make_segments(
 
 
 class Sums(NamedTuple):
-    """The gradients that a backward accumulates, or None for inputs without one.
+    """The gradients that a backward accumulates, or None for inputs without one."""
 
-    Attributes:
-      carry: cotangents of the current layer's carry.
-      args: gradients of what all layers share.
-      shards: gradients of the stacked shards.
-      xs: gradients of the other stacked arrays.
-    """
-
-    carry: Any
-    args: Any
-    shards: Any
-    xs: Any
+    carry: Any  # cotangents of the current layer's carry
+    args: Any  # of what all layers share
+    shards: Any  # (L, ...) each
+    xs: Any  # of the other stacked arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class StackArrays:
-    """The arrays that a Stack is called with, read one layer at a time.
+    """The arrays that a Stack is called with, read one layer at a time."""
 
-    Attributes:
-      own: shards of the parameters, (L, ...) each.
-      xs: the other arrays of the layers, (L, ...) each.
-      args: what all layers share.
-    """
-
-    own: Parameters
-    xs: Any
-    args: Any
+    own: Parameters  # (L, ...) each
+    xs: Any  # the other arrays of the layers, (L, ...) each
+    args: Any  # what all layers share
 
     def unshard(self, index: Any, carry: Any) -> tuple[list[jax.Array], Any]:
         """Gathers a layer's weights once ``carry`` is computed; returns both."""
@@ -169,10 +144,8 @@ class StackArrays:
     def take(self, cursor: tuple, bounds: tuple[int, int], step: int) -> tuple:
         """Returns the shards of the layer at a cursor, and the next cursor.
 
-        Args:
-          cursor: the position.
-          bounds: (start, stop) of the loop's layers.
-          step: 1 in the forward, -1 in the backward.
+        ``bounds`` are (start, stop) of the loop's layers; ``step`` is 1 in the forward
+        and -1 in the backward.
         """
         (index, fetched), (start, stop) = cursor, bounds
         following = index + step
@@ -196,17 +169,11 @@ class StackArrays:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The layers of a segment with their arrays, to run one layer at a time.
-
-    Attributes:
-      segment: the layers.
-      arrays: the arrays that the Stack is called with.
-      consts: ``segment.consts()``, as inputs of the differentiated function.
-    """
+    """The layers of a segment with their arrays, to run one layer at a time."""
 
     segment: Segment
     arrays: StackArrays
-    consts: tuple[list, list]
+    consts: tuple[list, list]  # segment.consts(), as inputs of what is differentiated
 
     def forward(
         self, unit: ShardedLayer, index: Any, weights: Any, carry: Any

@@ -23,17 +23,11 @@ from jshard.layout.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The value of a parameter's Variable, in place of its array.
+    """The value of a parameter's Variable, in place of its array."""
 
-    Attributes:
-      array: this device's part.
-      place: the parameter's placement.
-      name: the parameter's path.
-    """
-
-    array: jax.Array
+    array: jax.Array  # this device's part
     place: Placement
-    name: str
+    name: str  # the parameter's path
 
     def whole(self) -> jax.Array:
         """Returns the gathered weight, for a read outside the parameter's unit."""

@@ -162,7 +162,7 @@ class _Passes:
                 saved.append(some_saved)
         if not self.segments[-1].prefetch:
             weights, carry = unshard_after(carry, next_shards, self.following.places)
-        ys = jax.tree.map(lambda *parts: _concatenate(parts), *ys)
+        ys = jax.tree.map(lambda *parts: jnp.concatenate(parts), *ys)
         return (carry, ys, weights), (shards, xs, args, consts, saved)
 
     @jax.named_scope(LAYERS)
@@ -194,8 +194,7 @@ class _Passes:
             else:
                 sums = _scan_backward(layers, own_saved, ys_ct, sums)
         parts = map_present(all_reduce, parts, self.following.types())
-        none = jax.tree.map(lambda _: None, consts)
-        return sums.shards, sums.xs, sums.carry, sums.args, none, parts
+        return sums.shards, sums.xs, sums.carry, sums.args, None, parts
 
     def _arrays(self, shards, xs, args):
         return StackArrays(Parameters(shards, self.own.places), xs, args)
@@ -279,7 +278,3 @@ def split_aux(result: Any, carry: Any) -> tuple[Any, Any, bool]:
 
 def _zeros(arrays: Sequence[jax.Array], wanted: Iterable[bool]) -> list[Any]:
     return [zeros_like(x) if w else None for x, w in zip(arrays, wanted, strict=True)]
-
-
-def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -42,19 +42,12 @@ from jshard.unit.partition import merge, select
 
 @dataclasses.dataclass(frozen=True)
 class ShardedLayer:
-    """A layer whose weights exist only as shards between uses.
+    """A layer whose weights exist only as shards between uses."""
 
-    Attributes:
-      layer: the layer as a function of full weights.
-      places: the Placement of each parameter.
-      types: the abstract shard of each parameter.
-      reshard_after_forward: see ``UnitPolicy``.
-    """
-
-    layer: LinearizedLayer
-    places: Sequence[Placement]
-    types: Sequence[jax.ShapeDtypeStruct]
-    reshard_after_forward: Reshard
+    layer: LinearizedLayer  # as a function of full weights
+    places: Sequence[Placement]  # of each parameter
+    types: Sequence[jax.ShapeDtypeStruct]  # the abstract shard of each parameter
+    reshard_after_forward: Reshard  # see UnitPolicy
 
     def forward(self, inputs: Inputs) -> tuple[Any, tuple[Any, Any]]:
         """Returns the outputs, and (residuals, kept weights) for the backward."""
@@ -79,11 +72,8 @@ class ShardedLayer:
     ) -> tuple[list[Any], Any]:
         """Returns the weights that the backward reads (or None), and ``arrived``.
 
-        Args:
-          kept: what ``reshard`` returned.
-          shards: the layer's shards, which are read if ``kept`` is None.
-          arrived: a pytree of arrays.
-          wait: whether the gather must not start before ``arrived`` is computed.
+        They come from ``kept``, what ``reshard`` returned, or from ``shards`` if that
+        is None. With ``wait``, no gather starts before ``arrived`` is computed.
         """
         source = select(list(shards), self.layer.reads) if kept is None else kept
         if wait:

@@ -24,6 +24,7 @@ from decoder import (
     policies,
 )
 from jshard.comm.quantized import BLOCK
+from jshard.layout.layers import layer_dims
 from parity import every_pair
 
 SIZES = Sizes()
@@ -41,7 +42,7 @@ def step_collectives(
     elements = {}
     for path, variable in nnx.to_flat_state(state.params):
         shape = np.shape(variable.get_value())
-        layered = "layer_dims" in variable.get_metadata()
+        layered = layer_dims(variable) > 0
         elements[".".join(map(str, path))] = int(np.prod(shape[layered:]))
     tokens = local_tokens(fsdp)
     del elements[TABLE]

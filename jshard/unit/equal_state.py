@@ -6,18 +6,18 @@ of an ``nnx.SpectralNorm``. These values are still equal on all devices unless t
 depend on a device's own examples. A dataflow analysis of the jaxpr tells which do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
 from jshard.comm.varying import abstract_like, varying
 from jshard.compat.collective_primitives import SUMS, axes_of, groups_of
-from jshard.compat.jaxprs import has, open_inner, scan_body, scan_sizes
+from jshard.compat.jaxprs import has, open_inner
 from jshard.mesh import AXES
+from jshard.unit.dataflow import dependencies
 
 # Primitives whose results may differ by device even if their inputs do not.
 _APART = {
@@ -40,54 +40,27 @@ def differing(fn: Callable, *args: tuple[Any, bool]) -> list[bool]:
       *args: pairs of an argument and whether it differs by device. Shards count as
         equal, because a layer sees them gathered.
     """
-    values = [value for value, _ in args]
-    abstract = jax.tree.map(abstract_like, values)
+    abstract = [jax.tree.map(abstract_like, value) for value, _ in args]
     jaxpr = jax.make_jaxpr(fn)(*abstract).jaxpr
-    inputs = [differs for value, differs in args for _ in jax.tree.leaves(value)]
-    return _differing(jaxpr, inputs)
+    inputs = [int(differs) for value, differs in args for _ in jax.tree.leaves(value)]
+    consts = [int(bool(varying(v.aval))) for v in jaxpr.constvars]
+    return list(map(bool, dependencies(jaxpr, inputs, _rule, consts)))
 
 
-def _differing(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    env: dict[Any, bool] = {v: bool(varying(v.aval)) for v in jaxpr.constvars}
-    env |= zip(jaxpr.invars, inputs, strict=True)
-
-    def read(atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and env.get(atom, False)
-
-    for eqn in jaxpr.eqns:
-        out = _of_equation(eqn, list(map(read, eqn.invars)))
-        env.update(zip(eqn.outvars, out, strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
-def _of_equation(eqn: Any, entering: list[bool]) -> list[bool]:
+def _rule(eqn: Any, entering: list[int]) -> list[int] | None:
+    """The rule of ``dependencies`` for the bit of what may differ by device."""
     name = eqn.primitive.name
     if name in SUMS and _over_all_devices(eqn):
-        return [False] * len(eqn.outvars)
+        return [0] * len(eqn.outvars)
     if name == "optimization_barrier":
         return entering
-    if name == "scan":
-        return _of_scan(eqn, entering)
-    if (inner := open_inner(eqn)) is not None:
-        return _differing(inner, entering)
-    apart = name in _APART or has(eqn, _APART)
-    return [apart or any(entering)] * len(eqn.outvars)
+    analysed = name == "scan" or open_inner(eqn) is not None
+    return None if analysed or not has(eqn, _APART) else [1] * len(eqn.outvars)
 
 
 def _over_all_devices(eqn: Any) -> bool:
     apart = {axis for axis in AXES if lax.axis_size(axis) > 1}
     return apart <= set(axes_of(eqn)) and not groups_of(eqn)
-
-
-def _of_scan(eqn: Any, entering: list[bool]) -> list[bool]:
-    body, (num_consts, num_carry) = scan_body(eqn), scan_sizes(eqn)
-    carry = slice(num_consts, num_consts + num_carry)
-    while True:
-        out = _differing(body, entering)
-        merged = [a or b for a, b in zip(entering[carry], out[:num_carry], strict=True)]
-        if merged == entering[carry]:
-            return out
-        entering = [*entering[:num_consts], *merged, *entering[carry.stop :]]
 
 
 def of_first_device(x: jax.Array) -> jax.Array:
