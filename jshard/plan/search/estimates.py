@@ -217,8 +217,9 @@ def _activations(jaxpr: core.Jaxpr) -> collections.Counter[str]:
             found["layer"] = max(found["layer"], layer)
             _, carry = scan_sizes(eqn)
             for var in eqn.outvars[carry:] if stack.startswith("jvp") else ():
-                hosted = var.aval.memory_space == jax.memory.Space.Host
-                found["hosted" if hosted else "saved"] += _nbytes(var.aval)
+                aval: Any = var.aval
+                hosted = aval.memory_space == jax.memory.Space.Host
+                found["hosted" if hosted else "saved"] += _nbytes(aval)
         elif name in (*CALLS, "scan", "shard_map") and (inner := open_inner(eqn)):
             inside = _activations(inner)
             layer = max(found.pop("layer", 0), inside.pop("layer", 0))
