@@ -143,6 +143,7 @@ class Corruption:
             inputs += [*text[position:stop], self.first - i]
             targets += [self.first - i, *text[stop : stop + gap]]
             position = stop + gap
+        inputs += [*text[position:]]  # of a single token, nothing is taken out
         targets.append(self.first - spans)
         return {
             "inputs": _padded(inputs, self.inputs),

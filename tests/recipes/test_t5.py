@@ -174,7 +174,7 @@ def test_each_decoder_layer_alone_sends_its_gradient_to_the_encoder(prefetch):
             np.testing.assert_allclose(got[name], want[name], 0, 1e-9, err_msg=name)
 
 
-@pytest.mark.quick("v1.1-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_a_step_gathers_weights_and_nothing_that_the_sides_exchange(style, prefetch):

@@ -142,7 +142,7 @@ def test_training_is_that_of_linen_and_optax_alone(layers, mesh, remat, accumula
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())
 
 
-@pytest.mark.quick("list")
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["list", "scan"])
 def test_a_step_gathers_each_layer_by_itself(layers):
     fsdp = jshard.FSDP(make_mesh(1, 8), jshard.Policy(min_shard_elements=0))
