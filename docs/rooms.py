@@ -39,7 +39,7 @@ ROOMS = {
     ),
     "plan": Room(10, 440, 700, "compile for absent GPUs"),
     "training": Room(9, 0, 860, "recipe, config, data, loop, run folder, report"),
-    "surface": Room(8, 0, 700, "the public names", "__init__ safetensors_read"),
+    "surface": Room(8, 0, 700, "the public names", "__init__ linen safetensors_read"),
     "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
     "fsdp": Room(
         6, 260, 640, "mesh and policy to states and jitted steps",

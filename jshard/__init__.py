@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import jshard.cli.quiet  # noqa: F401  # first: commands import JAX there
+from jshard import linen
 from jshard.comm.collectives import gather, pmean
 from jshard.comm.order import in_order
 from jshard.errors import UserError
@@ -71,6 +72,7 @@ __all__ = [
     "gathered_during",
     "generate",
     "in_order",
+    "linen",
     "make_mesh",
     "per_layer",
     "pmean",

@@ -11,6 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jshard.checkpoint.file_tensor import FileTensor
+from jshard.layout.layers import layer_dims
 
 
 def randomize(model: Any) -> Any:
@@ -44,9 +45,9 @@ def load(
     assert sorted(used) == sorted(files)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name, value = ".".join(map(str, path)), variable.get_value()
-        if path[0] == "blocks":
-            rest = name.removeprefix("blocks.")
-            layers = [arrays.pop(f"blocks.{i}.{rest}") for i in range(len(value))]
+        if layer_dims(variable):
+            stack, rest = name.split(".", 1)
+            layers = [arrays.pop(f"{stack}.{i}.{rest}") for i in range(len(value))]
             array = np.stack(layers)
         else:
             array = arrays.pop(name)
@@ -64,9 +65,9 @@ def store(
     arrays = {".".join(map(str, path)): v.get_value() for path, v in params}
     files = {}
     for name, tensor in tensors.items():
-        first, *rest = name.split(".")
-        if first == "blocks":
-            array = arrays[".".join(["blocks", *rest[1:]])][int(rest[0])]
+        stack, *rest = name.split(".")
+        if rest[0].isdigit():
+            array = arrays[".".join([stack, *rest[1:]])][int(rest[0])]
         else:
             array = arrays[name]
         array = np.asarray(array)

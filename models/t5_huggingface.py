@@ -1,0 +1,113 @@
+"""T5 in Hugging Face's folders: config.json and tensor names, of v1.0 and v1.1.
+
+transformers 5 ties the head of every config, keeps it apart if the file has its own
+weights, and says by ``scale_decoder_outputs`` which of the two a model was. Version 4
+says all of that by ``tie_word_embeddings``. Both are read, and the latter is written.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jshard
+from jshard.checkpoint.file_tensor import FileTensor
+
+_NAME = "T5ForConditionalGeneration"
+# Our keys, and config.json's with their defaults.
+_SIZES = {
+    "vocab_size": ("vocab_size", 32128),
+    "num_layers": ("num_layers", 6),
+    "num_heads": ("num_heads", 8),
+    "head_width": ("d_kv", 64),
+    "width": ("d_model", 512),
+    "hidden": ("d_ff", 2048),
+    "buckets": ("relative_attention_num_buckets", 32),
+    "max_distance": ("relative_attention_max_distance", 128),
+    "norm_eps": ("layer_norm_epsilon", 1e-6),
+    "start_token": ("decoder_start_token_id", 0),
+}
+_GATED = {"relu": False, "gated-gelu": True}
+
+
+def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``T5Config`` that a config.json decides.
+
+    Args:
+      json: its content.
+
+    Raises:
+      UserError: the architecture, or a feature of it, is not there.
+    """
+    name = (json.get("architectures") or ["none"])[0]
+    if name != _NAME:
+        raise jshard.UserError(
+            f"config.json: architecture {name} is not supported; that is {_NAME}"
+        )
+    mlp = json.get("feed_forward_proj", "relu")
+    if mlp not in _GATED:
+        raise jshard.UserError(
+            f"config.json: feed_forward_proj={mlp!r} of {name} is not supported; those "
+            f"are {', '.join(_GATED)}"
+        )
+    model = {ours: json.get(*theirs) for ours, theirs in _SIZES.items()}
+    tied = (json.get(key) for key in ("tie_word_embeddings", "scale_decoder_outputs"))
+    decoder_layers = json.get("num_decoder_layers")
+    return model | {
+        "num_decoder_layers": decoder_layers or model["num_layers"],
+        "gated": _GATED[mlp],
+        "tied": all(value is not False for value in tied),
+    }
+
+
+def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json for a model.
+
+    Args:
+      model: keys of ``T5Config``.
+    """
+    sizes = {theirs: model[ours] for ours, (theirs, _) in _SIZES.items()}
+    return {
+        "architectures": [_NAME],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        **sizes,
+        "num_decoder_layers": model["num_decoder_layers"],
+        "feed_forward_proj": "gated-gelu" if model["gated"] else "relu",
+        "tie_word_embeddings": model["tied"],
+        "dropout_rate": model.get("dropout", 0.0),
+    }
+
+
+def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """Returns where the files keep each array, by its name, one layer at a time.
+
+    Args:
+      model: keys of ``T5Config``.
+    """
+    found = {"embed.embedding": FileTensor(("shared.weight",))}
+    if not model["tied"]:
+        found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
+    sides = {
+        "encoder": (model["num_layers"], ()),
+        "decoder": (model["num_decoder_layers"], (("cross", "EncDecAttention"),)),
+    }
+    up = {"up": "wi_1", "gate": "wi_0"} if model["gated"] else {"up": "wi"}
+    for side, (layers, crosses) in sides.items():
+        bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        found[f"{side}_bias.embedding"] = FileTensor((bias,))
+        norm = f"{side}.final_layer_norm.weight"
+        found[f"{side}_norm.scale"] = FileTensor((norm,))
+        branches = (("attention", "SelfAttention"), *crosses, ("mlp", "DenseReluDense"))
+        for i in range(layers):
+            for number, (ours, theirs) in enumerate(branches):
+                own, layer = f"{side}.{i}", f"{side}.block.{i}.layer.{number}"
+                found[f"{own}.norm{number + 1}.scale"] = FileTensor(
+                    (f"{layer}.layer_norm.weight",)
+                )
+                matrices = {"q": "q", "k": "k", "v": "v", "out": "o"}
+                if ours == "mlp":
+                    matrices = {**up, "down": "wo"}
+                for kernel, name in matrices.items():
+                    found[f"{own}.{ours}.{kernel}.kernel"] = FileTensor(
+                        (f"{layer}.{theirs}.{name}.weight",), transposed=True
+                    )
+    return found
