@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-import jshard
 from jshard.errors import UserError
 from jshard.plan.ahead_of_time import compile_for, tracing_for
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.topology import GPU, GPUS, devices, parse
+from jshard.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.job import Job, abstract_batch, make_job, make_mesh
 from jshard.training.recipe import Recipe
@@ -38,7 +38,7 @@ class Program:
     mesh: Mesh
     topology: str
     gpu: GPU | None
-    state: jshard.TrainState
+    state: TrainState
     traced: jax.stages.Traced
     items: int
     unit: str

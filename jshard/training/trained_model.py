@@ -13,13 +13,16 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-import jshard
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.huggingface import is_huggingface, read_config
 from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
 from jshard.cli.command import file_path
 from jshard.errors import UserError
-from jshard.precision import set_compute_dtype
+from jshard.fsdp import FSDP
+from jshard.mesh import make_mesh
+from jshard.policy import Policy
+from jshard.precision import Precision, set_compute_dtype
+from jshard.state import TrainState
 from jshard.training import returns
 from jshard.training.config.config import Config, complete
 from jshard.training.config.policy import make_precision
@@ -73,7 +76,7 @@ class TrainedModel:
         state = jax.tree.leaves(job.abstract_state().model_arrays)
         return sum(x.size * x.dtype.itemsize for x in state)
 
-    def load(self, devices: Sequence[Any]) -> tuple[jshard.FSDP, jshard.TrainState]:
+    def load(self, devices: Sequence[Any]) -> tuple[FSDP, TrainState]:
         """Reads the weights, sharded over the devices.
 
         Raises:
@@ -104,10 +107,10 @@ class TrainedModel:
         recipe, config = self.recipe, self.config
         own = make_precision(config)
         param, compute = self.dtype or own.param, self.dtype or own.compute
-        precision = jshard.Precision(param=param, compute=compute)
-        fsdp = jshard.FSDP(
-            jshard.make_mesh(devices=devices),
-            jshard.Policy(precision=precision),
+        precision = Precision(param=param, compute=compute)
+        fsdp = FSDP(
+            make_mesh(devices=devices),
+            Policy(precision=precision),
             units=recipe.units(config) if recipe.units else (),
         )
         optimizer = optax.identity()
