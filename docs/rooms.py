@@ -34,12 +34,12 @@ class Room(NamedTuple):
 
 ROOMS = {
     "commands": Room(
-        11, 0, 420, "parse, build, run: python -m jshard.NAME",
+        12, 0, 420, "parse, build, run: python -m jshard.NAME",
         "train launch inspect export tokenize generate perplexity __main__",
     ),
-    "plan": Room(10, 440, 700, "compile for absent GPUs"),
-    "training": Room(9, 0, 860, "recipe, config, data, loop, run folder, report"),
-    "surface": Room(8, 0, 700, "the public names", "__init__ linen safetensors_read"),
+    "plan": Room(11, 440, 700, "compile for absent GPUs"),
+    "surface": Room(10, 0, 700, "the public names", "__init__ linen safetensors_read"),
+    "training": Room(9, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
     "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
     "fsdp": Room(
         6, 260, 640, "mesh and policy to states and jitted steps",

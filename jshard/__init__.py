@@ -1,5 +1,6 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import jshard.cli.quiet  # noqa: F401  # first: commands import JAX there
@@ -27,18 +28,21 @@ from jshard.version import __version__
 if TYPE_CHECKING:
     from jshard.checkpoint.checkpointer import Checkpointer
     from jshard.generation.generator import generate
+    from jshard.training.hooks import StopTraining, early_stopping
+    from jshard.training.trainer import Trainer
 else:
+    # Imported on first use: Orbax and Grain are slow to import.
+    _LAZY = {
+        "Checkpointer": "jshard.checkpoint.checkpointer",
+        "StopTraining": "jshard.training.hooks",
+        "Trainer": "jshard.training.trainer",
+        "early_stopping": "jshard.training.hooks",
+        "generate": "jshard.generation.generator",
+    }
 
     def __getattr__(name: str) -> Any:
-        """Imports on first use: Checkpointer, for Orbax is slow to import; generate."""
-        if name == "Checkpointer":
-            from jshard.checkpoint.checkpointer import Checkpointer
-
-            return Checkpointer
-        if name == "generate":
-            from jshard.generation.generator import generate
-
-            return generate
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -58,7 +62,9 @@ __all__ = [
     "Policy",
     "Precision",
     "Stack",
+    "StopTraining",
     "TrainState",
+    "Trainer",
     "Unit",
     "UserError",
     "__version__",
@@ -66,6 +72,7 @@ __all__ = [
     "bf16_moments",
     "cross_entropy",
     "dot_product_attention",
+    "early_stopping",
     "gather",
     "gathered",
     "gathered_before",

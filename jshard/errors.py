@@ -10,14 +10,21 @@ def some_of(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
     return f"{shown} and {more:,} more" if more > 0 else shown
 
 
-class UserError(ValueError):
+class _OneLine(Exception):
+    """An error that a notebook shows as its line alone, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:  # asked for by IPython
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(_OneLine, ValueError):
     """A mistake by the user; its one line says what is wrong, where, and what to do.
 
     The command line exits with 2.
     """
 
 
-class RunFailed(RuntimeError):
+class RunFailed(_OneLine, RuntimeError):
     """A run that cannot continue, but not because of a bug: a full disk, a nan loss.
 
     The command line exits with 1.
@@ -31,7 +38,7 @@ class Interrupted(RunFailed):
     """
 
 
-class Preempted(RuntimeError):
+class Preempted(_OneLine, RuntimeError):
     """A run that a signal ended after its state was saved; it can be resumed.
 
     The command line exits with 75, which schedulers know as "try again".

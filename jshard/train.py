@@ -9,10 +9,8 @@ Exit codes:
 """
 
 import os
-import re
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 
 from jshard.cli.command import run_command
@@ -60,12 +58,10 @@ def _train(argv: list[str]) -> None:
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
         # A slow import, left until the mistakes above have been reported.
-        from jshard.training.loop import run
+        from jshard.training.trainer import Trainer
 
-        stamp = peers.publish("stamp", datetime.now().strftime("%Y%m%d-%H%M%S"))
-        name = re.sub(r"[^\w.-]", "-", recipe.name)
-        workdir = workdir or f"runs/{name}-{stamp}"
-        run(recipe, config, Path(workdir), started=_process_start(), peers=peers)
+        trainer = Trainer(recipe, config=config, workdir=workdir, peers=peers)
+        trainer.fit(started=_process_start(), keeps_state=False)
 
 
 def _process_start() -> float:

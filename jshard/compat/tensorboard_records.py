@@ -7,11 +7,13 @@ Tested with tensorboardX 2.6.5. If it breaks, no run can write its folder.
 
 import struct
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import scalar
 
 
 def version_record() -> bytes:
@@ -26,7 +28,35 @@ def restart_record(step: int) -> bytes:
 
 def scalar_record(step: int, tag: str, value: float) -> bytes:
     """Returns the record of a scalar for one step of the chart ``tag``."""
-    return _record(step=step, summary=scalar(tag, value))
+    return _record(step=step, summary=summary.scalar(tag, value))
+
+
+def text_record(step: int, tag: str, text: str) -> bytes:
+    """Returns the record of a text, as it is, for one step."""
+    indented = "".join(f"    {line}\n" for line in text.splitlines())  # not Markdown
+    return _record(step=step, summary=summary.text(tag, indented))
+
+
+def picture_record(step: int, tag: str, png: bytes, height: int, width: int) -> bytes:
+    """Returns the record of a picture for one step."""
+    image = Summary.Image(
+        height=height, width=width, colorspace=3, encoded_image_string=png
+    )
+    return _record(
+        step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)])
+    )
+
+
+def hyperparameter_records(values: Mapping[str, Any], metrics: Iterable[str]) -> bytes:
+    """Returns the records of a run's hyperparameters.
+
+    Args:
+      values: Numbers, truth values and text by name.
+      metrics: Tags of the scalars to show beside them.
+    """
+    # The third would say that the run has ended.
+    first, second, _ = summary.hparams(values, dict.fromkeys(metrics))
+    return _record(summary=first) + _record(summary=second)
 
 
 def _record(**event: Any) -> bytes:

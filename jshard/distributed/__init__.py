@@ -5,8 +5,16 @@ worker below a parent process, and `join` connects it to the others.
 """
 
 from jshard.distributed.cluster import Cluster, find_cluster
-from jshard.distributed.peers import Peers, join
+from jshard.distributed.peers import Members, Peers, join
 from jshard.distributed.status import has_parent
 from jshard.distributed.supervisor import supervise
 
-__all__ = ["Cluster", "Peers", "find_cluster", "has_parent", "join", "supervise"]
+__all__ = [
+    "Cluster",
+    "Members",
+    "Peers",
+    "find_cluster",
+    "has_parent",
+    "join",
+    "supervise",
+]

@@ -4,6 +4,7 @@ The rest of jshard need not know how many processes there are. A single process 
 peers, and every method returns at once.
 """
 
+import collections
 import contextlib
 import errno
 import json
@@ -15,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import jax
 
@@ -144,37 +145,19 @@ def _initialize(cluster: Cluster) -> None:
     )
 
 
-class _Distributed(Peers):
-    """A process of a job."""
+class _Sharing(Peers):
+    """A process that shares texts through JAX's coordination service."""
 
-    def __init__(self, cluster: Cluster):
+    def __init__(self, index: int, count: int):
         super().__init__()
-        self.index, self.count = cluster.process_id, cluster.num_processes
-        _redirect_stdout(prints=self.index == 0)
+        self.index, self.count = index, count
         self._store = KeyValueStore()
-        self._log: Log | None = None
         self._names: set[str] = set()  # shared or published
-        self._reported = threading.Event()  # this process's error
-        self._unwound = threading.Event()  # all contexts have exited after an error
-        self._heartbeat = Heartbeat(self._store, self.index, self.count, self._end)
-        report(silence=self._heartbeat.silence)
+
+    def _find_hosts(self) -> None:
         names = self.share("host", _host_name())
         numbers = {name: n for n, name in enumerate(dict.fromkeys(names))}
         self.hosts = tuple(numbers[name] for name in names)
-        self._title = (
-            f"process {self.index} of {self.count} ({cluster.found_by}), "
-            f"{socket.gethostname()}"
-        )
-
-    def at(self, phase: str, step: int) -> None:
-        self._heartbeat.at(f"step {step} ({phase})", self._patience.at(phase))
-        if self._log is not None:
-            self._log.place(phase, step)
-
-    def limit(self, silence: float, stuck: float | None) -> None:
-        super().limit(silence, stuck)
-        self._heartbeat.silence = silence
-        report(silence=silence)
 
     def share(self, name: str, text: str) -> list[str]:
         self._store.put(f"shared-{name}/{self.index}", text)
@@ -192,6 +175,63 @@ class _Distributed(Peers):
         if self.index == 0:
             self._store.put(f"published/{name}", text)
         return self._store.get(f"published/{name}", DAY)
+
+
+class Members(_Sharing):
+    """A process of a job that the user's program joined, and watches over, itself.
+
+    A name may be shared again, since all processes make the same calls in one order.
+    """
+
+    _uses: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def __init__(self) -> None:
+        super().__init__(jax.process_index(), jax.process_count())
+        self._find_hosts()
+
+    def publish(self, name: str, text: str) -> str:
+        """Returns process 0's text."""
+        return super().publish(self._numbered(name), text)
+
+    def share(self, name: str, text: str) -> list[str]:
+        """Returns the text of every process."""
+        return super().share(f"all-{self._numbered(name)}", text)
+
+    def open_log(self, folder: Path) -> None:
+        """Makes the folder of logs alone: the program prints where it likes."""
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def _numbered(self, name: str) -> str:
+        self._uses[name] += 1
+        return f"member-{name}-{self._uses[name]}"
+
+
+class _Distributed(_Sharing):
+    """A process of a job."""
+
+    def __init__(self, cluster: Cluster):
+        super().__init__(cluster.process_id, cluster.num_processes)
+        _redirect_stdout(prints=self.index == 0)
+        self._log: Log | None = None
+        self._reported = threading.Event()  # this process's error
+        self._unwound = threading.Event()  # all contexts have exited after an error
+        self._heartbeat = Heartbeat(self._store, self.index, self.count, self._end)
+        report(silence=self._heartbeat.silence)
+        self._find_hosts()
+        self._title = (
+            f"process {self.index} of {self.count} ({cluster.found_by}), "
+            f"{socket.gethostname()}"
+        )
+
+    def at(self, phase: str, step: int) -> None:
+        self._heartbeat.at(f"step {step} ({phase})", self._patience.at(phase))
+        if self._log is not None:
+            self._log.place(phase, step)
+
+    def limit(self, silence: float, stuck: float | None) -> None:
+        super().limit(silence, stuck)
+        self._heartbeat.silence = silence
+        report(silence=silence)
 
     def open_log(self, folder: Path) -> None:
         path = folder / "logs" / f"process-{self.index}.log"

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-import jshard
 from jshard.errors import UserError
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.topology import GPU, GPUS, compile_for, devices, parse, tracing_for
+from jshard.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.job import Job, abstract_batch, make_job, make_mesh
 from jshard.training.recipe import Recipe
@@ -37,7 +37,7 @@ class Program:
     mesh: Mesh
     topology: str
     gpu: GPU | None
-    state: jshard.TrainState
+    state: TrainState
     traced: jax.stages.Traced
     items: int
     unit: str

@@ -17,6 +17,7 @@ import numpy as np
 from jshard.distributed import Peers
 from jshard.errors import UserError
 from jshard.training.config.config import Config, flatten
+from jshard.training.data.iterables import Stream
 from jshard.training.recipe import OWN_PACKAGES, Recipe
 from jshard.training.run_folder.start import Start
 from jshard.version import versions
@@ -125,7 +126,7 @@ def _code(recipe: Recipe) -> dict[str, str]:
         if installed_recipes not in file.parents:
             jshard.update(file.relative_to(package).as_posix().encode())
             jshard.update(file.read_bytes())
-    files = {recipe.file.name: recipe.file}
+    files = {} if recipe.file is None else {recipe.file.name: recipe.file}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and name.partition(".")[0] in OWN_PACKAGES:
@@ -138,7 +139,9 @@ def _code(recipe: Recipe) -> dict[str, str]:
 
 
 def _data(split: str, data: Any) -> dict[str, str]:
-    """Returns the number of examples, and digests of four of them."""
+    """Returns the number of examples, and digests of four of them; a stream's kind."""
+    if isinstance(data, Stream):
+        return {f"{split} examples": data.kind}
     count = len(data)
     endless = count == sys.maxsize
     last = 2**20 if endless else count - 1

@@ -6,23 +6,26 @@ from typing import Any
 import jax
 import numpy as np
 
-import jshard
 from jshard.errors import RunFailed, UserError
+from jshard.fsdp import FSDP
+from jshard.state import TrainState
 from jshard.training.config.config import Config, nearest
 from jshard.training.data.batches import eval_batches
 
 
 def prepare_evaluation(
     loss_fn: Callable,
-    fsdp: jshard.FSDP,
-    abstract_state: jshard.TrainState,
+    fsdp: FSDP,
+    abstract_state: TrainState,
     data: Any,
     config: Config,
     reader: Mapping[str, int],
-) -> Callable[[jshard.TrainState], dict[str, float]]:
+    steps: dict[Any, Any] | None = None,
+) -> Callable[[TrainState], dict[str, float]]:
     """Makes a recipe's evaluation, and traces it without computing anything.
 
-    `reader` holds the arguments of `eval_batches` that select this process's part.
+    `reader` holds the arguments of `eval_batches` that select this process's part, and
+    `steps` evaluation steps that were made before, by their loss.
 
     Returns:
       A function from a state to the means over all examples: `eval_loss` and so on,
@@ -32,10 +35,13 @@ def prepare_evaluation(
       UserError: The data cannot be evaluated on, or `checkpoint.best` names none of
         the means.
     """
-    eval_step = fsdp.eval_step(loss_fn)
+    steps = {} if steps is None else steps
+    if loss_fn not in steps:
+        steps[loss_fn] = fsdp.eval_step(loss_fn)
+    eval_step = steps[loss_fn]
     limit = config.eval_batches or None
 
-    def evaluate(state: jshard.TrainState) -> dict[str, float]:
+    def evaluate(state: TrainState) -> dict[str, float]:
         states = {"eval": state}
         if state.ema is not None:
             states["eval_ema"] = state.with_ema_params()
@@ -74,9 +80,9 @@ def prepare_sample(
     generate: Callable,
     prompts: Any,
     decode: Callable,
-    fsdp: jshard.FSDP,
-    abstract_state: jshard.TrainState,
-) -> Callable[[jshard.TrainState], str]:
+    fsdp: FSDP,
+    abstract_state: TrainState,
+) -> Callable[[TrainState], str]:
     """Makes a recipe's sampling, and traces it without computing anything.
 
     `generate`, `prompts` and `decode` are what the recipe's `sample` returns.
@@ -94,7 +100,7 @@ def prepare_sample(
     batch = fsdp.shard_batch(jax.tree.map(fill_devices, prompts))
     jax.eval_shape(predict_step, abstract_state, batch)
 
-    def sample(state: jshard.TrainState) -> str:
+    def sample(state: TrainState) -> str:
         tokens = predict_step(state, batch)
         text = decode(np.asarray(tokens.addressable_shards[0].data)[0])
         # A barely trained model may generate control sequences of the terminal.

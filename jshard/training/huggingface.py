@@ -199,7 +199,7 @@ def require_map(
     return huggingface
 
 
-def check_map(module: Any, file: Path) -> None:
+def check_map(module: Any, file: Path | str) -> None:
     """Raises a UserError if a recipe's `huggingface` lacks a function."""
     for name, arguments in FUNCTIONS.items():
         function = getattr(module, name, None)

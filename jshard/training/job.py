@@ -10,12 +10,15 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-import jshard
+from jshard import mesh as meshes
+from jshard.fsdp import FSDP
 from jshard.mesh import BATCH
+from jshard.policy import Policy
+from jshard.state import TrainState
 from jshard.training import returns
 from jshard.training.config.config import Config
 from jshard.training.config.policy import make_policy, parse_options
-from jshard.training.data.dataset import make_training_data
+from jshard.training.data.dataset import first_example, make_training_data
 from jshard.training.recipe import Recipe
 from jshard.training.throughput import count_items
 
@@ -26,19 +29,19 @@ class Job:
 
     recipe: Recipe
     config: Config
-    fsdp: jshard.FSDP
+    fsdp: FSDP
     optimizer: optax.GradientTransformation
     make_model: Callable[..., Any]  # of `rngs`
     trainable: Any  # an NNX filter
     train_step: jax.stages.Wrapped
 
-    def abstract_state(self) -> jshard.TrainState:
+    def abstract_state(self) -> TrainState:
         """Returns the state as `ShapeDtypeStruct`s."""
         return self.fsdp.abstract_state(
             self.make_model, self.optimizer, wrt=self.trainable
         )
 
-    def initial_state(self) -> jshard.TrainState:
+    def initial_state(self) -> TrainState:
         """Returns the state before the first step, on the devices."""
         return self.fsdp.init(
             self.make_model, self.optimizer, self.config.seed, wrt=self.trainable
@@ -51,20 +54,28 @@ def make_mesh(
     hosts: Sequence[int] | None = None,
 ) -> Mesh:
     """Makes the mesh of a config; `hosts` is the host of each process, if known."""
-    return jshard.make_mesh(
+    return meshes.make_mesh(
         replica=config.mesh.replica, fsdp=config.mesh.fsdp, devices=devices, hosts=hosts
     )
 
 
-def make_job(recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh) -> Job:
+def make_job(
+    recipe: Recipe,
+    config: Config,
+    mesh: Mesh | AbstractMesh,
+    policy: Policy | None = None,
+) -> Job:
     """Sets up a recipe on a mesh; with an abstract mesh, the step can only be traced.
+
+    The policy is that of the config, unless one is given.
 
     Raises:
       UserError: The config asks for something impossible.
     """
     options = parse_options(config.compiler_options)
     units = recipe.units(config) if recipe.units else ()
-    fsdp = jshard.FSDP(mesh, make_policy(config), units=units, compiler_options=options)
+    policy = policy or make_policy(config)
+    fsdp = FSDP(mesh, policy, units=units, compiler_options=options)
     optimizer = returns.make_optimizer(recipe.make_optimizer, config)
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
     make_model = partial(recipe.make_model, config)
@@ -79,7 +90,7 @@ def abstract_batch(
 
     The items are tokens or examples.
     """
-    example = make_training_data(recipe.make_data, config)[0]
+    example = first_example(make_training_data(recipe.make_data, config))
     sharding = NamedSharding(mesh, BATCH)
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -1,37 +1,28 @@
 """One training run: from a recipe to metrics, checkpoints, a sample and a report."""
 
-import dataclasses
-import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
-from jshard.state import TrainState
 from jshard.training import returns
-from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.config.config import Config
 from jshard.training.config.profiled_steps import profiled_steps
-from jshard.training.data.batches import batches
-from jshard.training.data.dataset import make_training_data, make_validation_data
-from jshard.training.evaluation import prepare_evaluation, prepare_sample
-from jshard.training.finite import beyond_vocabulary, check_finite
-from jshard.training.fitted_job import fitted_on, make_fitted_job
-from jshard.training.job import Job, make_mesh
+from jshard.training.hooks import Hooks
+from jshard.training.inputs import Inputs
 from jshard.training.preemption import Preemption
 from jshard.training.profile import Profile
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
 from jshard.training.run_folder.metrics import RunFolder, finish_folder
-from jshard.training.run_folder.saving import Saving, check_room
-from jshard.training.run_folder.source import find_source
-from jshard.training.run_folder.start import Start, find_start
+from jshard.training.run_folder.saving import Saving
+from jshard.training.run_folder.start import STOPPED
+from jshard.training.setup import Setup, set_up
 from jshard.training.throughput import Throughput
 
 
@@ -42,16 +33,29 @@ def run(
     started: float | None = None,
     peers: Peers | None = None,
 ) -> None:
-    """Trains a recipe's model; leaves metrics, checkpoints and a report in `workdir`.
+    """Sets up a recipe and trains it, as `train` does, from the start to the end."""
+    train(set_up(recipe, config, workdir, peers or Peers()), started=started)
 
-    If the folder already holds this run, the run resumes from its newest checkpoint.
+
+def train(
+    setup: Setup,
+    hooks: Hooks | None = None,
+    *,
+    started: float | None = None,
+    keeps_state: bool = False,
+) -> None:
+    """Trains a recipe's model; leaves metrics, checkpoints and a report in its folder.
+
+    If the folder already holds this run, the run resumes from its newest checkpoint, or
+    from the state at hand if that is as new. `setup.state` is the state of the last
+    step, however the run ends.
 
     Args:
-      recipe: What to train.
-      config: The recipe's config, with every shared key.
-      workdir: The run's folder.
+      setup: What to train, and where.
+      hooks: The user's functions to call.
       started: When the process started, as `time.time()`; now by default.
-      peers: The processes that train together; this one alone by default.
+      keeps_state: Whether this process holds the state afterwards, so that a signal
+        waits for the end of a step even if nothing is saved.
 
     Raises:
       UserError: The config, the recipe, its data or the run in the folder cannot be
@@ -61,54 +65,57 @@ def run(
       Interrupted: A signal ended the run, and `checkpoint.every=0` saves nothing.
       Preempted: A signal ended the run, and its state is saved.
     """
-    started = started or time.time()
-    peers = peers or Peers()
-    stuck = None if config.watch.stuck == "auto" else config.watch.stuck
-    peers.limit(config.watch.silence, stuck)
-    peers.open_log(workdir)
-    peers.at("setting up", 0)
-    hosts = peers.hosts if peers.count > 1 else None
-    mesh = make_mesh(config, hosts=hosts)
-    job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
-    config = job.config
-    abstract_state = job.abstract_state()
-    start = find_start(workdir, config, peers, abstract_state)
+    started, hooks = started or time.time(), hooks or Hooks()
+    job, config, workdir, peers = setup.job, setup.config, setup.workdir, setup.peers
+    start = setup.find_start()
     writes = jax.process_index() == 0
-    if start.step >= config.steps:
+    if start.step >= config.steps or start.stopped:
         if writes:
             finish_folder(workdir)
-        print(f"nothing to do: {workdir} is at step {start.step} of {config.steps}")
+        if not start.held:
+            setup.state = None  # the folder's is newer
+        why = f", stopped: {start.stopped}" if start.stopped else ""
+        print(
+            f"nothing to do: {workdir} is at step {start.step} of {config.steps}{why}"
+        )
         return
 
     # Everything that can be wrong is found before the folder is written to.
-    inputs = _Inputs(job, abstract_state, start, workdir, peers)
+    inputs = Inputs(setup, start)
     start_up = job.fsdp.describe(
-        abstract_state, inputs.first_batch, job.train_step, hosts
+        setup.abstract_state, inputs.first_batch, job.train_step, setup.hosts
     )
-    if chosen:
-        start_up += f"\n{'memory':<16}{chosen}"
+    if setup.chosen:
+        start_up += f"\n{'memory':<16}{setup.chosen}"
+    if inputs.note:
+        start_up += f"\n{'data':<16}{inputs.note}"
+    recipe = job.recipe
     references = returns.references(recipe.references if writes else None, config)
-    peers.at("restoring", start.step)
-    source = find_source(job, abstract_state, start.checkpoint)
-    state: Any = start.checkpoint and source.restore(abstract_state)
+    source = setup.restore(start)
     saves = bool(config.checkpoint.every)
-    preemption = Preemption(saves=saves)
+    preemption = Preemption(saves=saves, exits=not keeps_state)
     traced = profiled_steps(config.profile.steps)
     # A run that saves nothing ends at once, unless it has a trace to write.
-    listens = saves or bool(traced) or jax.process_count() > 1
+    listens = saves or keeps_state or bool(traced) or jax.process_count() > 1
     with (
         ExitStack() as signals,  # the outermost: the report must be completed, too
         RunFolder(
             workdir,
             config,
             recipe=recipe.name,
-            fitted_on=fitted_on(mesh) if chosen else "",
+            fitted_on=setup.fitted_on,
             resume_from=start.step if start.resumes else None,
             lines=start.metrics,
             enabled=writes,
         ) as folder,
         ProgressDisplay(config.steps, references, enabled=writes) as display,
-        Saving(config, folder, display, frozen_from=source.path) as saving,
+        Saving(
+            config,
+            folder,
+            display,
+            frozen_from=source.path,
+            saved=lambda step, values: call("on_checkpoint", step, values),
+        ) as saving,
         Profile(traced, start.step, workdir, peers, display.say) as profile,
         peers.telling(),
     ):
@@ -117,55 +124,65 @@ def run(
         lines = (start.message, start_up, profile.note)
         display.say("\n".join(filter(None, lines)))
         folder.note(recipe=recipe.path, start_up=start_up, references=references)
-        if state is None:
+        if setup.state is None:
             peers.at("making initial values", start.step)
-            state = source.start(job)
+            setup.state = source.start(job)
             display.say(source.message())
         throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
+
+        def call(kind: str, step: int, values: Mapping[str, Any]) -> None:
+            """Calls the hooks of a kind, and logs what they return."""
+            folder.log(step, hooks.call(kind, step, values))
 
         def evaluate(step: int) -> dict[str, float]:
             assert inputs.evaluation is not None
             peers.at("evaluating", step)
-            values = inputs.evaluation(state)
+            values = inputs.evaluation(setup.state)
             folder.write(step, values)
-            folder.report()
             display.evaluated(step, values)
+            call("on_evaluation", step, values)
+            folder.report()
             return values
 
+        step, first_step, ends = start.step, start.step + 1, False
         if start.unevaluated:
-            evaluate(start.step)
+            evaluate(step)
+            ends = hooks.ends(step, "after evaluation")
         history = []  # losses and norms since the last log, still on the devices
-        first_step = start.step + 1
-        for step, batch in enumerate(inputs.batches, first_step):
+        for step, batch in enumerate(() if ends else inputs.batches, first_step):
             last = step == config.steps
             if last and not listens:
                 signals.enter_context(preemption)  # finish the last step in any case
-            profile.before(step, state, throughput)
+            profile.before(step, setup.state, throughput)
             peers.at("step" if step > first_step else "compiling", step)
             with jax.profiler.StepTraceAnnotation("step", step_num=step):
-                state, metrics = job.train_step(state, job.fsdp.shard_batch(batch))
+                sharded = job.fsdp.shard_batch(batch)
+                setup.state, metrics = job.train_step(setup.state, sharded)
             peers.at("computing", step)
             history.append((metrics["loss"], metrics["grad_norm"]))
             # Running two steps ahead keeps the devices busy. Running further ahead
             # would fill their memory with batches.
             jax.block_until_ready(history[-3:-2])
-            profile.after(step, state, throughput)
+            profile.after(step, setup.state, throughput)
             display.update(step)
             saving.report()
+            call("on_step", step, metrics)
 
             preempted = preemption.requested(step) and not last
             if preempted and not saves:
+                kept = "; the state is kept, and fit() goes on" if keeps_state else ""
                 raise Interrupted(
                     f"{preemption.signal_name} at step {step}, and "
-                    "checkpoint.every=0 saves nothing"
+                    f"checkpoint.every=0 saves nothing{kept}"
                 )
             evaluates = bool(config.eval_every) and (
                 last or step % config.eval_every == 0
             )
-            save = preempted or saving.due(step, evaluated=evaluates)
             logs = last or step == first_step or step % config.log_every == 0
+            ends = hooks.ends(step, "after step", agree=logs or evaluates)
+            save = preempted or ends or saving.due(step, evaluated=evaluates)
             if logs or save or evaluates:
-                values = inputs.fetch(step, metrics, history)
+                values = inputs.fetch(step, metrics, history) | throughput.seen(step)
                 if step == first_step:  # mostly compilation: says nothing of the speed
                     values["time_to_first_step"] = time.time() - started
                 else:
@@ -175,105 +192,37 @@ def run(
                 display.log(step, values)
                 if evaluates and not preempted:  # otherwise the resumed run evaluates
                     values |= evaluate(step)
-                if save:
+                    ends = hooks.ends(step, "after evaluation") or ends
+                if (save or ends) and saves:
                     peers.at("saving", step)
-                    saving.save(state, values)
+                    saving.save(setup.state, values)
                 if preempted:
                     peers.at("finishing", step)
                     saving.finish()
+                    again = f"run the same command with --workdir={workdir} to resume"
                     raise Preempted(
-                        f"{preemption.signal_name} at step {step}: saved; run the same "
-                        f"command with --workdir={workdir} to resume"
+                        f"{preemption.signal_name} at step {step}: saved; "
+                        f"{'fit() goes on' if keeps_state else again}"
                     )
+                if ends:
+                    break
                 throughput.restart()
             peers.at("data", step)
 
-        if inputs.sample is not None:
-            peers.at("sampling", config.steps)
-            text = inputs.sample(state)
-            folder.note(sample=text)
-            display.say(f"\nsample:\n{text}\n")
-        peers.at("finishing", config.steps)
+        if hooks.error is None:
+            stop = {"step": step, "steps": config.steps, "why": hooks.stop}
+            folder.note(**{STOPPED: hooks.stop and stop})
+            if hooks.stop:
+                display.say(f"stopped at step {step}: {hooks.stop}")
+            if inputs.sample is not None:
+                peers.at("sampling", step)
+                text = inputs.sample(setup.state)
+                folder.note(sample=text)
+                folder.text(step, "sample", text)
+                display.say(f"\nsample:\n{text}\n")
+        peers.at("finishing", step)
         saving.finish()
+        if hooks.error is not None:
+            raise hooks.error
     took = format_duration(time.time() - started)
     display.say(f"done in {took}, report: {workdir / 'report.html'}")
-
-
-class _Inputs:
-    """A recipe's data and optional functions, checked and ready for the loop."""
-
-    def __init__(
-        self,
-        job: Job,
-        abstract_state: TrainState,
-        start: Start,
-        workdir: Path,
-        peers: Peers,
-    ):
-        recipe, config = job.recipe, job.config
-        # A process reads the rows of its devices' place in the mesh.
-        processes = [device.process_index for device in job.fsdp.mesh.devices.flat]
-        self._reader = {
-            "batch_size": config.batch_size,
-            "process_index": list(dict.fromkeys(processes)).index(jax.process_index()),
-            "process_count": jax.process_count(),
-        }
-        self._train_data = make_training_data(recipe.make_data, config)
-        eval_data = make_validation_data(recipe.make_data, config)
-        if peers.count > 1:
-            data = {"train": self._train_data, "validation": eval_data}
-            agree(peers, facts_of(recipe, config, workdir, start, abstract_state, data))
-            if config.checkpoint.every:
-                check_shared(peers, workdir / "logs")
-        following = batches(
-            self._train_data,
-            start_step=start.step,
-            num_steps=config.steps,
-            **self._reader,
-        )
-        peers.at("reading the first batch", start.step)
-        self.first_batch = next(following)
-        self.batches = itertools.chain([self.first_batch], following)
-        self._learning_rate = returns.learning_rate(recipe.learning_rate, config)
-        self.flops = returns.flops_per_token(recipe.flops_per_token, config)
-        sample = returns.sample(recipe.sample, config)
-        self.sample = sample and prepare_sample(*sample, job.fsdp, abstract_state)
-        peers.at("reading the first evaluation batch", start.step)
-        self.evaluation = None
-        if config.eval_every:
-            self.evaluation = prepare_evaluation(
-                recipe.loss_fn,
-                job.fsdp,
-                abstract_state,
-                eval_data,
-                config,
-                self._reader,
-            )
-        if config.checkpoint.every:
-            given = dataclasses.replace(abstract_state, frozen=nnx.State({}))
-            check_room(workdir, given if config.checkpoint.restore else abstract_state)
-        self._model = job.fsdp.model(abstract_state)
-
-    def fetch(
-        self,
-        step: int,
-        metrics: Mapping[str, jax.Array],
-        history: Sequence[tuple[jax.Array, jax.Array]],
-    ) -> dict[str, float]:
-        """Returns the metrics of a step, after checking all losses since the last log.
-
-        Raises:
-          RunFailed: A loss is not finite.
-        """
-        fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
-        check_finite(history, step, fetched, self._find_cause)
-        values = {"loss": fetched.pop("loss"), **fetched}
-        if self._learning_rate is not None:
-            values["learning_rate"] = self._learning_rate(step - 1)
-        return values
-
-    def _find_cause(self, step: int) -> str:
-        """Reads the batch of a step again, and looks for tokens out of range."""
-        again = {"start_step": step - 1, "num_steps": step, "num_threads": 0}
-        (batch,) = batches(self._train_data, **self._reader, **again)
-        return beyond_vocabulary(batch, self._model)

@@ -31,8 +31,10 @@ class Preemption:
       signal_name: The first signal; None before there is one.
     """
 
-    def __init__(self, *, saves: bool = True) -> None:
+    def __init__(self, *, saves: bool = True, exits: bool = True) -> None:
         self.signal_name: str | None = None
+        self._exits = exits
+        self._signals = 0
         self._reaction = f"finishing the step{' and saving' if saves else ''}"
         self._alone = jax.process_count() == 1
 
@@ -66,8 +68,14 @@ class Preemption:
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
         for number in self._handlers:
-            signal.signal(number, lambda number, frame: None)
+            signal.signal(number, self._handle)
         return self
+
+    def _handle(self, number: int, frame: object) -> None:
+        """Runs in the main thread, once it is back in Python."""
+        self._signals += 1
+        if self._signals > 1 and not self._exits:
+            raise KeyboardInterrupt
 
     def __exit__(self, *exception: object) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -84,12 +92,15 @@ class Preemption:
             if number[0] not in self._handlers:
                 continue
             name = signal.Signals(number[0]).name
+            if self.signal_name is not None and not self._exits:
+                continue
             if self.signal_name is not None:
                 # Not print: the main thread may hold its lock.
                 os.write(2, f"jshard: {name} again: exiting\n".encode())
                 os._exit(128 + number[0])
             self.signal_name = name
-            message = f"jshard: {name}: {self._reaction}; once more exits at once"
+            again = "exits at once" if self._exits else "gives up this step"
+            message = f"jshard: {name}: {self._reaction}; once more {again}"
             print(message, file=sys.stderr, flush=True)
             if not self._alone:
                 os.kill(os.getpid(), signal.SIGTERM)

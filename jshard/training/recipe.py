@@ -34,7 +34,7 @@ class Recipe:
     follows from the argument belongs there.
 
     Attributes:
-      file: The recipe's file.
+      file: The recipe's file; None if it was put together in Python.
       argument: What follows the file and ":" in `--config`; None if nothing does.
       get_config: `get_config()`, with the argument if there is one, returns the
         `ConfigDict` of every number and name.
@@ -54,6 +54,8 @@ class Recipe:
       sample: Optional; `sample(config)` returns `(generate, prompts, decode)`:
         `generate(model, prompts)` returns tokens, and `decode(tokens[0])` their text.
         It may return None for no sample.
+      predict_fn: Optional; `predict_fn(model, batch)` returns what `Trainer.predict`
+        computes, arrays with a row for each example.
       units: Optional; `units(config)` returns the module types that become Units, as
         in `jshard.FSDP(units=...)`, for a model without Units of its own.
       trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
@@ -62,7 +64,7 @@ class Recipe:
         `jshard.training.huggingface` describes. It adds the key `model.from`.
     """
 
-    file: Path
+    file: Path | None
     argument: str | None
     get_config: Callable[[], Config]
     make_model: Callable[..., Any]
@@ -73,6 +75,7 @@ class Recipe:
     references: Callable[[Config], dict[str, float]] | None = None
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
+    predict_fn: Callable[..., Any] | None = None
     units: Callable[[Config], Any] | None = None
     trainable: Callable[[Config], Any] | None = None
     huggingface: types.ModuleType | None = None
@@ -80,7 +83,7 @@ class Recipe:
     @property
     def path(self) -> str:
         """The argument of `open_recipe`, like "/home/me/train/llama.py:3-8b"."""
-        return _join(str(self.file), self.argument)
+        return _join(str(self.file or "recipe"), self.argument)
 
     @property
     def name(self) -> str:
@@ -90,11 +93,12 @@ class Recipe:
 
 def short_name(path: str) -> str:
     """Returns "llama:3-8b" for "train/llama.py:3-8b"."""
-    file, argument = _split(path)
+    file, argument = split_path(path)
     return _join(Path(file).stem, argument)
 
 
-def _split(path: str) -> tuple[str, str | None]:
+def split_path(path: str) -> tuple[str, str | None]:
+    """Returns a recipe's file and its argument, if it has one."""
     match = re.fullmatch(r"(.*?\.py|[^:]*)(?::(.*))?", path, re.DOTALL)
     assert match is not None
     return match[1], match[2]
@@ -124,7 +128,7 @@ def find_recipe(name: str) -> str:
     Raises:
       UserError: There is no such file; the message lists where it was looked for.
     """
-    given, argument = _split(name)
+    given, argument = split_path(name)
     file_name = given if given.endswith(".py") else f"{given}.py"
     folders = (Path(), Path("train"), packaged_recipes())
     candidates = [folder / file_name for folder in folders]
@@ -138,9 +142,6 @@ def find_recipe(name: str) -> str:
 def open_recipe(path: str | Path) -> Iterator[Recipe]:
     """Loads a recipe; inside the block `models` and `train` are the recipe's own.
 
-    They resolve against the recipe's project: the folder that holds `models/` or
-    `train/`. Afterwards `sys.path` and `sys.modules` are restored.
-
     Args:
       path: The recipe's file, with `:ARGUMENT` if it takes one, as `find_recipe`
         returns it.
@@ -148,8 +149,22 @@ def open_recipe(path: str | Path) -> Iterator[Recipe]:
     Raises:
       UserError: The file cannot be read, parsed or imported, or lacks a function.
     """
-    given, argument = _split(str(path))
-    file = Path(given)
+    file, argument = split_path(str(path))
+    with own_imports(Path(file), {}):
+        yield load_recipe(Path(file), argument)
+
+
+@contextmanager
+def own_imports(file: Path, modules: dict[str, types.ModuleType]) -> Iterator[None]:
+    """Within it `models` and `train` are those of a recipe's project.
+
+    That is the folder that holds `models/` or `train/`. Afterwards `sys.path` and
+    `sys.modules` are restored.
+
+    Args:
+      file: The recipe's file.
+      modules: The recipe's own modules, imported within it earlier; kept up to date.
+    """
     project = _project(file)
     search_path, hidden = sys.path.copy(), _pop_own_modules()
     sys.path.insert(0, str(project))
@@ -157,11 +172,12 @@ def open_recipe(path: str | Path) -> Iterator[Recipe]:
     sys.path.append(str(packaged_recipes().parent))
     for name in OWN_PACKAGES:
         _bind_namespace_package(name, project / name)
+    sys.modules.update(modules)
     try:
-        yield _load(file, argument)
+        yield
     finally:
         sys.path[:] = search_path
-        _pop_own_modules()
+        modules |= _pop_own_modules()
         sys.modules.update(hidden)
 
 
@@ -189,36 +205,51 @@ def _bind_namespace_package(name: str, folder: Path) -> None:
     sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
-def _load(file: Path, argument: str | None) -> Recipe:
-    module = _execute(file)
+def load_recipe(file: Path, argument: str | None) -> Recipe:
+    """Executes a recipe's file, within `own_imports` of it."""
+    return recipe_of(_execute(file), file, argument)
+
+
+def recipe_of(module: Any, file: Path | None, argument: str | None = None) -> Recipe:
+    """Makes a recipe of a module's functions.
+
+    Args:
+      module: Has the functions as attributes.
+      file: Where it is from, if there is a file.
+      argument: What `get_config` is called with; None for nothing.
+
+    Raises:
+      UserError: A function is missing, or cannot be called as it is.
+    """
+    what, name = (f"recipe {file}", file.name) if file else ("the recipe", "the recipe")
     functions: dict[str, Any] = {}
-    for name, arguments in ARGUMENTS.items():
-        function = functions[name] = getattr(module, name, None)
+    for key, arguments in ARGUMENTS.items():
+        function = functions[key] = getattr(module, key, None)
         if function is None:
-            if Recipe.__dataclass_fields__[name].default is dataclasses.MISSING:
-                raise UserError(f"recipe {file} lacks the function {name}()")
+            if Recipe.__dataclass_fields__[key].default is dataclasses.MISSING:
+                raise UserError(f"{what} lacks the function {key}()")
         elif not callable(function):
-            raise UserError(f"{name} in recipe {file} is not a function")
-        elif name != "get_config":
-            check_signature(function, f"{file.name}: {name}", arguments)
+            raise UserError(f"{key} in {what} is not a function")
+        elif key != "get_config":
+            check_signature(function, f"{name}: {key}", arguments)
     get_config = functions["get_config"]
     given = () if argument is None else (argument,)
     try:
-        check_signature(get_config, f"{file.name}: get_config", given)
+        check_signature(get_config, f"{name}: get_config", given)
     except UserError as error:
-        usage = f"--config={file.name}{'' if given else ':ARGUMENT'}"
+        usage = f"--config={name}{'' if given else ':ARGUMENT'}"
         raise UserError(f"{error}; use {usage}") from error
     functions["get_config"] = partial(get_config, *given)
     huggingface = getattr(module, "huggingface", None)
     if huggingface is not None:
-        check_map(huggingface, file)
+        check_map(huggingface, file or "in Python")
         functions = {
-            name: declare_source(function)
-            if name == "get_config"
+            key: declare_source(function)
+            if key == "get_config"
             else function and hide_source(function)
-            for name, function in functions.items()
-            if name != "loss_fn"
-        } | {"loss_fn": functions["loss_fn"]}
+            for key, function in functions.items()
+            if key not in ("loss_fn", "predict_fn")
+        } | {key: functions[key] for key in ("loss_fn", "predict_fn")}
     return Recipe(file, argument, **functions, huggingface=huggingface)
 
 

@@ -26,6 +26,7 @@ ARGUMENTS = {
     "references": ("config",),
     "flops_per_token": ("config",),
     "sample": ("config",),
+    "predict_fn": ("model", "batch"),
     "units": ("config",),
     "trainable": ("config",),
 }

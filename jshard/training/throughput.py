@@ -50,6 +50,10 @@ class Throughput:
         yield
         self._since += time.perf_counter() - began
 
+    def seen(self, step: int) -> dict[str, float]:
+        """Returns how many tokens or examples the first steps of a run have read."""
+        return {f"{self._unit}_seen": step * self._items}
+
     def measure(self, steps: int) -> dict[str, float]:
         """Returns the metrics of the steps taken since the last restart."""
         step_time = (time.perf_counter() - self._since) / steps

@@ -12,12 +12,15 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-import jshard
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.huggingface import is_huggingface, read_config
 from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
 from jshard.errors import UserError
-from jshard.precision import set_compute_dtype
+from jshard.fsdp import FSDP
+from jshard.mesh import make_mesh
+from jshard.policy import Policy
+from jshard.precision import Precision, set_compute_dtype
+from jshard.state import TrainState
 from jshard.training import returns
 from jshard.training.config.config import Config, complete
 from jshard.training.config.policy import make_policy
@@ -82,7 +85,7 @@ class TrainedModel:
         state = jax.tree.leaves(job.abstract_state().model_arrays)
         return sum(x.size * x.dtype.itemsize for x in state)
 
-    def load(self, devices: Sequence[Any]) -> tuple[jshard.FSDP, jshard.TrainState]:
+    def load(self, devices: Sequence[Any]) -> tuple[FSDP, TrainState]:
         """Reads the weights, sharded over the devices.
 
         Raises:
@@ -128,8 +131,8 @@ class TrainedModel:
         """Returns a job that computes as the run does, in its dtypes."""
         recipe, config = self.recipe, self.config
         whole = self._needs_whole_state
-        fsdp = jshard.FSDP(
-            jshard.make_mesh(devices=devices),
+        fsdp = FSDP(
+            make_mesh(devices=devices),
             self._policy(whole),
             units=recipe.units(config) if recipe.units else (),
         )
@@ -146,19 +149,19 @@ class TrainedModel:
             fsdp.train_step(recipe.loss_fn, optimizer),
         )
 
-    def _policy(self, whole: bool) -> jshard.Policy:
+    def _policy(self, whole: bool) -> Policy:
         """Returns the run's dtypes, and if ``whole`` what its state consists of."""
         own = make_policy(Candidate("full", 1).apply(self.config))  # they may be "fit"
 
-        def dtypes(precision: jshard.Precision) -> jshard.Precision:
+        def dtypes(precision: Precision) -> Precision:
             param = self.dtype or precision.param
-            return jshard.Precision(param, compute=self.dtype or precision.compute)
+            return Precision(param, compute=self.dtype or precision.compute)
 
         overrides = {
             pattern: {"precision": dtypes(fields.get("precision", own.precision))}
             for pattern, fields in own.overrides.items()
         }
-        return jshard.Policy(
+        return Policy(
             precision=dtypes(own.precision),
             overrides=overrides,
             ema_decay=own.ema_decay if whole else None,

@@ -24,7 +24,7 @@ def finished(train, tmp_path_factory):
 
 
 def without_times(metrics):
-    times = {"time_to_first_step", "step_time", "examples_per_second"}
+    times = {"time", "time_to_first_step", "step_time", "examples_per_second"}
     # A checkpoint's files hold times too, as text.
     times |= {"checkpoint_blocked", "checkpoint_write_time", "checkpoint_bytes"}
     return [{k: v for k, v in line.items() if k not in times} for line in metrics]
@@ -52,12 +52,12 @@ def test_a_line_of_metrics_says_what_its_step_did_and_how_fast(finished):
     metrics = read_metrics(workdir)
     assert [line["step"] for line in metrics] == [1, 2, 3, 3, 4, 6, 6, 6]
     first, second, *_, last, evaluation, checkpoint = metrics
-    names = ["step", "loss", "grad_norm", "learning_rate"]
+    names = ["step", "time", "loss", "grad_norm", "learning_rate", "examples_seen"]
     assert list(first) == [*names, "time_to_first_step"]
     assert list(second) == [*names, "step_time", "examples_per_second"]
-    assert list(evaluation) == ["step", "eval_loss"]
+    assert list(evaluation) == ["step", "time", "eval_loss"]
     saved = ["checkpoint_blocked", "checkpoint_write_time", "checkpoint_bytes"]
-    assert list(checkpoint) == ["step", *saved]
+    assert list(checkpoint) == ["step", "time", *saved]
     assert last["loss"] < first["loss"] / 2
     assert last["learning_rate"] == pytest.approx(0.05)  # of the sixth update
     assert first["time_to_first_step"] > 0.5  # importing JAX takes longer

@@ -1,6 +1,8 @@
 """What `make_data` may return works like a grain MapDataset, or is one line."""
 
 import collections
+import itertools
+from typing import Any
 
 import grain
 import numpy as np
@@ -14,6 +16,7 @@ from jshard.training.data.dataset import (
     make_training_data,
     make_validation_data,
 )
+from jshard.training.data.iterables import Once, Stream
 
 ROWS = [{"tokens": [i, i + 1], "weight": 0.5} for i in range(5)]
 
@@ -75,13 +78,11 @@ def test_rows_of_an_array_and_tuples_are_examples():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ((row for row in ROWS), "make_data returned a generator: return a grain.Map"),
-        (iter(ROWS), "returned a list_iterator"),
         ({"train": ROWS}, "returned a dict"),
         (({"x": 1}, {"x": 2}), "returned a tuple"),
         ("text", "returned a str"),
         (7, "returned a int"),
-        (grain.MapDataset.source(ROWS).to_iter_dataset(), "IterDataset"),
+        ({"x": np.ones(3), "y": np.ones(4)}, "got ['x'] (3,), ['y'] (4,)"),
         ([], "returned a list without examples"),
         ([{"text": "hello"}], "example['text'] is text"),
         ([{"x": {"y": None}}], "example['x']['y'] is of type object"),
@@ -126,3 +127,68 @@ def test_no_training_data_is_one_line_and_no_validation_data_is_none():
     with pytest.raises(UserError, match="make_data returned None for split 'train'"):
         make_training_data(lambda *_: None, config)
     assert make_validation_data(lambda *_: 1 / 0, config) is None
+
+
+# Iterables.
+
+
+class Iterable:
+    def __iter__(self):
+        return iter(ROWS)
+
+
+ITERABLES = [
+    Iterable(),
+    lambda: iter(ROWS),
+    lambda: ROWS,
+    grain.MapDataset.source(ROWS).to_iter_dataset(),
+]
+
+
+@pytest.mark.parametrize("data", ITERABLES, ids=["class", "function", "list", "grain"])
+def test_an_iterable_is_read_in_its_order_and_skipped_forward(data):
+    def first(batch):
+        return batch["tokens"][:, 0].tolist()
+
+    got = [first(batch) for batch in read(data, batch_size=4)]
+    assert [*itertools.chain(*got)] == [*range(5)] * 3 + [0]
+    later = read(data, batch_size=4, start_step=2)
+    assert [first(batch) for batch in later] == got[2:]
+    parts = [read(data, batch_size=4, process_index=i, process_count=2) for i in (0, 1)]
+    both = [first(a) + first(b) for a, b in zip(*parts, strict=True)]
+    assert both == got
+    dataset = as_dataset(data, 0, repeat=False)
+    assert isinstance(dataset, Stream)
+    assert "reads it from the start and skips" in dataset.note("train")
+    assert dataset.first_example()["tokens"].tolist() == [0, 1]
+    found = list(eval_batches(dataset, batch_size=4, max_batches=2))
+    assert [factor for factor, _ in found] == [1, 1, -0.75]
+    total = sum(f * batch["tokens"][:, 0].sum() for f, batch in found)
+    assert total == sum(range(5))
+
+
+def test_an_iterator_is_read_once_from_where_a_run_starts():
+    once = Once(iter(ROWS))
+    dataset = as_dataset(once, 0, repeat=True)
+    assert isinstance(dataset, Stream)
+    assert dataset.first_example()["tokens"].tolist() == [0, 1]
+    found = batches(dataset, batch_size=2, start_step=0, num_steps=3)
+    assert next(found)["tokens"][:, 0].tolist() == [0, 1]
+    assert next(found)["tokens"][:, 0].tolist() == [2, 3]
+    with pytest.raises(UserError, match="the training data ends in step 3 of 3"):
+        next(found)
+    again = batches(dataset, batch_size=2, start_step=0, num_steps=1)
+    with pytest.raises(UserError, match="a list_iterator can be read once, and it has"):
+        next(again)
+    with pytest.raises(UserError, match="evaluations read it each time"):
+        as_dataset(iter(ROWS), 0, repeat=False)
+
+
+def test_rows_of_columns_are_examples():
+    columns = {"x": np.arange(5), "y": (np.ones((5, 2)), np.zeros(5))}
+    dataset = as_dataset(columns, 0, repeat=False)
+    assert isinstance(dataset, grain.MapDataset)
+    third: Any = dataset[3]
+    assert third["x"] == 3
+    ((_, batch),) = eval_batches(dataset, batch_size=5)
+    np.testing.assert_equal(batch, columns)

@@ -121,9 +121,9 @@ if os.environ.get("ODD") == "data":
         return right(config, split)[1:]
 if os.environ.get("ODD") == "checkpoint":
     import dataclasses
-    import jshard.training.loop as loop
-    find = loop.find_start
-    loop.find_start = lambda *args: dataclasses.replace(find(*args), step=4)
+    import jshard.training.setup as setup
+    find = setup.find_start
+    setup.find_start = lambda *args: dataclasses.replace(find(*args), step=4)
 """
 
 

@@ -5,6 +5,8 @@ import json
 import os
 import struct
 import sys
+import time
+import zlib
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from jshard.formatting import format_count, format_duration
 from jshard.training import throughput as speed
 from jshard.training.progress import ProgressDisplay
 from jshard.training.run_folder.metrics import RunFolder
+from jshard.training.run_folder.pictures import png
 from jshard.training.throughput import Throughput, count_items, peak_flops
 
 CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})
@@ -29,7 +32,10 @@ def read_lines(path):
         raise AssertionError(f"{constant} is no JSON")
 
     lines = (path / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=fail) for line in lines]
+    found = [json.loads(line, parse_constant=fail) for line in lines]
+    now = time.time()
+    assert all(now - 600 < line.pop("time") < now + 1 for line in found)
+    return found
 
 
 def read_events(file):
@@ -48,6 +54,7 @@ def read_scalars(path):
         (value.tag, event.step, value.simple_value)
         for event in read_events(file)
         for value in event.summary.value
+        if value.HasField("simple_value")
     ]
 
 
@@ -84,6 +91,41 @@ def test_tensorboard_has_the_same_values_training_and_evaluation_apart(tmp_path)
         folder.write(1, {"loss": 0.5})
         folder.write(2, {"eval_loss": 0.25})
     assert read_scalars(tmp_path) == [("train/loss", 1, 0.5), ("eval/loss", 2, 0.25)]
+
+
+def test_tensorboard_has_the_config_and_samples(tmp_path):
+    with RunFolder(tmp_path, CONFIG) as folder:
+        folder.log(3, {"said": "<b>", "drawn": np.zeros((2, 5, 3)), "own": 1.5})
+    (file,) = tmp_path.glob("events.out.tfevents.*")
+    found = {v.tag: v for event in read_events(file) for v in event.summary.value}
+    start = found["_hparams_/session_start_info"].metadata.plugin_data.content
+    assert b"optimizer.betas" in start
+    assert found["samples/said/text_summary"].tensor.string_val == [b"    <b>\n"]
+    image = found["samples/drawn"].image
+    assert (image.height, image.width) == (2, 5)
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    assert read_lines(tmp_path) == [{"step": 3, "own": 1.5}]
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "Drawn at step 3" in page
+
+
+@pytest.mark.parametrize(
+    ("picture", "rows"),
+    [
+        (np.array([[0.0, 1.0], [0.5, 2.0]]), [[0, 0, 255], [0, 128, 255]]),
+        (np.array([[[1, 2, 300]]], np.int32), [[0, 1, 2, 255]]),
+        (np.array([[True, False]]), [[0, 255, 0]]),
+    ],
+)
+def test_a_picture_is_a_png_file(picture, rows):
+    data = png(picture)
+    at = data.index(b"IDAT")
+    (length,) = struct.unpack(">I", data[at - 4 : at])
+    pixels = zlib.decompress(data[at + 4 : at + 4 + length])
+    assert pixels == bytes(x for row in rows for x in row)
+    height, width = picture.shape[:2]
+    assert struct.unpack(">II", data[16:24]) == (width, height)
 
 
 def test_notes_are_added_up(tmp_path):

@@ -22,18 +22,19 @@ Config: TypeAlias = Any
 MEANING = ("model", "data", "batch_size", "seed")
 
 
-def complete(config: Config, recipe: str) -> Config:
+def complete(config: Config, recipe: str, where: str = "") -> Config:
     """Returns a recipe's config with every shared key.
 
     Args:
       config: What the recipe's `get_config` returned.
       recipe: The recipe's name, for messages.
+      where: What holds the config, for messages, if not its `get_config`.
 
     Raises:
       UserError: The config is not a `ConfigDict`, lacks a required key, or has an
         unknown shared key or one of the wrong type.
     """
-    where = f"get_config() of recipe {recipe}"
+    where = where or f"get_config() of recipe {recipe}"
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"{where} returns {type(config).__name__}; "

@@ -1,21 +1,23 @@
 """From the keys of `config.policy` to a `jshard.Policy`."""
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 from typing import Any
 
-import jshard
 from jshard.compat.xla_options import check_options
 from jshard.errors import UserError
-from jshard.policy import OF_UNITS
+from jshard.knob import knobs
+from jshard.policy import OF_UNITS, Names, Offload, Policy
+from jshard.precision import Precision
 from jshard.training.config.command_line import parse_value
 from jshard.training.config.config import Config
 
-_PRECISION = tuple(field.name for field in dataclasses.fields(jshard.Precision))
+_PRECISION = tuple(field.name for field in dataclasses.fields(Precision))
 _KEYS = (*OF_UNITS, *_PRECISION)
 
 
-def make_policy(config: Config) -> jshard.Policy:
+def make_policy(config: Config) -> Policy:
     """Returns the `jshard.Policy` that `config.policy` describes.
 
     Raises:
@@ -24,20 +26,45 @@ def make_policy(config: Config) -> jshard.Policy:
     fields = config.policy.to_dict()
     overrides = _overrides(fields.pop("overrides"), fields.pop("precision"))
     fields["remat"] = parse_remat(fields["remat"])
-    return jshard.Policy(
-        **fields, precision=make_precision(config), overrides=overrides
-    )
+    return Policy(**fields, precision=make_precision(config), overrides=overrides)
 
 
-def make_precision(config: Config) -> jshard.Precision:
+def make_precision(config: Config) -> Precision:
     """Returns the `jshard.Precision` that `config.policy.precision` describes."""
-    return jshard.Precision(**config.policy.precision.to_dict())
+    return Precision(**config.policy.precision.to_dict())
+
+
+def write_policy(config: Config, policy: Policy) -> None:
+    """Sets the keys of `config.policy` to those of a policy, for the record.
+
+    A remat policy that is a function is its name.
+    """
+    values = {name: operator.attrgetter(name)(policy) for name in knobs(Policy)}
+    values["overrides"] = tuple(
+        f"{pattern}:{name}={_plain(value)}"
+        for pattern, fields in policy.overrides.items()
+        for name, value in fields.items()
+    )
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        group = config.policy
+        for part in groups:
+            group = group[part]
+        with group.ignore_type():
+            group[name] = _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Names):
+        kind = "offload" if isinstance(value, Offload) else "names"
+        return f"{kind}:{'+'.join(value.names)}"
+    return getattr(value, "__name__", repr(value)) if callable(value) else value
 
 
 def parse_remat(remat: Any) -> Any:
     """Parses `names:a+b` and `offload:a+b`, which keep or offload named activations."""
     kind, colon, names = str(remat).partition(":")
-    policies = {"names": jshard.Names, "offload": jshard.Offload}
+    policies = {"names": Names, "offload": Offload}
     if not colon:
         return remat
     if kind not in policies or not names:
@@ -62,7 +89,7 @@ def _overrides(entries: Iterable[str], precision: dict[str, Any]) -> dict[str, d
         fields = overrides.setdefault(pattern, {})
         value = parse_value(text, None)
         if key in _PRECISION:
-            base = fields.get("precision", jshard.Precision(**precision))
+            base = fields.get("precision", Precision(**precision))
             fields["precision"] = dataclasses.replace(base, **{key: value})
         else:
             fields[key] = parse_remat(value) if key == "remat" else value

@@ -74,6 +74,8 @@ DEFAULTS = {
     "checkpoint.accept": Knob(
         (), "keys or groups that may differ from those of the resumed run: A,B"
     ),
+    "logger.wandb": Knob("", "log to this project of Weights & Biases, too"),
+    "logger.mlflow": Knob("", "log to this experiment of MLflow, too"),
     "profile.steps": Knob(
         "", "steps to trace for Perfetto and XProf, the last included, e.g. 10:12",
         noun="FIRST:LAST",

@@ -1,21 +1,25 @@
 """Batches of a dataset: the part of one process, as a pure function of the step."""
 
+import itertools
 import math
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 from jshard.errors import UserError
-from jshard.training.data.dataset import stack
+from jshard.training.data.dataset import Dataset
+from jshard.training.data.examples import count_rows, stack
+from jshard.training.data.iterables import Stream
 
 _PREFETCHED = 8  # batches
 
 
 def batches(
-    dataset: grain.MapDataset,
+    dataset: Dataset,
     *,
     batch_size: int,
     start_step: int,
@@ -32,7 +36,8 @@ def batches(
 
     Args:
       dataset: Examples, trees of numpy arrays. Training data ends with `.repeat()`;
-        finite data must have enough examples for `num_steps`.
+        finite data must have enough examples for `num_steps`. A `Stream` is read and
+        skipped up to `start_step`, by every process, in its main thread.
       batch_size: B, the global batch size, a multiple of `process_count`.
       start_step: The first step, counted from 0.
       num_steps: The step after the last.
@@ -50,6 +55,10 @@ def batches(
     _check(batch_size, process_index, process_count)
     if start_step < 0:
         raise UserError(f"start_step={start_step}: steps are counted from 0")
+    if isinstance(dataset, Stream):
+        whole = dataset.batches(batch_size)
+        steps = itertools.islice(_full(whole, batch_size, num_steps), start_step, None)
+        return _rows_of_process(steps, process_index, process_count)
     if len(dataset) < num_steps * batch_size:
         raise UserError(
             f"the dataset ends after {len(dataset)} examples, but {num_steps} steps of "
@@ -64,7 +73,7 @@ def batches(
 
 
 def eval_batches(
-    dataset: grain.MapDataset,
+    dataset: Dataset,
     *,
     batch_size: int,
     max_batches: int | None = None,
@@ -99,6 +108,9 @@ def eval_batches(
             "make_data returned None for split 'validation': return a dataset, or "
             "train without evaluations by --config.eval_every=0"
         )
+    if isinstance(dataset, Stream):
+        padded = _padded(dataset, batch_size, max_batches)
+        return _rows_with_factors(padded, **process)
     num_examples = len(dataset)
     if num_examples == 0:
         raise UserError("the evaluation dataset has no examples: check data.path")
@@ -125,6 +137,53 @@ def eval_batches(
         **process,
     )
     return zip(factors, read, strict=True)
+
+
+def _full(whole: Iterator[Any], batch_size: int, num_steps: int) -> Iterator[Any]:
+    """Yields a stream's batches of all steps; a UserError if it ends before."""
+    for step in range(num_steps):
+        batch = next(whole, None)
+        if batch is None or count_rows(batch) < batch_size:
+            raise UserError(
+                f"the training data ends in step {step + 1} of {num_steps}: give data "
+                "that can be read again, such as a function that makes it, or lower "
+                "--config.steps"
+            )
+        yield batch
+
+
+def _padded(
+    stream: Stream, batch_size: int, max_batches: int | None
+) -> Iterator[tuple[float, Any]]:
+    """Yields a finite stream's batches and factors, as `eval_batches` does."""
+    for batch in itertools.islice(stream.batches(batch_size), max_batches):
+        padding = batch_size - count_rows(batch)
+        last = jax.tree.map(lambda x: x[-1:], batch)
+        weighs = _has_weights(batch)
+        copy = last | {"weights": np.zeros_like(last["weights"])} if weighs else last
+        copies = jax.tree.map(lambda x, n=padding: np.repeat(x, n, axis=0), copy)
+        yield 1.0, jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
+        if padding and not weighs:
+            whole = jax.tree.map(lambda x: np.repeat(x, batch_size, axis=0), last)
+            yield -padding / batch_size, whole
+
+
+def _rows_of_process(
+    whole: Iterator[Any], process_index: int = 0, process_count: int = 1
+) -> Iterator[Any]:
+    """Yields this process's rows of global batches."""
+    for batch in whole:
+        size = count_rows(batch) // process_count
+        rows = slice(process_index * size, (process_index + 1) * size)
+        yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+
+
+def _rows_with_factors(
+    padded: Iterator[tuple[float, Any]], **process: int
+) -> Iterator[tuple[float, Any]]:
+    for factor, batch in padded:
+        (rows,) = _rows_of_process(iter([batch]), **process)
+        yield factor, rows
 
 
 def _has_weights(example: Any) -> bool:

@@ -1,22 +1,25 @@
-"""What `make_data` may return, as a `grain.MapDataset`."""
+"""What `make_data` may return, as a `grain.MapDataset` or a `Stream`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import grain
 import jax
-import numpy as np
 
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import UserError
 from jshard.training.config.config import Config
+from jshard.training.data.examples import count_rows, to_arrays
+from jshard.training.data.iterables import Stream, as_stream
 
 _NO_ITEMS = (Mapping, set, frozenset, str, bytes, tuple)  # have a length all the same
+
+Dataset: TypeAlias = grain.MapDataset | Stream
 
 
 def make_training_data(
     make_data: Callable[[Config, str], Any], config: Config
-) -> grain.MapDataset:
+) -> Dataset:
     """Returns a recipe's training data; a UserError if it is missing or no dataset."""
     data = as_dataset(make_data(config, "train"), config.seed, repeat=True)
     if data is None:
@@ -26,19 +29,20 @@ def make_training_data(
 
 def make_validation_data(
     make_data: Callable[[Config, str], Any], config: Config
-) -> grain.MapDataset | None:
+) -> Dataset | None:
     """Returns a recipe's validation data, or None without data or evaluations."""
     if not config.eval_every:
         return None
     return as_dataset(make_data(config, "validation"), config.seed, repeat=False)
 
 
-def as_dataset(data: Any, seed: int, *, repeat: bool) -> grain.MapDataset | None:
-    """Makes a dataset from an object with a length and items by number.
+def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
+    """Makes a dataset of the data that people have.
 
-    Examples are lists, arrays, a Hugging Face `datasets.Dataset`, and classes with
-    `__len__` and `__getitem__`; lists and numbers in their items become arrays. None
-    and a `grain.MapDataset` are returned unchanged.
+    What has a length and items by number is one: lists, arrays, PyTorch's and Hugging
+    Face's map-style datasets; so is a dict or tuple of arrays, whose rows are the
+    examples. Lists, tensors and numbers in items become arrays. Other iterables become
+    a `Stream`. None and a `grain.MapDataset` are returned unchanged.
 
     Args:
       data: What `make_data` returned.
@@ -46,22 +50,28 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> grain.MapDataset | None
       repeat: Repeat forever, in a new order each epoch.
 
     Raises:
-      UserError: `data` has no length or items, or an item does not consist of numbers.
+      UserError: `data` is none of these, or an item does not consist of numbers.
     """
-    if data is None or isinstance(data, grain.MapDataset):
+    if data is None or isinstance(data, grain.MapDataset | Stream):
         return data
     kind = type(data).__name__
-    numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if not numbered or isinstance(data, _NO_ITEMS):
+    if isinstance(data, Mapping | tuple) and _is_columns(data):
+        arrays = to_arrays(data)
+        count, read = count_rows(arrays), lambda i: jax.tree.map(lambda x: x[i], arrays)
+    elif stream := as_stream(data, repeat=repeat):
+        return stream
+    elif _has_items(data):
+        count, read = len(data), lambda i: to_arrays(data[int(i)])
+    else:
         raise UserError(
             f"make_data returned a {kind}: return a grain.MapDataset, a list of "
-            "examples, or another object with a length and items by number, which are "
-            "needed to find the batch of a step"
+            "examples, a dict or tuple of arrays, or another object with items by "
+            "number or an iterator"
         )
-    if not len(data):
+    if not count:
         raise UserError(f"make_data returned a {kind} without examples")
     try:
-        _arrays(data[0])
+        read(0)
     except Exception as error:
         if isinstance(error, UserError) or describe_user_error(error):
             raise
@@ -69,61 +79,21 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> grain.MapDataset | None
             f"make_data returned a {kind}, whose item 0 cannot be read: {error!r}; "
             "return a list of examples, or a grain.MapDataset"
         ) from error
-    examples = grain.MapDataset.range(len(data)).map(lambda i: _arrays(data[int(i)]))
+    examples = grain.MapDataset.range(count).map(read)
     return examples.seed(seed % 2**32).shuffle().repeat() if repeat else examples
 
 
-def _arrays(value: Any, path: str = "") -> Any:
-    """Returns an example as a tree of arrays; a list is one array, a tuple a tree."""
-    if isinstance(value, Mapping):
-        return {key: _arrays(item, f"{path}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_arrays(item, f"{path}[{i}]") for i, item in enumerate(value))
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise UserError(
-            f"make_data: example{path} is ragged and cannot be an array: {error}"
-        ) from error
-    _check_numbers(array, path)
-    return array
+def first_example(data: Dataset) -> Any:
+    """Returns the first example of a dataset."""
+    return data.first_example() if isinstance(data, Stream) else data[0]
 
 
-def _check_numbers(array: np.ndarray, path: str) -> None:
-    if array.dtype.kind in "OSUmM":  # objects, bytes, strings, times
-        found = "text" if array.dtype.kind in "SU" else f"of type {array.dtype}"
-        raise UserError(
-            f"make_data: example{path} is {found}, but examples hold only numbers; "
-            "tokenize text, and leave out what the model does not use"
-        )
+def _has_items(data: Any) -> bool:
+    numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return numbered and not isinstance(data, _NO_ITEMS)
 
 
-def stack(examples: Sequence[Any]) -> Any:
-    """Stacks examples to a batch.
-
-    Raises:
-      UserError: The examples differ in structure or shapes, or are not numbers.
-    """
-    structure = jax.tree.structure(examples[0])
-    for example in examples:
-        other = jax.tree.structure(example)
-        if other != structure:
-            raise UserError(
-                f"make_data: examples differ in structure: {structure} and {other}"
-            )
-
-    def stack_leaves(path: Any, *leaves: Any) -> np.ndarray:
-        name = jax.tree_util.keystr(path)
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        shapes = sorted({array.shape for array in arrays})
-        if len(shapes) > 1:
-            listed = ", ".join(map(str, shapes[:3])) + ", ..." * (len(shapes) > 3)
-            raise UserError(
-                f"make_data: example{name} has several shapes in one batch: {listed}; "
-                "pad or cut examples to one shape"
-            )
-        batch = np.stack(arrays)
-        _check_numbers(batch, name)
-        return batch
-
-    return jax.tree_util.tree_map_with_path(stack_leaves, *examples)
+def _is_columns(data: Any) -> bool:
+    """Returns whether a dict or tuple holds arrays of at least one dimension alone."""
+    leaves = jax.tree.leaves(data)
+    return bool(leaves) and all(getattr(x, "ndim", 0) > 0 for x in leaves)

@@ -1,5 +1,6 @@
 """A run's report: one HTML page that works offline."""
 
+import base64
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,14 @@ from jshard.training.report.charts import line_chart
 from jshard.training.report.page import document, section, table, tiles
 
 REPORT = "report.html"  # in a run's folder
+SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
 METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
 
-# Values of the first step alone, or the reciprocal of another metric.
-_NO_CHART = ("step", "step_time", "time_to_first_step")
+# Values of the first step alone, the clock, or the reciprocal of another metric.
+_NO_CHART = ("step", "step_time", "time_to_first_step", "time")
 # Drawn beside the training metric, or listed in a table.
 _NO_CHART_PREFIX = ("eval_", "checkpoint_")
+_NO_CHART_SUFFIX = "_seen"  # rises with the steps
 
 _Object = Mapping[str, Any]
 _Series = Mapping[str, Sequence[tuple[int, float]]]  # (step, value) by metric
@@ -67,11 +70,13 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
 def _render(
     workdir: Path, config: _Object, metrics: Sequence[_Object], notes: _Object
 ) -> str:
-    heading = short_name(notes.get("recipe", workdir.name))
+    title = short_name(notes.get("recipe", workdir.name))
     where = str(workdir.absolute())
     if steps := notes.get("resumed"):
         listed = ", ".join(map(str, steps))
         where += f" · resumed at {'steps' if len(steps) > 1 else 'step'} {listed}"
+    if stopped := notes.get("stopped"):
+        where += f" · stopped at step {stopped['step']}: {stopped['why']}"
     series: dict[str, list[tuple[int, float]]] = {}
     for line in metrics:
         for name, value in line.items():
@@ -89,15 +94,31 @@ def _render(
     for name, key in (("Set-up", "start_up"), ("Sample", "sample")):
         if key in notes:
             sections.append(section(name, f"<pre>{escape(notes[key])}</pre>"))
+    for name, shown in notes.get(SAMPLES, {}).items():
+        heading = f"{_title(name)} at step {shown['step']}"
+        sections.append(section(heading, _sample(workdir, shown)))
     sections.append(
         section("Config", table((k, str(v)) for k, v in flatten(config).items()))
     )
-    return document(heading, where, sections, ["report.css"], ["report.js"])
+    return document(title, where, sections, ["report.css"], ["report.js"])
+
+
+def _sample(workdir: Path, shown: _Object) -> str:
+    """Returns a text, or a picture within the page."""
+    if "text" in shown:
+        return f"<pre>{escape(shown['text'])}</pre>"
+    file = workdir / shown["picture"]
+    if not file.exists():
+        return f"<p>{escape(str(file))} is missing</p>"
+    data = base64.b64encode(file.read_bytes()).decode()
+    return f'<img class="picture" alt="" src="data:image/png;base64,{data}">'
 
 
 def _charts(series: _Series, references: Mapping[str, float]) -> Iterator[str]:
     for name, points in series.items():
         if name.startswith(_NO_CHART_PREFIX) or name in _NO_CHART:
+            continue
+        if name.endswith(_NO_CHART_SUFFIX):
             continue
         lines = {
             "training": points,

@@ -2,22 +2,36 @@
 
 import json
 import math
+import re
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jshard.checkpoint import step_folders
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.restore import CHECKPOINTS
-from jshard.errors import RunFailed, UserError
-from jshard.training.config.config import Config
-from jshard.training.report.report import METRICS, REPORT, read_metrics, write_report
+from jshard.errors import Preempted, RunFailed, UserError
+from jshard.training.config.config import Config, flatten
+from jshard.training.loggers.loggers import Loggers
+from jshard.training.report.report import (
+    METRICS,
+    REPORT,
+    SAMPLES,
+    read_metrics,
+    write_report,
+)
 from jshard.training.run_folder.append import AppendedFile
 from jshard.training.run_folder.lock import lock_folder
+from jshard.training.run_folder.pictures import png
 from jshard.training.run_folder.resume import FITTED_ON, read_object
 from jshard.training.run_folder.tensorboard import EventFile
+
+LOGGERS = "loggers"  # the note of a run's ids in services
 
 
 class RunFolder(AbstractContextManager):
@@ -59,6 +73,7 @@ class RunFolder(AbstractContextManager):
         enabled: bool = True,
     ):
         self.path = path
+        self._given = config
         self.config = {"recipe": recipe} | config.to_dict()
         if fitted_on:
             self.config[FITTED_ON] = fitted_on
@@ -96,17 +111,61 @@ class RunFolder(AbstractContextManager):
                 f"--workdir={self.path} already holds a run, and no checkpoint "
                 "to resume it from: give another, or remove it"
             )
+        ids = self._notes.get(LOGGERS, {}) if resume_from else {}
+        self._loggers = Loggers(self._given, self.path, ids)
         replace_file(self.path / "config.json", _json(self.config, indent=2))
         self._metrics = AppendedFile(metrics)
-        self._events = EventFile(self.path, resume_from)
+        self._events = EventFile(self.path, resume_from, _plain(flatten(self.config)))
+        if self._loggers.ids:
+            self.note(**{LOGGERS: self._loggers.ids})
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one line of metrics; a value that is not finite becomes null."""
+        """Appends one line of metrics, with the `time` in seconds since 1970.
+
+        A value that is not finite becomes null.
+        """
         if self._enabled:
             finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-            line = _json({"step": step, **finite}) + "\n"
+            now = round(time.time(), 3)
+            line = _json({"step": step, "time": now, **finite}) + "\n"
             written = self._metrics.write(line.encode())
             self._warn(written, self._events.add(step, values))
+            known = {k: v for k, v in finite.items() if v is not None}
+            self._loggers.each(lambda logger: logger.log(step, known))
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes what a hook returned: numbers, texts, pictures [height, width(, 3)].
+
+        The report shows the newest text or picture of a name.
+        """
+        numbers = {k: v for k, v in values.items() if isinstance(v, float)}
+        if numbers:
+            self.write(step, numbers)
+        for name, value in values.items() if self._enabled else ():
+            if name not in numbers:
+                self._sample(step, name, value)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Sends a text to TensorBoard and other services."""
+        if self._enabled:
+            self._warn(self._events.add_text(step, name, text))
+            self._loggers.each(lambda logger: logger.text(step, name, text))
+
+    def _sample(self, step: int, name: str, value: str | np.ndarray) -> None:
+        shown: dict[str, Any] = {"step": step}
+        if isinstance(value, str):
+            shown["text"] = value
+            self.text(step, name, value)
+        else:
+            data, stem = png(value), re.sub(r"[^\w.-]", "-", name)
+            path = self.path / SAMPLES / f"{stem}-{step}.png"
+            with self._failing_as_one_line():
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(data)
+            shown["picture"] = f"{SAMPLES}/{path.name}"
+            self._warn(self._events.add_picture(step, name, data, value.shape))
+            self._loggers.each(lambda logger: logger.picture(step, name, path))
+        self.note(**{SAMPLES: self._notes.get(SAMPLES, {}) | {name: shown}})
 
     def metrics(self) -> str:
         """Returns all lines so far, as text."""
@@ -147,7 +206,7 @@ class RunFolder(AbstractContextManager):
             except OSError as error:
                 self._warn(_why(error))
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: Any = None, *exception: object) -> None:
         """Closes the files, writes the report and unlocks the folder.
 
         Raises:
@@ -155,6 +214,8 @@ class RunFolder(AbstractContextManager):
         """
         if not self._enabled:
             return
+        failed = kind is not None and not issubclass(kind, Preempted)
+        self._loggers.each(lambda logger: logger.close(failed=failed))
         with self._lock, self._failing_as_one_line():
             problem = max(self._metrics.close(), self._events.close())
             write_report(self.path)
@@ -183,6 +244,11 @@ def finish_folder(path: Path) -> None:
             write_report(path)
     except OSError as error:
         raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config's numbers and text; what else there is as text."""
+    return {k: v if isinstance(v, int | float) else str(v) for k, v in config.items()}
 
 
 def _json(value: Any, indent: int | None = None) -> str:

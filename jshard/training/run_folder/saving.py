@@ -2,7 +2,7 @@
 
 import queue
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ class Saving(AbstractContextManager):
     """Saves a run's states, and reports saves in the run's folder and display.
 
     On exit it waits for the last save. With `checkpoint.every=0` it saves nothing.
-    Frozen parameters are not saved if they were read from `frozen_from`.
+    Frozen parameters are not saved if they were read from `frozen_from`. `saved` is
+    called with the step and the metrics of each save that is complete.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class Saving(AbstractContextManager):
         folder: RunFolder,
         display: ProgressDisplay,
         frozen_from: Path | None = None,
+        saved: Callable[[int, Mapping[str, float]], object] = lambda step, values: None,
     ):
         options = config.checkpoint
         self._config = config
         self._folder, self._display = folder, display
-        self._frozen_from = frozen_from
+        self._frozen_from, self._saved = frozen_from, saved
         self._ended: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._failed: Save | None = None  # the last save, if it failed
         self._checkpointer = None
@@ -109,6 +111,7 @@ class Saving(AbstractContextManager):
                 f"{format_bytes(save.size)} in {save.took:.1f} s, held up training "
                 f"{save.blocked * 1e3:.0f} ms"
             )
+            self._saved(save.step, values)
 
     def finish(self) -> None:
         """Waits for the last save; a RunFailed if it failed."""

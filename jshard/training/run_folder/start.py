@@ -20,8 +20,10 @@ from jshard.training.run_folder.resume import (
     check_changes,
     describe_changes,
     read_config,
+    read_object,
 )
 
+STOPPED = "stopped"  # the note of a run that a hook ended
 _Line: TypeAlias = Mapping[str, Any]
 
 
@@ -35,6 +37,8 @@ class Start:
       resumes: Whether the folder already holds this run.
       metrics: The run's lines of metrics up to `step`; None if it starts at 0.
       unevaluated: Whether the evaluation due at `step` was not made.
+      held: Whether to go on from the state that the processes hold.
+      stopped: Why the run is done at `step`, as a hook asked; empty if it is not.
       message: What to tell the user; empty for a new run.
     """
 
@@ -43,6 +47,8 @@ class Start:
     resumes: bool = False
     metrics: Sequence[Mapping[str, Any]] | None = None
     unevaluated: bool = False
+    held: bool = False
+    stopped: str = ""
     message: str = ""
 
 
@@ -51,8 +57,11 @@ def find_start(
     config: Config,
     peers: Peers,
     abstract_state: TrainState | None = None,
+    held: int | None = None,
 ) -> Start:
     """Finds the run's newest complete checkpoint, without writing anything.
+
+    A state that the processes hold is preferred, unless the checkpoint is newer.
 
     Process 0 decides, because a network disk may show older contents to the others.
     Those help to verify the checkpoint, and get neither metrics nor message.
@@ -63,6 +72,7 @@ def find_start(
       peers: All processes; each calls this.
       abstract_state: What is to be restored, to find changes of the config that make
         it another model's, which cannot be accepted.
+      held: The step of the state that each process holds, if there is one.
 
     Raises:
       UserError: The folder cannot be read, the config changes what is trained, no
@@ -90,10 +100,14 @@ def find_start(
             start = _resume(workdir, config, changes, checkpoint)
         elif peers.index == 0:
             start = _start_again(workdir, config)
+        if peers.index == 0 and held is not None and held >= start.step:
+            start = _hold(workdir, config, start, held)
+        if peers.index == 0 and start.step:
+            start = dataclasses.replace(start, stopped=_stopped(workdir, config, start))
     except OSError as error:
         where = error.filename or workdir
         raise UserError(f"cannot read {where}: {error.strerror}") from error
-    names = ("step", "resumes", "unevaluated")
+    names = ("step", "resumes", "unevaluated", "held", "stopped")
     decided = json.dumps({name: getattr(start, name) for name in names})
     decided = json.loads(peers.publish("start", decided))
     return dataclasses.replace(start, checkpoint=checkpoint, **decided)
@@ -111,16 +125,46 @@ def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -
     ]
     if config.checkpoint.restore and not source_of(checkpoint):
         messages.append("checkpoint.restore is for new runs: ignored")
-    due = config.eval_every and step % config.eval_every == 0
-    evaluated = {line["step"] for line in metrics if "eval_loss" in line}
     return Start(
         step,
         checkpoint,
         resumes=True,
         metrics=metrics,
-        unevaluated=bool(due and step not in evaluated),
+        unevaluated=_unevaluated(config, step, metrics),
         message="; ".join(filter(None, messages)),
     )
+
+
+def _hold(workdir: Path, config: Config, start: Start, step: int) -> Start:
+    if step == start.step:
+        return dataclasses.replace(start, held=True)
+    metrics = [line for line in read_metrics(workdir) if line["step"] <= step]
+    return dataclasses.replace(
+        start,
+        step=step,
+        held=True,
+        resumes=bool(metrics),
+        metrics=metrics,
+        unevaluated=_unevaluated(config, step, metrics),
+        message=f"going on after step {step}",
+    )
+
+
+def _unevaluated(config: Config, step: int, metrics: Sequence[_Line]) -> bool:
+    due = config.eval_every and step % config.eval_every == 0
+    evaluated = {line["step"] for line in metrics if "eval_loss" in line}
+    return bool(due and step not in evaluated)
+
+
+def _stopped(workdir: Path, config: Config, start: Start) -> str:
+    """Returns why the run stopped; "" if it is to be longer now, or did not."""
+    notes = workdir / "notes.json"
+    if not notes.exists():
+        return ""
+    stopped = read_object(notes, "repair or remove it").get(STOPPED)
+    if not stopped or (stopped["step"], stopped["steps"]) != (start.step, config.steps):
+        return ""
+    return stopped["why"]
 
 
 def _metrics_up_to(

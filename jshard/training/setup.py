@@ -1,0 +1,123 @@
+"""A recipe set up on a mesh, before a step: what fit, evaluate and predict share."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jshard.distributed import Peers
+from jshard.policy import Policy
+from jshard.state import TrainState
+from jshard.training.config.config import Config
+from jshard.training.fitted_job import fitted_on, make_fitted_job
+from jshard.training.job import Job, make_job, make_mesh
+from jshard.training.recipe import Recipe
+from jshard.training.run_folder.source import Source, find_source
+from jshard.training.run_folder.start import Start, find_start
+
+
+@dataclasses.dataclass
+class Setup:
+    """A run that is set up.
+
+    Attributes:
+      job: The recipe on its mesh; its config has no open keys.
+      abstract_state: The state, as `ShapeDtypeStruct`s.
+      workdir: The run's folder.
+      peers: The processes that train together.
+      chosen: What was chosen by memory and why; empty if nothing was open.
+      hosts: The host of each process, if known.
+      state: The newest state; None before there is one. A step that fails takes the
+        state with it, and leaves deleted arrays.
+    """
+
+    job: Job
+    abstract_state: TrainState
+    workdir: Path
+    peers: Peers
+    chosen: str
+    hosts: Sequence[int] | None
+    state: Any = None
+
+    @property
+    def config(self) -> Config:
+        """The job's config."""
+        return self.job.config
+
+    @property
+    def fitted_on(self) -> str:
+        """The devices for which keys were chosen; empty if none were."""
+        return fitted_on(self.job.fsdp.mesh) if self.chosen else ""
+
+    def alive(self) -> bool:
+        """Returns whether there is a state to go on from."""
+        leaves = jax.tree.leaves(self.state)
+        return bool(leaves) and not any(x.is_deleted() for x in leaves)
+
+    def find_start(self) -> Start:
+        """Finds where the run starts, without writing anything."""
+        held = int(self.state.step) if self.alive() else None
+        return find_start(
+            self.workdir, self.config, self.peers, self.abstract_state, held
+        )
+
+    def restore(self, start: Start) -> Source:
+        """Makes `state` that of `start`, unless it is at hand; None for a new run.
+
+        Returns where a new run's parameters come from.
+        """
+        source = find_source(self.job, self.abstract_state, start.checkpoint)
+        if start.held:
+            return source
+        self.state = None  # never two at once
+        if start.checkpoint:
+            self.peers.at("restoring", start.step)
+            self.state = source.restore(self.abstract_state)
+        return source
+
+    def reader(self) -> dict[str, int]:
+        """Returns the arguments of `batches` that select this process's part."""
+        # A process reads the rows of its devices' place in the mesh.
+        processes = [d.process_index for d in self.job.fsdp.mesh.devices.flat]
+        return {
+            "batch_size": self.config.batch_size,
+            "process_index": list(dict.fromkeys(processes)).index(jax.process_index()),
+            "process_count": jax.process_count(),
+        }
+
+
+def set_up(
+    recipe: Recipe,
+    config: Config,
+    workdir: Path,
+    peers: Peers,
+    mesh: Mesh | None = None,
+    policy: Policy | None = None,
+) -> Setup:
+    """Sets up a run; nothing is allocated or written.
+
+    Args:
+      recipe: What to train.
+      config: Its config, with every shared key.
+      workdir: The run's folder, which need not exist.
+      peers: All processes; each calls this.
+      mesh: By default that of the config.
+      policy: By default that of the config.
+
+    Raises:
+      UserError: The config asks for something impossible.
+    """
+    stuck = None if config.watch.stuck == "auto" else config.watch.stuck
+    peers.limit(config.watch.silence, stuck)
+    peers.open_log(workdir)
+    peers.at("setting up", 0)
+    hosts = peers.hosts if peers.count > 1 else None
+    mesh = mesh or make_mesh(config, hosts=hosts)
+    if policy is not None:
+        job, chosen = make_job(recipe, config, mesh, policy), ""
+    else:
+        job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
+    return Setup(job, job.abstract_state(), workdir, peers, chosen, hosts)

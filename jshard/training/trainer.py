@@ -1,0 +1,290 @@
+"""Trainer: what `python -m jshard.train` does, in Python."""
+
+import html
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard.distributed import Members, Peers
+from jshard.errors import UserError
+from jshard.fsdp import FSDP as _FSDP
+from jshard.mesh import FSDP, REPLICA, check_mesh
+from jshard.policy import Policy
+from jshard.state import TrainState
+from jshard.training.config.config import Config
+from jshard.training.config.policy import write_policy
+from jshard.training.data.dataset import as_dataset
+from jshard.training.evaluation import prepare_evaluation
+from jshard.training.hooks import Hook, Hooks
+from jshard.training.loop import train
+from jshard.training.parts import config_of, open_parts
+from jshard.training.prediction import checked, predict_inputs, predictions
+from jshard.training.report.report import REPORT, read_metrics
+from jshard.training.setup import Setup, set_up
+
+
+class Trainer:
+    """Trains, evaluates and predicts with a recipe, or with its parts.
+
+        trainer = jshard.Trainer("gpt.py", config={"steps": 100}, workdir="runs/mine")
+        trainer.fit()
+
+    A folder that already holds the run goes on where its newest checkpoint ends, as on
+    the command line. Ctrl-C (or "interrupt" in a notebook) lets the step end, saves and
+    raises `Preempted`; the state is kept, and `fit()` goes on. JAX's devices are taken
+    as they are: for several on a CPU, `jax.config.update("jax_num_cpu_devices", 8)`
+    before the first use of JAX.
+
+    Args:
+      recipe: A file, or the name of a packaged recipe, as for `--config`; a module; or
+        None, with the parts by keyword.
+      config: Keys to set over the recipe's, `{"optimizer.learning_rate": 1e-3}`. A
+        `ConfigDict`, or the dict without a recipe, is the whole config.
+      workdir: The run's folder; by default runs/NAME-DATE-TIME.
+      mesh: By default that of `config.mesh`.
+      policy: By default that of `config.policy`.
+      on_step: A hook, or several, called after each step with `(trainer, step,
+        metrics)`. The metrics are arrays on the devices: reading one waits for the
+        step. A hook returns None, or a dict of numbers, texts and pictures [height,
+        width, 3] to log; raising `jshard.StopTraining` ends the run as done.
+      on_evaluation: The same, after each evaluation, with its metrics as numbers.
+      on_checkpoint: The same, once a checkpoint is complete, with the save's metrics.
+        Processes may be at different steps then.
+      peers: The processes that train together; by default those of
+        `jax.distributed.initialize`, if it was called.
+      **parts: The functions of a recipe, in the place of its own: `make_model`,
+        `make_optimizer`, `loss_fn`, `make_data`, `learning_rate`, `predict_fn` and so
+        on (`jshard.training.recipe`); or `train_data`, `validation_data` and
+        `test_data`, as `make_data` may return them.
+
+    Attributes:
+      config: The run's config, with every shared key; not to be changed.
+      workdir: The run's folder.
+
+    Raises:
+      UserError: An argument is unknown, missing or impossible.
+    """
+
+    def __init__(
+        self,
+        recipe: Any = None,
+        *,
+        config: Any = None,
+        workdir: str | Path | None = None,
+        mesh: Mesh | None = None,
+        policy: Policy | None = None,
+        on_step: Hook | list[Hook] | tuple[Hook, ...] = (),
+        on_evaluation: Hook | list[Hook] | tuple[Hook, ...] = (),
+        on_checkpoint: Hook | list[Hook] | tuple[Hook, ...] = (),
+        peers: Peers | None = None,
+        **parts: Any,
+    ):
+        joined = peers is None and jax.distributed.is_initialized()
+        self._peers = peers or (Members() if joined else Peers())
+        self._hooks: dict[str, Any] = {
+            "on_step": on_step,
+            "on_evaluation": on_evaluation,
+            "on_checkpoint": on_checkpoint,
+        }
+        Hooks(**self._hooks)  # checks them
+        self._recipe, self._imports = open_parts(recipe, parts)
+        self._is_within = False
+        with self._within():
+            path = Path(workdir) if workdir else None
+            self.config: Config = config_of(self._recipe, config, path)
+        if mesh is not None:
+            shape = check_mesh(mesh).shape
+            self.config.mesh.fsdp = shape[FSDP]
+            with self.config.mesh.ignore_type():
+                self.config.mesh.replica = shape[REPLICA]
+        if policy is not None:
+            write_policy(self.config, policy)
+        self._mesh, self._policy = mesh, policy
+        name = re.sub(r"[^\w.-]", "-", self._recipe.name)
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        stamp = self._peers.publish("stamp", stamp)
+        self.workdir = path or Path(f"runs/{name}-{stamp}")
+        self._setup: Setup | None = None
+        self._steps: dict[Any, Callable[..., Any]] = {}  # compiled once
+
+    def fit(
+        self, *, started: float | None = None, keeps_state: bool = True
+    ) -> "Trainer":
+        """Trains to `config.steps`, from the newest checkpoint or the state at hand.
+
+        Args:
+          started: When the process started, for the time to the first step; by default
+            now.
+          keeps_state: Whether the state is still wanted if a signal ends the run.
+
+        Raises:
+          UserError: The config, the recipe, its data or the run in the folder cannot be
+            used.
+          RunFailed: The loss is not finite, or the last state cannot be written.
+          Preempted: A signal ended the run; its state is saved and kept.
+          Interrupted: The same with `checkpoint.every=0`: it is kept alone.
+          Exception: Whatever a hook raised, after a save.
+        """
+        started = started or time.time()
+        with self._within():
+            hooks = Hooks(self, self._peers, **self._hooks)
+            train(self._ready(), hooks, started=started, keeps_state=keeps_state)
+        return self
+
+    @property
+    def state(self) -> TrainState:
+        """The newest state: of the last step, of a checkpoint, or of initial values."""
+        with self._within():
+            return self._with_state().state
+
+    @property
+    def model(self) -> nnx.Module:
+        """An ordinary module over the state's sharded arrays."""
+        return self.fsdp.model(self.state)
+
+    @property
+    def fsdp(self) -> _FSDP:
+        """The mesh and the policy, and how to put batches there and fetch values."""
+        with self._within():
+            return self._ready().job.fsdp
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the run's `metrics.jsonl` so far."""
+        return read_metrics(self.workdir)
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Returns the means of the loss and its metrics over all examples.
+
+        Args:
+          data: What `make_data` may return; by default the validation data.
+
+        Returns:
+          `eval_loss` and so on; and `eval_ema_loss` if the state has averages.
+
+        Raises:
+          UserError: There are no data, or they cannot be evaluated on.
+        """
+        return self._evaluate(data, "validation")
+
+    def test(self, data: Any = None) -> dict[str, float]:
+        """Returns `test_loss` and so on: like `evaluate`, on the test data."""
+        values = self._evaluate(data, "test")
+        return {f"test{name.removeprefix('eval')}": x for name, x in values.items()}
+
+    def predict(self, data: Any, fn: Callable[[Any, Any], Any] | None = None) -> Any:
+        """Returns a row for each example, in order, as NumPy arrays.
+
+        Of several processes each returns the rows of its part: put one after the other,
+        they are all. `predict_batches` yields what is too large for the host.
+
+        Args:
+          data: What `make_data` may return; "validation" and "test" name the
+            recipe's own.
+          fn: `fn(model, batch)` returns arrays with a row for each of a device's
+            examples; by default the recipe's `predict_fn`, or the model called with
+            `batch["inputs"]`.
+
+        Raises:
+          UserError: The data are empty or unsuitable, or `fn` does not return rows.
+        """
+        batches = list(self.predict_batches(data, fn))
+        return jax.tree.map(lambda *rows: np.concatenate(rows), *batches)
+
+    def predict_batches(
+        self, data: Any, fn: Callable[[Any, Any], Any] | None = None
+    ) -> Iterator[Any]:
+        """Yields the rows of `predict`, one batch after the other."""
+        with self._within():
+            setup = self._with_state()
+            if isinstance(data, str):
+                data = self._recipe.make_data(self.config, data)
+            dataset = as_dataset(data, self.config.seed, repeat=False)
+            if dataset is None:
+                raise UserError("predict: there are no data")
+            fn = fn or self._recipe.predict_fn or predict_inputs
+            if fn not in self._steps:
+                self._steps[fn] = setup.job.fsdp.predict_step(checked(fn))
+            step = self._steps[fn]
+            rows = predictions(setup, setup.state, step, dataset)
+        # Only within it while this generator runs, not while its user does.
+        while True:
+            with self._within():
+                batch = next(rows, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _evaluate(self, data: Any, split: str) -> dict[str, float]:
+        with self._within():
+            setup = self._with_state()
+            if data is None:
+                data = self._recipe.make_data(self.config, split)
+            if data is None:
+                raise UserError(f"there are no {split} data: give {split}_data")
+            evaluate = prepare_evaluation(
+                self._recipe.loss_fn,
+                setup.job.fsdp,
+                setup.abstract_state,
+                as_dataset(data, self.config.seed, repeat=False),
+                self.config,
+                setup.reader(),
+                self._steps,
+            )
+            return evaluate(setup.state)
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """Within it the recipe's imports are its own; a hook is within it already."""
+        if self._is_within:
+            yield
+            return
+        with self._imports():
+            self._is_within = True
+            try:
+                yield
+            finally:
+                self._is_within = False
+
+    def _ready(self) -> Setup:
+        if self._setup is None:
+            self._setup = set_up(
+                self._recipe,
+                self.config,
+                self.workdir,
+                self._peers,
+                self._mesh,
+                self._policy,
+            )
+            self.config = self._setup.config  # what was open is chosen
+        return self._setup
+
+    def _with_state(self) -> Setup:
+        setup = self._ready()
+        if not setup.alive():
+            source = setup.restore(setup.find_start())
+            if setup.state is None:
+                setup.state = source.start(setup.job)
+        return setup
+
+    def __repr__(self) -> str:
+        return f"Trainer({self._recipe.name!r}, workdir={str(self.workdir)!r})"
+
+    def _repr_html_(self) -> str:
+        """The run's report, inline in a notebook."""
+        page = self.workdir / REPORT
+        if not page.exists():
+            return f"<code>{html.escape(repr(self))}</code>: not trained yet"
+        # A frame of its own, which keeps the page's styles from the notebook's.
+        text = html.escape(page.read_text(encoding="utf-8"))
+        style = "width:100%; height:600px; border:1px solid #8884; border-radius:6px"
+        return f'<iframe srcdoc="{text}" style="{style}"></iframe>'

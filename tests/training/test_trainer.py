@@ -1,0 +1,381 @@
+"""jshard.Trainer: fit, evaluate, test and predict in Python, with hooks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jobs import environment
+from jshard.errors import Interrupted, Preempted, UserError
+from resumable import RECIPE, read_metrics
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+ROWS = np.random.default_rng(0).normal(size=(45, 8)).astype(np.float32)
+CONFIG = {"steps": 8, "batch_size": 16, "log_every": 2, "checkpoint.every": 0}
+
+
+def make_model(config, rngs):
+    return nnx.Sequential(
+        jshard.Unit(nnx.Linear(8, 64, rngs=rngs)),
+        nnx.relu,
+        nnx.Linear(64, 1, rngs=rngs),
+    )
+
+
+def loss_fn(model, batch):
+    error = model(batch["inputs"])[:, 0] - batch["inputs"].sum(1)
+    return jshard.Mean(jnp.sum(error**2), error.size)
+
+
+def make(folder: Path, **given: Any) -> jshard.Trainer:
+    """A trainer of parts, in a folder."""
+    parts: dict[str, Any] = {
+        "make_model": make_model,
+        "make_optimizer": lambda config: optax.sgd(0.05),
+        "loss_fn": loss_fn,
+        "train_data": {"inputs": ROWS},
+        "validation_data": {"inputs": ROWS[:20]},
+    }
+    config = CONFIG | given.pop("config", {})
+    return jshard.Trainer(config=config, workdir=folder / "run", **(parts | given))
+
+
+def of_file(folder: Path, name: str = "run", **given: Any) -> jshard.Trainer:
+    """A trainer of tests/resumable.py's recipe."""
+    (folder / "tiny.py").write_text(RECIPE)
+    given = {"config": {"steps": 12, "eval_every": 4}} | given
+    return jshard.Trainer(folder / "tiny.py", workdir=folder / name, **given)
+
+
+# fit, evaluate, test.
+
+
+def test_parts_train_evaluate_and_test(tmp_path):
+    trainer = make(tmp_path, test_data={"inputs": ROWS[20:]}, config={"eval_every": 4})
+    before = trainer.evaluate()
+    trainer.fit()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < before["eval_loss"]
+    assert trainer.test()["test_loss"] > 0
+    assert trainer.evaluate({"inputs": ROWS[:20]}) == after
+    assert int(trainer.state.step) == 8
+    assert isinstance(trainer.model, nnx.Module)
+    lines = [line for line in trainer.metrics if "loss" in line]
+    assert lines[-1]["examples_seen"] == 8 * 16
+    assert all(line["time"] > 1.7e9 for line in trainer.metrics)
+    assert trainer.metrics[-1]["eval_loss"] == after["eval_loss"]
+
+
+@pytest.mark.slow
+def test_a_file_a_module_and_its_functions_are_the_same_run(tmp_path):
+    of_file(tmp_path).fit()
+    module = types.ModuleType("mine")
+    exec(compile(RECIPE, "mine.py", "exec"), module.__dict__)
+    config = {"steps": 12, "eval_every": 4}
+    jshard.Trainer(module, config=config, workdir=tmp_path / "module").fit()
+    assert read_metrics(tmp_path / "module") == read_metrics(tmp_path / "run")
+    names = ("make_model", "make_optimizer", "loss_fn", "make_data", "learning_rate")
+    parts = {name: getattr(module, name) for name in names}
+    whole = module.get_config()
+    whole.update(config)
+    jshard.Trainer(config=whole, workdir=tmp_path / "parts", **parts).fit()
+    assert read_metrics(tmp_path / "parts") == read_metrics(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_mesh_and_policy_are_used_and_written_down(tmp_path):
+    mesh = jshard.make_mesh(replica=2, devices=jax.devices()[:4])
+    policy = jshard.Policy(remat="dots", precision=jshard.Precision(compute="bfloat16"))
+    trainer = make(tmp_path, mesh=mesh, policy=policy).fit()
+    assert trainer.fsdp.mesh == mesh
+    assert trainer.fsdp.policy == policy
+    text = (tmp_path / "run" / "config.json").read_text()
+    for part in ('"remat": "dots"', '"compute": "bfloat16"', '"replica": 2'):
+        assert part in text
+
+
+@pytest.mark.slow
+def test_a_trainer_of_the_same_folder_has_its_newest_state(tmp_path, capsys):
+    first = of_file(tmp_path).fit()
+    again = of_file(tmp_path)
+    assert again.evaluate() == first.evaluate()
+    again.fit()
+    assert "nothing to do" in capsys.readouterr().out
+    longer = of_file(tmp_path, config={"steps": 16, "eval_every": 4}).fit()
+    assert int(longer.state.step) == 16
+
+
+KILLED = """
+import os, signal, time
+import jshard
+
+def on_step(trainer, step, metrics):
+    if step == {step}:
+        os.kill(os.getpid(), signal.{signal})
+        time.sleep(0.3)
+
+trainer = jshard.Trainer(
+    "tiny.py", config={{"steps": 12, "eval_every": 4}}, workdir="run", on_step=on_step
+)
+trainer.fit()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "name"), [(6, "SIGKILL"), (7, "SIGTERM")])
+def test_fit_goes_on_bit_for_bit_after_a_kill(step, name, tmp_path):
+    whole = of_file(tmp_path, "whole").fit()
+    count = jax.device_count()
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED.format(step=step, signal=name)],
+        cwd=tmp_path,
+        env=environment() | {"JAX_NUM_CPU_DEVICES": str(count)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == (-9 if name == "SIGKILL" else 1)
+    if name == "SIGTERM":
+        said = "jshard.errors.Preempted: SIGTERM at step 7: saved; fit() goes on"
+        assert said in done.stderr
+    trainer = of_file(tmp_path).fit()
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    same = jax.tree.map(np.array_equal, *map(values, (trainer, whole)))
+    assert all(jax.tree.leaves(same))
+
+
+def values(trainer: jshard.Trainer):
+    return trainer.fsdp.unshard((trainer.state.params, trainer.state.opt_state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [0, 100])
+def test_an_interrupt_keeps_the_state_and_fit_goes_on(every, tmp_path):
+    def interrupt(trainer, step, metrics):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # until the thread that answers signals has read it
+
+    config = {"steps": 12, "eval_every": 4, "checkpoint.every": every}
+    whole = of_file(tmp_path, "whole", config=config).fit()
+    trainer = of_file(tmp_path, config=config, on_step=interrupt)
+    kind = Preempted if every else Interrupted
+    with pytest.raises(kind, match=r"SIGINT at step 5.*fit\(\) goes on"):
+        trainer.fit()
+    assert int(trainer.state.step) == 5
+    trainer.fit()
+    same = jax.tree.map(np.array_equal, *map(values, (trainer, whole)))
+    assert all(jax.tree.leaves(same))
+    got, want = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "whole")
+    assert got[-1] == want[-1]
+
+
+# predict.
+
+
+@pytest.mark.quick("columns")
+@pytest.mark.parametrize("kind", ["columns", "rows", "stream", "array"])
+def test_predictions_have_the_same_rows_in_order_on_any_mesh(kind, tmp_path):
+    data = {
+        "columns": {"inputs": ROWS},
+        "rows": [{"inputs": row} for row in ROWS],
+        "stream": lambda: ({"inputs": row} for row in ROWS),
+        "array": ROWS,
+    }[kind]
+    want = None
+    for count in (1, 3, 8) if kind == "columns" else (8,):
+        mesh = jshard.make_mesh(devices=jax.devices()[:count])
+        trainer = make(tmp_path, mesh=mesh)
+        got = trainer.predict(data)
+        assert got.shape == (45, 1)
+        want = np.asarray(trainer.model(ROWS)) if want is None else want
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_predictions_come_in_batches_and_by_the_users_function(tmp_path):
+    def fn(model, batch):
+        return {"mean": model(batch["x"])[:, 0], "x": batch["x"]}
+
+    trainer = make(tmp_path, predict_fn=fn)
+    batches = list(trainer.predict_batches({"x": ROWS}))
+    assert [len(batch["x"]) for batch in batches] == [16, 16, 13]
+    np.testing.assert_array_equal(trainer.predict({"x": ROWS})["x"], ROWS)
+    again = trainer.predict({"x": ROWS}, lambda model, batch: batch["x"][:, :2])
+    np.testing.assert_array_equal(again, ROWS[:, :2])
+
+
+# Hooks.
+
+
+def test_early_stopping_ends_the_run_as_done_and_saved(tmp_path, capsys):
+    hook = jshard.early_stopping("eval_loss", patience=2)
+    optimizer = {"make_optimizer": lambda config: optax.sgd(0.0)}
+    config = {"steps": 50, "eval_every": 2, "checkpoint.every": 100}
+    trainer = make(tmp_path, on_evaluation=hook, config=config, **optimizer).fit()
+    assert int(trainer.state.step) == 6
+    out = capsys.readouterr().out
+    assert "stopped at step 6: eval_loss has not improved for 2 evaluations" in out
+    assert "done in" in out
+    assert (tmp_path / "run/checkpoints/6").exists()
+    assert "stopped at step 6" in (tmp_path / "run/report.html").read_text()
+    trainer.fit()
+    assert "nothing to do" in capsys.readouterr().out
+    longer = make(
+        tmp_path, on_evaluation=hook, config=config | {"steps": 60}, **optimizer
+    )
+    assert int(longer.fit().state.step) == 8  # where it asks again
+
+
+def test_what_hooks_return_is_logged_and_shown(tmp_path):
+    calls = []
+
+    def on_evaluation(trainer, step, metrics):
+        calls.append((step, trainer.predict({"inputs": ROWS}).shape))
+        picture = np.linspace(0, 1, 48).reshape(4, 4, 3)
+        return {"own": jnp.float32(step), "drawn": picture, "said": f"<{step}>"}
+
+    saves = []
+    trainer = make(
+        tmp_path,
+        on_evaluation=on_evaluation,
+        on_step=[lambda trainer, step, metrics: {"twice": 2 * metrics["loss"]}],
+        on_checkpoint=lambda trainer, step, metrics: saves.append((step, metrics)),
+        config={"eval_every": 4, "checkpoint.every": 4},
+    ).fit()
+    assert calls == [(4, (45, 1)), (8, (45, 1))]
+    assert [step for step, _ in saves] == [4, 8]
+    assert saves[0][1]["checkpoint_bytes"] > 0
+    assert [x["own"] for x in trainer.metrics if "own" in x] == [4, 8]
+    assert len([x for x in trainer.metrics if "twice" in x]) == 8
+    page = (tmp_path / "run/report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "&lt;8&gt;" in page
+    assert (tmp_path / "run/samples/drawn-8.png").read_bytes().startswith(b"\x89PNG")
+    assert trainer._repr_html_().startswith("<iframe srcdoc=")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["on_step", "on_evaluation", "on_checkpoint"])
+def test_an_error_in_a_hook_comes_after_a_save(kind, tmp_path):
+    def fail(trainer, step, metrics):
+        if step >= 3:
+            raise RuntimeError("mine")
+
+    config = {"eval_every": 3, "checkpoint.every": 4}
+    trainer = make(tmp_path, config=config, **{kind: fail})
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer.fit()
+    step = int(trainer.state.step)
+    assert step >= 3
+    assert (tmp_path / f"run/checkpoints/{step}").exists()
+    assert int(make(tmp_path, config=config).fit().state.step) == 8
+
+
+# One line.
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"on_stepp": len}, "unknown argument 'on_stepp'; did you mean on_step?"),
+        ({"on_step": lambda step: 1}, "on_step: <lambda>(step) is called as"),
+        ({"on_step": 3}, "on_step=3 is not a function"),
+        ({"loss_fn": 3}, "loss_fn in the recipe is not a function"),
+        ({"loss_fn": None}, "the recipe lacks the function loss_fn()"),
+        ({"config": {"eval_evry": 3}}, "unknown key 'eval_evry'; did you mean eval_e"),
+        ({"config": {"steps": "many"}}, "steps='many'"),
+        ({"train_data": []}, "a list without examples"),
+        ({"train_data": {"inputs": ROWS, "y": ROWS[:3]}}, "same leading dimension"),
+        ({"train_data": {"inputs": ROWS[:, :3]}}, "loss_fn: loss_fn() failed at"),
+        ({"train_data": {"x": ROWS}}, "KeyError: 'inputs'"),
+        ({"train_data": lambda: iter(())}, "has no examples"),
+        ({"train_data": iter([{"inputs": ROWS[0]}] * 20)}, "ends in step 2 of 8"),
+        ({"make_model": lambda config, rngs: 3}, "make_model"),
+        (
+            {"on_step": lambda trainer, step, metrics: 3},
+            "on_step: <lambda> returned int; it must return a dict",
+        ),
+        (
+            {"on_step": lambda trainer, step, metrics: {"x": np.ones(3)}},
+            "returned 'x' of shape (3,)",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(given, said, tmp_path):
+    with pytest.raises(UserError) as caught:
+        make(tmp_path, **given).fit()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda t: t.predict({"x": ROWS}), "examples have no 'inputs', but 'x'"),
+        (lambda t: t.predict([]), "without examples"),
+        (lambda t: t.predict(ROWS, lambda m, b: b.sum()), "has no row for each of"),
+        (lambda t: t.test(), "there are no test data: give test_data"),
+        (lambda t: t.evaluate(iter([{"inputs": ROWS[0]}])), "can be read once"),
+    ],
+)
+def test_a_mistake_in_use_is_one_line(act, said, tmp_path):
+    with pytest.raises(UserError) as caught:
+        act(make(tmp_path))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Data.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grain", "list", "tuple", "generator", "function"])
+def test_data_of_each_kind_train(kind, tmp_path, capsys):
+    def rows():
+        return ({"inputs": row} for row in ROWS)
+
+    def tuple_loss(model, batch):
+        return loss_fn(model, {"inputs": batch[0]})
+
+    data, loss = {
+        "grain": (grain.MapDataset.source(list(rows())).repeat(), loss_fn),
+        "list": (list(rows()), loss_fn),
+        "tuple": ((ROWS, ROWS[:, 0]), tuple_loss),
+        "generator": (iter([*rows()] * 4), loss_fn),
+        "function": (rows, loss_fn),
+    }[kind]
+    trainer = make(tmp_path, train_data=data, loss_fn=loss).fit()
+    assert int(trainer.state.step) == 8
+    out = capsys.readouterr().out
+    notes = [line for line in out.splitlines() if line.startswith("data   ")]
+    assert len(notes) == (kind in ("generator", "function"))
+    if notes:
+        assert "a run that resumes reads it from the start and skips" in notes[0]
+
+
+@pytest.mark.slow
+def test_a_function_of_a_stream_goes_on_bit_for_bit_where_it_was(tmp_path):
+    def rows():
+        return ({"inputs": row} for row in ROWS)
+
+    config = {"checkpoint.every": 4}
+    whole = make(tmp_path / "whole", train_data=rows, config=config).fit()
+    make(tmp_path, train_data=rows, config=config | {"steps": 5}).fit()
+    part = make(tmp_path, train_data=rows, config=config).fit()
+    same = jax.tree.map(np.array_equal, *map(values, (part, whole)))
+    assert all(jax.tree.leaves(same))
