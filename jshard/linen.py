@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from jshard.errors import UserError
-from jshard.layout.layers import layer_dims, mark_stacked
+from jshard.layout.layers import layer_dims, mark_layers
 from jshard.layout.variables import variables
 from jshard.mesh import FSDP
 from jshard.unit.modules import Unit
@@ -228,5 +228,5 @@ def _tree(params: Mapping[str, Any], path: Path, units: Mapping[Path, Any]) -> A
                 "(variable_axes={'params': 0})"
             )
         if layers:
-            mark_stacked(variable, layers, inner)
+            mark_layers(variable, inner=[inner] * layers)
     return Unit(node)

@@ -186,7 +186,7 @@ def test_an_iterator_is_read_once_from_where_a_run_starts():
 
 def test_rows_of_columns_are_examples():
     columns = {"x": np.arange(5), "y": (np.ones((5, 2)), np.zeros(5))}
-    dataset = as_dataset(columns, 0, repeat=False)
+    dataset: Any = as_dataset(columns, 0, repeat=False)
     assert isinstance(dataset, grain.MapDataset)
     third: Any = dataset[3]
     assert third["x"] == 3
