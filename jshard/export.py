@@ -197,7 +197,7 @@ class _Tensor(NamedTuple):
 
     source: str | StoredTensor  # the array's name, or a tensor in other files
     layer: Index  # and expert
-    transposed: bool
+    place: FileTensor
     dtype: np.dtype
     size: int  # bytes
     adapter: Adapter | None = None  # to be added
@@ -235,7 +235,7 @@ def _tensors(
             for i, name in enumerate(place.names):
                 index = (*layer, i) if len(place.names) > 1 else layer
                 part = size // len(place.names)
-                tensors[name] = _Tensor(source, index, place.transposed, kind, part)
+                tensors[name] = _Tensor(source, index, place, kind, part)
     if unknown:
         raise UserError(
             f"--format=huggingface: the recipe's map lacks {some_of(unknown)}"
@@ -276,7 +276,7 @@ def _merged_tensors(
                 stored = found[name]
                 kind = _dtype(str(jnp.dtype(DTYPES[stored.dtype])), dtype)
                 size = math.prod(stored.shape) * kind.itemsize
-                tensors[name] = _Tensor(stored, (), place.transposed, kind, size)
+                tensors[name] = _Tensor(stored, (), place, kind, size)
     for kernel, adapter in merged.items():
         (name,) = places[kernel].names
         tensors[name] = tensors[name]._replace(adapter=adapter)
@@ -368,9 +368,7 @@ def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
             store = open_array(step / ARRAYS, source, _ONE_THREAD)
             if first.layer:
                 store = store[first.layer[0] : last.layer[0] + 1]
-            if first.transposed:
-                *others, rows, columns = range(store.ndim)
-                store = store.transpose([*others, columns, rows])
+            store = store.transpose(first.place.axes(store.ndim))
             values = tensorstore.cast(store, first.dtype).read().result()
         except (FileNotFoundError, ValueError) as error:
             raise UserError(
@@ -385,7 +383,7 @@ def _read(step: Path, tensors: Mapping[str, _Tensor]) -> dict[str, np.ndarray]:
     for name, tensor in tensors.items():
         if tensor.adapter is not None:
             added = tensor.adapter.read(step, _ONE_THREAD)
-            added = added.T if tensor.transposed else added
+            added = added.T if tensor.place.transposed else added
             found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
     return found
 

@@ -1,6 +1,6 @@
 """Where the files of a model keep an array."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class FileTensor(NamedTuple):
@@ -12,12 +12,30 @@ class FileTensor(NamedTuple):
         a LoRA adapter: it keeps its initial value.
       transposed: Whether the last two dimensions are swapped in the files, as those of
         PyTorch's Linear are.
+      convolution: Whether the last four dimensions, height, width, input and output, are
+        stored as output, input, height and width, as those of PyTorch's Conv2d are.
     """
 
     names: tuple[str, ...]
     transposed: bool = False
+    convolution: bool = False
 
     def shape_in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of each tensor of an array of this shape."""
         shape = shape[len(self.names) > 1 :]
-        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+        return tuple(shape[axis] for axis in self.axes(len(shape)))
+
+    def axes(self, ndim: int) -> list[int]:
+        """Returns the order of an array's dimensions in the files."""
+        order = list(range(ndim))
+        if self.transposed:
+            order[-2:] = order[-1], order[-2]
+        if self.convolution:
+            height, width, size_in, size_out = order[-4:]
+            order[-4:] = size_out, size_in, height, width
+        return order
+
+    def from_file(self, tensor: Any) -> Any:
+        """Returns a tensor of the files, or a view of it, with our dimensions."""
+        axes = self.axes(tensor.ndim)
+        return tensor.transpose([axes.index(i) for i in range(tensor.ndim)])

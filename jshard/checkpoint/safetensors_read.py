@@ -32,9 +32,16 @@ _QUANTISED = (
     ".weight.absmax",
     ".SCB",
 )
-# Ends of names in Hugging Face's files that transformers does not read either: buffers
-# that follow from the config, and the head of a model whose head is the embedding.
-_REDUNDANT = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "lm_head.weight")
+# Ends of names in Hugging Face's files that nothing depends on: buffers that follow from
+# the config, the head of a model whose head is the embedding, and counts of the batches
+# in batch statistics.
+_REDUNDANT = (
+    "rotary_emb.inv_freq",
+    "attn.bias",
+    "attn.masked_bias",
+    "lm_head.weight",
+    "num_batches_tracked",
+)
 
 
 def is_safetensors(path: Path) -> bool:
@@ -199,7 +206,7 @@ def _read(
         place, one = layers[layer], values[(*position, ...)]
         for part, name, rest in _parts(one, place, index[layer_dims:]):
             tensor = found[name].open()
-            part[...] = (tensor.mT if place.transposed else tensor)[rest]  # casts
+            part[...] = place.from_file(tensor)[rest]  # casts
     return values
 
 
