@@ -45,23 +45,30 @@ def get_config(model: str = "regnet") -> ConfigDict:
                 "warmup_steps": 40,
                 "weight_decay": 0.05,
             },
-            "data": IMAGE_KEYS
-            | {"shift": Key(1, "most pixels to move images by", at_least=0, at_most=3)},
+            "data": {
+                "shift": Key(1, "most pixels to move images by", at_least=0, at_most=3),
+                **image_keys(label_smoothing=0.1),
+            },
         }
     )
 
 
-# Keys of all recipes of images.
-IMAGE_KEYS = {
-    "label_smoothing": Key(
-        0.1, "part of the targets that goes to all classes", at_least=0, below=1
-    ),
-    "mixup": Key(0.0, "alpha of mixup (arXiv:1710.09412); 0 is none", at_least=0),
-}
-_DEPTHS = Key((1, 2), "blocks of each stage", noun="N,...")
+def image_keys(label_smoothing):
+    """Returns the keys that all recipes of images have in their group data."""
+    return {
+        "label_smoothing": Key(
+            label_smoothing,
+            "part of the targets that goes to all classes",
+            at_least=0,
+            below=1,
+        ),
+        "mixup": Key(0.0, "alpha of mixup (arXiv:1710.09412); 0 is none", at_least=0),
+    }
+
+
 _REGNET = {
     "stem": Key(16, "channels of the first convolution", at_least=1),
-    "depths": _DEPTHS,
+    "depths": Key((1, 2), "blocks of each stage", noun="N,..."),
     "widths": Key((32, 64), "channels of each stage", noun="N,..."),
     "group_width": Key(16, "channels of a group of a convolution", at_least=1),
 }

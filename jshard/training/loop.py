@@ -24,6 +24,7 @@ from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.finite import beyond_vocabulary, check_finite
 from jshard.training.fitted_job import fitted_on, make_fitted_job
 from jshard.training.job import Job, make_mesh
+from jshard.training.pictures import prepare_pictures
 from jshard.training.preemption import Preemption
 from jshard.training.profile import Profile
 from jshard.training.progress import ProgressDisplay, format_duration
@@ -193,6 +194,9 @@ def run(
             text = inputs.sample(state)
             folder.note(sample=text)
             display.say(f"\nsample:\n{text}\n")
+        if inputs.pictures is not None:
+            peers.at("predicting", config.steps)
+            folder.note(pictures=inputs.pictures(state))
         peers.at("finishing", config.steps)
         saving.finish()
     took = format_duration(time.time() - started)
@@ -238,6 +242,10 @@ class _Inputs:
         self.flops = returns.flops_per_token(recipe.flops_per_token, config)
         sample = returns.sample(recipe.sample, config)
         self.sample = sample and prepare_sample(*sample, job.fsdp, abstract_state)
+        pictures = returns.sample_images(recipe.sample_images, config)
+        self.pictures = pictures and prepare_pictures(
+            *pictures, job.fsdp, abstract_state
+        )
         peers.at("reading the first evaluation batch", start.step)
         self.evaluation = None
         if config.eval_every:

@@ -54,6 +54,10 @@ class Recipe:
       sample: Optional; `sample(config)` returns `(generate, prompts, decode)`:
         `generate(model, prompts)` returns tokens, and `decode(tokens[0])` their text.
         It may return None for no sample.
+      sample_images: Optional; `sample_images(config)` returns `(predict, batch,
+        caption)` for pictures in the report: `predict(model, batch)` returns arrays, a
+        row for each of the pictures in `batch["image"]`, which are uint8 or floating in
+        [0, 1], and `caption(i, row)` the text below picture i. It may return None.
       units: Optional; `units(config)` returns the module types that become Units, as
         in `jshard.FSDP(units=...)`, for a model without Units of its own.
       trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
@@ -73,6 +77,7 @@ class Recipe:
     references: Callable[[Config], dict[str, float]] | None = None
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
+    sample_images: Callable[[Config], Any] | None = None
     units: Callable[[Config], Any] | None = None
     trainable: Callable[[Config], Any] | None = None
     huggingface: types.ModuleType | None = None

@@ -152,7 +152,7 @@ def mixup(examples: grain.MapDataset, alpha: float, seed: int) -> grain.MapDatas
 
 
 def noise(size: int, channels: int, classes: int, seed: int) -> grain.MapDataset:
-    """Returns endless random images, for plans and for timings without data."""
+    """Returns random images, for plans and for timings without data."""
 
     def example(index: int) -> dict[str, Any]:
         rng = np.random.default_rng((seed, index % _KEPT))
@@ -160,4 +160,4 @@ def noise(size: int, channels: int, classes: int, seed: int) -> grain.MapDataset
         targets = smooth_labels(int(rng.integers(classes)), classes)
         return {"image": pixels, "targets": targets, "weights": np.float32(1)}
 
-    return grain.MapDataset.range(_KEPT).map(example).repeat()
+    return grain.MapDataset.range(_KEPT).map(example)

@@ -13,7 +13,13 @@ from jshard.formatting import format_bytes, format_count
 from jshard.training.config.config import flatten
 from jshard.training.recipe import short_name
 from jshard.training.report.charts import line_chart
-from jshard.training.report.page import document, section, table, tiles
+from jshard.training.report.page import (
+    document,
+    pictures,
+    section,
+    table,
+    tiles,
+)
 
 REPORT = "report.html"  # in a run's folder
 METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
@@ -89,6 +95,8 @@ def _render(
     for name, key in (("Set-up", "start_up"), ("Sample", "sample")):
         if key in notes:
             sections.append(section(name, f"<pre>{escape(notes[key])}</pre>"))
+    if "pictures" in notes:
+        sections.append(section("Predictions", pictures(notes["pictures"])))
     sections.append(
         section("Config", table((k, str(v)) for k, v in flatten(config).items()))
     )
