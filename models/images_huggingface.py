@@ -81,9 +81,7 @@ def convolution(ours: str, theirs: str, bias: bool = True) -> dict[str, FileTens
 
 def conv_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
     """Returns where the files keep a ``ConvNorm``, with its batch statistics."""
-    return convolution(
-        f"{ours}.convolution", f"{theirs}.convolution", bias=False
-    ) | {
+    return convolution(f"{ours}.convolution", f"{theirs}.convolution", bias=False) | {
         f"{ours}.normalization.{own}": FileTensor((f"{theirs}.normalization.{name}",))
         for own, name in _NORM.items()
     }
@@ -98,7 +96,9 @@ def layer_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
 def block_names(model: Mapping[str, Any], theirs: str) -> list[tuple[str, str, bool]]:
     """Returns (our name, theirs, whether it has a shortcut) of each block of stages."""
     found, size_in = [], model["stem"]
-    for s, (depth, size) in enumerate(zip(model["depths"], model["widths"])):
+    for s, (depth, size) in enumerate(
+        zip(model["depths"], model["widths"], strict=True)
+    ):
         strided = s > 0 or model["downsample_first"]
         for i in range(depth):
             own = f"stages.{s}.rest.{i - 1}" if i else f"stages.{s}.first"

@@ -77,10 +77,7 @@ class Block(nnx.Module):
         else:
             shapes = [(size_in, size, 3, stride), (size, size, 3, 1)]
         self.layers = nnx.List(
-            [
-                ConvNorm(config, *sizes, stride=by, rngs=rngs)
-                for *sizes, by in shapes
-            ]
+            [ConvNorm(config, *sizes, stride=by, rngs=rngs) for *sizes, by in shapes]
         )
         self.shortcut = (
             ConvNorm(config, size_in, size, 1, stride=stride, rngs=rngs)

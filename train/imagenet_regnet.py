@@ -77,9 +77,7 @@ def get_config() -> ConfigDict:
                 "color_shift": Key(
                     0.1, "deviation of random shifts of the colours", at_least=0
                 ),
-                "max_broken": Key(
-                    100, "most images that may not decode", at_least=0
-                ),
+                "max_broken": Key(100, "most images that may not decode", at_least=0),
                 **image_keys(label_smoothing=0.0),
             },
         }

@@ -12,8 +12,8 @@ class FileTensor(NamedTuple):
         a LoRA adapter: it keeps its initial value.
       transposed: Whether the last two dimensions are swapped in the files, as those of
         PyTorch's Linear are.
-      convolution: Whether the last four dimensions, height, width, input and output, are
-        stored as output, input, height and width, as those of PyTorch's Conv2d are.
+      convolution: Whether the last four dimensions, height, width, input and output,
+        are output, input, height and width in the files, as in PyTorch's Conv2d.
     """
 
     names: tuple[str, ...]

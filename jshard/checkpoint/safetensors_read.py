@@ -32,9 +32,9 @@ _QUANTISED = (
     ".weight.absmax",
     ".SCB",
 )
-# Ends of names in Hugging Face's files that nothing depends on: buffers that follow from
-# the config, the head of a model whose head is the embedding, and counts of the batches
-# in batch statistics.
+# Ends of names in Hugging Face's files that nothing depends on: buffers that follow
+# from the config, the head of a model whose head is the embedding, and the number of
+# batches in batch statistics.
 _REDUNDANT = (
     "rotary_emb.inv_freq",
     "attn.bias",

@@ -35,8 +35,8 @@ def prepare_pictures(
     images = np.asarray(batch["image"])
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
         raise UserError(
-            f"sample_images(config): batch['image'] has the shape {list(images.shape)}; "
-            "it must be [images, height, width, 1 or 3]"
+            "sample_images(config): batch['image'] has the shape "
+            f"{list(images.shape)}; it must be [images, height, width, 1 or 3]"
         )
     local_devices = fsdp.mesh.size // jax.process_count()
     count = -(-len(images) // local_devices) * local_devices

@@ -125,7 +125,9 @@ def test_logits_are_those_of_transformers(transformers, folder, case):
         fsdp, state, _ = imported(folder(case), case, replica)
         predict = fsdp.predict_step(lambda model, batch: model(batch["image"]))
         with jax.default_matmul_precision("highest"):
-            got = fsdp.unshard(predict(state, fsdp.shard_batch({"image": images(case)})))
+            got = fsdp.unshard(
+                predict(state, fsdp.shard_batch({"image": images(case)}))
+            )
         assert np.max(np.abs(got - want)) <= 1e-5 * np.max(np.abs(want))
 
 

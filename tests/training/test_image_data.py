@@ -97,12 +97,17 @@ def test_an_example_depends_on_seed_and_number_alone(folder):
                 process_count=process_count,
             )  # fmt: skip
             parts.append(list(read))
-        got = [np.concatenate([p["image"] for p in step]) for step in zip(*parts)]
+        got = [
+            np.concatenate([p["image"] for p in step])
+            for step in zip(*parts, strict=True)
+        ]
         for step, images in enumerate(got, 1):
             part = want[step * batch_size : (step + 1) * batch_size]
             np.testing.assert_array_equal(images, [row["image"] for row in part])
     others = rows(folder, mixup_alpha=0.4, color_shift=0.1, seed=1)
-    assert any((a["image"] != b["image"]).any() for a, b in zip(want, others))
+    assert any(
+        (a["image"] != b["image"]).any() for a, b in zip(want, others, strict=True)
+    )
 
 
 def test_records_hold_what_the_folder_holds(folder, tmp_path):
@@ -120,7 +125,7 @@ def test_grey_images_become_colour_but_not_the_other_way(tmp_path, folder):
     assert rows(grey, count=1, channels=1)[0]["image"].shape == (8, 8, 1)
     with pytest.raises(UserError, match=r"png has colours \(RGB\), and model.channels"):
         rows(folder, channels=1)
-    with pytest.raises(UserError, match="model.channels=2: image files have 3"):
+    with pytest.raises(UserError, match=r"model.channels=2: image files have 3"):
         rows(folder, channels=2)
 
 
@@ -134,7 +139,9 @@ def test_images_that_do_not_decode_are_replaced_and_do_not_count(folder):
     want = rows(folder, "validation", 9)
     damage(folder, "val/bee/1.png", "val/cat/2.png")
     dataset = image_data(str(folder), "validation", **OPTIONS, most_broken=2)
-    with pytest.warns(UserWarning, match=r"png does not decode and is skipped") as found:
+    with pytest.warns(
+        UserWarning, match=r"png does not decode and is skipped"
+    ) as found:
         got = [dataset[i] for i in range(9)]
         check_equal([dataset[4]], [got[4]])
     assert len(found) == 2  # each is told once
@@ -143,14 +150,8 @@ def test_images_that_do_not_decode_are_replaced_and_do_not_count(folder):
     np.testing.assert_array_equal(got[4]["image"], want[5]["image"])
     np.testing.assert_array_equal(got[8]["image"], want[0]["image"])
     check_equal([got[i] for i in (0, 3, 5)], [want[i] for i in (0, 3, 5)])
-    with pytest.warns(UserWarning, match="does not decode"):
-        total = sum(
-            factor * batch["weights"].sum()
-            for factor, batch in eval_batches(
-                image_data(str(folder), "validation", **OPTIONS), batch_size=4
-            )
-        )
-    assert total == 7
+    read = eval_batches(dataset, batch_size=4)
+    assert sum(factor * batch["weights"].sum() for factor, batch in read) == 7
 
 
 @pytest.mark.filterwarnings("ignore:.*does not decode and is skipped")
@@ -162,31 +163,34 @@ def test_too_many_of_them_are_named(folder):
         assert name in str(e.value)
     for file in folder.glob("val/*/*"):
         file.write_bytes(b"no image")
-    with pytest.raises(UserError, match="no image of validation decodes"):
+    with pytest.raises(UserError, match=r"no image of validation decodes"):
         rows(folder, "validation", 1)
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(folder, tmp_path):
-    with pytest.raises(UserError, match="nowhere: is not a folder"):
+    with pytest.raises(UserError, match=r"nowhere: is not a folder"):
         rows(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"has no train/with|has no train/ with"):
+    with pytest.raises(UserError, match=r"has no train/ with a folder"):
         rows(tmp_path)
-    with pytest.raises(UserError, match="has 3 classes, and model.classes=2"):
+    with pytest.raises(UserError, match=r"has 3 classes, and model.classes=2"):
         rows(folder, classes=2)
     (folder / "val" / "bee").rename(folder / "val" / "bear")
     for split in ("train", "validation"):
-        with pytest.raises(UserError, match="bee of train missing|bear of validation"):
+        with pytest.raises(UserError, match=r"bee of train missing|bear of validation"):
             rows(folder, split)
     for name in CLASSES:
         (tmp_path / "empty" / "train" / name).mkdir(parents=True)
-    with pytest.raises(UserError, match="the train split has no images"):
+    with pytest.raises(UserError, match=r"the train split has no images"):
         rows(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ((7).to_bytes(4, "little") + picture(0), r"label 7 is not in \[0, model.classes"),
+        (
+            (7).to_bytes(4, "little") + picture(0),
+            r"label 7 is not in \[0, model.classes",
+        ),
         (b"\xff" * 4 + picture(0), "label -1 is not in"),
         (b"abc", "record 0: has 3 bytes; an image is an int32 label"),
     ],

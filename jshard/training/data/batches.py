@@ -1,6 +1,7 @@
 """Batches of a dataset: the part of one process, as a pure function of the step."""
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 from jshard.errors import UserError
 from jshard.training.data.dataset import stack
 
-_PREFETCHED = 8  # batches
+# Decoding of images keeps every core busy; what is read does not depend on the number.
+_THREADS = max(4, os.cpu_count() or 1)
+_PREFETCHED = max(8, _THREADS)  # batches
 
 
 def batches(
@@ -22,7 +25,7 @@ def batches(
     num_steps: int,
     process_index: int = 0,
     process_count: int = 1,
-    num_threads: int = 4,
+    num_threads: int = _THREADS,
 ) -> Iterator[Any]:
     """Iterates over this process's part of global batches start_step..num_steps-1.
 
@@ -68,7 +71,7 @@ def eval_batches(
     *,
     batch_size: int,
     max_batches: int | None = None,
-    num_threads: int = 4,
+    num_threads: int = _THREADS,
     **process: int,
 ) -> Iterator[tuple[float, Any]]:
     """Iterates once, in order, over this process's part of all examples.

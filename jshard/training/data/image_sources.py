@@ -54,7 +54,9 @@ class ImageFolder:
     """
 
     def __init__(self, folder: Path):
-        self.classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        self.classes = sorted(
+            entry.name for entry in folder.iterdir() if entry.is_dir()
+        )
         self._files: list[str] = []
         self._labels: list[int] = []
         for label, name in enumerate(self.classes):
@@ -129,7 +131,7 @@ def find_images(path: str, split: str, classes: int) -> ImageSource:
         if found is None:
             wanted = " or ".join(f"{name}/" for name in _SPLITS[split])
             raise UserError(
-                f"--config.data.path={path}: has no {wanted}with a folder for each "
+                f"--config.data.path={path}: has no {wanted} with a folder for each "
                 f"class, and no {_SPLITS[split][0]}*{RECORDS}"
             )
         source = ImageFolder(found)
