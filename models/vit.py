@@ -1,6 +1,7 @@
 """A vision transformer on patches of an image.
 
-Dosovitskiy et al. 2021, "An Image Is Worth 16x16 Words" (arXiv:2010.11929).
+Dosovitskiy et al. 2021, "An Image Is Worth 16x16 Words" (arXiv:2010.11929); initial
+values are those of its authors' code, github.com/google-research/big_vision.
 
 Shape suffixes: B batch, H height, W width, C channels, T patches and the class token, D
 width of the stream, N heads, K width of a head.
@@ -73,7 +74,7 @@ def _linear(
         size_in,
         size_out,
         use_bias=bias,
-        kernel_init=nnx.initializers.truncated_normal(0.02),
+        kernel_init=nnx.initializers.xavier_uniform(),
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         rngs=rngs,
@@ -151,11 +152,9 @@ class ViT(nnx.Module):
             param_dtype=config.param_dtype,
             rngs=rngs,
         )
-        normal = nnx.initializers.truncated_normal(0.02)
         T = (config.image_size // config.patch_size) ** 2 + 1
-        self.class_token = nnx.Param(
-            normal(rngs.params(), (1, 1, width), config.param_dtype)
-        )
+        normal = nnx.initializers.normal(width**-0.5)
+        self.class_token = nnx.Param(jnp.zeros((1, 1, width), config.param_dtype))
         self.positions = nnx.Param(
             normal(rngs.params(), (1, T, width), config.param_dtype)
         )

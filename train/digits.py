@@ -6,6 +6,7 @@ is for validation.
 """
 
 import functools
+from typing import Any
 
 import grain
 import numpy as np
@@ -84,7 +85,7 @@ _MODELS = {"regnet": (_REGNET, 4e-3), "vit": (_VIT, 2e-3)}
 
 
 def make_model(config, rngs):
-    sizes = dict(config.model, channels=1, classes=CLASSES)
+    sizes: Any = dict(config.model, channels=1, classes=CLASSES)
     if "patch_size" in sizes:
         return ViT(ViTConfig(image_size=SIZE, **sizes), rngs=rngs)
     small = {"stem_stride": 1, "downsample_first": False}  # 8 x 8 pixels
@@ -127,7 +128,7 @@ def make_data(config, split):
             padded = np.pad(pixels, ((shift, shift), (shift, shift), (0, 0)))
             top, left = rng.integers(2 * shift + 1, size=2)
             pixels = padded[top : top + SIZE, left : left + SIZE]
-        targets = smooth_labels(labels[index], CLASSES, smoothing)
+        targets = smooth_labels(int(labels[index]), CLASSES, smoothing)
         return {"image": pixels, "targets": targets, "weights": np.float32(1)}
 
     numbers = grain.MapDataset.range(len(images))

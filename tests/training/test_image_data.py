@@ -6,15 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from jshard.errors import UserError
 from jshard.training.data.batches import batches, eval_batches
 from jshard.training.data.image_data import image_data, mixup, noise, smooth_labels
-from jshard.training.data.image_sources import (
-    ArrayRecordWriter,
-    find_images,
-    write_records,
-)
+from jshard.training.data.image_sources import find_images, write_records
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 
@@ -139,11 +136,9 @@ def test_images_that_do_not_decode_are_replaced_and_do_not_count(folder):
     want = rows(folder, "validation", 9)
     damage(folder, "val/bee/1.png", "val/cat/2.png")
     dataset = image_data(str(folder), "validation", **OPTIONS, most_broken=2)
-    with pytest.warns(
-        UserWarning, match=r"png does not decode and is skipped"
-    ) as found:
-        got = [dataset[i] for i in range(9)]
-        check_equal([dataset[4]], [got[4]])
+    with pytest.warns(UserWarning, match=r"png does not decode and is") as found:
+        *got, again = [dataset[i] for i in (*range(9), 4)]
+    check_equal([again], [got[4]])
     assert len(found) == 2  # each is told once
     assert "2 of at most 2" in str(found[1].message)
     assert [row["weights"] for row in got] == [1, 1, 1, 1, 0, 1, 1, 1, 0]

@@ -106,8 +106,8 @@ def random_crop(image: Any, size: int, rng: np.random.Generator) -> np.ndarray:
     width, height = image.size
     box = _center(width, height, 1.0)
     for _ in range(_TRIES):
-        area = width * height * rng.uniform(*_AREA)
-        ratio = math.exp(rng.uniform(*map(math.log, _RATIO)))
+        area = width * height * rng.uniform(_AREA[0], _AREA[1])
+        ratio = math.exp(rng.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)
@@ -119,7 +119,8 @@ def random_crop(image: Any, size: int, rng: np.random.Generator) -> np.ndarray:
 
 def center_crop(image: Any, size: int) -> np.ndarray:
     """Returns the middle of an image, uint8 (size, size, C)."""
-    return _resize(image, size, _center(*image.size, _CENTER))
+    width, height = image.size
+    return _resize(image, size, _center(width, height, _CENTER))
 
 
 def shift_colors(
