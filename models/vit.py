@@ -1,7 +1,6 @@
 """A vision transformer on patches of an image.
 
-Dosovitskiy et al. 2021, "An Image Is Worth 16x16 Words" (arXiv:2010.11929); initial
-values are those of its authors' code, github.com/google-research/big_vision.
+Dosovitskiy et al. 2021, "An Image Is Worth 16x16 Words" (arXiv:2010.11929).
 
 Shape suffixes: B batch, H height, W width, C channels, T patches and the class token, D
 width of the stream, N heads, K width of a head.
@@ -33,6 +32,7 @@ class ViTConfig:
       hidden_width: of the MLPs.
       qkv_bias: whether queries, keys and values have biases.
       norm_eps: added to variances.
+      position_std: deviation of the initial positions, learned ones.
       dropout: rate, on embeddings and on each residual branch.
       attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
       dtype: of the computation.
@@ -49,6 +49,7 @@ class ViTConfig:
     hidden_width: int = 3072
     qkv_bias: bool = True
     norm_eps: float = 1e-12
+    position_std: float = 0.02
     dropout: float = 0.0
     attention: str = "auto"
     dtype: Any = jnp.float32
@@ -153,7 +154,7 @@ class ViT(nnx.Module):
             rngs=rngs,
         )
         T = (config.image_size // config.patch_size) ** 2 + 1
-        normal = nnx.initializers.normal(width**-0.5)
+        normal = nnx.initializers.truncated_normal(config.position_std)
         self.class_token = nnx.Param(jnp.zeros((1, 1, width), config.param_dtype))
         self.positions = nnx.Param(
             normal(rngs.params(), (1, T, width), config.param_dtype)
