@@ -253,9 +253,9 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
         found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
     layer = _layer_tensors(config)
     for i in range(config.num_layers):
-        for name, (theirs, transposed) in layer.items():
-            names = tuple(f"model.layers.{i}.{x}.{_kind(name)}" for x in theirs)
-            found[f"blocks.{i}.{name}"] = FileTensor(names, transposed)
+        for name, place in layer.items():
+            names = tuple(f"model.layers.{i}.{x}.{_kind(name)}" for x in place.names)
+            found[f"blocks.{i}.{name}"] = place._replace(names=names)
     return found
 
 

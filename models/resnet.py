@@ -111,7 +111,8 @@ class ResNet(nnx.Module):
         """Returns logits, (B, classes)."""
         check_channels(images_BHWC, self.config.channels)
         x_BHWC = nnx.relu(self.stem(images_BHWC))
-        x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        around: Any = ((1, 1), (1, 1))  # Flax's annotation says str
+        x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=around)
         for stage in self.stages:
             x_BHWC = stage(x_BHWC)
         return mean_logits(self.classifier, x_BHWC)
