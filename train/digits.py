@@ -82,7 +82,7 @@ _VIT = {
     "dropout": Key(0.0, "dropout rate", at_least=0, below=1),
 }
 # Keys, peak of the learning rate and steps.
-_MODELS = {"regnet": (_REGNET, 4e-3, 400), "vit": (_VIT, 2e-3, 1000)}
+_MODELS = {"regnet": (_REGNET, 4e-3, 400), "vit": (_VIT, 2e-3, 1400)}
 
 
 def make_model(config, rngs):

@@ -40,7 +40,7 @@ def test_digits_are_read_after_three_minutes(command, tmp_path, model):
     assert run.stderr == ""
     last = [line for line in read_metrics(tmp_path / "run") if "eval_loss" in line][-1]
     assert last["eval_accuracy"] > 0.97
-    assert last["eval_ema_accuracy"] > 0.97
+    assert last["eval_ema_accuracy"] > 0.96
     pictures = json.loads((tmp_path / "run" / "notes.json").read_text())["pictures"]
     wrong = [one["caption"] for one in pictures if "not" in one["caption"]]
     assert len(pictures) == 40
