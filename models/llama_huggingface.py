@@ -266,7 +266,7 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
     for i in range(config.num_layers):
         for name, place in layer.items():
             names = tuple(f"model.layers.{i}.{x}.{_kind(name)}" for x in place.names)
-            found[f"blocks.{i}.{name}"] = FileTensor(names, place.transposed)
+            found[f"blocks.{i}.{name}"] = place._replace(names=names)
     return found
 
 

@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
 
     source: str | StoredTensor  # the array's name, or a tensor in other files
     layer: Index  # and expert
-    transposed: bool
+    place: FileTensor
     dtype: np.dtype
     size: int  # bytes
     adapter: Adapter | None = None  # to be added
@@ -87,7 +87,7 @@ class Exported:
                 for i, name in enumerate(place.names):
                     index = (*layer, i) if len(place.names) > 1 else layer
                     part = size // len(place.names)
-                    tensors[name] = Tensor(source, index, place.transposed, kind, part)
+                    tensors[name] = Tensor(source, index, place, kind, part)
         if unknown:
             raise UserError(
                 f"--format=huggingface: the recipe's map lacks {some_of(unknown)}"
@@ -149,7 +149,7 @@ class Exported:
                 tensor = stored[there]
                 kind = self._dtype(str(jnp.dtype(DTYPES[tensor.dtype])))
                 size = math.prod(tensor.shape) * kind.itemsize
-                found[name] = Tensor(tensor, (), place.transposed, kind, size)
+                found[name] = Tensor(tensor, (), place, kind, size)
         return found
 
     def _adapters(self) -> list[str]:
@@ -185,9 +185,7 @@ def read(step: Path, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
             store = open_array(step / ARRAYS, source, _ONE_THREAD)
             if first.layer:
                 store = store[first.layer[0] : last.layer[0] + 1]
-            if first.transposed:
-                *others, rows, columns = range(store.ndim)
-                store = store.transpose([*others, columns, rows])
+            store = store.transpose(first.place.axes(store.ndim))
             values = tensorstore.cast(store, first.dtype).read().result()
         except (FileNotFoundError, ValueError) as error:
             raise UserError(
@@ -202,6 +200,6 @@ def read(step: Path, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     for name, tensor in tensors.items():
         if tensor.adapter is not None:
             added = tensor.adapter.read(step, _ONE_THREAD)
-            added = added.T if tensor.transposed else added
+            added = added.T if tensor.place.transposed else added
             found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
     return found

@@ -1,7 +1,7 @@
 """Where the files of a model keep an array."""
 
 from collections.abc import Container
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class FileTensor(NamedTuple):
@@ -13,12 +13,15 @@ class FileTensor(NamedTuple):
         a LoRA adapter: it keeps its initial value.
       transposed: Whether the last two dimensions are swapped in the files, as those of
         PyTorch's Linear are.
+      convolution: Whether the last four dimensions, height, width, input and output,
+        are output, input, height and width in the files, as in PyTorch's Conv2d.
       older: Other names of the tensors, each a tuple like `names`, that some files have
         instead; none is written.
     """
 
     names: tuple[str, ...]
     transposed: bool = False
+    convolution: bool = False
     older: tuple[tuple[str, ...], ...] = ()
 
     def named_as_in(self, found: Container[str]) -> "FileTensor":
@@ -31,4 +34,19 @@ class FileTensor(NamedTuple):
     def shape_in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of each tensor of an array of this shape."""
         shape = shape[len(self.names) > 1 :]
-        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+        return tuple(shape[axis] for axis in self.axes(len(shape)))
+
+    def axes(self, ndim: int) -> list[int]:
+        """Returns the order of an array's dimensions in the files."""
+        order = list(range(ndim))
+        if self.transposed:
+            order[-2:] = order[-1], order[-2]
+        if self.convolution:
+            height, width, size_in, size_out = order[-4:]
+            order[-4:] = size_out, size_in, height, width
+        return order
+
+    def from_file(self, tensor: Any) -> Any:
+        """Returns a tensor of the files, or a view of it, with our dimensions."""
+        axes = self.axes(tensor.ndim)
+        return tensor.transpose([axes.index(i) for i in range(tensor.ndim)])

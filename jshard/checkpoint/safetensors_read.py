@@ -33,8 +33,9 @@ _QUANTISED = (
     ".SCB",
 )
 # Ends of names in Hugging Face's files that transformers does not read either: buffers
-# that follow from the config, the head of a model whose head is the embedding, and what
-# a masked language model does not have of BERT.
+# that follow from the config, the head of a model whose head is the embedding, the
+# number of batches in batch statistics, and what a masked language model does not have
+# of BERT.
 _REDUNDANT = (
     "rotary_emb.inv_freq",
     "attn.bias",
@@ -47,6 +48,7 @@ _REDUNDANT = (
     "pooler.dense.bias",
     "seq_relationship.weight",
     "seq_relationship.bias",
+    "num_batches_tracked",
 )
 
 
@@ -212,7 +214,7 @@ def _read(
         place, one = layers[layer], values[(*position, ...)]
         for part, name, rest in _parts(one, place, index[layer_dims:]):
             tensor = found[name].open()
-            part[...] = (tensor.mT if place.transposed else tensor)[rest]  # casts
+            part[...] = place.from_file(tensor)[rest]  # casts
     return values
 
 

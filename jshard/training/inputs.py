@@ -15,6 +15,7 @@ from jshard.training.data.iterables import Stream
 from jshard.training.evaluation import prepare_evaluation, prepare_sample
 from jshard.training.finite import beyond_vocabulary, check_finite
 from jshard.training.loggers.loggers import check_loggers
+from jshard.training.pictures import prepare_pictures
 from jshard.training.run_folder.saving import check_room
 from jshard.training.run_folder.start import Start
 from jshard.training.setup import Setup
@@ -28,6 +29,7 @@ class Inputs:
       batches: Its parts of all batches, the first included.
       evaluation: From a state to the metrics of an evaluation; None without.
       sample: From a state to a text; None without.
+      pictures: From a state to pictures for the report; None without.
       flops: Of a token, forward and backward, if known.
       note: What data lose that can only be read from their start; empty for none.
     """
@@ -60,6 +62,10 @@ class Inputs:
         self.flops = returns.flops_per_token(recipe.flops_per_token, config)
         sample = returns.sample(recipe.sample, config)
         self.sample = sample and prepare_sample(*sample, job.fsdp, abstract_state)
+        pictures = returns.sample_images(recipe.sample_images, config)
+        self.pictures = pictures and prepare_pictures(
+            *pictures, job.fsdp, abstract_state
+        )
         peers.at("reading the first evaluation batch", start.step)
         self.evaluation = None
         if config.eval_every:

@@ -220,6 +220,9 @@ def train(
                 folder.note(sample=text)
                 folder.text(step, "sample", text)
                 display.say(f"\nsample:\n{text}\n")
+            if inputs.pictures is not None:
+                peers.at("predicting", step)
+                folder.note(pictures=inputs.pictures(setup.state))
         peers.at("finishing", step)
         saving.finish()
         if hooks.error is not None:

@@ -56,6 +56,10 @@ class Recipe:
         It may return None for no sample.
       predict_fn: Optional; `predict_fn(model, batch)` returns what `Trainer.predict`
         computes, arrays with a row for each example.
+      sample_images: Optional; `sample_images(config)` returns `(predict, batch,
+        caption)` for pictures in the report: `predict(model, batch)` returns arrays, a
+        row for each of the pictures in `batch["image"]`, which are uint8 or floating in
+        [0, 1], and `caption(i, row)` the text below picture i. It may return None.
       units: Optional; `units(config)` returns the module types that become Units, as
         in `jshard.FSDP(units=...)`, for a model without Units of its own.
       trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
@@ -76,6 +80,7 @@ class Recipe:
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
     predict_fn: Callable[..., Any] | None = None
+    sample_images: Callable[[Config], Any] | None = None
     units: Callable[[Config], Any] | None = None
     trainable: Callable[[Config], Any] | None = None
     huggingface: types.ModuleType | None = None

@@ -27,6 +27,7 @@ ARGUMENTS = {
     "flops_per_token": ("config",),
     "sample": ("config",),
     "predict_fn": ("model", "batch"),
+    "sample_images": ("config",),
     "units": ("config",),
     "trainable": ("config",),
 }
@@ -148,6 +149,29 @@ def sample(
         return text
 
     return generate, prompts, to_text
+
+
+def sample_images(
+    function: Callable[[Config], Any] | None, config: Config
+) -> tuple[Callable[..., Any], Any, Callable[..., str]] | None:
+    """Returns the recipe's `(predict, batch, caption)`."""
+    found = function(config) if function is not None else None
+    if found is None:
+        return None
+    is_triple = isinstance(found, tuple | list) and len(found) == 3
+    if (
+        not is_triple
+        or not callable(found[0])
+        or not isinstance(found[1], Mapping)
+        or "image" not in found[1]
+        or not callable(found[2])
+    ):
+        expected = "(predict, batch with 'image', caption), or None"
+        raise _wrong("sample_images(config)", found, expected)
+    predict, batch, caption = found
+    check_signature(predict, "predict of sample_images(config)", ("model", "batch"))
+    check_signature(caption, "caption of sample_images(config)", ("i", "row"))
+    return predict, batch, caption
 
 
 def _is_number(value: Any) -> bool:

@@ -4,22 +4,37 @@ from typing import Any
 
 from flax import nnx
 
+from jshard.errors import UserError
 from jshard.mesh import AXES
 
 
 def over_all_devices(module: Any) -> None:
-    """Makes an ``nnx.BatchNorm`` without ``axis_name`` use all devices of a step."""
-    if isinstance(module, nnx.BatchNorm) and module.axis_name is None:
+    """Makes an ``nnx.BatchNorm`` without ``axis_name`` use all devices of a step.
+
+    Raises:
+      UserError: it names an axis that a step has not, as models for ``pmap`` do.
+    """
+    if not isinstance(module, nnx.BatchNorm):
+        return
+    if module.axis_name is None:
         module.axis_name = AXES  # pyright: ignore[reportAttributeAccessIssue]
+    if not _names(module) <= set(AXES):
+        raise UserError(
+            f"nnx.BatchNorm(axis_name={module.axis_name!r}): a step has no such axis; "
+            "leave axis_name out, and statistics are those of the whole batch, over "
+            "all devices"
+        )
 
 
 def of_one_device(module: Any) -> None:
     """Undoes ``over_all_devices``, for calls outside a step, without mesh axes."""
-    if isinstance(module, nnx.BatchNorm):
-        name: Any = module.axis_name
-        names = {name} if isinstance(name, str) else set(name or ())
-        if names <= set(AXES):
-            module.axis_name = None
+    if isinstance(module, nnx.BatchNorm) and _names(module) <= set(AXES):
+        module.axis_name = None
+
+
+def _names(module: nnx.BatchNorm) -> set[str]:
+    name: Any = module.axis_name
+    return {name} if isinstance(name, str) else set(name or ())
 
 
 def batch_norms(model: nnx.Module) -> list[str]:

@@ -233,3 +233,12 @@ def test_a_constant_value_is_a_line_through_the_middle(value):
     page = Page(line_chart("Rate", {"training": [(1, value), (2, value)]}))
     low, high = json.loads(page.text["script"][0])["y"][:2]
     assert low < value < high
+
+
+def test_pictures_stand_with_their_captions(tmp_path):
+    notes = {"pictures": [{"png": "iVBORw0KGgo=", "caption": "3, not <8>"}]}
+    page = write_run(tmp_path, LINES, notes)
+    assert "Predictions" in page.text["h2"]
+    assert page.text["figcaption"][-1] == "3, not <8>"
+    text = (tmp_path / "report.html").read_text()
+    assert 'src="data:image/png;base64,iVBORw0KGgo="' in text

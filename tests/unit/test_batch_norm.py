@@ -70,6 +70,14 @@ def test_a_model_with_axis_name_runs_outside_of_steps():
     check_close(model(example()), want(example()), 1e-9)
 
 
+def test_an_axis_of_another_program_is_one_line():
+    class OfPmap(Normed):
+        axis_name = "batch"
+
+    with pytest.raises(jshard.UserError, match=r"axis_name='batch'\): a step has no"):
+        run(OfPmap)
+
+
 def test_batch_norm_with_accumulate_takes_each_micro_batch_for_a_batch():
     policy = jshard.Policy(min_shard_elements=0, accumulate=2)
     fsdp = jshard.FSDP(make_mesh(1, 2), policy)

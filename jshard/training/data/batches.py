@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,9 @@ from jshard.training.data.dataset import Dataset
 from jshard.training.data.examples import count_rows, stack
 from jshard.training.data.iterables import Stream
 
-_PREFETCHED = 8  # batches
+# Decoding of images keeps every core busy; what is read does not depend on the number.
+_THREADS = max(4, os.cpu_count() or 1)
+_PREFETCHED = max(8, _THREADS)  # batches
 
 
 def batches(
@@ -26,7 +29,7 @@ def batches(
     num_steps: int,
     process_index: int = 0,
     process_count: int = 1,
-    num_threads: int = 4,
+    num_threads: int = _THREADS,
 ) -> Iterator[Any]:
     """Iterates over this process's part of global batches start_step..num_steps-1.
 
@@ -77,7 +80,7 @@ def eval_batches(
     *,
     batch_size: int,
     max_batches: int | None = None,
-    num_threads: int = 4,
+    num_threads: int = _THREADS,
     **process: int,
 ) -> Iterator[tuple[float, Any]]:
     """Iterates once, in order, over this process's part of all examples.

@@ -1,6 +1,6 @@
 """HTML pages that work offline: styles and scripts are embedded."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
@@ -47,6 +47,16 @@ def tiles(figures: Iterable[tuple[str, str]]) -> str:
         for value, name in figures
     )
     return f'<div class="tiles">{found}</div>'
+
+
+def pictures(found: Iterable[Mapping[str, str]]) -> str:
+    """Returns pictures, each a "png" in base64, with plain-text captions."""
+    figures = "".join(
+        f'<figure><img alt="" src="data:image/png;base64,{escape(one["png"])}">'
+        f"<figcaption>{escape(one['caption'])}</figcaption></figure>"
+        for one in found
+    )
+    return f'<div class="pictures">{figures}</div>'
 
 
 def table(

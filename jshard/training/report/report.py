@@ -14,7 +14,13 @@ from jshard.formatting import format_bytes, format_count
 from jshard.training.config.config import flatten
 from jshard.training.recipe import short_name
 from jshard.training.report.charts import line_chart
-from jshard.training.report.page import document, section, table, tiles
+from jshard.training.report.page import (
+    document,
+    pictures,
+    section,
+    table,
+    tiles,
+)
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
@@ -97,6 +103,8 @@ def _render(
     for name, shown in notes.get(SAMPLES, {}).items():
         heading = f"{_title(name)} at step {shown['step']}"
         sections.append(section(heading, _sample(workdir, shown)))
+    if "pictures" in notes:
+        sections.append(section("Predictions", pictures(notes["pictures"])))
     sections.append(
         section("Config", table((k, str(v)) for k, v in flatten(config).items()))
     )

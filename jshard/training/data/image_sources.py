@@ -1,0 +1,203 @@
+"""Where encoded images with labels lie: folders of classes, and array records.
+
+A record is the label, a little-endian int32, and then the bytes of an image file.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import grain
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from jshard.errors import UserError, some_of
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+RECORDS = ".array_record"
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val")}
+_LABEL = struct.Struct("<i")
+
+
+class EncodedImage(NamedTuple):
+    """An image as it is stored.
+
+    Attributes:
+      data: The content of an image file.
+      label: Its class.
+      name: Where it is, for messages.
+    """
+
+    data: bytes
+    label: int
+    name: str
+
+
+class ImageSource(Protocol):
+    """Images by number."""
+
+    def __len__(self) -> int:
+        """Returns the number of images."""
+        ...
+
+    def __getitem__(self, index: int) -> EncodedImage:
+        """Reads an image."""
+        ...
+
+
+class ImageFolder:
+    """Images in folders that are named like their classes, in sorted order.
+
+    Attributes:
+      classes: The names of the classes; a label is a place in them.
+    """
+
+    def __init__(self, folder: Path):
+        self.classes = sorted(
+            entry.name for entry in folder.iterdir() if entry.is_dir()
+        )
+        self._files: list[str] = []
+        self._labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            files = sorted(
+                os.path.join(where, file)
+                for where, _, names in os.walk(folder / name)
+                for file in names
+                if file.lower().endswith(SUFFIXES) and not file.startswith(".")
+            )
+            self._files += files
+            self._labels += [label] * len(files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> EncodedImage:
+        """Reads an image."""
+        file = self._files[index]
+        try:
+            return EncodedImage(Path(file).read_bytes(), self._labels[index], file)
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
+
+
+class ImageRecords:
+    """Images in array records, in the order of the files' names."""
+
+    def __init__(self, files: Sequence[Path]):
+        self._files = files
+        self._records = grain.sources.ArrayRecordDataSource(list(map(str, files)))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> EncodedImage:
+        """Reads an image."""
+        record, name = self._records[index], f"{self._files[0].parent}, record {index}"
+        if len(record) <= _LABEL.size:
+            raise UserError(
+                f"{name}: has {len(record)} bytes; an image is an int32 label and the "
+                "bytes of an image file (write_records makes such files)"
+            )
+        (label,) = _LABEL.unpack_from(record)
+        return EncodedImage(record[_LABEL.size :], label, name)
+
+
+def find_images(path: str, split: str, classes: int) -> ImageSource:
+    """Finds the images of a split.
+
+    `path` is a folder with either of:
+
+    - `train/CLASS/...` and `validation/CLASS/...` (or `val`, `valid`), with the same
+      classes, which are labelled in sorted order;
+    - `train*.array_record` and `validation*.array_record` (or `val*`, `valid*`).
+
+    Args:
+      path: The folder.
+      split: "train" or "validation".
+      classes: The most classes that there may be.
+
+    Raises:
+      UserError: There are no images, the splits have different classes, or there are
+        too many.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--config.data.path={path}: is not a folder")
+    if records := _records(folder, split):
+        source: ImageSource = ImageRecords(records)
+    else:
+        found = _split_folder(folder, split)
+        if found is None:
+            wanted = " or ".join(f"{name}/" for name in _SPLITS[split])
+            raise UserError(
+                f"--config.data.path={path}: has no {wanted} with a folder for each "
+                f"class, and no {_SPLITS[split][0]}*{RECORDS}"
+            )
+        source = ImageFolder(found)
+        _check_classes(folder, source.classes, split)
+        if len(source.classes) > classes:
+            raise UserError(
+                f"{found} has {len(source.classes)} classes, and model.classes="
+                f"{classes}: set --config.model.classes={len(source.classes)}"
+            )
+    if not len(source):
+        raise UserError(f"--config.data.path={path}: the {split} split has no images")
+    return source
+
+
+def write_records(path: str, output: str, images_per_file: int = 10_000) -> None:
+    """Writes the splits of a folder of images as array records.
+
+    Args:
+      path: As for `find_images`.
+      output: The folder to write to.
+      images_per_file: The most images of a file.
+    """
+    target = Path(output).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    for split in _SPLITS:
+        found = _split_folder(Path(path).expanduser(), split)
+        if found is None:
+            continue
+        images = ImageFolder(found)
+        count = -(-len(images) // images_per_file)
+        for number in range(count):
+            name = f"{split}-{number:05d}-of-{count:05d}{RECORDS}"
+            # Groups of one record, as images are read in any order.
+            writer = ArrayRecordWriter(str(target / name), "group_size:1")
+            first = number * images_per_file
+            for i in range(first, min(first + images_per_file, len(images))):
+                writer.write(_LABEL.pack(images[i].label) + images[i].data)
+            writer.close()
+
+
+def _records(folder: Path, split: str) -> list[Path]:
+    for name in _SPLITS[split]:
+        if found := sorted(folder.glob(f"{name}*{RECORDS}")):
+            return found
+    return []
+
+
+def _split_folder(folder: Path, split: str) -> Path | None:
+    candidates = [folder / name for name in _SPLITS[split]]
+    return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def _check_classes(folder: Path, classes: Sequence[str], split: str) -> None:
+    """Raises a UserError if the other split has other classes."""
+    other = "validation" if split == "train" else "train"
+    found = _split_folder(folder, other)
+    if found is None:
+        return
+    others = {entry.name for entry in found.iterdir() if entry.is_dir()}
+    for names, has, lacks in (
+        (set(classes) - others, split, other),
+        (others - set(classes), other, split),
+    ):
+        if names:
+            raise UserError(
+                f"--config.data.path={folder}: the splits have different classes: "
+                f"{some_of(sorted(names))} of {has} missing in {lacks}, so that labels "
+                "would not mean the same"
+            )

@@ -1,0 +1,112 @@
+"""What the maps of image classifiers to Hugging Face's folders have in common."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jshard
+from jshard.checkpoint.file_tensor import FileTensor
+
+Json = Mapping[str, Any]
+_NORM = {
+    "scale": "weight",
+    "bias": "bias",
+    "mean": "running_mean",
+    "var": "running_var",
+}
+
+
+def read_keys(
+    json: Json,
+    architecture: str,
+    sizes: Mapping[str, tuple[str, Any]],
+    fixed: Mapping[str, tuple[Any, ...]],
+) -> dict[str, Any]:
+    """Returns the keys of a model's config that a config.json decides.
+
+    Args:
+      json: its content.
+      architecture: transformers' name of the model class.
+      sizes: our keys, and config.json's with their defaults.
+      fixed: config.json's keys, and the values that we know, which include the default.
+
+    Raises:
+      UserError: the architecture, or a feature of it, is not there.
+    """
+    name = (json.get("architectures") or ["none"])[0]
+    if name != architecture:
+        raise jshard.UserError(
+            f"config.json: architecture {name} is not supported; that is {architecture}"
+        )
+    for key, known in {**fixed, "quantization_config": ()}.items():
+        if json.get(key) is not None and json[key] not in known:
+            raise jshard.UserError(
+                f"config.json: {key}={json[key]!r} of {name} is not supported"
+            )
+    model = {ours: json.get(*theirs) for ours, theirs in sizes.items()}
+    model = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
+    labels = json.get("id2label")
+    model["classes"] = len(labels) if labels else json.get("num_labels", 2)
+    return model
+
+
+def write_keys(
+    model: Mapping[str, Any],
+    architecture: str,
+    model_type: str,
+    sizes: Mapping[str, tuple[str, Any]],
+) -> dict[str, Any]:
+    """Returns the content of a config.json, as ``read_keys`` reads it."""
+    found = {theirs: model[ours] for ours, (theirs, _) in sizes.items()}
+    labels = {str(i): f"LABEL_{i}" for i in range(model["classes"])}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **{k: list(v) if isinstance(v, tuple) else v for k, v in found.items()},
+        "id2label": labels,
+        "label2id": {label: int(i) for i, label in labels.items()},
+    }
+
+
+def linear(ours: str, theirs: str, bias: bool = True) -> dict[str, FileTensor]:
+    """Returns where the files keep a linear layer."""
+    found = {f"{ours}.kernel": FileTensor((f"{theirs}.weight",), transposed=True)}
+    return found | _bias(ours, theirs) if bias else found
+
+
+def convolution(ours: str, theirs: str, bias: bool = True) -> dict[str, FileTensor]:
+    """Returns where the files keep a convolution."""
+    found = {f"{ours}.kernel": FileTensor((f"{theirs}.weight",), convolution=True)}
+    return found | _bias(ours, theirs) if bias else found
+
+
+def conv_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
+    """Returns where the files keep a ``ConvNorm``, with its batch statistics."""
+    return convolution(f"{ours}.convolution", f"{theirs}.convolution", bias=False) | {
+        f"{ours}.normalization.{own}": FileTensor((f"{theirs}.normalization.{name}",))
+        for own, name in _NORM.items()
+    }
+
+
+def layer_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
+    """Returns where the files keep a layer norm."""
+    scale = {f"{ours}.scale": FileTensor((f"{theirs}.weight",))}
+    return scale | _bias(ours, theirs)
+
+
+def block_names(model: Mapping[str, Any], theirs: str) -> list[tuple[str, str, bool]]:
+    """Returns (our name, theirs, whether it has a shortcut) of each block of stages."""
+    found, size_in = [], model["stem"]
+    for s, (depth, size) in enumerate(
+        zip(model["depths"], model["widths"], strict=True)
+    ):
+        strided = s > 0 or model["downsample_first"]
+        for i in range(depth):
+            own = f"stages.{s}.rest.{i - 1}" if i else f"stages.{s}.first"
+            shortcut = i == 0 and (strided or size_in != size)
+            found.append((own, f"{theirs}.stages.{s}.layers.{i}", shortcut))
+        size_in = size
+    return found
+
+
+def _bias(ours: str, theirs: str) -> dict[str, FileTensor]:
+    return {f"{ours}.bias": FileTensor((f"{theirs}.bias",))}

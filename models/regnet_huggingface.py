@@ -1,0 +1,84 @@
+"""RegNet in Hugging Face's folders: config.json and tensor names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jshard
+from jshard.checkpoint.file_tensor import FileTensor
+from models.images_huggingface import (
+    block_names,
+    conv_norm,
+    convolution,
+    linear,
+    read_keys,
+    write_keys,
+)
+
+_NAME = "RegNetForImageClassification"
+_SIZES = {
+    "channels": ("num_channels", 3),
+    "stem": ("embedding_size", 32),
+    "depths": ("depths", (2, 6, 12, 2)),
+    "widths": ("hidden_sizes", (128, 192, 512, 1088)),
+    "group_width": ("groups_width", 64),
+    "downsample_first": ("downsample_in_first_stage", True),
+}
+_FIXED = {"hidden_act": ("relu",), "layer_type": ("x", "y")}
+
+
+def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``RegNetConfig`` that a config.json decides.
+
+    Args:
+      json: its content.
+
+    Raises:
+      UserError: the architecture, or a feature of it, is not there.
+    """
+    model = read_keys(json, _NAME, _SIZES, _FIXED)
+    squeeze_excite = json.get("layer_type", "y") == "y"
+    return {**model, "stem_stride": 2, "squeeze_excite": squeeze_excite}
+
+
+def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json for a model.
+
+    Args:
+      model: keys of ``RegNetConfig``.
+
+    Raises:
+      UserError: transformers has no such model.
+    """
+    if model["stem_stride"] != 2:
+        raise jshard.UserError(
+            f"model.stem_stride={model['stem_stride']} is not possible in "
+            f"transformers, whose {_NAME} has 2"
+        )
+    return {
+        **write_keys(model, _NAME, "regnet", _SIZES),
+        "layer_type": "y" if model["squeeze_excite"] else "x",
+        "hidden_act": "relu",
+    }
+
+
+def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """Returns where the files keep each array, by its name, one block at a time.
+
+    Args:
+      model: keys of ``RegNetConfig``.
+    """
+    found = conv_norm("stem", "regnet.embedder.embedder")
+    found |= linear("classifier", "classifier.1")
+    last = 3 if model["squeeze_excite"] else 2
+    for ours, theirs, shortcut in block_names(model, "regnet.encoder"):
+        for own, number in (("conv1", 0), ("conv2", 1), ("conv3", last)):
+            found |= conv_norm(f"{ours}.{own}", f"{theirs}.layer.{number}")
+        if model["squeeze_excite"]:
+            for own, number in (("reduce", 0), ("expand", 2)):
+                found |= convolution(
+                    f"{ours}.squeeze_excite.{own}",
+                    f"{theirs}.layer.2.attention.{number}",
+                )
+        if shortcut:
+            found |= conv_norm(f"{ours}.shortcut", f"{theirs}.shortcut")
+    return found

@@ -1,0 +1,81 @@
+"""Vision transformers in Hugging Face's folders: config.json and tensor names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.checkpoint.file_tensor import FileTensor
+from models.images_huggingface import (
+    convolution,
+    layer_norm,
+    linear,
+    read_keys,
+    write_keys,
+)
+
+_NAME = "ViTForImageClassification"
+_SIZES = {
+    "image_size": ("image_size", 224),
+    "patch_size": ("patch_size", 16),
+    "channels": ("num_channels", 3),
+    "num_layers": ("num_hidden_layers", 12),
+    "num_heads": ("num_attention_heads", 12),
+    "width": ("hidden_size", 768),
+    "hidden_width": ("intermediate_size", 3072),
+    "qkv_bias": ("qkv_bias", True),
+    "norm_eps": ("layer_norm_eps", 1e-12),
+}
+_FIXED = {"hidden_act": ("gelu",)}  # dropout is of training, and set by the recipe
+
+
+def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``ViTConfig`` that a config.json decides.
+
+    Args:
+      json: its content.
+
+    Raises:
+      UserError: the architecture, or a feature of it, is not there.
+    """
+    return read_keys(json, _NAME, _SIZES, _FIXED)
+
+
+def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json for a model.
+
+    Args:
+      model: keys of ``ViTConfig``.
+    """
+    return {**write_keys(model, _NAME, "vit", _SIZES), "hidden_act": "gelu"}
+
+
+def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """Returns where the files keep each array, by its name, one layer at a time.
+
+    Args:
+      model: keys of ``ViTConfig``.
+    """
+    embeddings = "vit.embeddings"
+    found = {
+        "class_token": FileTensor((f"{embeddings}.cls_token",)),
+        "positions": FileTensor((f"{embeddings}.position_embeddings",)),
+    }
+    found |= convolution("patches", f"{embeddings}.patch_embeddings.projection")
+    found |= layer_norm("norm", "vit.layernorm")
+    found |= linear("classifier", "classifier")
+    for i in range(model["num_layers"]):
+        ours, theirs = f"blocks.{i}", f"vit.encoder.layer.{i}"
+        for own, name in (("norm1", "before"), ("norm2", "after")):
+            found |= layer_norm(f"{ours}.{own}", f"{theirs}.layernorm_{name}")
+        for name in ("query", "key", "value"):
+            found |= linear(
+                f"{ours}.attention.{name}",
+                f"{theirs}.attention.attention.{name}",
+                bias=model["qkv_bias"],
+            )
+        for own, name in (
+            ("attention.out", "attention.output"),
+            ("up", "intermediate"),
+            ("down", "output"),
+        ):
+            found |= linear(f"{ours}.{own}", f"{theirs}.{name}.dense")
+    return found

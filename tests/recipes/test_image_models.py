@@ -1,0 +1,184 @@
+"""RegNet, ResNet and ViT: exact on every mesh, batch statistics included."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from models.images import classification_loss, normalize
+from models.regnet import RegNet, RegNetConfig
+from models.resnet import ResNet, ResNetConfig
+from models.vit import ViT, ViTConfig
+from parity import make_mesh
+
+CLASSES, SIZE, STEPS = 5, 16, 3
+TX = optax.sgd(0.05, momentum=0.9)
+SMALL: dict[str, Any] = {"stem": 8, "depths": (1, 3), "widths": (16, 32)}
+# Not `float`, which promotes weakly: batch statistics would be float32.
+TYPES: dict[str, Any] = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+MODELS = {
+    "regnet": lambda **types: (
+        RegNet, RegNetConfig(**SMALL, group_width=8, classes=CLASSES, **types)
+    ),
+    "resnet": lambda **types: (ResNet, ResNetConfig(**SMALL, classes=CLASSES, **types)),
+    "vit": lambda **types: (
+        ViT,
+        ViTConfig(
+            image_size=SIZE, patch_size=4, num_layers=2, num_heads=2, width=16,
+            hidden_width=32, classes=CLASSES, dropout=0.1, **types,
+        ),
+    ),
+}  # fmt: skip
+
+
+def in_float64(kind: str, rngs: nnx.Rngs) -> Any:
+    model_type, config = MODELS[kind](**TYPES)
+    model = model_type(config, rngs=rngs)
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
+        # Flax makes these float32, whatever it is told.
+        variable.set_value(variable.get_value().astype(float))
+    return model
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "image": rng.normal(size=(16, SIZE, SIZE, 3)),
+            "targets": rng.dirichlet(np.ones(CLASSES), 16),
+            "weights": (rng.random(16) < 0.8).astype(float),
+        }
+        for _ in range(STEPS)
+    ]
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return classification_loss(model(batch["image"]), batch, top=(1, 2))
+
+
+@functools.cache
+def plain_run(kind: str) -> tuple[Any, Any, Any]:
+    """(metrics, parameters, batch statistics) of one device, without a mesh."""
+    model = in_float64(kind, nnx.Rngs(jax.random.key(0)))
+    model.train()
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params, rest, batch):
+        module = nnx.merge(graphdef, params, rest, copy=True)
+        mean, accuracies = loss_fn(module, batch)
+        return mean.total / mean.count, (
+            nnx.state(module, nnx.Not(nnx.Param)), accuracies["accuracy"].compute()
+        )  # fmt: skip
+
+    opt_state, history = TX.init(params), []
+    for batch in batches():
+        (value, (rest, accuracy)), grads = loss(params, rest, batch)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        params: Any = optax.apply_updates(params, updates)
+        history.append((value, accuracy))
+    return history, params, nnx.filter_state(rest, nnx.BatchStat)
+
+
+@pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
+@pytest.mark.quick("regnet-2x4")
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (4, 1)], ids="1x8 2x4 4x1".split())
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_run_is_that_of_one_device(x64, kind, mesh):
+    fsdp = jshard.FSDP(make_mesh(*mesh), jshard.Policy(min_shard_elements=0))
+    state = fsdp.init(lambda rngs: in_float64(kind, rngs), TX, seed=0)
+    step, history = fsdp.train_step(loss_fn, TX), []
+    for batch in batches():
+        state, metrics = step(state, fsdp.shard_batch(batch))
+        history.append((metrics["loss"], metrics["accuracy"]))
+    statistics = nnx.filter_state(state.model_state, nnx.BatchStat)
+    for array in jax.tree.leaves(statistics):  # equal on every device
+        first, *others = (np.asarray(shard.data) for shard in array.addressable_shards)
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+    got = (history, *fsdp.unshard((state.params, statistics)))
+    for g, w in zip(
+        jax.tree.leaves(got), jax.tree.leaves(plain_run(kind)), strict=True
+    ):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())
+
+
+@pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
+@pytest.mark.slow
+def test_statistics_are_float32_where_the_rest_is_bfloat16():
+    precision = jshard.Precision(param="bfloat16", compute="bfloat16", reduce="float32")
+    fsdp = jshard.FSDP(make_mesh(2, 4), jshard.Policy(precision=precision))
+    model_type, config = MODELS["regnet"]()
+    state = fsdp.init(lambda rngs: model_type(config, rngs=rngs), TX)
+    state, _ = fsdp.train_step(loss_fn, TX)(state, fsdp.shard_batch(batches()[0]))
+    for array in jax.tree.leaves(nnx.filter_state(state.model_state, nnx.BatchStat)):
+        assert array.dtype == jnp.float32
+    for array in jax.tree.leaves(state.params):
+        assert array.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("make", "millions"),
+    [
+        (lambda rngs: RegNet(RegNetConfig(), rngs=rngs), 83.6),  # as published
+        (lambda rngs: ResNet(ResNetConfig(), rngs=rngs), 25.6),
+        (lambda rngs: ViT(ViTConfig(), rngs=rngs), 86.6),
+    ],
+    ids=["RegNetY-16GF", "ResNet-50", "ViT-B/16"],
+)
+def test_the_default_sizes_are_the_published_ones(make, millions):
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert round(count / 1e6, 1) == millions
+
+
+def test_accuracies_count_the_target_among_the_first():
+    logits = jnp.asarray([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [0.0, 0.0, 0.0]])
+    targets = np.eye(3)[[0, 2, 1]]
+    batch = {"targets": jnp.asarray(targets), "weights": jnp.ones(3)}
+    loss, accuracies = classification_loss(logits, batch, top=(1, 2))
+    want = optax.softmax_cross_entropy(logits, batch["targets"]).mean()
+    np.testing.assert_allclose(loss.compute(), want, rtol=1e-6)
+    np.testing.assert_allclose(accuracies["accuracy"].compute(), 1 / 3)
+    np.testing.assert_allclose(accuracies["top2_accuracy"].compute(), 1)
+
+
+def test_pixels_are_normalised_by_channel():
+    grey = normalize(jnp.full((1, 2, 2, 1), 255, jnp.uint8))
+    color = normalize(jnp.full((1, 2, 2, 3), 255, jnp.uint8))
+    np.testing.assert_allclose(grey, (1 - 0.456) / 0.224, rtol=1e-6)
+    np.testing.assert_allclose(color[..., 2], (1 - 0.406) / 0.225, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: RegNetConfig(depths=(1, 2)), r"depths=\(1, 2\) and widths="),
+        (lambda: RegNetConfig(depths=(0, 2, 2, 2)), "the number of blocks"),
+        (lambda: RegNetConfig(group_width=100), "224 does not divide into 2|448|1232"),
+        (lambda: ResNetConfig(widths=(6, 8, 8, 8)), "must divide by 4"),
+        (lambda: ViTConfig(patch_size=15), "image_size=224 does not divide by"),
+        (lambda: ViTConfig(num_heads=5), "width=768 does not divide by num_heads=5"),
+    ],
+)
+def test_impossible_sizes_are_one_line(config, message):
+    with pytest.raises(jshard.UserError, match=message):
+        config()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_images_of_another_shape_are_one_line(kind):
+    model_type, config = MODELS[kind]()
+    model = nnx.eval_shape(lambda: model_type(config, rngs=nnx.Rngs(0)))
+    with pytest.raises(jshard.UserError, match=r"\[2, 16, 16, 1\]; model.channels=3"):
+        jax.eval_shape(lambda x: model(x), jnp.zeros((2, SIZE, SIZE, 1)))
+    if kind == "vit":
+        with pytest.raises(jshard.UserError, match=r"model.image_size=16 means"):
+            jax.eval_shape(lambda x: model(x), jnp.zeros((2, 8, 8, 3)))
