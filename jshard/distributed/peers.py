@@ -122,6 +122,17 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
     peers.leave(0)
 
 
+def _bind_address(coordinator: str | None) -> str | None:
+    """Returns where process 0 listens; None is what JAX does, on all addresses.
+
+    If the other processes reach it by this machine's own address, nobody else can.
+    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts.
+    """
+    given = "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
+    host = (coordinator or "").rpartition(":")[0]
+    return coordinator if host in LOOPBACK and not given else None
+
+
 def _initialize(cluster: Cluster) -> None:
     if cluster.process_id == 0 and cluster.coordinator:
         # Checked first, as JAX would abort in C++.
@@ -144,17 +155,6 @@ def _initialize(cluster: Cluster) -> None:
         list(cluster.local_device_ids or ()),  # [] takes all devices, None only one
         coordinator_bind_address=_bind_address(cluster.coordinator),
     )
-
-
-def _bind_address(coordinator: str | None) -> str | None:
-    """Returns where process 0 listens; None is what JAX does, on all addresses.
-
-    If the other processes reach it by this machine's own address, nobody else can.
-    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts.
-    """
-    given = "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
-    host = (coordinator or "").rpartition(":")[0]
-    return coordinator if host in LOOPBACK and not given else None
 
 
 class _Distributed(Peers):
