@@ -270,7 +270,7 @@ def test_damaged_files_are_read_or_refused(reader, examples, tmp_path):
     @settings(
         max_examples=examples,
         database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.nested_given],
+        suppress_health_check=[HealthCheck.too_slow],
     )
     @given(strategy)
     def check(content: bytes) -> None:
