@@ -36,7 +36,7 @@ from jshard.optim import ema, loss_scale
 from jshard.optim.update import check_state, next_state
 from jshard.policy import Policy
 from jshard.precision import for_update
-from jshard.state import ModelArrays, TrainState
+from jshard.state import ModelArrays, Step, TrainState
 from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
 from jshard.unit.loop_types import typed_loops
@@ -221,7 +221,7 @@ class FSDP:
         self,
         loss_fn: Callable[[Any, Any], Any],
         optimizer: optax.GradientTransformation,
-    ) -> jax.stages.Wrapped:
+    ) -> Step[tuple[TrainState, dict[str, jax.Array]]]:
         """Returns the jitted step ``state, metrics = train_step(state, batch)``.
 
         The state is donated. Metrics are scalars: "loss", "grad_norm" (before the
@@ -262,7 +262,7 @@ class FSDP:
 
         return self._jit(train_step, donate_argnums=0)
 
-    def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> jax.stages.Wrapped:
+    def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
 
         Results of several batches can be added: ``(a + b).compute()`` is a dict of
@@ -277,7 +277,7 @@ class FSDP:
 
     def predict_step(
         self, fn: Callable[[Any, Any], Any], *, donate_batch: bool = False
-    ) -> jax.stages.Wrapped:
+    ) -> Step[Any]:
         """Returns the jitted ``outputs = predict_step(state, batch)``, in eval mode.
 
         Args:

@@ -1,7 +1,7 @@
 """TrainState: everything that a step reads and writes, as one pytree."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -89,3 +89,14 @@ class TrainState:
 
         params = jax.tree.map(copy, self.ema, self.params)
         return dataclasses.replace(self, params=params)
+
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Step(jax.stages.Wrapped, Protocol[Result]):
+    """A jitted step: what ``jax.jit`` returns, with the types of one call."""
+
+    def __call__(self, state: TrainState, batch: Any) -> Result:
+        """Runs the step."""
+        ...

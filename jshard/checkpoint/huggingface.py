@@ -1,6 +1,5 @@
 """Hugging Face's folders: config.json, tokenizer files, and what tells them apart."""
 
-import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.safetensors_read import is_safetensors
+from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -35,7 +35,7 @@ def is_huggingface(path: Path) -> bool:
     if is_safetensors(path):
         return True
     try:
-        content = json.loads((path / CONFIG).read_bytes())
+        content = read_json(path / CONFIG)
     except (OSError, ValueError):
         return any((path / file).exists() for file in _PICKLED)
     return isinstance(content, dict) and not content.keys().isdisjoint(
@@ -51,7 +51,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
     except FileNotFoundError as error:
         what = "does not exist" if not folder.exists() else f"has no {CONFIG}"
         raise UserError(

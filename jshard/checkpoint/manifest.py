@@ -7,11 +7,14 @@ notices missing and truncated files, but would load a flipped bit as wrong weigh
 import hashlib
 import json
 import os
+import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.untrusted import path_inside, read_json
 from jshard.errors import UserError
 
 FILE = "manifest.json"
@@ -65,16 +68,19 @@ def verify(folder: Path, index: int = 0, count: int = 1) -> list[str]:
         files = read(folder)
     except ManifestError as error:
         return [str(error)]
-    problems, sizes = [], {}
+    problems, sizes = _linked(folder, files), {}
     for name in sorted(files):
         expected = files[name]["bytes"]
         try:
-            sizes[name] = (folder / name).stat().st_size
+            status = (folder / name).lstat()
         except OSError:
             problems.append(f"{name} is missing")
-        else:
-            if sizes[name] != expected:
-                problems.append(f"{name} has {sizes[name]} bytes, not {expected}")
+            continue
+        sizes[name] = status.st_size
+        if not stat.S_ISREG(status.st_mode):  # a link, or a pipe, which may never end
+            problems.append(f"{name} is not a regular file")
+        elif sizes[name] != expected:
+            problems.append(f"{name} has {sizes[name]} bytes, not {expected}")
     if problems:  # every process finds the same ones, without reading any file
         return problems
     hashes = _hash(folder, _share(sizes, index, count))
@@ -93,10 +99,12 @@ def read(folder: Path) -> dict[str, Any]:
       UserError: A newer jshard wrote it.
     """
     try:
-        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content = read_json(folder / FILE)
         if content["format"] <= FORMAT:
+            for name in content["files"]:
+                path_inside(folder, name)
             return {
-                name: {"bytes": file["bytes"], "sha256": file["sha256"]}
+                name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
                 for name, file in content["files"].items()
             }
     except OSError as error:
@@ -107,6 +115,17 @@ def read(folder: Path) -> dict[str, Any]:
         f"{folder} was written by a newer jshard (format {content['format']}; "
         f"this one reads up to {FORMAT}): upgrade jshard"
     )
+
+
+def _linked(folder: Path, names: Iterable[str]) -> list[str]:
+    """Returns a problem for each subfolder of the files that is a link elsewhere."""
+    subfolders = {Path(name).parent for name in names}
+    top = folder.resolve()
+    return [
+        f"{name} leads out of the checkpoint"
+        for name in sorted(subfolders)
+        if not (top / name).resolve().is_relative_to(top)
+    ]
 
 
 def _share(sizes: dict[str, int], index: int, count: int) -> list[str]:

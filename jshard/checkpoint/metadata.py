@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.tensor_names import stack_paths
+from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.layout.layers import layer_dims
 from jshard.nn.dropout import is_random
@@ -111,7 +112,7 @@ def read(folder: Path) -> dict[str, Any]:
       UserError: It cannot be read, or is not a checkpoint's.
     """
     try:
-        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content = read_json(folder / FILE)
     except OSError as error:
         why = f"{FILE} cannot be read ({error.strerror})"
     except ValueError as error:
@@ -127,12 +128,15 @@ def _is_complete(content: Any) -> bool:
     dicts = ("versions", "mesh", "metrics", "config", "arrays")
     return (
         isinstance(content, dict)
-        and content.keys() >= {"step", "created", "processes"}
+        and all(type(content.get(key)) is int for key in ("step", "processes"))
+        and isinstance(content.get("created"), str)
         and all(isinstance(content.get(key), dict) for key in dicts)
         and all(
             isinstance(array, dict)
             and isinstance(array.get("dtype"), str)
             and isinstance(array.get("shape"), list)
+            and all(type(size) is int and size >= 0 for size in array["shape"])
+            and type(array.get("layer_dims", 0)) is int
             for array in content["arrays"].values()
         )
     )

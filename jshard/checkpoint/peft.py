@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from jshard.checkpoint import metadata
 from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.tensor_names import Layers, tensor_names
+from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError, some_of
 from jshard.nn.lora import ALPHA
 from jshard.state import TrainState
@@ -234,7 +235,7 @@ def _config_problems(path: Path, rank: int, alpha: float) -> list[str]:
     """Compares ``adapter_config.json`` with a model's adapters."""
     file = path / CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
         own: dict[str, tuple[Any, float]] = {"lora.rank": (config["r"], rank)}
         own["lora.alpha"] = (config["lora_alpha"], alpha)
         expected = {"peft_type": "LORA", "bias": "none"}

@@ -1,6 +1,5 @@
 """Reads the tensors of safetensors files: a header, then slices through mmap."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
+from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
 from jshard.errors import UserError
 
 DTYPES: dict[str, Any] = {
@@ -65,20 +65,21 @@ def find_tensors(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in _files(path):
         try:
+            if not file.is_file():  # a pipe or a device may never end
+                raise OSError("no file" if file.exists() else "it does not exist")
             with safe_open(file, framework="np"):
                 pass  # it checks the header, and the file's size against it
             found |= _read_header(file)
-        except FileNotFoundError as error:
-            raise UserError(f"cannot read {file}: it does not exist") from error
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot read {file}: {error}") from error
+        except (OSError, ValueError, SafetensorError) as error:
+            why = " ".join(str(error).split())  # it may quote line ends of the file
+            raise UserError(f"cannot read {file}: {why}") from error
     return found
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
+        header = parse_json(stream.read(length))
     header.pop("__metadata__", None)
     return {
         name: StoredTensor(
@@ -96,8 +97,9 @@ def _files(path: Path) -> list[Path]:
     index = path / INDEX
     if index.exists():
         try:
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return [path / file for file in sorted(set(files.values()))]
+            files = set(read_json(index)["weight_map"].values())
+            # Links are followed: Hugging Face's cache consists of them.
+            return [path_inside(path, file) for file in sorted(files)]
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise UserError(f"cannot read {index}: {error!r}") from error
     file = path / SINGLE if path.is_dir() else path

@@ -31,6 +31,7 @@ from jshard.distributed.patience import Patience
 from jshard.distributed.status import end_with_parent, report
 from jshard.errors import Preempted, UserError
 
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 DAY = 86400.0  # seconds: no limit, as the heartbeat ends processes that are stuck
 LONGEST_TRACEBACK = 20_000  # characters
 
@@ -122,6 +123,17 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
     peers.leave(0)
 
 
+def _bind_address(coordinator: str | None) -> str | None:
+    """Returns where process 0 listens; None is what JAX does, on all addresses.
+
+    If the other processes reach it by this machine's own address, nobody else can.
+    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts.
+    """
+    given = "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
+    host = (coordinator or "").rpartition(":")[0]
+    return coordinator if host in LOOPBACK and not given else None
+
+
 def _initialize(cluster: Cluster) -> None:
     if cluster.process_id == 0 and cluster.coordinator:
         # Checked first, as JAX would abort in C++.
@@ -142,6 +154,7 @@ def _initialize(cluster: Cluster) -> None:
         cluster.num_processes,
         cluster.process_id,
         list(cluster.local_device_ids or ()),  # [] takes all devices, None only one
+        coordinator_bind_address=_bind_address(cluster.coordinator),
     )
 
 

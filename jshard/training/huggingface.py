@@ -11,7 +11,6 @@ a module with three functions, `model` being its config's group of that name:
 
 import functools
 import inspect
-import json
 import math
 import types
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from ml_collections import ConfigDict
 
 from jshard.checkpoint import huggingface as folders
 from jshard.checkpoint.file_tensor import FileTensor
+from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import path_problem
 from jshard.errors import UserError, some_of
 from jshard.training.config.config import Config
@@ -127,7 +127,7 @@ def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[st
 def _recorded(workdir: Path, folder: str) -> dict[str, Any] | None:
     """Returns the `model.*` keys of the run in a folder, if from the same source."""
     try:
-        model = json.loads((workdir / "config.json").read_bytes())["model"]
+        model = read_json(workdir / "config.json")["model"]
         if model.pop(FROM, None) == folder:
             return model
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

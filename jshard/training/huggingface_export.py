@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jshard.checkpoint import huggingface as folders
 from jshard.checkpoint.file_tensor import FileTensor
+from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.training.huggingface import FROM, model_of, require_map
 from jshard.training.recipe import find_recipe, open_recipe
@@ -69,7 +70,7 @@ def find_recipe_of(step: Path, config: Mapping[str, Any], given: str | None) -> 
     if given is not None:
         return find_recipe(given)
     try:
-        notes = json.loads((step.parents[1] / "notes.json").read_bytes())
+        notes = read_json(step.parents[1] / "notes.json")
         return find_recipe(notes["recipe"])
     except (OSError, ValueError, LookupError, TypeError):  # a UserError is a ValueError
         pass  # the checkpoint was moved, or the recipe

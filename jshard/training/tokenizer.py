@@ -2,17 +2,18 @@
 
 import functools
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jshard.checkpoint import untrusted
 from jshard.errors import UserError
 
 BYTE_VOCAB = 256
 FILE = "tokenizer.json"
+_MOST = 2**28  # bytes of it; the largest ones have 40 MB
 # Where special tokens are named; the first that names one decides.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("config.json", "generation_config.json")
@@ -124,15 +125,14 @@ class FileTokenizer:
         """Returns a special token's id, by its text or by its number in config.json."""
         if (text := self.special_tokens.get(name)) is not None:
             return self._tokenizer.token_to_id(text)
-        found = self._numbers.get(f"{name}_id")
-        return next(iter(found), None) if isinstance(found, list) else found
+        return next(iter(_ids(self.file.parent, self._numbers, f"{name}_id")), None)
 
     def _stop_ids(self) -> tuple[int, ...]:
         """Returns the ends of a document, and those that a model's config adds."""
         named = []
         for file in _NUMBERING:
-            found = read_json(self.file.parent, (file,)).get("eos_token_id")
-            named += found if isinstance(found, list) else [found]
+            found = read_json(self.file.parent, (file,))
+            named += _ids(self.file.parent, found, "eos_token_id")
         return tuple(sorted({i for i in (self.eos_id, *named) if i is not None}))
 
 
@@ -190,10 +190,13 @@ def _open(file: Path) -> Any:
             f"{file}: reading it needs the tokenizers library: pip install "
             "'jshard[text]'"
         ) from error
+    if (size := file.stat().st_size) > _MOST:
+        raise UserError(f"{file}: not a tokenizer: it has {size:,} bytes")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower one
-        raise UserError(f"{file}: not a tokenizer: {error}") from error
+        why = " ".join(str(error).split())  # it may quote line ends of the file
+        raise UserError(f"{file}: not a tokenizer: {why}") from error
     tokenizer.no_truncation()  # some files carry the limits of their model
     tokenizer.no_padding()
     return tokenizer
@@ -205,8 +208,21 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     for name, value in read_json(folder, _NAMING).items():
         text = value.get("content") if isinstance(value, Mapping) else value
         if name.endswith("_token") and isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can hold half a character
+                raise UserError(f"{folder}: {name} is {text!r}, not a text") from error
             found[name] = text
     return found
+
+
+def _ids(folder: Path, entries: Mapping[str, Any], name: str) -> list[int]:
+    """Returns the tokens that an entry numbers: none, one or a list."""
+    found = entries.get(name)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
+        raise UserError(f"{folder}: {name} is {str(found)[:80]}, not a token's number")
+    return ids
 
 
 def read_json(folder: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -214,7 +230,7 @@ def read_json(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for name in names:
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            found = untrusted.read_json(folder / name)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:

@@ -183,6 +183,7 @@ def _hold_out_tail(pieces: Sequence[Piece], fraction: float) -> dict[str, list[P
         ends = np.zeros(0) if piece.ends is None else piece.ends()
         if len(ends) > 1 and 0 < cut < piece.stop:  # no document is divided
             cut = int(ends[max(np.searchsorted(ends, cut, "right") - 1, 0)])
+            cut = min(cut, piece.stop)  # a damaged index need not ascend
         if cut > piece.start:
             train.append(dataclasses.replace(piece, stop=cut))
         if cut < piece.stop:
@@ -205,6 +206,9 @@ def _files(root: Path, skip: Sequence[str] = ()) -> list[Path]:
         for folder, folders, names in os.walk(root, onerror=fail):
             folders[:] = filter(keep, folders)
             found += [Path(folder, name) for name in filter(keep, names)]
+    for file in found:  # a pipe or a device may never end
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise UserError(f"{file}: not a regular file; move it out of data.path")
     return sorted(found)
 
 
@@ -322,7 +326,8 @@ def _token_piece(file: Path, folder: Path, token_dtype: str) -> Piece:
     offset = 0
     if (wanted := _HEADER_MAGIC.get(int(header[0]))) is not None:
         offset = _HEADER_BYTES
-        if wanted != token_dtype or size != offset + int(header[2]) * itemsize:
+        expected = offset + int(header[2]) * itemsize
+        if wanted != token_dtype or header[2] < 0 or size != expected:
             raise UserError(
                 f"{file}: its header says {header[2]} tokens of {wanted}, which does "
                 f"not match {size} bytes of {token_dtype}; set data.token_dtype, or "

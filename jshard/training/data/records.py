@@ -6,16 +6,18 @@ A file is read in slices, so that a large one can be shared out.
 import contextlib
 import gzip
 import io
-import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jshard.checkpoint.untrusted import parse_json, read_json
 from jshard.errors import UserError, some_of
 
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLES = (".parquet", ".arrow")
 _ROWS = 1024  # read from a table at a time
+_LINE = 2**28  # bytes of a line in a compressed file
 
 
 class Slice(NamedTuple):
@@ -51,12 +53,19 @@ def with_records(files: Sequence[Path]) -> list[Path]:
     left_out: set[Path] = set()
     for file in files:
         if file.name == "state.json" and (named := _entry(file, "_data_files")):
+            if not isinstance(named, list) or not all(
+                isinstance(data, dict) and "filename" in data for data in named
+            ):
+                raise UserError(f"{file}: its _data_files are not those of a dataset")
             kept = {file.parent / str(data["filename"]) for data in named}
             if missing := sorted(kept - present):
                 raise UserError(f"{missing[0]}: is missing; {file} names it")
             left_out |= {f for f in files if f.parent == file.parent} - kept
         if file.name == "dataset_dict.json":
-            for split in _entry(file, "splits") or ():
+            splits = _entry(file, "splits") or ()
+            if not isinstance(splits, list | tuple):
+                raise UserError(f"{file}: its splits are not a list")
+            for split in map(str, splits):
                 if split != "train" and not split.startswith("val"):
                     folder = file.parent / split
                     left_out |= {f for f in files if folder in f.parents}
@@ -65,7 +74,7 @@ def with_records(files: Sequence[Path]) -> list[Path]:
 
 def _entry(file: Path, key: str) -> Any:
     try:
-        found = json.loads(file.read_bytes())
+        found = read_json(file)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
     return found.get(key) if isinstance(found, dict) else None
@@ -127,7 +136,7 @@ def read_records(
             continue
         where = f"{part.file}: the line at byte {position}"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise UserError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
@@ -138,12 +147,18 @@ def read_records(
 def _lines(part: Slice) -> Iterator[tuple[int, bytes]]:
     """Yields the positions and lines that begin in a slice."""
     whole = part.file.suffix in (".gz", ".zst")
+    most = _LINE + 1 if whole else -1
     with _opened(part.file) as stream:
         position = part.start
         if position:  # the line that begins earlier belongs to another slice
             stream.seek(position - 1)
             position += len(stream.readline()) - 1
-        while (whole or position < part.stop) and (line := stream.readline()):
+        while (whole or position < part.stop) and (line := stream.readline(most)):
+            if len(line) == most:  # a small file may expand to any size
+                raise UserError(
+                    f"{part.file}: the line at byte {position} is longer than "
+                    f"{most - 1:,} bytes; divide it"
+                )
             yield position, line
             position += len(line)
 
@@ -162,7 +177,7 @@ def _opened(file: Path) -> Iterator[Any]:
             stream = file.open("rb")
         with stream:
             yield stream
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.training.config.config import MEANING, Config, flatten, is_within
 
@@ -31,7 +32,7 @@ def read_object(
 ) -> dict[str, Any]:
     """Reads a JSON object; a UserError with a remedy if the file does not hold one."""
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except OSError as error:
         raise UserError(f"cannot resume: {path} cannot be read: {error}") from error
     except ValueError:

@@ -1,0 +1,46 @@
+"""Reads files that strangers wrote: JSON within limits, names that stay in a folder."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_JSON = 2**25  # bytes of a file; the index of the largest models has 9 MB
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON; also raises ValueError where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_json(file: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+      OSError: It cannot be read, or it is a pipe or a device, which may never end.
+      ValueError: It is not JSON, or larger or nested deeper than what is meant here.
+    """
+    status = file.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    if status.st_size > MOST_JSON:
+        raise ValueError(f"{status.st_size:,} bytes, more than {MOST_JSON:,}")
+    return parse_json(file.read_bytes())
+
+
+def path_inside(folder: Path, name: Any) -> Path:
+    """Returns the path of a file of ``folder``, from its name in a list of files.
+
+    Raises:
+      ValueError: It is no such name: absolute, with "..", or no path at all.
+    """
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file in the folder")
+    os.fsencode(name)  # raises UnicodeEncodeError
+    return folder / name
