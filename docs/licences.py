@@ -10,6 +10,7 @@ import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -51,7 +52,7 @@ def licences() -> dict[str, str]:
 
 
 def _licence(name: str) -> str:
-    about = importlib.metadata.metadata(name)
+    about: Any = importlib.metadata.metadata(name)
     if expression := about.get("License-Expression"):
         return expression
     classifiers = [

@@ -35,7 +35,8 @@ def step(loss_fn: Any, batch: Any, *, replica: int = 1, **policy: Any) -> Any:
     tx = optax.sgd(1.0)
     state = fsdp.init(Scale, tx)
     new, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(batch))
-    gradient = 1 - new.params["weight"].get_value()
+    weight: Any = new.params["weight"]
+    gradient = 1 - weight.get_value()
     return jax.tree.map(float, metrics), float(gradient)
 
 
