@@ -34,8 +34,8 @@ class Configured(nnx.Module):
     [
         (existing, r"a model that exists, a Dense; pass it to fsdp\.shard\("),
         (lambda rngs: existing, r"existed before it was called; .* fsdp\.shard\("),
-        (linen.Dense(8), r"is a Flax Linen module; .*nnx\.bridge\.ToNNX \(docs/guide"),
-        (lambda rngs: linen.Dense(8), r"returned a Flax Linen module; .*ToNNX"),
+        (linen.Dense(8), r"is a Flax Linen module; .*jshard\.linen\.Model \(docs/g"),
+        (lambda rngs: linen.Dense(8), r"returned a Flax Linen module; .*linen\.Model"),
         ({"kernel": jnp.ones(8)}, r"is a dict; .*function of nnx\.Rngs .* lambda rngs"),
         (None, r"make_model is None; it must be a function"),
         (lambda rngs: None, r"returned None; it must return an nnx\.Module"),
@@ -53,7 +53,7 @@ def test_what_makes_no_model_is_refused_in_one_line(method, make_model, message)
 
 def test_a_linen_module_is_no_model_for_shard_either():
     fsdp = jshard.FSDP(make_mesh(1, 8))
-    with pytest.raises(jshard.UserError, match=r"model is a Flax Linen .*ToNNX"):
+    with pytest.raises(jshard.UserError, match=r"model is a Flax Linen .*linen\.Model"):
         fsdp.shard(linen.Dense(8), TX)  # pyright: ignore[reportArgumentType]
 
 
@@ -91,7 +91,7 @@ def test_units_that_match_no_submodule_are_refused(units, message):
         (Residual, r"units is the type Residual; it must be a tuple"),
         (("Residual",), r"units holds a str; it must hold types"),
         ((existing,), r"units holds a Dense; it must hold types"),
-        ((linen.Dense,), r"the type Dense; .* Linen module; .*ToNNX"),
+        ((linen.Dense,), r"the type Dense; .* Linen module; .*linen\.Model"),
     ],
 )
 def test_units_that_are_no_module_types_are_refused(units, message):

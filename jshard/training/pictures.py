@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-import jshard
 from jshard.errors import UserError
+from jshard.fsdp import FSDP
+from jshard.state import TrainState
 
 _WIDEST = 96  # pixels in the report
 
@@ -18,9 +19,9 @@ def prepare_pictures(
     predict: Callable,
     batch: Any,
     caption: Callable,
-    fsdp: jshard.FSDP,
-    abstract_state: jshard.TrainState,
-) -> Callable[[jshard.TrainState], list[dict[str, str]]]:
+    fsdp: FSDP,
+    abstract_state: TrainState,
+) -> Callable[[TrainState], list[dict[str, str]]]:
     """Makes a recipe's predictions on pictures, and traces them without computing.
 
     `predict`, `batch` and `caption` are what the recipe's `sample_images` returns.
@@ -46,7 +47,7 @@ def prepare_pictures(
     jax.eval_shape(predict_step, abstract_state, sharded)
     encoded = [_png(image) for image in images]
 
-    def pictures(state: jshard.TrainState) -> list[dict[str, str]]:
+    def pictures(state: TrainState) -> list[dict[str, str]]:
         found = fsdp.unshard(predict_step(state, sharded))
         return [
             {

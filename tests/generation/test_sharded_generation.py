@@ -90,7 +90,7 @@ def products_of_gathers(module: Any, body: Any) -> tuple[int, int]:
     products = {x.name for x in body.instructions if work(module, body, x).flops}
     reached, waiting = set(), [x for x in body.instructions if "gather" in x.opcode]
     while waiting:
-        for user in body.users[waiting.pop().name]:
+        for user in body.users(waiting.pop().name):
             if user.name not in reached:
                 reached.add(user.name)
                 waiting.append(user)
@@ -146,6 +146,6 @@ def test_gpus_compute_beside_every_gather_of_a_layer():
         starts = [x for x in body.instructions if x.opcode == "all-gather-start"]
         assert starts
         for start in starts:
-            (done,) = body.users[start.name]
+            (done,) = body.users(start.name)
             between = range(order[start.name], order[done.name])
             assert any(i in between for i in products), f"nothing beside {start.name}"
