@@ -52,14 +52,14 @@ def licences() -> dict[str, str]:
 
 def _licence(name: str) -> str:
     about = importlib.metadata.metadata(name)
-    if expression := about.get("License-Expression"):
-        return expression
+    if expressions := about.get_all("License-Expression"):
+        return expressions[0]
     classifiers = [
         text.rpartition(" :: ")[2]
         for text in about.get_all("Classifier") or ()
         if text.startswith("License :: ") and text != "License :: OSI Approved"
     ]
-    stated = (about.get("License") or "").strip()
+    stated = "".join(about.get_all("License") or ()).strip()
     short = stated if stated and "\n" not in stated else ""
     return ", ".join(classifiers) or short or stated.partition("\n")[0] or "not stated"
 
