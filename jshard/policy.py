@@ -124,7 +124,7 @@ class UnitPolicy:
     """A loop copies the activations that it keeps into stacked arrays, which it clears
     first. Without it, they stay where they are computed."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_remat(self.remat)
         for name, declared in knobs(self).items():
             if "." in name or name in ("remat", "overrides"):
@@ -225,7 +225,7 @@ class Policy(UnitPolicy):
     (without the layer index of Stacks), to mappings with fields of UnitPolicy and
     ``precision``. The first matching pattern applies."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         _check_precision(self.precision)
         if not isinstance(self.overrides, Mapping):
