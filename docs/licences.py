@@ -10,7 +10,6 @@ import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -52,15 +51,15 @@ def licences() -> dict[str, str]:
 
 
 def _licence(name: str) -> str:
-    about: Any = importlib.metadata.metadata(name)
-    if expression := about.get("License-Expression"):
-        return expression
+    about = importlib.metadata.metadata(name)
+    if expressions := about.get_all("License-Expression"):
+        return expressions[0]
     classifiers = [
         text.rpartition(" :: ")[2]
         for text in about.get_all("Classifier") or ()
         if text.startswith("License :: ") and text != "License :: OSI Approved"
     ]
-    stated = (about.get("License") or "").strip()
+    stated = "".join(about.get_all("License") or ()).strip()
     short = stated if stated and "\n" not in stated else ""
     return ", ".join(classifiers) or short or stated.partition("\n")[0] or "not stated"
 

@@ -71,7 +71,7 @@ class FSDP:
         compiler_options: Mapping[str, Any] | None = None,
     ):
         self.mesh: Any = check_mesh(mesh)
-        self.policy = policy or Policy()
+        self.policy: Policy = policy or Policy()
         self.policy.check_groups(mesh.shape[FSDP_AXIS])
         check_memory(self.policy, mesh)
         check_products(self.policy, mesh)

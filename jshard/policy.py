@@ -127,7 +127,7 @@ class UnitPolicy:
     first. Without it, they stay where they are computed. The sizes are those of plans
     for 8 GPUs without prefetch, and for 64 with groups of 8 (docs/memory.md)."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_remat(self.remat)
         for name, declared in knobs(self).items():
             if "." in name or name in ("remat", "overrides"):
@@ -228,7 +228,7 @@ class Policy(UnitPolicy):
     (without the layer index of Stacks), to mappings with fields of UnitPolicy and
     ``precision``. The first matching pattern applies."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         _check_precision(self.precision)
         if not isinstance(self.overrides, Mapping):

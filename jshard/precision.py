@@ -72,7 +72,7 @@ class Precision:
     smaller side is below 128 or a 16th of the larger (routers), or whose sides are not
     multiples of 16. CPUs emulate the same numbers."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, declared in knobs(type(self)).items():
             value = getattr(self, name)
             if value is None:

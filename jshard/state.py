@@ -29,9 +29,9 @@ class LossScale:
 class ModelArrays(NamedTuple):
     """The model's arrays in a TrainState: global arrays, or one device's shards."""
 
-    params: nnx.State
-    frozen: nnx.State
-    model_state: nnx.State
+    params: nnx.State[Any, Any]
+    frozen: nnx.State[Any, Any]
+    model_state: nnx.State[Any, Any]
 
 
 @jax.tree_util.register_dataclass
@@ -52,12 +52,12 @@ class TrainState:
     """
 
     step: jax.Array
-    params: nnx.State
-    frozen: nnx.State
-    model_state: nnx.State
+    params: nnx.State[Any, Any]
+    frozen: nnx.State[Any, Any]
+    model_state: nnx.State[Any, Any]
     opt_state: Any
-    graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
-    ema: nnx.State | None = None
+    graphdef: nnx.GraphDef[Any] = dataclasses.field(metadata={"static": True})
+    ema: nnx.State[Any, Any] | None = None
     loss_scale: LossScale | None = None
 
     @property

@@ -25,6 +25,7 @@ from jshard.checkpoint import huggingface, manifest, metadata
 from jshard.checkpoint.safetensors_file import DTYPES, find_tensors
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.checkpoint.untrusted import path_inside, read_json
+from jshard.cli.command import expected_ending
 from jshard.distributed import peers
 from jshard.training.data.corpus import split_corpus
 from jshard.training.data.records import cut, read_records, with_records
@@ -90,14 +91,15 @@ def read_or_refuse(read: Callable[[], object]) -> None:
     try:
         read()
     except jshard.UserError as error:
-        lines = str(error).splitlines()
+        ending = expected_ending(error)
     else:
-        lines = []
+        ending = 0, ""
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < MOST_MEMORY
-    assert len(lines) < 2
+    assert ending
+    assert ending[1].isprintable()  # one line, and nothing that controls terminals
 
 
 def json_text(value: object) -> bytes:

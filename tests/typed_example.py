@@ -50,3 +50,7 @@ state = fsdp.init(make_model, optimizer)
 train_step = fsdp.train_step(loss_fn, optimizer)
 state, metrics = train_step(state, fsdp.shard_batch(batch))
 print(metrics["loss"], metrics["grad_norm"])
+
+means = fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(batch))
+print(int(state.step), means.compute()["loss"], fsdp.policy.remat)
+print(jax.tree.map(np.shape, fsdp.unshard(state.params)))

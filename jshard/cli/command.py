@@ -45,7 +45,7 @@ def expected_ending(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, Preempted):
         return 75, str(error)
     if isinstance(error, UserError):
-        return 2, f"error: {error}"
+        return 2, f"error: {_one_line(str(error))}"
     if isinstance(error, RunFailed):
         return 130 if isinstance(error, Interrupted) else 1, f"error: {error}"
     cause: BaseException | None = error
@@ -54,6 +54,12 @@ def expected_ending(error: BaseException) -> tuple[int, str] | None:
             return 130, "error: interrupted"
         cause = cause.__cause__
     return None
+
+
+def _one_line(text: str) -> str:
+    """Escapes what would control the terminal: texts may quote a stranger's file."""
+    text = text.replace("\n", " ")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class ArgumentParser(argparse.ArgumentParser):

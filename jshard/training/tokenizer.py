@@ -194,7 +194,10 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: not a tokenizer: it has {size:,} bytes")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower one
+    except BaseException as error:  # the library raises no narrower one
+        panic = type(error).__name__ == "PanicException"  # Rust's; no Exception
+        if not (panic or isinstance(error, Exception)):
+            raise
         why = " ".join(str(error).split())  # it may quote line ends of the file
         raise UserError(f"{file}: not a tokenizer: {why}") from error
     tokenizer.no_truncation()  # some files carry the limits of their model

@@ -12,6 +12,7 @@ from flax import nnx
 
 import hlo
 import jshard
+from jshard.layout.layers import layer_dims
 from models.t5 import T5, T5Config, position_buckets
 from parity import every_pair, make_mesh
 
@@ -89,7 +90,7 @@ def values(state: Any) -> dict[str, Any]:
     found = {}
     for path, variable in nnx.to_flat_state(state):
         names = [str(name) for name in path if name != "layers"]
-        if variable.get_metadata("layer_dims", 0) and not names[1].isdigit():
+        if layer_dims(variable) and not names[1].isdigit():
             for i, value in enumerate(variable.get_value()):
                 found[".".join([names[0], str(i), *names[1:]])] = value
         else:
