@@ -34,6 +34,7 @@ def losses(name: str, folder: Path, *words: str) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_bare_functions(tmp_path):
     first, *_, last = losses("bare_functions.py", tmp_path, "--steps=60")
     assert last < first - 1

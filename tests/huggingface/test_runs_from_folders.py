@@ -28,6 +28,7 @@ def export(folder: Any, *words: str) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder_and_back(train, tmp_path):
     sizes = {"layers": 3, "width": 16, "experts": 4}
     want = write_folder(tmp_path / "hf", sizes=sizes)

@@ -134,8 +134,8 @@ class Branches(Dense):
 
     def __call__(self, x):
         def row(y):
-            a = lax.cond(y[0] > 0, lambda: 0.5, lambda: y.sum())
-            b = lax.cond(y[1] > 0, lambda y: (y * 2).sum(), lambda y: 0.25, y)
+            a = lax.cond(y[0] > 0, lambda: 0.5, lambda: y.mean())
+            b = lax.cond(y[1] > 0, lambda y: (y * 2).mean(), lambda y: 0.25, y)
             c = lax.switch(
                 jnp.argmax(y) % 3, [lambda: 1.0, lambda: 2.0, lambda: y.max()]
             )
