@@ -12,7 +12,7 @@ from jax import lax
 
 from jshard.comm.varying import vary, varying
 from jshard.mesh import FSDP, manual_axes
-from jshard.policy import UnitPolicy
+from jshard.policy import Offload, UnitPolicy
 from jshard.unit.linearize import Inputs, LinearizedLayer, TracedLayer
 from jshard.unit.parameters import Parameters, scales, unshard
 from jshard.unit.unit import ShardedLayer, barrier
@@ -77,6 +77,7 @@ def make_segments(
     ``prefetch``, collectives run beside neighbouring layers.
     """
     types = own.types(layer=True)
+    hosted = any(place.hosted for place in own.places)
 
     @functools.cache
     def linearized(remat: Any, prevent_cse: bool) -> LinearizedLayer:
@@ -92,10 +93,13 @@ def make_segments(
         reshard = False if kept else policy.reshard_after_forward
         single = stop - start == 1
         pipelined = prefetch and not single
-        straight = single or policy.unroll
+        # XLA moves arrays between host and device in loops; unrolled, it would keep
+        # all of them on the device.
+        unroll = policy.unroll and not (hosted or isinstance(remat, Offload))
+        straight = single or unroll
         in_loop = sharded(remat, reshard, straight)
         peeled = sharded(remat, reshard, True) if pipelined else in_loop
-        yield Segment(start, stop, in_loop, peeled, pipelined, policy.unroll)
+        yield Segment(start, stop, in_loop, peeled, pipelined, unroll)
 
 
 class Sums(NamedTuple):

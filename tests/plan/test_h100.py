@@ -53,6 +53,13 @@ def test_offloaded_activations_wait_in_host_memory_and_nothing_else_does():
     assert activations * (1 - 4 / SIZES.layers) < saved < activations * 1.1
 
 
+def test_unroll_does_not_keep_offloaded_activations_on_the_device():
+    policy = jshard.Policy(remat=jshard.Offload("hidden"), unroll=True)
+    layer = EXAMPLES * SIZES.length * SIZES.hidden * 4
+    on_host = compiled(policy).memory_analysis().host_temp_size_in_bytes
+    assert on_host == (SIZES.layers - 1) * layer
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
