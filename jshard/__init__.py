@@ -11,6 +11,7 @@ from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.mesh import make_mesh
 from jshard.nn.attention import dot_product_attention
+from jshard.nn.context import positions
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
 from jshard.nn.lora import add_lora
@@ -83,5 +84,6 @@ __all__ = [
     "make_mesh",
     "per_layer",
     "pmean",
+    "positions",
     "scan_layers",
 ]

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jshard.errors import UserError, some_of
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.variables import variables
-from jshard.mesh import FSDP, REPLICA
+from jshard.mesh import CONTEXT, shards_of
 from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.unit.modules import Stack, root_variables
@@ -116,7 +115,7 @@ def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> 
     }
     total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
     part = sum(size.values()) / total
-    if part > 1 / 4 and layout.mesh.shape[FSDP] > 1:
+    if part > 1 / 4 and shards_of(layout.mesh) > 1:
         largest = sorted(size, key=lambda name: -size[name])[:3]
         warnings.warn(
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
@@ -126,26 +125,13 @@ def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> 
         )
 
 
-def check_batch(
-    batch: Any, mesh: Mesh, *, accumulate: int = 1, processes: int = 1
-) -> None:
-    """Raises UserError unless the examples divide by devices and micro-batches.
-
-    ``batch`` is the global batch, or the part of one of ``processes`` processes.
-    """
-    devices = mesh.shape[REPLICA] * mesh.shape[FSDP]
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or () in sizes:
+def check_splits_sequences(model: nnx.Module, mesh: Mesh) -> None:
+    """Raises UserError if a mesh splits sequences and the model does not say it can."""
+    context = mesh.shape.get(CONTEXT, 1)
+    if context > 1 and not getattr(model, "splits_sequences", False):
         raise UserError(
-            "batch: every array needs the same leading dimension, the examples; "
-            f"got leading dimensions {sorted(sizes)}"
-        )
-    examples = sizes.pop()[0] * processes
-    if examples % (devices * accumulate) or not examples:
-        parts = f"{devices} devices"
-        if accumulate > 1:
-            parts += f" x {accumulate} micro-batches (policy.accumulate)"
-        raise UserError(
-            f"batch of {examples} examples does not divide by {parts}; "
-            f"use a multiple of {devices * accumulate}"
+            f"mesh: context={context}, but {type(model).__name__} does not say that "
+            "its sequences may be split: take positions from jshard.positions, attend "
+            "with jshard.dot_product_attention, and set splits_sequences = True on the "
+            "class (docs/how_to/long_sequences.md)"
         )

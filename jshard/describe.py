@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jshard.compat.collective_primitives import axes_of, groups_of
 from jshard.compat.jaxprs import scopes_of
@@ -19,7 +19,8 @@ from jshard.formatting import format_bytes
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import HOST
-from jshard.mesh import AXES, BATCH, FSDP, REPLICA, hosts_of
+from jshard.mesh import axes_of as mesh_axes
+from jshard.mesh import hosts_of, mesh_text, shards_of
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.state import TrainState
@@ -132,25 +133,9 @@ def network_axes(mesh: Mesh, hosts: Sequence[Any]) -> dict[str, int]:
     shared = {}
     for dimension, axis in enumerate(mesh.axis_names):
         same = of_host == of_host.take([0], axis=dimension)
-        if axis in AXES and not same.all():
+        if axis in mesh_axes(mesh) and not same.all():
             shared[axis] = int(same.sum(axis=dimension).max())
     return shared
-
-
-def global_batch(batch: Any, mesh: Any) -> Any:
-    """Returns the abstract global batch of which ``batch`` is one process's part.
-
-    ``batch`` holds host arrays, (examples, ...) each, or global ones, abstract or not.
-    """
-    processes, sharding = jax.process_count(), NamedSharding(mesh, BATCH)
-
-    def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        shape = (np.shape(x)[0] * processes, *np.shape(x)[1:])
-        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
-
-    return jax.tree.map(abstract, batch)
 
 
 def describe(
@@ -175,9 +160,12 @@ def describe(
     network = network_axes(mesh, host_of)
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", device.platform)
-    text = f"{mesh.size} x {kind}: {REPLICA} {sizes[REPLICA]} x {FSDP} {sizes[FSDP]}"
+    text = f"{mesh.size} x {kind}: {mesh_text(mesh)}"
     if (number := len(set(host_of))) > 1:
-        where = [f"{axis} {'across' if axis in network else 'within'}" for axis in AXES]
+        where = [
+            f"{axis} {'across' if axis in network else 'within'}"
+            for axis in mesh_axes(mesh)
+        ]
         text += f"; {number} hosts: {', '.join(where)} them"
     lines = [("mesh", text), ("parameters", _parameters(state))]
     for (name, dtype), t in sorted(traffic(jaxpr, sizes, network).items()):
@@ -237,7 +225,7 @@ def _local_size(x: Any) -> int:
 
 
 def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
-    shards, fewest = layout.mesh.shape[FSDP], layout.policy.min_shard_elements
+    shards, fewest = shards_of(layout.mesh), layout.policy.min_shard_elements
     if shards == 1:
         return [("replicated", "everything: the fsdp axis has one device")]
     small, indivisible = [], []
@@ -261,7 +249,7 @@ def _root(
     model: nnx.Module, state: TrainState, layout: Layout
 ) -> list[tuple[str, str]]:
     root = root_variables(model, state.params, state.frozen)
-    if not root or layout.mesh.shape[FSDP] == 1:
+    if not root or shards_of(layout.mesh) == 1:
         return []
     names = [".".join(map(str, path)) for path, _ in root]
     nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)

@@ -7,16 +7,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jshard import describe, step
-from jshard.checks import (
+from jshard.batch import (
+    abstract_batch,
+    batch_specs,
     check_batch,
+    place_examples,
+    split_batch,
+)
+from jshard.checks import (
     check_layer_counts,
     check_products,
+    check_splits_sequences,
     check_trained,
     check_units,
     warn_of_large_root,
@@ -29,8 +35,14 @@ from jshard.layout import transfer
 from jshard.layout.initial_values import make, mark_stacked, prepare
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import check_memory, on_device, typed_as_device
-from jshard.mesh import AXES, BATCH, check_mesh, platform
-from jshard.mesh import FSDP as FSDP_AXIS
+from jshard.mesh import (
+    axes_of,
+    check_mesh,
+    examples_spec,
+    platform,
+    shards_of,
+    split_sequences,
+)
 from jshard.nn.loss import Means
 from jshard.optim import ema, loss_scale
 from jshard.optim.update import check_state, next_state
@@ -47,8 +59,9 @@ class FSDP:
     """Fully sharded data-parallel training on a mesh.
 
     Args:
-      mesh: a mesh with axes "replica" and "fsdp" (``jshard.make_mesh``). With an
-        abstract one (``mesh.abstract_mesh``), steps can be traced but not run.
+      mesh: a mesh with axes "replica" and "fsdp", and maybe "context"
+        (``jshard.make_mesh``). With an abstract one (``mesh.abstract_mesh``), steps can
+        be traced but not run.
       policy: what is gathered, kept and reduced, and in which dtypes.
       units: module types whose instances become Units, without editing the model. A
         mapping also says how many leading dimensions of a type's variables count layers
@@ -72,7 +85,7 @@ class FSDP:
     ):
         self.mesh: Any = check_mesh(mesh)
         self.policy: Policy = policy or Policy()
-        self.policy.check_groups(mesh.shape[FSDP_AXIS])
+        self.policy.check_groups(shards_of(mesh))
         check_memory(self.policy, mesh)
         check_products(self.policy, mesh)
         self.units = check_unit_types(units)
@@ -251,11 +264,13 @@ class FSDP:
             local = functools.partial(step.train, build, of_root, layout)
             specs, same = layout.local_specs, PartitionSpec()
             run = self._shard_map(
-                local, (specs, BATCH, same), (specs.params, same, same)
+                local,
+                (specs, batch_specs(batch, self.mesh), same),
+                (specs.params, same, same),
             )
             scale = state.loss_scale and state.loss_scale.scale
             arrays = jax.tree.map(typed_as_device, state.model_arrays)
-            with checked_names(), typed_loops():
+            with checked_names(), typed_loops(), split_sequences():
                 grads, metrics, model_state = run(arrays, batch, scale)
             new, more = next_state(layout, optimizer, state, grads, model_state)
             return layout.constrain(new), metrics | more
@@ -271,7 +286,10 @@ class FSDP:
         local = functools.partial(step.evaluate, loss_fn)
 
         def eval_step(state: TrainState, batch: Any) -> Means:
-            return Means(*self._in_eval_mode(local, PartitionSpec(), state, batch))
+            check_batch(batch, self.mesh)
+            specs = batch_specs(batch, self.mesh), PartitionSpec()
+            with split_sequences():
+                return Means(*self._in_eval_mode(local, specs, state, batch))
 
         return self._jit(eval_step)
 
@@ -282,26 +300,32 @@ class FSDP:
 
         Args:
           fn: ``fn(model, batch)`` maps one device's examples to arrays with the same
-            leading dimension; the outputs are those of the global batch.
+            leading dimension; the outputs are those of the global batch. Sequences are
+            whole: on a mesh with a "context" axis, examples are split over it, too.
           donate_batch: whether outputs take the memory of the batch.
         """
 
         def predict_step(state: TrainState, batch: Any) -> Any:
             local = lambda build, arrays, batch: fn(build(*arrays), batch)
-            return self._in_eval_mode(local, BATCH, state, batch)
+            check_batch(batch, self.mesh, whole=True)
+            spec = examples_spec(self.mesh)
+            return self._in_eval_mode(local, (spec, spec), state, batch)
 
         donated = {"donate_argnums": 1} if donate_batch else {}
         return self._jit(predict_step, **donated)
 
     def _in_eval_mode(
-        self, local: Callable, out_specs: Any, state: TrainState, batch: Any
+        self, local: Callable, specs: Any, state: TrainState, batch: Any
     ) -> Any:
-        """Runs ``local(build, arrays, batch)`` on each device."""
-        check_batch(batch, self.mesh)
+        """Runs ``local(build, arrays, batch)`` on each device.
+
+        ``specs`` are those of the batch and of what is returned.
+        """
         layout = self._layout(state)
         build = step.builder(state.graphdef, self.units, layout, training=False)
         local = functools.partial(local, build)
-        run = self._shard_map(local, (layout.local_specs, BATCH), out_specs)
+        of_batch, out_specs = specs
+        run = self._shard_map(local, (layout.local_specs, of_batch), out_specs)
         arrays = jax.tree.map(typed_as_device, state.model_arrays)
         with typed_loops():
             return run(arrays, batch)
@@ -333,26 +357,39 @@ class FSDP:
         stacks = [path for path in units if isinstance(found[path], modules.Stack)]
         self.policy.check_overrides(found, units, stacks)
         check_layer_counts(self.policy, model)
+        check_splits_sequences(model, self.mesh)
         return model
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(fn, mesh=self.mesh, axis_names=set(AXES), **specs)
+        return jax.shard_map(
+            fn, mesh=self.mesh, axis_names=set(axes_of(self.mesh)), **specs
+        )
 
     # Data in and out.
 
     def shard_batch(self, local_batch: Any) -> Any:
         """Makes global arrays from this process's part of a batch, (examples, ...).
 
+        On a mesh with a "context" axis, arrays of two and more dimensions are split
+        along the second, the sequence. Processes that share sequences all pass them
+        whole.
+
+        Raises:
+          UserError: the number of examples does not divide by the mesh's devices, or
+            sequences do not divide by "context".
+        """
+        return split_batch(local_batch, self.mesh)
+
+    def shard_examples(self, local_batch: Any) -> Any:
+        """Makes global arrays for ``predict_step``, in which sequences are whole.
+
+        Without a "context" axis this is ``shard_batch``.
+
         Raises:
           UserError: the number of examples does not divide by the mesh's devices.
         """
-        check_batch(local_batch, self.mesh, processes=jax.process_count())
-        sharding = NamedSharding(self.mesh, BATCH)
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
-            local_batch,
-        )
+        return place_examples(local_batch, self.mesh)
 
     def model(self, state: TrainState) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays."""
@@ -388,6 +425,6 @@ class FSDP:
             first call from tracing it.
           hosts: the host of each process, as for ``make_mesh``.
         """
-        traced = train_step.trace(state, describe.global_batch(batch, self.mesh))
+        traced = train_step.trace(state, abstract_batch(batch, self.mesh))
         layout, model = self._layout(state), self._abstract_model(state)
         return describe.describe(layout, state, model, traced.jaxpr.jaxpr, hosts)

@@ -9,9 +9,10 @@ from jshard.errors import UserError
 from jshard.knob import Knob, described, knob, knobs
 from jshard.precision import Precision
 
-POLICIES = ("full", "dots", "none")
-# The name of what a flash attention kernel reads, which "dots" keeps.
+POLICIES = ("full", "attention", "dots", "none")
+# The name of what a flash attention kernel reads; "attention" and "dots" keep it.
 ATTENTION_OPERANDS = "attention_operands"
+INPUTS = "inputs"  # what Offload calls the input of each layer
 
 # The fields that a run's config may leave to what fits the memory.
 BY_MEMORY = ("remat", "accumulate")
@@ -37,8 +38,9 @@ class Names:
 class Offload(Names):
     """Remat policy: keep activations named with ``checkpoint_name`` in host memory.
 
-    They move to pinned host memory in the forward and return for the backward. The
-    input of each layer stays on the device, and everything else is recomputed.
+    They move to pinned host memory in the forward and return for the backward.
+    Everything else is recomputed. The input of each layer stays on the device, unless
+    "inputs" is one of the names.
     """
 
 
@@ -72,9 +74,10 @@ class UnitPolicy:
     remat: Any = knob(
         "full",
         "activation checkpointing: full recomputes each layer in the backward pass, "
-        "dots keeps products with weights and flash attention, none keeps all "
-        "activations, names:A+B keeps these, offload:A+B keeps these in host memory",
-        noun="full, dots, none, names:A+B or offload:A+B",
+        "attention keeps flash attention, dots keeps products with weights, too, none "
+        "keeps all activations, names:A+B keeps these, offload:A+B keeps these in host "
+        "memory",
+        noun="full, attention, dots, none, names:A+B or offload:A+B",
     )
     """In Python also ``Names(...)`` and ``Offload(...)``, for activations named with
     ``jax.ad_checkpoint.checkpoint_name``, or any ``jax.checkpoint`` policy. None of
@@ -121,7 +124,8 @@ class UnitPolicy:
         "compile the layers of a Stack one after the other, without a loop: faster "
         "steps, and a compilation that takes longer with each layer; with prefetch="
         "False, or groups as reshard_after_forward, XLA gathers ahead, which costs "
-        "memory (Llama 2 7B: 23 GiB in place of 12, and 15.1 in place of 5.6)",
+        "memory (Llama 2 7B: 23 GiB in place of 12, and 15.1 in place of 5.6). Layers "
+        "whose weights or activations are in host memory stay in a loop",
     )
     """A loop copies the activations that it keeps into stacked arrays, which it clears
     first. Without it, they stay where they are computed. The sizes are those of plans

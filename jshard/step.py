@@ -19,7 +19,7 @@ from jshard.comm.varying import vary, varying, zeros_like
 from jshard.compat.jaxprs import trace_once, without_dead_code
 from jshard.errors import UserError
 from jshard.layout.layout import Layout
-from jshard.mesh import AXES
+from jshard.mesh import manual_axes
 from jshard.nn.dropout import fold_streams, merge_state, microbatch
 from jshard.nn.loss import Loss, Mean, divide, map_means, split_result
 from jshard.precision import at_least_float32
@@ -107,7 +107,7 @@ def train(
             run, frozen=frozen, state=model_state, batch=batch, index=0
         )
         _, pullback, (loss, metrics, after) = jax.vjp(of_params, local, has_aux=True)
-        counts = [lax.psum(mean.count, AXES) for _, mean in loss.terms]
+        counts = [lax.psum(mean.count, manual_axes()) for _, mean in loss.terms]
         (grads,) = pullback(_seeds(loss, counts, scale))
         inputs = (local, frozen, model_state, batch, 0)
         after = merge_state(model_state, _typed_as(model_state, after, run, inputs))
@@ -202,7 +202,7 @@ def _count(
         return None, without_dead_code(of_leaves)(*leaves)
 
     _, counts = lax.scan(one, None, (indices, micro))
-    return [lax.psum(jnp.sum(count, axis=0), AXES) for count in counts]
+    return [lax.psum(jnp.sum(count, axis=0), manual_axes()) for count in counts]
 
 
 def _seeds(
@@ -239,9 +239,11 @@ def _global(tree: Any) -> Any:
 
     def fix(x: Any) -> Any:
         if isinstance(x, Mean):
-            return Mean(lax.psum(x.total, AXES), lax.psum(x.count, AXES))
+            return Mean(
+                lax.psum(x.total, manual_axes()), lax.psum(x.count, manual_axes())
+            )
         # A weight is the same everywhere, even where it is typed as varying.
-        return lax.pmean(vary(x), AXES) if varying(x) else x
+        return lax.pmean(vary(x), manual_axes()) if varying(x) else x
 
     return map_means(fix, tree)
 

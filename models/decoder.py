@@ -39,6 +39,7 @@ class Decoder(nnx.Module):
     """
 
     config: Any
+    splits_sequences = True  # over "context": positions and attention know of it
 
     def features(
         self,

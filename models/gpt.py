@@ -180,7 +180,7 @@ class GPT(Decoder):
         """Returns what the head is applied to; with a cache, for ``decode``."""
         tied = self.config.tied  # then gathered once for both uses
         embed = jshard.gathered(self.embed) if tied else self.embed
-        here_BT = jnp.arange(tokens_BT.shape[1])
+        here_BT = jshard.positions(tokens_BT.shape[1])
         if positions_BT is not None:
             here_BT = positions_BT
         if cache is not None:  # with padding, which the table would turn into nan

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.nn.kv_cache import KVCache
+from jshard.nn.tiles import tiled
 from models.decoder import Decoder, Features
 from models.layers import embedding, linear, residual_std, rms_norm
 from models.llama_attention import Attention, Stream
@@ -44,6 +45,7 @@ class Block(nnx.Module):
         if config.post_norms:
             self.post_norm1, self.post_norm2 = _norm(config, rngs), _norm(config, rngs)
         self.has_experts, self.fused = config.num_experts > 0, config.fused
+        self.tile = config.mlp_tile
         std = residual_std(config)
         if self.has_experts:
             self.experts = MixtureOfExperts(
@@ -86,12 +88,17 @@ class Block(nnx.Module):
     def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
         if self.has_experts:
             return self.experts(x_BTD)
+        inner = (self.gate_up,) if self.fused else (self.gate, self.up)
+        return tiled(self._products, (*inner, self.down), x_BTD, self.tile), None
+
+    def _products(self, modules: tuple, x_BTD: jax.Array) -> jax.Array:
+        """Returns the gated MLP of (gate, up, down), or (gate_up, down)."""
+        *inner, down = modules
+        hidden = [layer(x_BTD) for layer in inner]
         if self.fused:
-            gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD), 2, axis=-1)
-        else:
-            gate_BTF, up_BTF = self.gate(x_BTD), self.up(x_BTD)
-        gate_BTF, up_BTF = (checkpoint_name(x, "hidden") for x in (gate_BTF, up_BTF))
-        return self.down(self.activation(gate_BTF) * up_BTF), None
+            hidden = jnp.split(hidden[0], 2, axis=-1)
+        gate_BTF, up_BTF = (checkpoint_name(x, "hidden") for x in hidden)
+        return down(self.activation(gate_BTF) * up_BTF)
 
 
 class Llama(Decoder):

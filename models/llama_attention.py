@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.nn import kv_cache
+from jshard.nn.context import on_whole_sequences
 from models.layers import linear, residual_std, rms_norm
 from models.llama_config import LlamaConfig
 from models.rope import Rope, rotate_by
@@ -132,22 +133,26 @@ class Attention(nnx.Module):
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         config = self.config
-        options: dict[str, Any] = self._options()
-        if segment_ids_BT is not None:
-            options["segment_ids_BT"] = segment_ids_BT
-            options["max_segments"] = config.max_segments or None
 
-        attend = functools.partial(
-            jshard.dot_product_attention,
-            is_causal=True,
-            implementation=config.attention,
-            **options,
-        )
-        # Kernels for GPUs want to know the window when they are compiled.
-        attend_near = functools.partial(attend, window=config.window)
-        if isinstance(sliding, bool):
-            return attend_near(*qkv) if sliding else attend(*qkv)
-        return lax.cond(sliding, attend_near, attend, *qkv)
+        def attend_whole(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
+            options: dict[str, Any] = self._options()
+            if segment_ids is not None:
+                options["segment_ids_BT"] = segment_ids
+                options["max_segments"] = config.max_segments or None
+
+            attend = functools.partial(
+                jshard.dot_product_attention,
+                is_causal=True,
+                implementation=config.attention,
+                **options,
+            )
+            # Kernels for GPUs want to know the window when they are compiled.
+            attend_near = functools.partial(attend, window=config.window)
+            if isinstance(sliding, bool):
+                return attend_near(q, k, v) if sliding else attend(q, k, v)
+            return lax.cond(sliding, attend_near, attend, q, k, v)
+
+        return on_whole_sequences(attend_whole, *qkv, segment_ids_BT)
 
     def _attend_to_cache(
         self,

@@ -34,6 +34,7 @@ class LlamaConfig:
       norm_eps: added to the mean square in RMSNorm.
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
+      mlp_tile: tokens per device whose hidden activations exist at a time; 0 is all.
       attention: "auto", "cudnn", "blockwise" or "xla" of
         ``jshard.dot_product_attention``.
       dtype: of the computation.
@@ -84,6 +85,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tied: bool = False
     loss_chunk: int = 1024
+    mlp_tile: int = 0
     attention: str = "auto"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32

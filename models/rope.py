@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+import jshard
+
 SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
@@ -100,7 +102,7 @@ def rotate_by(
     """
     T, dtype = x_BTNH.shape[1], frequency_I.dtype
     if positions_BT is None:
-        angles = jnp.arange(T, dtype=dtype)[:, None] * frequency_I  # (T, I)
+        angles = jshard.positions(T, dtype)[:, None] * frequency_I  # (T, I)
     else:
         angles = positions_BT.astype(dtype)[..., None] * frequency_I  # (B, T, I)
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]

@@ -124,6 +124,9 @@ def get_config(size: str = "") -> ConfigDict:
             ),
             "norm_eps": Key(1e-5, "added to mean squares", above=0, at_most=1),
             "loss_chunk": 4096,
+            "mlp_tile": Key(
+                0, "tokens per device in the MLP at a time; 0 is all", at_least=0
+            ),
             **copy.deepcopy(FAMILY),
         }
     )

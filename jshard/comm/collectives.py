@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 
 from jshard.comm import quantized
 from jshard.comm.varying import abstract_like, is_float, vary, varying
+from jshard.errors import UserError
 from jshard.layout.placement import Placement
-from jshard.mesh import FSDP, manual_axes
+from jshard.mesh import FSDP, manual_axes, shard_axes
 from jshard.precision import is_quantized
 from jshard.scopes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -37,17 +38,17 @@ def all_gather(
     shard = place.fetched(vary(shard))
     if scale is not None:
         values = quantized.to_float8(shard, scale, place.gather)
-        if place.dim is None or lax.axis_size(FSDP) == 1:
+        if place.dim is None or lax.axis_size(shard_axes()) == 1:
             return values
         return quantized.gather_float8(values, values.ndim + place.dim)
     quantize = is_quantized(place.gather)
     full = shard if quantize else _cast(shard, place.gather)
-    if place.dim is not None and lax.axis_size(FSDP) > 1:
+    if place.dim is not None and lax.axis_size(shard_axes()) > 1:
         dim = full.ndim + place.dim
         if quantize and is_float(shard):
             full = quantized.all_gather(shard, dim, place.gather)
         else:
-            full = lax.all_gather(full, FSDP, axis=dim, tiled=True)
+            full = lax.all_gather(full, shard_axes(), axis=dim, tiled=True)
     return _cast(full, place.compute)
 
 
@@ -62,7 +63,7 @@ def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
         return full
     dim = full.ndim + place.dim
     size = full.shape[dim] // group
-    start = lax.axis_index(FSDP) % group * size
+    start = lax.axis_index(shard_axes()) % group * size
     part = lax.dynamic_slice_in_dim(full, start, size, dim)
     if place.gather is None or is_quantized(place.gather):
         return part
@@ -75,13 +76,13 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     """The inverse of ``split``: an all-gather within each group."""
     if place.dim is None:
         return part
-    groups = np.arange(lax.axis_size(FSDP)).reshape(-1, group).tolist()
+    groups = np.arange(lax.axis_size(shard_axes())).reshape(-1, group).tolist()
     dim = part.ndim + place.dim
     if group > 1 and place.scale is not None:
         part = quantized.gather_float8(part, dim, groups)
     elif group > 1:
         part = lax.all_gather(
-            part, FSDP, axis=dim, axis_index_groups=groups, tiled=True
+            part, shard_axes(), axis=dim, axis_index_groups=groups, tiled=True
         )
     return _cast(part, place.compute)
 
@@ -103,11 +104,11 @@ def reduce_scatter(
 def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     """The first half of ``reduce_scatter``: sums a sharded parameter over "fsdp"."""
     grad = _cast(grad, place.reduce)
-    if place.dim is None or lax.axis_size(FSDP) == 1:
+    if place.dim is None or lax.axis_size(shard_axes()) == 1:
         return grad
     dim = grad.ndim + place.dim
     if place.sum in (None, grad.dtype):
-        return lax.psum_scatter(grad, FSDP, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(grad, shard_axes(), scatter_dimension=dim, tiled=True)
     return _reduce_scatter_in(grad, dim, place.sum)
 
 
@@ -125,9 +126,10 @@ def all_reduce(grad: jax.Array, shard: jax.Array | jax.ShapeDtypeStruct) -> jax.
 
 def _reduce_scatter_in(grad: jax.Array, dim: int, dtype: Any) -> jax.Array:
     """A reduce-scatter that sums in ``dtype``: an all-to-all and a local sum."""
-    shape, devices = grad.shape, lax.axis_size(FSDP)
+    shape, devices = grad.shape, lax.axis_size(shard_axes())
     shape = (*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
-    parts = lax.all_to_all(grad.reshape(shape), FSDP, split_axis=dim, concat_axis=dim)
+    grad = grad.reshape(shape)
+    parts = lax.all_to_all(grad, shard_axes(), split_axis=dim, concat_axis=dim)
     return jnp.sum(parts, axis=dim, dtype=dtype)
 
 
@@ -153,9 +155,15 @@ def placements(
 
     ``specs`` has the structure of ``params`` and includes a stack's layer dimension.
     """
+    sharded = shard_axes()
 
     def place(param: Any, spec: PartitionSpec) -> Placement:
-        dims = [i for i, axis in enumerate(spec) if axis == FSDP]
+        dims = [i for i, axis in enumerate(spec) if axis == sharded]
+        if not dims and FSDP in spec:
+            raise UserError(
+                f"specs: {spec} on a mesh with a context axis; parameters are sharded "
+                f"over both axes, so name {sharded} in place of {FSDP!r}"
+            )
         dim = dims[0] - len(param.shape) if dims else None
         return Placement(dim, gather=dtype, reduce=reduce_dtype)
 

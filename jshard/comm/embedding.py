@@ -19,7 +19,7 @@ from jax import lax
 from jshard.comm.collectives import all_reduce
 from jshard.comm.varying import abstract_like, vary, varying
 from jshard.layout.placement import Placement
-from jshard.mesh import FSDP, REPLICA
+from jshard.mesh import REPLICA, shard_axes
 from jshard.precision import is_quantized
 from jshard.scopes import LOOK_UP
 
@@ -29,7 +29,7 @@ def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:
 
     The answer is False unless columns are sharded and ``ids`` is an integer array.
     """
-    devices = lax.axis_size(FSDP)
+    devices = lax.axis_size(shard_axes())
     if place.dim != -1 or devices == 1:
         return False
     if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -61,7 +61,7 @@ def look_up(
     Returns:
       (..., D), in the dtype that ``read`` returns.
     """
-    abstract, devices = abstract_like(shard_VC), lax.axis_size(FSDP)
+    abstract, devices = abstract_like(shard_VC), lax.axis_size(shard_axes())
 
     @jax.custom_vjp
     def run(shard_VC, ids_T):
@@ -70,14 +70,14 @@ def look_up(
     @jax.named_scope(LOOK_UP)
     def forward(shard_VC, ids_T):
         # XLA would combine an all-gather with those of weights and wait for them.
-        ids_A = lax.all_to_all(jnp.tile(ids_T, devices), FSDP, 0, 0, tiled=True)
+        ids_A = lax.all_to_all(jnp.tile(ids_T, devices), shard_axes(), 0, 0, tiled=True)
         table_VC = vary(place.fetched(shard_VC))
         if place.gather is not None and not is_quantized(place.gather):
             table_VC = table_VC.astype(place.gather)
         table_VC = table_VC.astype(place.compute or table_VC.dtype)
         rows_AC = read(table_VC, ids_A)
         sent_AC = rows_AC.astype(_narrower(rows_AC.dtype, place.gather))
-        rows_TD = lax.all_to_all(sent_AC, FSDP, 0, 1, tiled=True)
+        rows_TD = lax.all_to_all(sent_AC, shard_axes(), 0, 1, tiled=True)
         return rows_TD.astype(rows_AC.dtype), ids_A
 
     @jax.named_scope(LOOK_UP)
@@ -85,7 +85,7 @@ def look_up(
         if not place.trainable:
             return None, None
         grad_TD = grad_TD.astype(_narrower(grad_TD.dtype, place.reduce))
-        grad_AC = lax.all_to_all(grad_TD, FSDP, 1, 0, tiled=True)
+        grad_AC = lax.all_to_all(grad_TD, shard_axes(), 1, 0, tiled=True)
         wide = jnp.promote_types(grad_AC.dtype, jnp.float32)
         zeros_VC = vary(jnp.zeros(abstract.shape, wide))
         grad_VC = zeros_VC.at[ids_A].add(grad_AC.astype(wide))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.mesh import FSDP
+from jshard.mesh import shard_axes
 
 BLOCK = 256  # values that share a scale of four bytes, which adds 1.6 % on the wire
 
@@ -34,7 +34,7 @@ def all_gather(shard: jax.Array, dim: int, dtype: Any) -> jax.Array:
     # Gathered as int8: XLA:CPU gathers float8 as float16, and NCCL rejects float8
     # before sm90.
     bits = lax.bitcast_convert_type(values, jnp.int8)
-    bits, scales = (lax.all_gather(x, FSDP) for x in (bits, scales))
+    bits, scales = (lax.all_gather(x, shard_axes()) for x in (bits, scales))
     parts = jax.vmap(dequantize)(lax.bitcast_convert_type(bits, values.dtype), scales)
     parts = parts.astype(shard.dtype)
     parts = jnp.moveaxis(parts.reshape(-1, *shard.shape), 0, dim)
@@ -108,5 +108,7 @@ def gather_float8(
 ) -> jax.Array:
     """Returns float8 values gathered along ``dim``, over "fsdp" or groups of it."""
     bits = lax.bitcast_convert_type(values, jnp.int8)  # for the reason above
-    bits = lax.all_gather(bits, FSDP, axis=dim, axis_index_groups=groups, tiled=True)
+    bits = lax.all_gather(
+        bits, shard_axes(), axis=dim, axis_index_groups=groups, tiled=True
+    )
     return lax.bitcast_convert_type(bits, values.dtype)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.fsdp import FSDP
 from jshard.generation.layers import without_stacks
-from jshard.mesh import BATCH
+from jshard.mesh import examples_spec
 from jshard.state import TrainState
 
 _DATA = PartitionSpec("data")
@@ -71,5 +71,5 @@ def sharded(fsdp: FSDP, state: TrainState) -> Placement:
         step = fsdp.predict_step(fn, donate_batch=True)
         return partial(step, state)
 
-    sharding = NamedSharding(fsdp.mesh, BATCH)
+    sharding = NamedSharding(fsdp.mesh, examples_spec(fsdp.mesh))
     return Placement(fsdp.model(state), fsdp.mesh.size, sharding, compile)

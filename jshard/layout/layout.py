@@ -11,7 +11,7 @@ from jshard.errors import UserError
 from jshard.layout.memory_kinds import HOST, on_host
 from jshard.layout.placement import Placement
 from jshard.layout.specs import follow, manual_specs, param_spec, sharded_dim
-from jshard.mesh import FSDP
+from jshard.mesh import shard_axes
 from jshard.policy import Policy
 from jshard.precision import is_quantized
 from jshard.state import ModelArrays, TrainState
@@ -79,10 +79,11 @@ class Layout:
         Only sharded arrays are offloaded. Replicated arrays are small and stay in
         device memory.
         """
+        sharded = shard_axes(self.mesh)
 
         def put(tree: Any, offloaded: bool) -> Any:
             def sharding(spec: PartitionSpec) -> NamedSharding:
-                kind = HOST if offloaded and FSDP in spec else None
+                kind = HOST if offloaded and sharded in spec else None
                 return NamedSharding(self.mesh, spec, memory_kind=kind)
 
             return jax.tree.map(sharding, tree)
@@ -134,7 +135,8 @@ class Layout:
         """The specs of the arrays that ``shard_map`` passes to each device."""
         replicated: Any = PartitionSpec()
         params, frozen = self.specs.params, self.specs.frozen
-        return ModelArrays(manual_specs(params), manual_specs(frozen), replicated)
+        params, frozen = (manual_specs(x, self.mesh) for x in (params, frozen))
+        return ModelArrays(params, frozen, replicated)
 
     def places_of(self, params: nnx.State) -> nnx.State:
         """Returns the Placements of ``params`` as a state of the same structure."""

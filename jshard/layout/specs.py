@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.layout.layers import layer_dims
-from jshard.mesh import AXES, FSDP
+from jshard.mesh import AXES, shard_axes, shards_of
 from jshard.policy import Policy
 
 # Metadata key of an embedding table that is a Unit of its own.
@@ -34,7 +34,7 @@ def shard_dim(
 
     Args:
       shape: the parameter's shape, layer dimensions first.
-      shards: the size of the fsdp axis.
+      shards: the number of shards.
       layer_dims: the number of leading layer dimensions, which are never sharded.
       min_elements: parameters with fewer elements per layer are replicated.
       taken: for each dimension of one layer, the mesh axes that already split it.
@@ -70,7 +70,7 @@ def sharded_dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | Non
     """Returns ``shard_dim`` of a parameter, given its metadata, policy and mesh."""
     return shard_dim(
         np.shape(variable.get_value()),
-        mesh.shape[FSDP],
+        shards_of(mesh),
         layer_dims=layer_dims(variable),
         min_elements=policy.min_shard_elements,
         taken=_other_axes(variable, mesh),
@@ -90,16 +90,17 @@ def param_spec(variable: nnx.Variable, dim: int | None, mesh: Mesh) -> Partition
     axes: list[Any] = [*[None] * layer_dims(variable), *others]
     axes += [None] * (ndim - len(axes))
     if dim is not None:
-        axes[dim] = FSDP
+        axes[dim] = shard_axes(mesh)
     while axes and axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)
 
 
-def manual_specs(specs: Any) -> Any:
-    """Returns the specs reduced to "fsdp", the axis that ``shard_map`` splits."""
+def manual_specs(specs: Any, mesh: Mesh) -> Any:
+    """Returns the specs reduced to the axes that ``shard_map`` splits."""
+    manual = shard_axes(mesh)
     return jax.tree.map(
-        lambda spec: PartitionSpec(*(a if a == FSDP else None for a in spec)), specs
+        lambda spec: PartitionSpec(*(a if a == manual else None for a in spec)), specs
     )
 
 

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.layout.specs import LOOKED_UP
-from jshard.mesh import FSDP
+from jshard.mesh import shard_axes, shards_of
 
 
 def is_table(module: Any) -> bool:
@@ -31,6 +31,6 @@ def make_by_rows(variable: nnx.Variable, mesh: Any) -> None:
     depend on the number of columns per device.
     """
     table = variable.get_value()
-    if table.ndim == 2 and table.shape[0] % mesh.shape[FSDP] == 0:
-        rows = NamedSharding(mesh, PartitionSpec(FSDP))
+    if table.ndim == 2 and table.shape[0] % shards_of(mesh) == 0:
+        rows = NamedSharding(mesh, PartitionSpec(shard_axes(mesh)))
         variable.set_value(lax.with_sharding_constraint(table, rows))

@@ -1,6 +1,7 @@
 """What a model imports: losses, cross entropy, attention, dropout, LoRA."""
 
 from jshard.nn.attention import dot_product_attention
+from jshard.nn.context import positions
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
 from jshard.nn.lora import add_lora
@@ -14,4 +15,5 @@ __all__ = [
     "add_lora",
     "cross_entropy",
     "dot_product_attention",
+    "positions",
 ]

@@ -19,7 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard.compat.packed_attention import packed_attention
 from jshard.errors import UserError
+from jshard.mesh import context_size
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
+from jshard.nn.context import on_whole_sequences
 from jshard.nn.documents import documents, starts_and_lengths
 from jshard.policy import ATTENTION_OPERANDS
 
@@ -67,6 +69,9 @@ def dot_product_attention(
       ``soft_cap`` and, on GPUs, for more than 1024 tokens, with a warning that says
       why; and else "xla".
 
+    In a step that splits sequences over the mesh's "context" axis, queries, keys and
+    ids are this device's parts, and devices exchange heads (``jshard.nn.context``).
+
     Args:
       q_BTNH: queries, floating.
       k_BSKH: keys, in the queries' dtype; each head serves N / K heads of queries.
@@ -91,6 +96,20 @@ def dot_product_attention(
         ``jshard.plan.tracing_for``.
       ValueError: shapes or dtypes do not match.
     """
+    if context_size() > 1:
+        options = {
+            "is_causal": is_causal,
+            "max_segments": max_segments,
+            "window": window,
+            "soft_cap": soft_cap,
+            "scale": scale,
+            "implementation": implementation,
+        }
+
+        def attend(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
+            return dot_product_attention(q, k, v, segment_ids_BT=segment_ids, **options)
+
+        return on_whole_sequences(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
     call = _Call(is_causal, segment_ids_BT, max_segments, window, soft_cap, scale)
     call.check(q_BTNH, k_BSKH)
     kernel = _choose(implementation, q_BTNH, k_BSKH, call)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jshard.comm.varying import vary
 from jshard.layout.variables import is_variable
-from jshard.mesh import manual_axes
+from jshard.mesh import CONTEXT, context_size, manual_axes
 
 
 class DropoutKey(nnx.Variable):
@@ -60,16 +60,22 @@ class Dropout(nnx.Module):
         self.count.set_value(count + 1)
         key = jax.random.fold_in(self.key.get_value(), count)
         index, number = _microbatch.get()
-        first = (device_index() * number + index) * x.shape[0]
+        first = (_place_in_batch() * number + index) * x.shape[0]
         examples = jnp.asarray(first, jnp.uint32)
         examples += jnp.arange(x.shape[0], dtype=jnp.uint32)
 
+        parts = context_size() if x.ndim > 1 else 1
+        shape = (x.shape[1] * parts, *x.shape[2:]) if parts > 1 else x.shape[1:]
+
         def mask(example: jax.Array) -> jax.Array:
             return jax.random.bernoulli(
-                jax.random.fold_in(key, example), 1 - self.rate, x.shape[1:]
+                jax.random.fold_in(key, example), 1 - self.rate, shape
             )
 
         keep = jax.vmap(mask)(examples)
+        if parts > 1:  # this device's part of the mask of whole sequences
+            start = lax.axis_index(CONTEXT) * x.shape[1]
+            keep = lax.dynamic_slice_in_dim(keep, start, x.shape[1], axis=1)
         return jnp.where(keep, x / (1 - self.rate), 0).astype(x.dtype)
 
 
@@ -87,8 +93,16 @@ def microbatch(index: Any, number: int) -> Iterator[None]:
         _microbatch.reset(token)
 
 
-def device_index() -> jax.Array | int:
-    """Returns this device's position in the batch; 0 outside a step."""
+def _place_in_batch() -> jax.Array | int:
+    """Returns which part of the examples this device has; 0 outside a step."""
+    axes = manual_axes()
+    if context_size() > 1:
+        axes = tuple(axis for axis in axes if axis != CONTEXT)
+    return lax.axis_index(axes) if axes else 0
+
+
+def _device_index() -> jax.Array | int:
+    """Returns this device's place in the mesh; 0 outside a step."""
     axes = manual_axes()
     return lax.axis_index(axes) if axes else 0
 
@@ -98,7 +112,7 @@ def fold_streams(state: nnx.State, index: Any) -> nnx.State:
 
     Otherwise every device would draw the same mask for its different examples.
     """
-    device = vary(jnp.asarray(device_index(), jnp.uint32))
+    device = vary(jnp.asarray(_device_index(), jnp.uint32))
 
     def fold(variable: nnx.Variable) -> nnx.Variable:
         if not isinstance(variable, nnx.RngKey):

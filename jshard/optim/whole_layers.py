@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.compat.jaxprs import contains, evaluate, has, made_by, read_by, variables
 from jshard.layout.specs import shard_dim
-from jshard.mesh import AXES, FSDP
+from jshard.mesh import axes_of, shard_axes, shards_of
 
 # Operations that need a complete matrix.
 _PRODUCTS = {"dot_general", "svd", "qr", "eigh", "cholesky", "householder_product"}
@@ -36,7 +36,7 @@ def map_layers(
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
     closed, result = jax.make_jaxpr(fn, return_shape=True)(*layer)
     jaxpr, leaves = closed.jaxpr, jax.tree.leaves(args)
-    if mesh.shape[FSDP] == 1 or not contains(jaxpr, _PRODUCTS):
+    if shards_of(mesh) == 1 or not contains(jaxpr, _PRODUCTS):
         return jax.vmap(fn)(*args)
 
     before, whole, after = _split(jaxpr)
@@ -119,7 +119,7 @@ def _in_rounds(
     min_elements: int,
 ) -> list[jax.Array]:
     """Applies ``fn`` to n complete layers at a time, each on its own device."""
-    shards = mesh.shape[FSDP]
+    shards = shards_of(mesh)
     length = values[0].shape[0]
     rounds = -(-length // shards)
 
@@ -147,29 +147,34 @@ def _in_rounds(
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(list(map(_spec, layer, dims_in)), [PartitionSpec()] * len(consts)),
-        out_specs=list(map(_spec, outputs, dims_out)),
-        axis_names=set(AXES),
+        in_specs=(
+            [_spec(x, dim, mesh) for x, dim in zip(layer, dims_in, strict=True)],
+            [PartitionSpec()] * len(consts),
+        ),
+        out_specs=[
+            _spec(x, dim, mesh) for x, dim in zip(outputs, dims_out, strict=True)
+        ],
+        axis_names=set(axes_of(mesh)),
         check_vma=False,
     )(values, consts)
 
 
-def _spec(layer: Any, dim: int | None) -> PartitionSpec:
+def _spec(layer: Any, dim: int | None, mesh: Mesh) -> PartitionSpec:
     """Returns the spec of (L, ...); ``dim`` counts from the end."""
     if dim is None:
         return PartitionSpec()
-    return PartitionSpec(*[None] * (layer.ndim + 1 + dim), FSDP)
+    return PartitionSpec(*[None] * (layer.ndim + 1 + dim), shard_axes(mesh))
 
 
 def _to_owner(x: jax.Array, dim: int | None) -> jax.Array:
     """Exchanges (n, ...) shards of n layers for the full layer this device owns."""
     if dim is None:
-        return x[lax.axis_index(FSDP)]
-    return lax.all_to_all(x, FSDP, 0, x.ndim + dim, tiled=True)[0]
+        return x[lax.axis_index(shard_axes())]
+    return lax.all_to_all(x, shard_axes(), 0, x.ndim + dim, tiled=True)[0]
 
 
 def _from_owner(x: jax.Array, dim: int | None) -> jax.Array:
     """Does the inverse of ``_to_owner``."""
     if dim is None:
-        return lax.all_gather(x, FSDP)
-    return lax.all_to_all(x[None], FSDP, x.ndim + 1 + dim, 0, tiled=True)
+        return lax.all_gather(x, shard_axes())
+    return lax.all_to_all(x[None], shard_axes(), x.ndim + 1 + dim, 0, tiled=True)

@@ -66,6 +66,7 @@ input.
                       set of speed and memory, with command lines; keys that are given
                       stay fixed
   --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS)};
+                      with models whose sequences may be split, mesh.context;
                       and, because they change the computation, only when named:
                       {", ".join(candidates.CHANGING_KNOBS)}
   --search.KEY=A,B    varies any key of the config over these values

@@ -112,8 +112,8 @@ def plan_recipe(
     absent = topology != ATTACHED
     there = devices(topology) if absent else jax.devices()
     usable = parse(topology)[0].usable if absent else usable_bytes(there)
-    count = make_mesh(config, there).size
-    found = fit(config, count, usable, traced, planned)
+    parts = make_mesh(config, there).size // config.mesh.context
+    found = fit(config, parts, usable, traced, planned)
     return dataclasses.replace(found.made, chosen=found.note)
 
 

@@ -96,10 +96,13 @@ def find_gpu(topology: str) -> GPU | None:
 
 def check_batch_size(config: Config, mesh: Mesh) -> None:
     """Raises UserError unless devices and micro-batches divide the batch."""
-    micro = config.policy.accumulate
-    if config.batch_size % (mesh.size * micro):
+    micro, context = config.policy.accumulate, config.mesh.context
+    if config.batch_size % (mesh.size // context * micro):
+        who = f"{mesh.size} devices of the mesh"
+        if context > 1:
+            who = f"{mesh.size // context} groups of mesh.context={context} devices"
         times = f" times {micro} micro-batches" if micro > 1 else ""
         raise UserError(
             f"--config.batch_size={config.batch_size}: must be a multiple of the "
-            f"{mesh.size} devices of the mesh{times}"
+            f"{who}{times}"
         )

@@ -97,7 +97,7 @@ def prepare_sample(
         return np.resize(rows, (count, *rows.shape[1:]))  # repeats rows
 
     predict_step = fsdp.predict_step(generate)
-    batch = fsdp.shard_batch(jax.tree.map(fill_devices, prompts))
+    batch = fsdp.shard_examples(jax.tree.map(fill_devices, prompts))
     jax.eval_shape(predict_step, abstract_state, batch)
 
     def sample(state: TrainState) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jshard.describe import network_axes
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.mesh import FSDP, REPLICA, hosts_of
+from jshard.mesh import hosts_of, mesh_text
 from jshard.training.config.config import Config, flatten, is_within
 from jshard.training.config.shared_keys import FIT, FITTED
 from jshard.training.fit import Candidate, Traced, fit, is_open
@@ -88,14 +88,15 @@ def make_fitted_job(
         return compiled_bytes(traced(job)[1].lower().compile()), job
 
     usable = min(map(int, peers.share("memory", str(usable_bytes(mesh.local_devices)))))
-    chosen = fit(config, mesh.size, usable, trace, compile)
+    parts = mesh.size // config.mesh.context
+    chosen = fit(config, parts, usable, trace, compile)
     return chosen.made, chosen.note
 
 
 def fitted_on(mesh: Mesh) -> str:
     """Returns what a choice was made for: the devices and the mesh, in words."""
-    kind, shape = mesh.devices.flat[0].device_kind, mesh.shape
-    return f"{mesh.size} x {kind}: replica {shape[REPLICA]} x fsdp {shape[FSDP]}"
+    kind = mesh.devices.flat[0].device_kind
+    return f"{mesh.size} x {kind}: {mesh_text(mesh)}"
 
 
 def _choice_of_run(workdir: Path, config: Config, mesh: Mesh) -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jshard import mesh as meshes
 from jshard.fsdp import FSDP
-from jshard.mesh import BATCH
+from jshard.mesh import batch_spec
 from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.training import returns
@@ -54,9 +54,8 @@ def make_mesh(
     hosts: Sequence[int] | None = None,
 ) -> Mesh:
     """Makes the mesh of a config; `hosts` is the host of each process, if known."""
-    return meshes.make_mesh(
-        replica=config.mesh.replica, fsdp=config.mesh.fsdp, devices=devices, hosts=hosts
-    )
+    sizes = {axis: config.mesh[axis] for axis in meshes.AXES}
+    return meshes.make_mesh(**sizes, devices=devices, hosts=hosts)
 
 
 def make_job(
@@ -91,10 +90,10 @@ def abstract_batch(
     The items are tokens or examples.
     """
     example = first_example(make_training_data(recipe.make_data, config))
-    sharding = NamedSharding(mesh, BATCH)
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
         shape = (config.batch_size, *np.shape(x))
+        sharding = NamedSharding(mesh, batch_spec(mesh, len(shape)))
         return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
 
     unit, items = count_items(jax.tree.map(lambda x: np.asarray(x)[None], example))

@@ -43,7 +43,7 @@ def prepare_pictures(
     count = -(-len(images) // local_devices) * local_devices
     predict_step = fsdp.predict_step(predict)
     rows = jax.tree.map(lambda x: np.resize(x, (count, *x.shape[1:])), batch)
-    sharded = fsdp.shard_batch(rows)
+    sharded = fsdp.shard_examples(rows)
     jax.eval_shape(predict_step, abstract_state, sharded)
     encoded = [_png(image) for image in images]
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jshard.errors import UserError
+from jshard.mesh import rows_of_process
 from jshard.training.data.dataset import Dataset
 from jshard.training.data.examples import count_rows, stack
 from jshard.training.data.iterables import Stream
@@ -59,8 +60,9 @@ def predictions(
     devices, processes = setup.job.fsdp.mesh.size, jax.process_count()
     size = -(-setup.config.batch_size // devices) * devices // processes
     waiting: Any = None
-    for batch, count in _batches(data, size, setup.reader()):
-        outputs = predict_step(state, setup.job.fsdp.shard_batch(batch))
+    part = rows_of_process(setup.job.fsdp.mesh, whole=True)
+    for batch, count in _batches(data, size, *part):
+        outputs = predict_step(state, setup.job.fsdp.shard_examples(batch))
         if waiting is not None:  # one batch ahead of what is fetched
             yield _fetched(*waiting)
         waiting = outputs, count
@@ -70,10 +72,9 @@ def predictions(
 
 
 def _batches(
-    data: Dataset, size: int, reader: Mapping[str, int]
+    data: Dataset, size: int, index: int, processes: int
 ) -> Iterator[tuple[Any, int]]:
     """Yields full batches of this process, and how many of their rows count."""
-    index, processes = reader["process_index"], reader["process_count"]
     if isinstance(data, Stream):
         if processes > 1:
             raise UserError(

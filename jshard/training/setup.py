@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.distributed import Peers
+from jshard.mesh import rows_of_process
 from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.training.config.config import Config
@@ -81,12 +82,9 @@ class Setup:
     def reader(self) -> dict[str, int]:
         """Returns the arguments of `batches` that select this process's part."""
         # A process reads the rows of its devices' place in the mesh.
-        processes = [d.process_index for d in self.job.fsdp.mesh.devices.flat]
-        return {
-            "batch_size": self.config.batch_size,
-            "process_index": list(dict.fromkeys(processes)).index(jax.process_index()),
-            "process_count": jax.process_count(),
-        }
+        part, parts = rows_of_process(self.job.fsdp.mesh)
+        size = self.config.batch_size
+        return {"batch_size": size, "process_index": part, "process_count": parts}
 
 
 def set_up(

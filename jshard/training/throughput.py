@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jshard.mesh import rows_of_process
+
 # Dense bf16 peak in FLOP/s, from the vendor's data sheets. The first name that is part
 # of `device_kind` counts.
 PEAK_FLOPS = {
@@ -33,7 +35,7 @@ class Throughput:
             or on a device of unknown peak, MFU is left out.
         """
         self._unit, items = count_items(batch)
-        self._items = items * jax.process_count()
+        self._items = items * rows_of_process(mesh)[1]
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._flops = flops_per_token if self._unit == "tokens" else None
         self._peak = peak * mesh.size if peak else None

@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from jshard.errors import UserError
-from jshard.mesh import AXES
+from jshard.mesh import AXES, manual_axes
 
 
 def over_all_devices(module: Any) -> None:
@@ -17,7 +17,7 @@ def over_all_devices(module: Any) -> None:
     if not isinstance(module, nnx.BatchNorm):
         return
     if module.axis_name is None:
-        module.axis_name = AXES  # pyright: ignore[reportAttributeAccessIssue]
+        module.axis_name = manual_axes() or AXES[:2]  # pyright: ignore[reportAttributeAccessIssue]
     if not _names(module) <= set(AXES):
         raise UserError(
             f"nnx.BatchNorm(axis_name={module.axis_name!r}): a step has no such axis; "

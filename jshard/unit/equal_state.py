@@ -16,7 +16,7 @@ from jax import lax
 from jshard.comm.varying import abstract_like, varying
 from jshard.compat.collective_primitives import SUMS, axes_of, groups_of
 from jshard.compat.jaxprs import has, open_inner
-from jshard.mesh import AXES
+from jshard.mesh import manual_axes
 from jshard.unit.dataflow import dependencies
 
 # Primitives whose results may differ by device even if their inputs do not.
@@ -59,13 +59,13 @@ def _rule(eqn: Any, entering: list[int]) -> list[int] | None:
 
 
 def _over_all_devices(eqn: Any) -> bool:
-    apart = {axis for axis in AXES if lax.axis_size(axis) > 1}
+    apart = {axis for axis in manual_axes() if lax.axis_size(axis) > 1}
     return apart <= set(axes_of(eqn)) and not groups_of(eqn)
 
 
 def of_first_device(x: jax.Array) -> jax.Array:
     """Returns the first device's ``x`` on all devices, typed as not varying."""
-    here = lax.axis_index(AXES) == 0
+    here = lax.axis_index(manual_axes()) == 0
     number = x.astype(jnp.uint8) if x.dtype == bool else x
     number = jnp.where(here, number, jnp.zeros_like(number))
-    return lax.psum(lax.stop_gradient(number), AXES).astype(x.dtype)
+    return lax.psum(lax.stop_gradient(number), manual_axes()).astype(x.dtype)

@@ -18,7 +18,7 @@ from jax.extend import core
 
 from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.compat.jaxprs import needed_for, run_used
-from jshard.policy import Offload
+from jshard.policy import INPUTS, Offload
 from jshard.unit import products
 from jshard.unit.dataflow import dependencies
 from jshard.unit.partition import merge, select
@@ -154,7 +154,8 @@ class LinearizedLayer:
         jaxpr = jax.make_jaxpr(hoisted)(*leaves, *consts).jaxpr
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
         self._leaves_device = [
-            isinstance(remat, Offload) and var not in set(jaxpr.invars)
+            isinstance(remat, Offload)
+            and (INPUTS in remat.names or var not in set(jaxpr.invars))
             for var in self._kept
         ]
 

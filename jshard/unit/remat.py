@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from jshard.errors import UserError
-from jshard.policy import ATTENTION_OPERANDS, Names
+from jshard.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,8 @@ def note_names(jaxpr: core.Jaxpr, remat: Any) -> None:
     """
     if (shown := _shown.get()) is not None:
         shown.found.update(names_in(jaxpr))
-        shown.wanted.update(remat.names if isinstance(remat, Names) else ())
+        names = set(remat.names) if isinstance(remat, Names) else set()
+        shown.wanted.update(names - {INPUTS} if isinstance(remat, Offload) else names)
 
 
 def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
@@ -64,18 +65,21 @@ def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
             yield from names_in(inner)
 
 
-def _products(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Keeps products with weights, and flash attention, which is two products.
+def _attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps flash attention: its output, the softmax's statistics, and its operands.
 
-    Of attention this keeps the output and the statistics of the softmax, and its
-    operands as the kernel reads them instead of the products that they come from.
+    Operands are kept as the kernel reads them, instead of the products before them.
     """
     if primitive.name == "name":
         return params["name"] == ATTENTION_OPERANDS
-    if primitive.name.startswith("dot_product_attention_fwd"):  # cuDNN's
-        return True
+    return primitive.name.startswith("dot_product_attention_fwd")  # cuDNN's
+
+
+def _products(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Keeps products with weights, and flash attention, which is two products."""
     keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return keeps(primitive, *args, **params)
+    kept = _attention(primitive, *args, **params)
+    return kept or (primitive.name != "name" and keeps(primitive, *args, **params))
 
 
 def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
@@ -85,6 +89,8 @@ def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
         return fn
     if remat == "full":
         policy = policies.nothing_saveable
+    elif remat == "attention":
+        policy = _attention
     elif remat == "dots":
         policy = _products
     elif isinstance(remat, Names):

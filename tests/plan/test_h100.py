@@ -60,6 +60,17 @@ def test_unroll_does_not_keep_offloaded_activations_on_the_device():
     assert on_host == (SIZES.layers - 1) * layer
 
 
+def test_the_inputs_of_layers_wait_in_host_memory_if_they_are_named():
+    without, offloaded = (
+        compiled(jshard.Policy(remat=remat)).memory_analysis()
+        for remat in ("full", jshard.Offload("inputs"))
+    )
+    stream = EXAMPLES * SIZES.length * SIZES.width * 4
+    assert without.host_temp_size_in_bytes == 0
+    assert offloaded.host_temp_size_in_bytes == (SIZES.layers - 1) * stream
+    assert offloaded.temp_size_in_bytes < without.temp_size_in_bytes
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -113,6 +124,18 @@ def test_a_bf16_llama_attends_by_cudnn_forward_and_backward(attention, offload):
     flash = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     calls = set(re.findall(r'custom_call_target="(__cudnn[^"]*)"', text))
     assert calls == (set() if attention == "xla" else flash)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("full", 2), ("attention", 1)])
+def test_attention_that_is_kept_is_not_computed_again(remat, times):
+    policy = jshard.Policy(remat=remat, precision=jshard.Precision(compute="bfloat16"))
+    text = llama_text(
+        policy, sequence_length=128, num_layers=4, num_heads=4, num_kv_heads=2,
+        width=128, hidden=256, loss_chunk=128,
+    )  # fmt: skip
+    calls = hlo.calls(text)
+    assert calls["__cudnn$fmhaSoftmax"] == 4 * times
+    assert calls["__cudnn$fmhaSoftmaxBackward"] == 4
 
 
 # A Llama layer has 7 products with weights, each with 2 in the backward. Of those in

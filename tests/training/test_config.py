@@ -91,7 +91,8 @@ def test_help_says_what_each_key_means_and_what_it_may_be():
 
 def test_a_config_gets_the_shared_keys_that_its_recipe_leaves_out(config):
     assert config.seed == 0
-    assert config.mesh.to_dict() == {"fsdp": -1, "replica": 1, "cpu_devices": 8}
+    sizes = {"fsdp": -1, "replica": 1, "context": 1, "cpu_devices": 8}
+    assert config.mesh.to_dict() == sizes
     assert config.policy.precision.compute is None
 
 
@@ -156,7 +157,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(config):
 
 
 def test_a_group_as_a_key_is_an_error_that_lists_its_members(config):
-    with pytest.raises(UserError, match=r"a group: mesh\.cpu_devices, mesh\.fsdp"):
+    with pytest.raises(UserError, match=r"a group: mesh\.context, mesh\.cpu_devices, "):
         override(config, {"mesh": "3"}, "mlp.py")
 
 

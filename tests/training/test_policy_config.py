@@ -64,9 +64,9 @@ def test_overrides_take_patterns_of_module_paths():
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("remat", "most", "full, dots, none"),
-        ("remat", "names:", "full, dots, none, names:A"),
-        ("remat", "nmaes:a", "full, dots, none, names:A"),
+        ("remat", "most", "full, attention, dots, none"),
+        ("remat", "names:", "full, attention, dots, none, names:A"),
+        ("remat", "nmaes:a", "full, attention, dots, none, names:A"),
         ("reshard_after_forward", "-1", "True, False or the size of a group"),
         ("reshard_root", "some", "True, False or the size of a group"),
         ("first_k", "-1", "None or a number of layers"),
@@ -75,7 +75,7 @@ def test_overrides_take_patterns_of_module_paths():
         ("precision__reduce", "int8", "float32, bfloat16"),
         ("overrides", "blocks", "PATTERN:KEY=VALUE"),
         ("overrides", "blocks:dtype=float32", "remat, first_k, reshard_after_forward"),
-        ("overrides", "blocks:remat=most", "full, dots, none"),
+        ("overrides", "blocks:remat=most", "full, attention, dots, none"),
         ("overrides", "blocks:compute=flaot32", "float32, bfloat16"),
     ],
 )

@@ -18,7 +18,7 @@ from jshard.comm.varying import is_float
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.specs import LOOKED_UP
-from jshard.mesh import FSDP, REPLICA
+from jshard.mesh import REPLICA, shards_of
 from jshard.plan.cost.cost import Transfer, transfer
 from jshard.plan.hlo.hlo import Computation, Module
 from jshard.plan.topology import GPU
@@ -145,7 +145,7 @@ def least(
       prefetch: whether layers are prefetched where the policy leaves it open. If so,
         the backward starts with the last layer's weights from the forward.
     """
-    shards, replicas = mesh.shape[FSDP], mesh.shape[REPLICA]
+    shards, replicas = shards_of(mesh), mesh.shape[REPLICA]
     # Micro-batches that gather and scatter; 0 if that is outside of the loop over them.
     rounds = 0 if policy.defer_scatter else policy.accumulate
     places = Layout.of(state, policy, mesh).places

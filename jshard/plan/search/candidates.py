@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jshard.errors import UserError
 from jshard.plan.topology import GPUS_A_HOST
+from jshard.policy import POLICIES
 from jshard.training.config.config import Config, flatten, nearest
 
 Settings = dict[str, str]  # text by key: {"policy.remat": "dots"}
@@ -23,7 +24,7 @@ DEFAULT_KNOBS = (
 )
 # Knobs that change the numbers that training computes; varied only when named.
 CHANGING_KNOBS = ("policy.precision.reduce", "batch_size")
-KNOBS = DEFAULT_KNOBS + CHANGING_KNOBS
+KNOBS = (*DEFAULT_KNOBS, "mesh.context", *CHANGING_KNOBS)
 # Knobs that set other keys than the one they are named after.
 _KEYS = {
     "mesh": ("mesh.replica", "mesh.fsdp"),
@@ -163,17 +164,23 @@ def _own_choices(
     config: Config, devices: int, names: Sequence[str]
 ) -> dict[str, list[Settings]]:
     """Returns the settings that each knob tries unless the user lists values."""
-    examples = max(config.batch_size // devices, 1)  # of a device in a step
+    parts = max(devices // config.mesh.context, 1)
+    examples = max(config.batch_size // parts, 1)  # of a part in a step
     micro = [n for n in _divisors(examples) if n & (n - 1) == 0]
     named = [f"{kind}:{'+'.join(names)}" for kind in ("names", "offload") if names]
     batches = [config.batch_size * n // 4 for n in (1, 2, 4, 8, 16)]
     values = {
-        REMAT: ["full", "dots", "none", *named],
+        REMAT: [*POLICIES, *named],
+        "mesh.context": [
+            n
+            for n in _divisors(min(devices, GPUS_A_HOST))
+            if devices % n == 0 and config.batch_size % (devices // n) == 0
+        ],
         "policy.accumulate": micro,
         "policy.defer_scatter": [False, True],
         RESHARD: [True, False, *([GPUS_A_HOST] if devices > GPUS_A_HOST else [])],
         "policy.offload": [None, "optimizer", "all"],
-        "batch_size": [n for n in batches if n and n % devices == 0],
+        "batch_size": [n for n in batches if n and n % parts == 0],
     }
     # The fsdp axis lies within a host, or spans complete hosts.
     shards = [
@@ -198,10 +205,10 @@ def _divisors(n: int) -> list[int]:
 
 
 def _shards(settings: Mapping[str, str], devices: int) -> int:
-    """Returns the size of the fsdp axis, or 0 if the mesh is invalid."""
+    """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp.isdigit():
-        return int(fsdp)
+        return int(fsdp) * int(settings["mesh.context"])
     if replica == "hosts":
         return min(devices, GPUS_A_HOST)
     return devices // int(replica) if replica.isdigit() and int(replica) else 0

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.describe import equations, product_flops
 from jshard.layout.specs import layer_dims
-from jshard.mesh import FSDP
+from jshard.mesh import shard_axes, shards_of
 from jshard.plan.memory.memory import shard_bytes
 from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
@@ -82,7 +82,7 @@ def state_size(state: TrainState) -> StateSize:
     for params in (state.params, state.frozen):
         for _, variable in nnx.to_flat_state(params):
             x = variable.get_value()
-            if FSDP in x.sharding.spec:
+            if shard_axes(x.sharding.mesh) in x.sharding.spec:
                 elements += x.size
                 if dims := layer_dims(variable):
                     stacked += x.size
@@ -157,7 +157,7 @@ def estimate(
     saved = activity.saved * examples / micro
     needed = memory_bound(size, policy) + gradients + kept * width + saved
 
-    shards = mesh.shape[FSDP]
+    shards = shards_of(mesh)
     slow, fast = _speed(shards, gpu), _speed(min(shards, GPUS_A_HOST), gpu)
     rounds = 1 if policy.defer_scatter else micro
     away = (shards - 1) / shards

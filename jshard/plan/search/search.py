@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.errors import UserError
-from jshard.mesh import FSDP
+from jshard.mesh import shards_of
 from jshard.plan.constants import find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
@@ -182,7 +182,7 @@ def _estimates(
         try:
             config = make_config(recipe, settings)
             policy, mesh = make_policy(config), make_mesh(config, mesh_devices)
-            policy.check_groups(mesh.shape[FSDP])
+            policy.check_groups(shards_of(mesh))
             check_batch_size(config, mesh)
             if key not in sizes:
                 job = make_job(recipe, config, mesh.abstract_mesh)
@@ -195,6 +195,6 @@ def _estimates(
             too_large.append((candidate, bound))
             continue
         active, _ = traced(str(config.policy.remat))
-        examples = config.batch_size // mesh.size
+        examples = config.batch_size / mesh.size
         promising[candidate] = estimate(sizes[key], policy, mesh, gpu, active, examples)
     return promising, refused, too_large

@@ -8,7 +8,7 @@ from typing import Any
 from jshard.compat.xla_options import check_options
 from jshard.errors import UserError
 from jshard.knob import knobs
-from jshard.policy import OF_UNITS, Names, Offload, Policy
+from jshard.policy import OF_UNITS, POLICIES, Names, Offload, Policy
 from jshard.precision import Precision
 from jshard.training.config.command_line import parse_value
 from jshard.training.config.config import Config
@@ -69,8 +69,8 @@ def parse_remat(remat: Any) -> Any:
         return remat
     if kind not in policies or not names:
         raise UserError(
-            f"--config.policy.remat={remat}: must be full, dots, none, names:A+B or "
-            "offload:A+B with names of activations"
+            f"--config.policy.remat={remat}: must be {', '.join(POLICIES)}, "
+            "names:A+B or offload:A+B with names of activations"
         )
     return policies[kind](*names.split("+"))
 

@@ -45,6 +45,9 @@ DEFAULTS = {
         1, "number of replicas of the sharded model (HSDP); hosts is one per host",
         also=("hosts",), at_least=1,
     ),
+    "mesh.context": Knob(
+        1, "number of devices that share each sequence", at_least=1
+    ),
     "mesh.cpu_devices": Knob(
         8, "CPU devices per process on machines without GPUs", at_least=1, at_most=1024
     ),
