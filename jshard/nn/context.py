@@ -10,6 +10,7 @@ Shape suffixes: B batch, T time of this device, S time of whole sequences, N hea
 K key-value heads, H head width.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,11 @@ def on_whole_sequences(
     heads = -(-N // n) * n
     k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
     if heads > N:
+        warnings.warn(
+            f"attention: context={n} does not divide the {N} heads, so {heads - N} "
+            "more, of zeros, are computed with them",
+            stacklevel=2,
+        )
         q_BTNH, k_BTKH, v_BTKH = (
             jnp.pad(x, [(0, 0), (0, 0), (0, heads - N), (0, 0)])
             for x in (q_BTNH, k_BTKH, v_BTKH)

@@ -138,6 +138,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:attention. context=8 does not divide the 2 heads")
 @pytest.mark.quick("gpt")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -234,6 +235,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, other.unshard(state), want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_predictions_have_whole_sequences():
     def logits(**mesh):
@@ -254,6 +256,13 @@ def test_a_model_that_does_not_say_it_can_is_refused():
     fsdp = jshard.FSDP(jshard.make_mesh(context=2))
     with pytest.raises(jshard.UserError, match="context=2, but Plain does not say"):
         fsdp.init(Plain, optax.sgd(0.1))
+
+
+def test_heads_that_do_not_divide_are_filled_up_with_a_warning():
+    fsdp, state, train_step = start("gpt in float32", context=8)
+    shards = fsdp.shard_batch(batch(False, 0))
+    with pytest.warns(UserWarning, match="context=8 does not divide the 4 heads, so 4"):
+        train_step.trace(state, shards)
 
 
 @pytest.mark.parametrize(
