@@ -6,7 +6,7 @@ from jshard.training.config.shared_keys import REQUIRED, SHARED
 
 FILE = Path(__file__).with_name("knobs.md")
 HEADING = """\
-# Knobs
+# Config keys of every recipe
 
 What every recipe can set, as `--config.KEY=VALUE` or in its `get_config`. Those of
 `policy` are the fields of `jshard.Policy`. `python docs/knobs.py` writes this page from

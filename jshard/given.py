@@ -18,7 +18,7 @@ from jshard.layout.specs import is_annotated
 from jshard.layout.variables import reachable, variables
 from jshard.unit.calls import variables_in
 
-_LINEN = "a Flax Linen module; wrap it in jshard.linen.Model (docs/guide.md)"
+_LINEN = "a Flax Linen module; wrap it in jshard.linen.Model (docs/how_to/linen.md)"
 
 
 def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:

@@ -1,12 +1,15 @@
 """The pages' links lead somewhere, and the files that they name exist."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted({*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")})
+BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
+PAGES = [*sorted(REPOSITORY.glob("*.md")), REPOSITORY / "docs/log.md"]
+PAGES += BLOCKS["pages"]()
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 NAMED = re.compile(
     r"(?<![\w/.-])((?:jshard|models|train|tests|benchmarks|docs|\.ci)/[\w/.-]*\w/?)"

@@ -34,7 +34,7 @@ class Configured(nnx.Module):
     [
         (existing, r"a model that exists, a Dense; pass it to fsdp\.shard\("),
         (lambda rngs: existing, r"existed before it was called; .* fsdp\.shard\("),
-        (linen.Dense(8), r"is a Flax Linen module; .*jshard\.linen\.Model \(docs/g"),
+        (linen.Dense(8), r"is a Flax Linen module; .*jshard\.linen\.Model \(docs/h"),
         (lambda rngs: linen.Dense(8), r"returned a Flax Linen module; .*linen\.Model"),
         ({"kernel": jnp.ones(8)}, r"is a dict; .*function of nnx\.Rngs .* lambda rngs"),
         (None, r"make_model is None; it must be a function"),
