@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PART = re.compile(
-    r"^<!-- not run: a part of (\S+), .*-->\n```python\n(.*?)^```", re.M | re.S
+    r"^<!-- not run: a part of (\S+), [^>]*-->\n```python\n(.*?)^```", re.M | re.S
 )
 
 
