@@ -16,7 +16,9 @@ pytest.importorskip("matplotlib")
 nbclient = pytest.importorskip("nbclient")
 
 
-def executed(name: str, folder: Path) -> tuple[str, list[str], list[str]]:
+def executed(
+    name: str, folder: Path, **variables: str
+) -> tuple[str, list[str], list[str]]:
     """Runs a notebook; returns what it printed, its pictures, and its HTML."""
     import nbformat  # pyright: ignore[reportMissingImports]  # with nbclient
 
@@ -24,7 +26,7 @@ def executed(name: str, folder: Path) -> tuple[str, list[str], list[str]]:
     client = nbclient.NotebookClient(
         notebook, timeout=240, resources={"metadata": {"path": str(folder)}}
     )
-    client.execute(env=environment())
+    client.execute(env=environment() | variables)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not json.dumps(outputs).count("Traceback")
     text = "".join(output.get("text", "") for output in outputs)
@@ -62,6 +64,8 @@ def test_the_library_learns_and_shows_memory_by_policy(tmp_path):
 @pytest.mark.filterwarnings("default")
 def test_digits_are_read_and_shown(tmp_path):
     pytest.importorskip("sklearn")
-    text, pictures, _ = executed("digits.ipynb", tmp_path)
+    # Convolutions that are not optimized take minutes.
+    optimized = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    text, pictures, _ = executed("digits.ipynb", tmp_path, **optimized)
     assert len(pictures) == 2
     assert float(re.findall(r"([\d.]+)% of 360 are right", text)[0]) > 80
