@@ -1,7 +1,6 @@
 """Shows what a checkpoint holds: `python -m jshard.inspect RUN [--verify]`."""
 
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from jshard.training.config.config import flatten
 
 def main() -> None:
     """Runs the command line; exits 0 done, 2 bad input or damage, 1 anything else."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     run_command(_inspect)
 
 

@@ -176,4 +176,4 @@ def test_a_reader_that_has_seen_enough_is_no_error(saved):
         assert process.stderr
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert process.returncode == -signal.SIGPIPE
+    assert process.returncode == 128 + signal.SIGPIPE
