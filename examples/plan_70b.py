@@ -5,7 +5,8 @@
 Compiles the step that training would run on each number of H100s, and prints whether it
 fits, how fast the model of docs/plan.md expects it to be, and what that means for a
 training of so many tokens, in days and GPU-hours. Nothing runs on a GPU, and no GPU has
-confirmed these times. It needs an environment with jshard[plan], and two minutes each.
+confirmed these times. It needs an environment with jshard[plan], and minutes for each
+(2>/dev/null hides what JAX says about the GPUs that are not there).
 """
 
 import argparse
