@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+PART = re.compile(
+    r"^<!-- not run: a part of (\S+), [^>]*-->\n```python\n(.*?)^```", re.M | re.S
+)
 
 
 def losses(name: str, folder: Path, *words: str) -> list[float]:
@@ -54,3 +57,44 @@ def test_a_linen_transformer_that_goes_on(tmp_path):
     assert middle < first - 1.5
     assert losses(*words, "--steps=101")[0] < middle + 0.5
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_an_own_loop_that_goes_on_on_another_mesh(tmp_path):
+    words = ("own_loop.py", tmp_path, "--folder=run")
+    first, _, middle = losses(*words, "--steps=60")
+    assert middle < first - 0.2
+    assert losses(*words, "--steps=80", "--replica=2")[0] < middle
+
+
+@pytest.mark.slow
+@pytest.mark.h100
+def test_a_plan_of_70b(tmp_path):
+    words = ("plan_70b.py", "--gpus=64", "--batch_size=64", "--layers=2")
+    run = subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / words[0]), *words[1:]],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^  64 .* GiB +yes .*%", run.stdout, re.M)
+
+
+def test_what_tutorials_show_of_examples_is_in_them():
+    parts = [
+        part
+        for page in REPOSITORY.glob("docs/tutorials/*.md")
+        for part in PART.findall(page.read_text())
+    ]
+    assert parts
+    for name, code in parts:
+        example = (REPOSITORY / name).read_text()
+        for piece in code.split("\n\n\n"):
+            assert any(
+                piece.strip("\n") in text
+                for text in (example, re.sub(r"^    ", "", example, flags=re.M))
+            ), f"not in {name}:\n{piece}"

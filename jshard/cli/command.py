@@ -1,7 +1,10 @@
 """What the command lines share: arguments, one-line errors, exit codes."""
 
 import argparse
+import os
 import re
+import select
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,7 +24,7 @@ def run_command(command: Callable[[list[str]], None]) -> None:
     An error raised in the user's own functions shows only their part of the traceback.
 
     Exits with 0 if done, 1 if failed, 2 for bad input, 75 if saved and to be resumed,
-    130 after Ctrl-C.
+    130 after Ctrl-C, 141 when nobody reads its output any more, as after `| head`.
 
     Args:
       command: called with the arguments after the program's name.
@@ -30,6 +33,9 @@ def run_command(command: Callable[[list[str]], None]) -> None:
     try:
         command(sys.argv[1:])
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+            sys.exit(128 + signal.SIGPIPE)
         if ending := expected_ending(error):
             _exit(*ending)
         described = describe_user_error(error)
@@ -38,6 +44,13 @@ def run_command(command: Callable[[list[str]], None]) -> None:
         line, lines = described
         print(lines, end="", file=sys.stderr)
         _exit(1, f"error: {line}")
+
+
+def _reader_left() -> bool:
+    """Returns whether stdout is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def expected_ending(error: BaseException) -> tuple[int, str] | None:

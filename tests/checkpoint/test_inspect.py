@@ -1,6 +1,7 @@
 """`python -m jshard.inspect` shows a checkpoint without reading its arrays."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -163,3 +164,16 @@ def test_it_is_a_command_of_its_own(saved):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("8: intact\n")
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_is_no_error(saved):
+    words = [sys.executable, "-m", "jshard.inspect", saved]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
