@@ -6,8 +6,11 @@ its direction, and elsewhere kernels belong to the phase of the kernel before th
 words are also scopes (``jshard.scopes``), which a profile of the step shows.
 """
 
+import bisect
 import collections
+import dataclasses
 import re
+from collections.abc import Iterable
 
 from jshard.plan.cost.timeline import COMPUTE, Event, Timeline
 from jshard.plan.hlo.hlo import direction
@@ -19,6 +22,31 @@ def _in_layers(event: Event) -> bool:
     return re.search(rf"(^|[/(]){LAYERS}([/)]|$)", event.source) is not None
 
 
+@dataclasses.dataclass
+class _Run:
+    """Layers of one direction in a row: those of a micro-batch.
+
+    Attributes:
+      way: its direction.
+      kernels: in order of time.
+    """
+
+    way: str
+    kernels: list[Event]
+
+    @property
+    def start(self) -> float:
+        return self.kernels[0].start
+
+    @property
+    def end(self) -> float:
+        return self.kernels[-1].end
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 class Phases:
     """Names the phases of one timeline's events."""
 
@@ -26,13 +54,8 @@ class Phases:
         self._kernels = [e for e in timeline.events if e.stream == COMPUTE]
         self._gathers = [e for e in timeline.events if e.kind == "all-gather"]
         self._layer_loops = _layer_loops(timeline)
-        self._spans: dict[str, list[float]] = {}
-        for event in self._kernels:
-            if self._trip(event) or _in_layers(event):
-                span = self._spans.setdefault(
-                    self._direction(event), [event.start, event.end]
-                )
-                span[1] = max(span[1], event.end)
+        layers = [e for e in self._kernels if self._trip(e) or _in_layers(e)]
+        self._runs = _runs((self._direction(e), e) for e in layers)
         self._added: dict[float, Event] = {}  # by start: the kernel before
         known = None
         for event in self._kernels:
@@ -57,12 +80,12 @@ class Phases:
         way = self._direction(event)
         if self._trip(event) or _in_layers(event):
             return f"{way}, {LAYERS}"
-        if way not in self._spans:
-            return way
-        start, end = self._spans[way]
-        if event.start < start:
-            return f"{way}, before the {LAYERS}"
-        where = f"after the {LAYERS}" if event.end > end else LAYERS
+        number = bisect.bisect_right(self._runs, event.start, key=lambda run: run.start)
+        before, after = self._runs[:number][-1:], self._runs[number:][:1]
+        if not any(run.way == way for run in before):
+            follows = any(run.way == way for run in after)
+            return f"{way}, before the {LAYERS}" if follows else way
+        where = f"after the {LAYERS}" if event.end > before[0].end else LAYERS
         return f"{way}, {where}"
 
     def words(self, event: Event | None) -> str:
@@ -86,20 +109,25 @@ class Phases:
     def layers(self, way: str) -> tuple[float, float] | None:
         """Start and end of a few layers: the middle trip of the longest loop.
 
-        Without a loop it is the time between two gathers, and None without gathers.
-        ``way`` is "forward" or "backward".
+        Of one micro-batch. Without a loop it is the time between two gathers, and None
+        without gathers. ``way`` is "forward" or "backward".
         """
+        runs = [run for run in self._runs if run.way == way]
+        if not runs:
+            return None
+        run = max(runs, key=lambda run: run.seconds)
         loops: dict[str, dict[int, list[float]]] = collections.defaultdict(dict)
-        for event in self._kernels:
-            trip = self._trip(event)
-            if trip and self._direction(event) == way:
+        for event in run.kernels:
+            if trip := self._trip(event):
                 span = loops[trip[0]].setdefault(trip[1], [event.start, event.end])
                 span[1] = event.end
         if not loops:
             starts = [
                 event.start
                 for event in self._gathers
-                if _in_layers(event) and self._direction(event) == way
+                if _in_layers(event)
+                and self._direction(event) == way
+                and run.start <= event.start <= run.end
             ]
             middle = len(starts) // 2
             return (starts[middle - 1], starts[middle]) if middle else None
@@ -108,6 +136,29 @@ class Phases:
         )
         start, end = longest[sorted(longest)[len(longest) // 2]]
         return start, end
+
+
+def _runs(kernels: Iterable[tuple[str, Event]]) -> list[_Run]:
+    """Returns the runs of kernels of layers, given with their directions.
+
+    XLA may move a few kernels to the other direction's layers; these are no run.
+    """
+    found: list[_Run] = []
+    for way, event in kernels:
+        if found and found[-1].way == way:
+            found[-1].kernels.append(event)
+        else:
+            found.append(_Run(way, [event]))
+    longest = max((run.seconds for run in found), default=0.0)
+    joined: list[_Run] = []
+    for run in found:
+        if run.seconds < longest / 20:
+            continue
+        if joined and joined[-1].way == run.way:
+            joined[-1].kernels += run.kernels
+        else:
+            joined.append(run)
+    return joined
 
 
 def _layer_loops(timeline: Timeline) -> dict[str, str]:
