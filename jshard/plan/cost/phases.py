@@ -9,10 +9,11 @@ words are also scopes (``jshard.scopes``), which a profile of the step shows.
 import bisect
 import collections
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from jshard.plan.cost.timeline import COMPUTE, Event, Timeline
+from jshard.plan.cost.timeline import COMPUTE, Event, Loops, Timeline
 from jshard.plan.hlo.hlo import direction
 from jshard.scopes import LAYERS
 
@@ -22,16 +23,18 @@ def _in_layers(event: Event) -> bool:
     return re.search(rf"(^|[/(]){LAYERS}([/)]|$)", event.source) is not None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Run:
     """Layers of one direction in a row: those of a micro-batch.
 
     Attributes:
-      way: its direction.
+      way: their direction.
+      batch: the loops over micro-batches that they are in, with their trips.
       kernels: in order of time.
     """
 
     way: str
+    batch: Loops
     kernels: list[Event]
 
     @property
@@ -42,10 +45,6 @@ class _Run:
     def end(self) -> float:
         return self.kernels[-1].end
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
 
 class Phases:
     """Names the phases of one timeline's events."""
@@ -54,8 +53,22 @@ class Phases:
         self._kernels = [e for e in timeline.events if e.stream == COMPUTE]
         self._gathers = [e for e in timeline.events if e.kind == "all-gather"]
         self._layer_loops = _layer_loops(timeline)
-        layers = [e for e in self._kernels if self._trip(e) or _in_layers(e)]
-        self._runs = _runs((self._direction(e), e) for e in layers)
+        layers, others, spent = [], {}, 0.0
+        for event in self._kernels:
+            if self._trip(event) or _in_layers(event):
+                layers.append(event)
+                others[event.start] = spent
+            else:
+                spent += event.seconds
+        ways: dict[str, set[str]] = collections.defaultdict(set)
+        for event in layers:
+            for name, _ in event.loops:
+                ways[name].add(self._direction(event))
+        self._batch_loops = {name for name, found in ways.items() if len(found) > 1}
+        self._runs = [
+            _Run(way, self._batch(kernels[0]), kernels)
+            for way, kernels in _runs(((self._direction(e), e) for e in layers), others)
+        ]
         self._added: dict[float, Event] = {}  # by start: the kernel before
         known = None
         for event in self._kernels:
@@ -63,6 +76,10 @@ class Phases:
                 known = event
             elif known:
                 self._added[event.start] = known
+
+    def _batch(self, event: Event) -> Loops:
+        """The loops over micro-batches that an event is in, with their trips."""
+        return tuple(loop for loop in event.loops if loop[0] in self._batch_loops)
 
     def _trip(self, event: Event) -> tuple[str, int] | None:
         """The loop over layers that an event is in, and the trip."""
@@ -80,13 +97,18 @@ class Phases:
         way = self._direction(event)
         if self._trip(event) or _in_layers(event):
             return f"{way}, {LAYERS}"
-        number = bisect.bisect_right(self._runs, event.start, key=lambda run: run.start)
-        before, after = self._runs[:number][-1:], self._runs[number:][:1]
-        if not any(run.way == way for run in before):
-            follows = any(run.way == way for run in after)
-            return f"{way}, before the {LAYERS}" if follows else way
-        where = f"after the {LAYERS}" if event.end > before[0].end else LAYERS
-        return f"{way}, {where}"
+        runs = [run for run in self._runs if run.batch == self._batch(event)]
+        if not any(run.way == way for run in runs):
+            return way
+        number = bisect.bisect_right(runs, event.start, key=lambda run: run.start)
+        earlier = [run for run in runs[:number] if run.way == way]
+        within = number > 0 and event.start < runs[number - 1].end
+        follows = not within and any(r.way == way for r in runs[number : number + 1])
+        if earlier and event.end <= earlier[-1].end:
+            return f"{way}, {LAYERS}"
+        if follows or not earlier:
+            return f"{way}, before the {LAYERS}"
+        return f"{way}, after the {LAYERS}"
 
     def words(self, event: Event | None) -> str:
         """Returns "all-gather (forward, layers)", for example; "nothing" for None."""
@@ -115,7 +137,7 @@ class Phases:
         runs = [run for run in self._runs if run.way == way]
         if not runs:
             return None
-        run = max(runs, key=lambda run: run.seconds)
+        run = max(runs, key=lambda run: run.end - run.start)
         loops: dict[str, dict[int, list[float]]] = collections.defaultdict(dict)
         for event in run.kernels:
             if trip := self._trip(event):
@@ -138,27 +160,46 @@ class Phases:
         return start, end
 
 
-def _runs(kernels: Iterable[tuple[str, Event]]) -> list[_Run]:
+def _runs(
+    kernels: Iterable[tuple[str, Event]], others: Mapping[float, float]
+) -> list[tuple[str, list[Event]]]:
     """Returns the runs of kernels of layers, given with their directions.
 
-    XLA may move a few kernels to the other direction's layers; these are no run.
+    ``others`` holds the seconds of other kernels before each, by its start.
+    XLA moves a few kernels far from the others, also to those of the other direction.
     """
-    found: list[_Run] = []
-    for way, event in kernels:
-        if found and found[-1].way == way:
-            found[-1].kernels.append(event)
-        else:
-            found.append(_Run(way, [event]))
-    longest = max((run.seconds for run in found), default=0.0)
-    joined: list[_Run] = []
-    for run in found:
-        if run.seconds < longest / 20:
+    found = [
+        (way, [event for _, event in group])
+        for way, group in itertools.groupby(kernels, key=lambda kernel: kernel[0])
+    ]
+    longest = max((_busy(events) for _, events in found), default=0.0)
+    joined: list[tuple[str, list[Event]]] = []
+    for way, events in found:
+        if _busy(events) < longest / 20:
             continue
-        if joined and joined[-1].way == run.way:
-            joined[-1].kernels += run.kernels
+        if joined and joined[-1][0] == way:
+            joined[-1][1].extend(events)
         else:
-            joined.append(run)
-    return joined
+            joined.append((way, events))
+    return [(way, _densest(events, others)) for way, events in joined]
+
+
+def _busy(events: list[Event]) -> float:
+    return sum(event.seconds for event in events)
+
+
+def _densest(events: list[Event], others: Mapping[float, float]) -> list[Event]:
+    """Returns the row with the most time in it, less that of kernels between."""
+    best, total, first, bounds = 0.0, 0.0, 0, (0, 0)
+    for number, event in enumerate(events):
+        if number:
+            total -= others[event.start] - others[events[number - 1].start]
+        if total <= 0:
+            total, first = 0.0, number
+        total += event.seconds
+        if total > best:
+            best, bounds = total, (first, number + 1)
+    return events[slice(*bounds)]
 
 
 def _layer_loops(timeline: Timeline) -> dict[str, str]:
