@@ -60,7 +60,7 @@ def main() -> None:
     vocab_size = parser.parse_args().vocab_size
     splits = split_corpus("", validation_fraction=0.05, token_dtype="uint16")
     text = {
-        split: b"".join(piece.load() for piece in found)
+        split: b"".join(piece.load().tobytes() for piece in found)
         for split, found in splits.items()
     }
     learned = learn(text["train"].replace(b"\0", b" "), vocab_size)
