@@ -158,7 +158,7 @@ class ProgressDisplay:
                 parts.insert(min(1, len(parts)), f"{self._phase} {lasts:.0f} s")
             step = f"step {self._done}/{self._steps}"
             share = self._done / max(self._steps, 1)
-        width = self._console.width - 1  # a full line may wrap
+        width = self._console.width - 3  # room for ^C, or the line would wrap
         while len(parts) > 1 and len("  ".join([step, *parts])) > width:
             parts.pop()
         room = min(_BAR, width - len("  ".join([step, "", *parts])))

@@ -122,7 +122,7 @@ def test_before_the_first_step_it_shows_what_is_waited_for(terminal, monkeypatch
     assert "computing 1 s" not in found
 
 
-@pytest.mark.parametrize("columns", [12, 30, 50, 70])
+@pytest.mark.parametrize("columns", [14, 30, 50, 70])
 def test_the_live_line_fits_a_narrow_terminal(terminal, columns):
     with terminal(columns) as shown, ProgressDisplay(20, {}) as display:
         display.at("reading the first evaluation batch", 0)
