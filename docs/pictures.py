@@ -15,7 +15,7 @@ from pathlib import Path
 
 FILE = Path(__file__).parent / "pictures.png"
 WIDTH, HEIGHT = 1500, 700  # px
-_HEAD, _TAIL = 6, 16  # lines of the log that are shown
+_HEAD, _TAIL = 9, 34  # lines of the log that are shown
 _COLUMNS = 92  # of the terminal
 _SCALE = 0.68  # of the report and the plan
 
