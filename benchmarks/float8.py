@@ -88,7 +88,7 @@ def chart(losses: dict[str, np.ndarray]) -> str:
     curves = {name: smooth(x.mean(axis=0).tolist()) for name, x in losses.items()}
     apart = curves["float8"] - curves["without"]
     seeds = len(losses["without"])
-    title = f"training loss, nats a byte, mean of {SMOOTHED} steps and {seeds} seeds"
+    title = f"training loss, nats a token, mean of {SMOOTHED} steps and {seeds} seeds"
     parts = ['<rect width="100%" height="100%" fill="#fff"/>']
     parts += panel(title, curves, COLORS.__getitem__, 0)
     less = "difference: float8 less without"

@@ -225,7 +225,7 @@ def chart(results: dict[str, Any]) -> str:
     losses = {name: smooth(result["losses"]) for name, result in results.items()}
     apart = {name: curve - base for name, curve in losses.items()}
     window = len(results["bf16"]["losses"]) - len(base)
-    losses_title = f"training loss, nats a byte, mean of {window + 1} steps"
+    losses_title = f"training loss, nats a token, mean of {window + 1} steps"
     parts = ['<rect width="100%" height="100%" fill="#fff"/>']
     parts += panel(losses_title, losses, color, 0)
     parts += panel(f"difference from {SETTINGS['bf16'].label}", apart, color, 300)

@@ -1,6 +1,10 @@
-"""Shows what a checkpoint holds: `python -m jshard.inspect RUN [--verify]`."""
+"""Shows what a checkpoint holds: `python -m jshard.inspect RUN [--verify] [--full]`."""
 
+import itertools
 import math
+import re
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,10 @@ from jshard.cli.command import checkpoint_parser, run_command
 from jshard.errors import UserError
 from jshard.formatting import format_bytes
 from jshard.training.config.config import flatten
+
+_WIDTH = 88  # characters of a line's text
+_CONFIG_LINES, _ROWS = 5, 40  # what fits a screen beside the other lines
+_PARAMS, _COPIED = "params", ".*"
 
 
 def main() -> None:
@@ -30,17 +38,22 @@ def _inspect(argv: list[str]) -> None:
         action="store_true",
         help="read all files and compare their checksums",
     )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="list every array and every key of the config",
+    )
     arguments = parser.parse_args(argv)
     path = arguments.path
     try:
         if is_step(path):
             folders = [path]
-            print(show(path))
+            print(show(path, full=arguments.full))
         else:
             folder = checkpoints_folder(path)
             folders = [step_folder(folder, step) for step in find_steps(folder)]
             print(f"{folder}: {len(folders)} checkpoints, the newest is shown")
-            problems = _show_all(folders)
+            problems = _show_all(folders, full=arguments.full)
             if problems and not arguments.verify:
                 what = f"{len(problems)} of {len(folders)} checkpoints cannot be shown"
                 raise UserError(f"{what}: {problems[0]}")
@@ -51,13 +64,13 @@ def _inspect(argv: list[str]) -> None:
         _verify(folders)
 
 
-def _show_all(folders: list[Path]) -> list[str]:
+def _show_all(folders: list[Path], *, full: bool) -> list[str]:
     """Prints a line for each checkpoint and all about the newest; returns problems."""
     newest, problems = "", []
     for folder in folders:
         try:
             about, size, _ = _read(folder)
-            newest = show(folder)
+            newest = show(folder, full=full)
         except UserError as error:
             problems.append(str(error))
             print(f"  {folder.name}  cannot be shown: {error}")
@@ -91,8 +104,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], str, int]:
     return about, format_bytes(size), len(files)
 
 
-def show(folder: Path) -> str:
+def show(folder: Path, *, full: bool = False) -> str:
     """Describes the checkpoint in a step's folder without reading its arrays.
+
+    It fits a screen: equal arrays of several layers are a line, and so is a moment of
+    the optimizer; `full` gives each array a line, and names every key of the config.
 
     Raises:
       UserError: Its metadata or manifest cannot be read.
@@ -108,7 +124,11 @@ def show(folder: Path) -> str:
         "metrics": ", ".join(f"{k} {v:.6g}" for k, v in about["metrics"].items()),
         "config": ", ".join(f"{k}={v}" for k, v in flatten(about["config"]).items()),
     }
-    lines = [f"{name:<11} {text}" for name, text in rows.items() if text]
+    lines = []
+    for name, text in rows.items():
+        labels = itertools.chain([name], itertools.repeat(""))
+        parts = zip(labels, _wrapped(text, full), strict=False)
+        lines += [f"{label:<11} {part}" for label, part in parts]
     arrays = about["arrays"]
     groups: dict[str, list[Any]] = {}
     for name, array in arrays.items():
@@ -117,16 +137,55 @@ def show(folder: Path) -> str:
         count = sum(math.prod(array["shape"]) for array in members)
         total = format_bytes(sum(map(_bytes, members)))
         lines.append(f"{name:<11} {count:,} in {len(members)} arrays, {total}")
-    lines.append("")
-    width = max(map(len, arrays), default=0)
-    for name, array in arrays.items():
-        shape = str(tuple(array["shape"]))
-        stacked = "  stacked" if array.get("layer_dims") else ""
-        lines.append(
-            f"{name:<{width}}  {array['dtype']:<8}  {format_bytes(_bytes(array)):>9}  "
-            f"{shape}{stacked}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_table(arrays, full)])
+
+
+def _wrapped(text: str, full: bool) -> list[str]:
+    """Returns a list of entries on lines; unless `full`, only as many as are short."""
+    lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    if full or len(lines) <= _CONFIG_LINES:
+        return lines
+    left = len(" ".join(lines[_CONFIG_LINES:]).split(", "))
+    return [*lines[:_CONFIG_LINES], f"and {left} more: --full"]
+
+
+def _table(arrays: Mapping[str, Any], full: bool) -> list[str]:
+    """Returns a line for each group of arrays, or for each array."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name in arrays:
+        groups.setdefault((name,) if full else _group(name, arrays), []).append(name)
+    rows = []
+    for (called, *_), names in groups.items():
+        first, copied = arrays[names[0]], called.endswith(_COPIED)
+        many = f"{len(names)} x " if len(names) > 1 else ""
+        shape = f"{many}{tuple(first['shape'])}"
+        shape += "  stacked" if first.get("layer_dims") else ""
+        size = format_bytes(sum(_bytes(arrays[name]) for name in names))
+        what = f"{len(names)} arrays, as in params" if copied else shape
+        rows.append((called, first["dtype"], size, what))
+    shown = rows if full else rows[:_ROWS]
+    width = max((len(row[0]) for row in shown), default=0)
+    lines = [f"{n:<{width}}  {d:<8}  {size:>9}  {what}" for n, d, size, what in shown]
+    if len(shown) < len(rows):
+        lines.append(f"and {len(rows) - len(shown)} more: --full")
+    return lines
+
+
+def _group(name: str, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the name of an array's group, and what its arrays have in common.
+
+    These are the copies that an optimizer has of all parameters, and the arrays that
+    differ by the numbers of layers alone.
+    """
+    array = arrays[name]
+    dtype, shape = array["dtype"], tuple(array["shape"])
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        of = arrays.get(".".join([_PARAMS, *parts[i:]]))
+        if of is not None and parts[0] != _PARAMS and of["shape"] == array["shape"]:
+            return ".".join(parts[:i]) + _COPIED, dtype
+    called = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    return called, dtype, shape, bool(array.get("layer_dims"))
 
 
 def _bytes(array: dict[str, Any]) -> int:

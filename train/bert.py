@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.training.keys import Key
-from jshard.training.tokenizer import BYTE_VOCAB, ByteTokenizer, load_tokenizer
+from jshard.training.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
 from models import bert_huggingface as huggingface  # noqa: F401  read by jshard
 from models.bert import ACTIVATIONS, Bert, BertConfig
 from train import gpt
@@ -30,6 +30,12 @@ learning_rate = gpt.learning_rate
 def get_config() -> ConfigDict:
     config = gpt.get_config()
     del config.sample, config.model.tied
+    config.steps = 200
+    config.batch_size = 32
+    config.eval_every = config.checkpoint.every = 100
+    config.optimizer.warmup_steps = 20
+    config.model.num_layers = config.model.num_heads = 4
+    config.data.tokenizer = ""
     config.model.vocab_size = BYTE_VOCAB + 1  # and the mask token
     config.model.hidden = Key(512, "width of the MLP", at_least=1, at_most=1_000_000)
     config.model.token_types = Key(2, "number of kinds of tokens", at_least=1)
@@ -126,8 +132,8 @@ def mask_token(config):
     """Returns the id of the mask token, and those that are never masked."""
     data, vocab_size = config.data, config.model.vocab_size
     tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-    if isinstance(tokenizer, ByteTokenizer):
-        token, special = BYTE_VOCAB, [tokenizer.eos_id]
+    if not isinstance(tokenizer, FileTokenizer):
+        token, special = tokenizer.vocab_size, [tokenizer.eos_id]
     else:
         names = tokenizer.special_tokens
         numbers = {

@@ -1,4 +1,4 @@
-"""A small GPT on bytes: the quick start.
+"""A small GPT: the quick start.
 
 Trains on the source code of Python's standard library, which every machine has, or on
 your text, records (JSONL, Parquet) or token files (.bin) with
@@ -19,7 +19,7 @@ from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.training.bigram import bigram_reference
 from jshard.training.keys import Key
 from jshard.training.text import text_data
-from jshard.training.tokenizer import BYTE_VOCAB, load_tokenizer
+from jshard.training.tokenizer import PYTHON, load_tokenizer
 from models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from models.gpt import GPT, GPTConfig
 
@@ -27,18 +27,18 @@ from models.gpt import GPT, GPTConfig
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "steps": 200,
-            "batch_size": 32,
+            "steps": 1000,
+            "batch_size": 16,
             "seed": 0,
-            "log_every": 10,
-            "eval_every": 100,
+            "log_every": 25,
+            "eval_every": 200,
             "eval_batches": 0,
-            "checkpoint": {"every": 100},
+            "checkpoint": {"every": 500},
             "model": {
-                "vocab_size": Key(BYTE_VOCAB, "number of tokens", at_least=2),
+                "vocab_size": Key(1024, "number of tokens", at_least=2),
                 "sequence_length": Key(128, "tokens per example", at_least=1),
-                "num_layers": Key(4, "number of blocks", at_least=1, at_most=10_000),
-                "num_heads": Key(4, "attention heads, which divide width", at_least=1),
+                "num_layers": Key(2, "number of blocks", at_least=1, at_most=10_000),
+                "num_heads": Key(2, "attention heads, which divide width", at_least=1),
                 "width": Key(
                     128, "width of the residual stream", at_least=1, at_most=1_000_000
                 ),
@@ -57,7 +57,7 @@ def get_config() -> ConfigDict:
             },
             "optimizer": {
                 "learning_rate": 3e-3,
-                "warmup_steps": 20,
+                "warmup_steps": 40,
                 "weight_decay": 0.1,
                 "clip_norm": 1.0,
                 "b2": 0.95,
@@ -76,8 +76,9 @@ def get_config() -> ConfigDict:
                     "", "several sources and weights instead: PATH:WEIGHT,PATH:WEIGHT"
                 ),
                 "tokenizer": Key(
-                    "",
-                    "tokenizer.json, or a folder with it; by default tokens are bytes",
+                    PYTHON,
+                    "tokenizer.json, or a folder with it; python is 1024 pieces of "
+                    "source code, and '' is bytes",
                     kind=Path,
                 ),
                 "text_key": Key("text", "name of the text in JSONL and Parquet"),
@@ -101,9 +102,12 @@ def get_config() -> ConfigDict:
                 ),
             },
             "sample": {
-                "prompt": Key("def ", "prompt of the text sampled at the end"),
+                "prompt": Key(
+                    "class Parser:\n    def",
+                    "prompt of the text sampled at evaluations",
+                ),
                 "length": Key(120, "tokens to sample; 0 samples none", at_least=0),
-                "temperature": Key(0.7, "sampling temperature", at_least=0.01),
+                "temperature": Key(0.5, "sampling temperature", at_least=0.01),
             },
         }
     )
@@ -167,9 +171,9 @@ def make_data(config, split):
 
 
 def references(config):
-    """Returns the loss of a bigram model of bytes on the evaluation data."""
+    """Returns the loss of a bigram model of tokens on the evaluation data."""
     data = config.data
-    if not config.eval_every or data.tokenizer or data.mixture or data.pack:
+    if not config.eval_every or data.mixture or data.pack:
         return {}
     windows = config.eval_batches * config.batch_size
     return bigram_reference(
@@ -178,6 +182,7 @@ def references(config):
         token_dtype=config.data.token_dtype,
         targets=windows * config.model.sequence_length or None,
         text_key=config.data.text_key,
+        tokenizer=config.data.tokenizer,
     )
 
 

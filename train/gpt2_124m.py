@@ -33,6 +33,7 @@ def get_config() -> ConfigDict:
         "unroll": True,
         "precision": {"compute": "bfloat16", "reduce": "float32"},
     }
+    config.data.tokenizer = ""
     config.model.vocab_size = 50304  # 50257, up to a multiple of 128
     config.model.sequence_length = 1024
     config.model.num_layers = 12

@@ -105,6 +105,7 @@ def get_config(size: str = "") -> ConfigDict:
         "unroll": layers <= 80,  # compiling more takes too long
         "precision": precision,
     }
+    config.data.tokenizer = ""
     del config.model.dropout
     config.model.update(
         {

@@ -33,6 +33,9 @@ make_optimizer = gpt.make_optimizer
 def get_config() -> ConfigDict:
     config = gpt.get_config()
     config.steps = 300
+    config.batch_size = 32
+    config.eval_every = config.checkpoint.every = 100
+    config.optimizer.warmup_steps = 20
     config.eval_batches = 40
     size = lambda value, what: Key(value, what, at_least=1, at_most=1_000_000)
     config.model = {
@@ -56,6 +59,7 @@ def get_config() -> ConfigDict:
         "start_token": Key(0, "the decoder's first input token", at_least=0),
     }
     data = config.data
+    data.tokenizer = ""
     for key in ("mixture", "pack", "max_segments"):
         del data[key]
     data.sequence_length = Key(96, "tokens of a text before its gaps", at_least=2)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
@@ -43,8 +43,10 @@ class Peers:
       index: rank of this process.
       count: number of processes.
       hosts: the host of each process, as numbers from 0.
+      shown: called with each phase and step, if there is one.
     """
 
+    shown: Callable[[str, int], None] | None = None
     index = 0
     count = 1
     hosts: tuple[int, ...] = (0,)
@@ -54,6 +56,8 @@ class Peers:
 
     def at(self, phase: str, step: int) -> None:
         """Sets what this process is doing, in or after which step."""
+        if self.shown is not None:
+            self.shown(phase, step)
         if self._idle is not None:
             self._idle.at(phase, step, self._patience.at(phase))
 
@@ -237,6 +241,7 @@ class _Distributed(_Sharing):
         )
 
     def at(self, phase: str, step: int) -> None:
+        super().at(phase, step)
         self._heartbeat.at(f"step {step} ({phase})", self._patience.at(phase))
         if self._log is not None:
             self._log.place(phase, step)

@@ -1,8 +1,8 @@
 """One training run: from a recipe to metrics, checkpoints, a sample and a report."""
 
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,25 @@ def run(
     peers: Peers | None = None,
 ) -> None:
     """Sets up a recipe and trains it, as `train` does, from the start to the end."""
-    train(set_up(recipe, config, workdir, peers or Peers()), started=started)
+    peers = peers or Peers()
+    with displayed(config, peers) as display:
+        train(set_up(recipe, config, workdir, peers), display, started=started)
+
+
+@contextmanager
+def displayed(config: Config, peers: Peers) -> Iterator[ProgressDisplay]:
+    """Shows a run's progress within it, and what its first process waits for."""
+    with ProgressDisplay(config.steps, enabled=peers.index == 0) as display:
+        peers.shown = display.at
+        try:
+            yield display
+        finally:
+            peers.shown = None
 
 
 def train(
     setup: Setup,
+    display: ProgressDisplay,
     hooks: Hooks | None = None,
     *,
     started: float | None = None,
@@ -52,6 +66,7 @@ def train(
 
     Args:
       setup: What to train, and where.
+      display: Shows how far it is.
       hooks: The user's functions to call.
       started: When the process started, as `time.time()`; now by default.
       keeps_state: Whether this process holds the state afterwards, so that a signal
@@ -91,6 +106,7 @@ def train(
         start_up += f"\n{'data':<16}{inputs.note}"
     recipe = job.recipe
     references = returns.references(recipe.references if writes else None, config)
+    display.references = references
     source = setup.restore(start)
     saves = bool(config.checkpoint.every)
     preemption = Preemption(saves=saves, exits=not keeps_state)
@@ -108,7 +124,6 @@ def train(
             lines=start.metrics,
             enabled=writes,
         ) as folder,
-        ProgressDisplay(config.steps, references, enabled=writes) as display,
         Saving(
             config,
             folder,
@@ -134,16 +149,26 @@ def train(
             """Calls the hooks of a kind, and logs what they return."""
             folder.log(step, hooks.call(kind, step, values))
 
+        def sample(step: int, loss: float | None = None) -> str:
+            assert inputs.sample is not None
+            peers.at("sampling", step)
+            text = inputs.sample(setup.state)
+            folder.sample(step, text, loss)
+            return text
+
         def evaluate(step: int) -> dict[str, float]:
             assert inputs.evaluation is not None
             peers.at("evaluating", step)
             values = inputs.evaluation(setup.state)
             folder.write(step, values)
             display.evaluated(step, values)
+            if inputs.sample is not None:
+                texts[step] = sample(step, values["eval_loss"])
             call("on_evaluation", step, values)
             folder.report()
             return values
 
+        texts: dict[int, str] = {}  # samples by step
         step, first_step, ends = start.step, start.step + 1, False
         if start.unevaluated:
             evaluate(step)
@@ -164,7 +189,7 @@ def train(
             # would fill their memory with batches.
             jax.block_until_ready(history[-3:-2])
             profile.after(step, setup.state, throughput)
-            display.update(step)
+            display.update(step, metrics)
             saving.report()
             call("on_step", step, metrics)
 
@@ -215,10 +240,7 @@ def train(
             if hooks.stop:
                 display.say(f"stopped at step {step}: {hooks.stop}")
             if inputs.sample is not None:
-                peers.at("sampling", step)
-                text = inputs.sample(setup.state)
-                folder.note(sample=text)
-                folder.text(step, "sample", text)
+                text = texts[step] if step in texts else sample(step)
                 display.say(f"\nsample:\n{text}\n")
             if inputs.pictures is not None:
                 peers.at("predicting", step)

@@ -1,95 +1,205 @@
 """What the user sees while a run trains: a live line, or plain lines."""
 
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping
-from typing import Self
+from contextlib import suppress
+from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.live import Live
+from rich.text import Text
 
 from jshard.formatting import format_count, format_duration
+
+_STEPS = ("step", "computing", "data")  # the phases between steps
+_LONG = 2.0  # seconds from which on one of these is shown
+_BAR = 30  # characters, at most
 
 
 class ProgressDisplay:
     """Shows step, loss, speed, time left and the last evaluation; a context manager.
 
     In a terminal it redraws one line; otherwise it prints a line for each logged step.
+    The line shows the newest step whose metrics have arrived, which may be one or two
+    behind the step that was started last; it never waits for a device. Until there is
+    one, it shows what the run waits for.
 
     Args:
       steps: The number of steps of the run.
       references: Losses to show beside the evaluation's, by name.
       enabled: False shows nothing, as in all processes but the first.
+
+    Attributes:
+      references: See above; may be set later.
     """
 
     def __init__(
-        self, steps: int, references: Mapping[str, float], *, enabled: bool = True
+        self,
+        steps: int,
+        references: Mapping[str, float] | None = None,
+        *,
+        enabled: bool = True,
     ):
+        self.references = references or {}
         self._steps = steps
-        self._references = "".join(f"  {k} {v:.4f}" for k, v in references.items())
         self._enabled = enabled
         # Leaves numbers and paths uncoloured, and long lines for the terminal to wrap.
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         # FORCE_COLOR makes rich take a pipe for a terminal, so isatty is asked, too.
-        self._live = (
+        self._is_live = (
             enabled
             and sys.stdout.isatty()
             and self._console.is_terminal
             and not self._console.is_dumb_terminal
         )
-        self._bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
+        # The live line is drawn by another thread.
+        self._lock = threading.Lock()
+        self._done = 0  # the newest step whose metrics are known
+        self._known: dict[str, float] = {}  # they
+        self._started = deque[tuple[int, Mapping[str, Any]]](maxlen=8)  # steps after it
+        self._phase, self._since = "", time.monotonic()
+        self._before_first = True  # step of this process
+        self._waits: dict[str, float] = {}  # seconds by phase, before it
+        self._step_time: float | None = None
+        self._speed = self._evaluation = ""
+        self._live = Live(
             console=self._console,
-            expand=True,
-            auto_refresh=self._live,
-            disable=not self._live,
+            get_renderable=self._draw,
+            refresh_per_second=8,
+            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task("compiling", total=steps)
-        self._status: dict[str, str] = {}
 
     def say(self, text: str) -> None:
         """Prints text that stays on the screen."""
-        if self._live:
+        if self._is_live:
+            self._live.refresh()  # or what follows the text would be an old line
             self._console.print(text, markup=False)
         elif self._enabled:
             print(text, flush=True)
 
-    def update(self, step: int) -> None:
-        """Advances the live line; called after each step."""
-        self._bar.update(self._task, completed=step)
+    def at(self, phase: str, step: int) -> None:
+        """Notes what the run does now, in or after which step."""
+        del step
+        now = time.monotonic()
+        with self._lock:
+            if self._phase and self._before_first:
+                waited = self._waits.get(self._phase, 0.0)
+                self._waits[self._phase] = waited + now - self._since
+            self._phase, self._since = phase, now
+        if self._is_live and self._before_first:
+            self._live.refresh()
+
+    def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Takes the metrics of a step that was started, arrays on the devices."""
+        if self._is_live and metrics is not None:
+            shown = {
+                name: metrics[name] for name in ("loss", "accuracy") if name in metrics
+            }
+            with self._lock:
+                self._started.append((step, shown))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the metrics of a logged step."""
-        self._status["loss"] = f"loss {values['loss']:.4f}"
-        for name, value in values.items():
-            if name.endswith("_per_second"):
-                unit = name.removesuffix("_per_second")
-                self._status["speed"] = f"{format_count(value)} {unit}/s"
-        if "step_time" in values:
-            left = (self._steps - step) * values["step_time"]
-            self._status["left"] = f"{format_duration(left)} left"
-        line = self._redraw(step)
+        waited = ""
         if "time_to_first_step" in values:
-            line += f"  after {values['time_to_first_step']:.1f} s"
-        if not self._live:
-            self.say(f"step {step}/{self._steps}  {line}")
+            self.at("", step)
+            self._before_first = False
+            waited = f"  after {values['time_to_first_step']:.1f} s{self._waited()}"
+        with self._lock:
+            if step >= self._done:
+                self._done, self._known = step, dict(values)
+            self._step_time = values.get("step_time", self._step_time)
+            for name, value in values.items():
+                if name.endswith("_per_second"):
+                    unit = name.removesuffix("_per_second")
+                    self._speed = f"{format_count(value)} {unit}/s"
+            line = "  ".join(self._parts())
+        if not self._is_live:
+            self.say(f"step {step}/{self._steps}  {line}{waited}")
+        elif waited:
+            self.say(f"step {step}/{self._steps}{waited}")
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the result of an evaluation."""
-        self._status["eval"] = f"eval {values['eval_loss']:.4f}"
-        self._redraw(step)
-        line = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.say(f"step {step}/{self._steps}  {line}{self._references}")
+        with self._lock:
+            self._evaluation = f"eval {values['eval_loss']:.4f}"
+        shown = {**values, **self.references}
+        line = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        self.say(f"step {step}/{self._steps}  {line}")
 
-    def _redraw(self, step: int) -> str:
-        line = "  ".join(self._status.values())
-        self._bar.update(self._task, completed=step, description=line)
+    def _parts(self) -> list[str]:
+        """Returns what is known of the newest step, the most important first."""
+        parts = [f"loss {self._known['loss']:.4f}"]
+        if "accuracy" in self._known:
+            parts.append(f"accuracy {self._known['accuracy']:.3f}")
+        if self._speed:
+            parts.append(self._speed)
+        if self._step_time is not None:
+            left = (self._steps - self._done) * self._step_time
+            parts.append(f"{format_duration(left)} left")
+        return [*parts, *filter(None, [self._evaluation])]
+
+    def _waited(self) -> str:
+        """Returns what took most of the time until the first step."""
+        longest = sorted(self._waits.items(), key=lambda wait: -wait[1])[:3]
+        parts = [f"{name} {seconds:.1f}" for name, seconds in longest if seconds >= 0.5]
+        return f" ({', '.join(parts)})" if parts else ""
+
+    def _draw(self) -> Text:
+        """Returns the live line, as much of it as the terminal's width has room for."""
+        with self._lock:
+            self._take_newest()
+            parts = self._parts() if self._done else []
+            lasts = time.monotonic() - self._since
+            if self._phase and not (parts and self._phase in _STEPS and lasts < _LONG):
+                parts.insert(min(1, len(parts)), f"{self._phase} {lasts:.0f} s")
+            step = f"step {self._done}/{self._steps}"
+            share = self._done / max(self._steps, 1)
+        width = self._console.width - 3  # room for ^C, or the line would wrap
+        while len(parts) > 1 and len("  ".join([step, *parts])) > width:
+            parts.pop()
+        room = min(_BAR, width - len("  ".join([step, "", *parts])))
+        line = Text(step, no_wrap=True, overflow="ellipsis")
+        if room >= 5:
+            full = round(room * share)
+            line.append("  ").append("━" * full, "green").append(
+                "─" * (room - full), "dim"
+            )
+        line.append("".join(f"  {part}" for part in parts))
+        line.truncate(width)
         return line
 
+    def _take_newest(self) -> None:
+        """Takes the metrics of the newest step that have arrived."""
+        for step, metrics in reversed(self._started):
+            if step <= self._done:
+                break
+            with suppress(RuntimeError):  # of a step that failed: the loop raises it
+                if all(x.is_ready() for x in metrics.values()):
+                    self._known = {name: float(x) for name, x in metrics.items()}
+                    self._done = step
+                    break
+        while self._started and self._started[0][0] <= self._done:
+            self._started.popleft()
+
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._is_live:
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()  # the last state of the line stays on the screen
+        if self._is_live:
+            self._phase = ""
+            self._live.transient = not self._done  # otherwise its last state stays
+            self._live.stop()
+
+
+class _Console(Console):
+    """Leaves the cursor visible: a process that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        del show
+        return False

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or files of Hugging Face's `tokenizers` library."""
+"""Tokenizers: bytes, pieces, or files of Hugging Face's `tokenizers` library."""
 
 import functools
 import hashlib
@@ -10,8 +10,10 @@ import numpy as np
 
 from jshard.checkpoint import untrusted
 from jshard.errors import UserError
+from jshard.training.pieces import PieceTokenizer, python_pieces
 
 BYTE_VOCAB = 256
+PYTHON = "python"  # the name of the pieces that come with jshard
 FILE = "tokenizer.json"
 _MOST = 2**28  # bytes of it; the largest ones have 40 MB
 # Where special tokens are named; the first that names one decides.
@@ -136,7 +138,7 @@ class FileTokenizer:
         return tuple(sorted({i for i in (self.eos_id, *named) if i is not None}))
 
 
-Tokenizer = ByteTokenizer | FileTokenizer
+Tokenizer = ByteTokenizer | PieceTokenizer | FileTokenizer
 
 
 def _whole(text: str) -> str:
@@ -149,8 +151,8 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     """Returns the tokenizer of a file, or of a folder with a `tokenizer.json`.
 
     Args:
-      path: "" for bytes. Loaded once a process.
-      vocab_size: If given, a file's tokenizer must not have more tokens.
+      path: "" for bytes, "python" for pieces of Python. Loaded once a process.
+      vocab_size: If given, all but bytes must not have more tokens.
 
     Raises:
       UserError: `path` holds no tokenizer or a larger one, or the `tokenizers` library
@@ -170,6 +172,8 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
 def _load(path: str) -> Tokenizer:
     if not path:
         return ByteTokenizer()
+    if path == PYTHON:
+        return python_pieces()
     file = Path(path).expanduser()
     if file.is_dir():
         file /= FILE

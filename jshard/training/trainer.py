@@ -25,7 +25,7 @@ from jshard.training.config.policy import write_policy
 from jshard.training.data.dataset import as_dataset
 from jshard.training.evaluation import prepare_evaluation
 from jshard.training.hooks import Hook, Hooks
-from jshard.training.loop import train
+from jshard.training.loop import displayed, train
 from jshard.training.parts import config_of, open_parts
 from jshard.training.prediction import checked, predict_inputs, predictions
 from jshard.training.report.report import REPORT, read_metrics
@@ -138,7 +138,14 @@ class Trainer:
         started = started or time.time()
         with self._within():
             hooks = Hooks(self, self._peers, **self._hooks)
-            train(self._ready(), hooks, started=started, keeps_state=keeps_state)
+            with displayed(self.config, self._peers) as display:
+                train(
+                    self._ready(),
+                    display,
+                    hooks,
+                    started=started,
+                    keeps_state=keeps_state,
+                )
         return self
 
     @property

@@ -1,5 +1,6 @@
 """`python -m jshard.inspect` shows a checkpoint without reading its arrays."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,46 @@ def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
         "(4, 16, 16)  stacked",
     ):
         assert part in out
+
+
+def description(step: Path, names: list[str], config: dict[str, Any]) -> None:
+    """Rewrites what a checkpoint says of its arrays and its config."""
+    about = json.loads((step / "description.json").read_text())
+    array = {"shape": [4, 2], "dtype": "float32"}
+    arrays = dict.fromkeys(names, array) | {"opt.count": array | {"shape": []}}
+    about |= {"arrays": arrays, "config": config}
+    (step / "description.json").write_text(json.dumps(about))
+
+
+def test_a_hundred_arrays_fit_a_screen_and_are_listed_in_full_if_asked_for(
+    run, monkeypatch, capsys
+):
+    params = [f"params.blocks.{i}.{name}" for i in range(12) for name in ("up", "down")]
+    moments = [
+        name.replace("params", f"opt.{m}") for m in ("mu", "nu") for name in params
+    ]
+    config = {f"key_{i}": "v" for i in range(100)}
+    step = run / "checkpoints/8"
+    description(step, [*params, *moments], config)
+    code, out, err = shown(monkeypatch, capsys, step)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) < 25
+    assert max(map(len, lines)) <= 100 or "checkpoint" in max(lines, key=len)
+    assert [line.split(maxsplit=2) for line in lines[-5:]] == [
+        ["params.blocks.*.up", "float32", "384 B  12 x (4, 2)"],
+        ["params.blocks.*.down", "float32", "384 B  12 x (4, 2)"],
+        ["opt.mu.*", "float32", "768 B  24 arrays, as in params"],
+        ["opt.nu.*", "float32", "768 B  24 arrays, as in params"],
+        ["opt.count", "float32", "4 B  ()"],
+    ]
+    (more,) = [line for line in lines if line.endswith("more: --full")]
+    named = out.count("=v")
+    assert more.split()[:2] == ["and", str(100 - named)]
+    _, out, _ = shown(monkeypatch, capsys, step, "--full")
+    assert out.count("=v") == 100
+    for name in (*params, *moments):
+        assert f"{name} " in out
 
 
 def test_arrays_are_not_read(run, monkeypatch, capsys):

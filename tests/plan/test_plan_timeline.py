@@ -10,7 +10,7 @@ import pytest
 from jshard.plan.constants import FITTED
 from jshard.plan.cost.nccl import RINGS, TREES
 from jshard.plan.cost.phases import Phases
-from jshard.plan.cost.timeline import Timeline, replay
+from jshard.plan.cost.timeline import Event, Timeline, replay
 from jshard.plan.cost.traffic import NETWORK, NVLINK, count
 from jshard.plan.hlo import hlo
 from jshard.plan.output.as_json import trace
@@ -209,6 +209,56 @@ def test_a_few_layers_are_the_middle_trip_of_the_loop_over_layers(timeline):
     middle = named(timeline, "product")[1], named(timeline, "next")[1]
     assert Phases(timeline).layers("forward") == (middle[0].start, middle[1].end)
     assert Phases(timeline).layers("backward") is None
+
+
+def micro_batches(looped: bool) -> Timeline:
+    """A kernel a second, of two micro-batches with three layers each."""
+    events = []
+
+    def add(source: str, loops: Any = (), stream: str = "compute") -> None:
+        start = 1.0 * sum(event.stream == "compute" for event in events)
+        kind = "memory" if stream == "compute" else "all-gather"
+        name = f"{stream}.{len(events)}"
+        events.append(
+            Event(name, stream, kind, start, start + 1.0, source, 0, 0, loops)
+        )
+
+    for batch in (("batches", 0), ("batches", 1)):
+        for way in ("shard_map/jvp({})/x", "shard_map/transpose(jvp({}))/x"):
+            before, after = (
+                ("embed", "head") if "transpose" not in way else ("head", "embed")
+            )
+            add(way.format(before), (batch,))
+            for layer in range(3):
+                loop = ((f"layers {way}", layer),) if looped else ()
+                add(way.format("layers"), (batch, *loop), "collectives")
+                add(way.format("layers"), (batch, *loop))
+            add(way.format(after), (batch,))
+            add(way.format(after), (batch,))
+            add(way.format("layers"), (batch,))  # XLA moved it
+    add("jit(step)/update/x")
+    return Timeline(tuple(events), (), 21, ())
+
+
+@pytest.mark.parametrize("looped", [True, False])
+def test_with_micro_batches_the_head_and_the_embedding_are_not_in_the_layers(looped):
+    phases = Phases(micro_batches(looped))
+    assert phases.seconds() == pytest.approx(
+        {
+            "forward, before the layers": 2.0,
+            "forward, layers": 8.0,
+            "forward, after the layers": 4.0,
+            "backward, before the layers": 2.0,
+            "backward, layers": 8.0,
+            "backward, after the layers": 4.0,
+            "update": 1.0,
+        }
+    )
+    # The second layer, or the first of two gathers: of the first micro-batch.
+    first = 2 if looped else 1
+    assert phases.layers("forward") == pytest.approx((first, (first + 1)))
+    first += 7
+    assert phases.layers("backward") == pytest.approx((first, (first + 1)))
 
 
 def test_traffic_is_counted_by_kind_dtype_and_link_with_loops_unrolled():

@@ -18,6 +18,7 @@ from jshard.training.bigram import (
 from jshard.training.data.batches import eval_batches
 from jshard.training.data.corpus import Piece, split_corpus
 from jshard.training.recipe import find_recipe, open_recipe
+from jshard.training.tokenizer import load_tokenizer
 from texts import text
 
 SPLITS = {"validation_fraction": 0.25, "token_dtype": "uint16"}
@@ -110,7 +111,7 @@ def test_it_is_evaluated_on_what_evaluations_see(tmp_path, batches):
         (tmp_path / f"{i:02}.txt").write_bytes(content.tobytes())
     with open_recipe(find_recipe("gpt.py")) as recipe:
         config = recipe.get_config()
-        config.data.path = str(tmp_path)
+        config.data.path, config.data.tokenizer = str(tmp_path), ""
         config.data.validation_fraction = 0.25
         config.model.sequence_length = 8
         config.batch_size, config.eval_batches = 4, batches
@@ -142,3 +143,21 @@ def test_text_without_a_pair_is_refused():
         loss(b"a", b"ab")
     with pytest.raises(ValueError, match="no pair"):
         loss(b"ab", b"a")
+
+
+def test_pieces_have_a_bigram_model_too(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i:02}.py").write_text(
+            f"def f{i}(self):\n    return self.x{i}\n" * 9
+        )
+    (got,) = bigram_reference(
+        str(tmp_path), **SPLITS, targets=None, tokenizer="python"
+    ).values()
+    tokenizer = load_tokenizer("python")
+    splits = split_corpus(str(tmp_path), **SPLITS, tokenizer=tokenizer)
+    train, held_out = (
+        count_pairs(splits[s], None, 1024) for s in ("train", "validation")
+    )
+    assert train.shape == (1024, 1024)
+    assert got == pytest.approx(bigram_loss(train, held_out))
+    assert 0 < got < 2

@@ -185,7 +185,7 @@ def test_if_nothing_fits_one_line_says_what_the_most_frugal_choice_needs(recipe)
     assert said.startswith("--config.policy.accumulate=fit: even with remat full, 8 ")
     assert "of the 2.0 MiB that a device has; use more devices" in said
     assert "\n" not in said
-    with pytest.raises(jshard.UserError, match="=fit: the state alone needs 8"):
+    with pytest.raises(jshard.UserError, match="=fit: the state alone needs 1"):
         pick(recipe, 2**10, policy__remat="full")
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import struct
-import sys
 import time
 import zlib
 
@@ -19,7 +17,6 @@ from checkpoints import small_disk
 from jshard.errors import RunFailed, UserError
 from jshard.formatting import format_count, format_duration
 from jshard.training import throughput as speed
-from jshard.training.progress import ProgressDisplay
 from jshard.training.run_folder.metrics import RunFolder
 from jshard.training.run_folder.pictures import png
 from jshard.training.throughput import Throughput, count_items, peak_flops
@@ -134,6 +131,20 @@ def test_notes_are_added_up(tmp_path):
         folder.note(sample="c")
     notes = json.loads((tmp_path / "notes.json").read_text())
     assert notes == {"sample": "c", "start_up": "b"}
+
+
+def test_generated_texts_are_kept_by_step(tmp_path):
+    with RunFolder(tmp_path, CONFIG) as folder:
+        folder.sample(2, "a", 3.5)
+        folder.sample(4, "b", 2.5)
+        folder.sample(4, "c")  # again, after a resumption
+        folder.sample(3, "d", 3.0)
+    notes = json.loads((tmp_path / "notes.json").read_text())
+    assert notes["sample"] == "d"
+    assert notes["generated"] == [
+        {"step": 2, "eval_loss": 3.5, "text": "a"},
+        {"step": 3, "eval_loss": 3.0, "text": "d"},
+    ]
 
 
 def test_a_report_is_left_however_the_run_ends(tmp_path):
@@ -264,67 +275,6 @@ def test_images_with_labels_are_counted_as_examples():
 )
 def test_peak_flops_are_those_of_the_device(device_kind, peak):
     assert peak_flops(device_kind) == peak
-
-
-# The display.
-
-
-def test_without_a_terminal_each_log_is_one_plain_line(capsys):
-    with ProgressDisplay(20, {"bigram model": 2.2}) as display:
-        display.say("8 devices")
-        display.update(1)
-        display.log(1, {"loss": 5.5, "time_to_first_step": 8.25})
-        display.log(10, {"loss": 2.5, "step_time": 6.1, "tokens_per_second": 51234.0})
-        display.evaluated(10, {"eval_loss": 2.0})
-        display.log(20, {"loss": 1.5})
-    assert capsys.readouterr().out.splitlines() == [
-        "8 devices",
-        "step 1/20  loss 5.5000  after 8.2 s",
-        "step 10/20  loss 2.5000  51.2k tokens/s  1:01 left",
-        "step 10/20  eval_loss 2.0000  bigram model 2.2000",
-        "step 20/20  loss 1.5000  51.2k tokens/s  1:01 left  eval 2.0000",
-    ]
-
-
-def test_in_a_terminal_the_last_state_of_the_live_line_stays(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("TERM", "xterm")
-    primary, secondary = os.openpty()
-    with os.fdopen(secondary, "w") as terminal:
-        monkeypatch.setattr(sys, "stdout", terminal)
-        with ProgressDisplay(20, {}) as display:
-            values = {"loss": 2.5, "step_time": 6.1, "tokens_per_second": 51234.0}
-            display.log(19, values)
-            display.evaluated(19, {"eval_loss": 2.0})
-            display.update(20)
-            display.log(20, {"loss": 1.5, "step_time": 6.1})
-            display.evaluated(20, {"eval_loss": 1.25})
-        monkeypatch.undo()
-    shown = b""
-    with contextlib.suppress(OSError):  # that is how a closed terminal ends
-        while data := os.read(primary, 1 << 16):
-            shown += data
-    os.close(primary)
-    shown = shown.decode()
-    assert "step 19/20  eval_loss 2.0000" in shown
-    last = shown[shown.rindex("20/20") :]
-    for part in ("loss 1.5000", "51.2k tokens/s", "0:00 left", "eval 1.2500"):
-        assert part in last
-
-
-def test_a_forced_colour_is_no_reason_to_redraw_lines_in_a_pipe(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with ProgressDisplay(20, {}) as display:
-        display.log(20, {"loss": 1.5})
-    assert capsys.readouterr().out == "step 20/20  loss 1.5000\n"
-
-
-def test_a_process_that_is_not_the_first_shows_nothing(capsys):
-    with ProgressDisplay(20, {}, enabled=False) as display:
-        display.say("8 devices")
-        display.log(10, {"loss": 2.5})
-        display.evaluated(10, {"eval_loss": 2.0})
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,10 @@ def test_quick_start_beats_a_bigram_model_on_held_out_text(tmp_path):
     losses = [row["eval_loss"] for row in map(json.loads, lines) if "eval_loss" in row]
     notes = json.loads((tmp_path / "run" / "notes.json").read_text())
     bigram = notes["references"]["bigram model"]
-    assert losses[-1] < bigram - 0.1
+    assert losses[-1] < bigram - 0.3
     assert losses == sorted(losses, reverse=True)
-    assert "sample:" in run.stdout
+    assert len(notes["generated"]) == len(losses)
+    assert "sample:\nclass Parser:\n    def" in run.stdout
     report = (tmp_path / "run" / "report.html").read_text()
     assert f"{bigram:.2f}" in report
 

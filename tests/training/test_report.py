@@ -13,6 +13,14 @@ from jshard.training.report.charts import line_chart, ticks
 from jshard.training.report.report import read_metrics, write_report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
+GENERATED = [
+    {
+        "step": step,
+        "eval_loss": None if step == 900 else 1 / step,
+        "text": f"text {step}",
+    }
+    for step in range(100, 1000, 100)
+]
 EVIL = "</script></pre><script>alert('&amp;')</script><img src=x onerror=\"a()\">"
 
 
@@ -68,6 +76,23 @@ LINES = [
 ]
 
 
+def test_samples_are_shown_as_training_went_on(tmp_path):
+    page = write_run(tmp_path, LINES, {"generated": GENERATED, "sample": "text 900"})
+    assert page.text["h3"] == [
+        "step 100, validation loss 0.0100",
+        "step 300, validation loss 0.0033",
+        "step 400, validation loss 0.0025",
+        "step 600, validation loss 0.0017",
+        "step 700, validation loss 0.0014",
+        "step 900",
+    ]
+    assert [t for t in page.text["pre"] if t.startswith("text")][-1] == "text 900"
+    one = write_run(
+        tmp_path / "one", LINES, {"generated": [{**GENERATED[0], "text": EVIL}]}
+    )
+    assert one.text["pre"] == [EVIL]
+
+
 def test_the_final_numbers_stand_beside_the_references(tmp_path):
     page = write_run(tmp_path, LINES, {"references": {"bigram model": 2.2134}})
     results = dict(zip(page.text["span"], page.text["b"], strict=False))
@@ -100,7 +125,7 @@ def test_notes_and_config_are_shown(tmp_path):
         notes={"start_up": "8 devices\nmesh 1 x 8", "sample": "def f():\n  pass"},
         config={"steps": 3, "optimizer": {"betas": [0.9, 0.95]}},
     )
-    assert page.text["pre"] == ["8 devices\nmesh 1 x 8", "def f():\n  pass"]
+    assert page.text["pre"] == ["def f():\n  pass", "8 devices\nmesh 1 x 8"]
     assert page.text["th"] == ["steps", "optimizer.betas"]
     assert page.text["td"] == ["3", "[0.9, 0.95]"]
 

@@ -2,14 +2,22 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jshard.errors import UserError
+from jshard.training.pieces import PieceTokenizer
 from jshard.training.tokenizer import ByteTokenizer, load_tokenizer
 from small_tokenizer import EOS, TEXT, make_tokenizer
 from texts import text, tokens_of, window
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from pieces import learn  # pyright: ignore[reportMissingImports]
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +131,36 @@ def test_the_built_in_text_can_be_tokenized(folder, monkeypatch, tmp_path):
     found = tokens_of(text("", "validation", tokenizer=str(folder)))
     assert found.max() < 350
     assert load_tokenizer(folder).decode(found) in (TEXT, TEXT * 3)
+
+
+@given(st.text(max_size=200))
+def test_any_text_survives_pieces(text):
+    tokenizer = load_tokenizer("python")
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert len(tokens) <= len(text.encode())
+    (document,) = tokenizer.encode_documents([text])
+    assert document.tolist() == [*tokens, 0]
+
+
+def test_pieces_are_the_words_of_python_and_their_numbers_stay():
+    tokenizer = load_tokenizer("python", 1024)
+    assert tokenizer.vocab_size == 1024
+    source = "    def __init__(self, value):\n        return self\n"
+    tokens = tokenizer.encode(source)
+    assert len(tokens) == 14
+    words = [tokenizer.decode(token[None]) for token in tokens]
+    assert words[:3] == ["    ", "def", " "]
+    assert words[-4:] == ["\n        ", "return", " self", "\n"]
+    # Checkpoints hold rows of the embedding by these numbers.
+    assert tokenizer.digest.startswith("da7b0747")
+    assert tokenizer.decode(np.array([1024, 7])) == "1024 7"
+    with pytest.raises(UserError, match="1024 tokens, more than"):
+        load_tokenizer("python", 256)
+
+
+def test_learned_pieces_are_the_most_frequent_pairs():
+    learned = learn(b" abab abab abab cd", 256 + 3)
+    assert learned == [b"ab", b" ab", b" abab"]
+    tokens = PieceTokenizer(learned).encode("ababab abab")
+    assert tokens.tolist() == [256, 256, 256, 258]

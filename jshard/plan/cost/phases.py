@@ -6,10 +6,14 @@ its direction, and elsewhere kernels belong to the phase of the kernel before th
 words are also scopes (``jshard.scopes``), which a profile of the step shows.
 """
 
+import bisect
 import collections
+import dataclasses
+import itertools
 import re
+from collections.abc import Iterable, Mapping
 
-from jshard.plan.cost.timeline import COMPUTE, Event, Timeline
+from jshard.plan.cost.timeline import COMPUTE, Event, Loops, Timeline
 from jshard.plan.hlo.hlo import direction
 from jshard.scopes import LAYERS
 
@@ -19,6 +23,29 @@ def _in_layers(event: Event) -> bool:
     return re.search(rf"(^|[/(]){LAYERS}([/)]|$)", event.source) is not None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Layers of one direction in a row: those of a micro-batch.
+
+    Attributes:
+      way: their direction.
+      batch: the loops over micro-batches that they are in, with their trips.
+      kernels: in order of time.
+    """
+
+    way: str
+    batch: Loops
+    kernels: list[Event]
+
+    @property
+    def start(self) -> float:
+        return self.kernels[0].start
+
+    @property
+    def end(self) -> float:
+        return self.kernels[-1].end
+
+
 class Phases:
     """Names the phases of one timeline's events."""
 
@@ -26,13 +53,22 @@ class Phases:
         self._kernels = [e for e in timeline.events if e.stream == COMPUTE]
         self._gathers = [e for e in timeline.events if e.kind == "all-gather"]
         self._layer_loops = _layer_loops(timeline)
-        self._spans: dict[str, list[float]] = {}
+        layers, others, spent = [], {}, 0.0
         for event in self._kernels:
             if self._trip(event) or _in_layers(event):
-                span = self._spans.setdefault(
-                    self._direction(event), [event.start, event.end]
-                )
-                span[1] = max(span[1], event.end)
+                layers.append(event)
+                others[event.start] = spent
+            else:
+                spent += event.seconds
+        ways: dict[str, set[str]] = collections.defaultdict(set)
+        for event in layers:
+            for name, _ in event.loops:
+                ways[name].add(self._direction(event))
+        self._batch_loops = {name for name, found in ways.items() if len(found) > 1}
+        self._runs = [
+            _Run(way, self._batch(kernels[0]), kernels)
+            for way, kernels in _runs(((self._direction(e), e) for e in layers), others)
+        ]
         self._added: dict[float, Event] = {}  # by start: the kernel before
         known = None
         for event in self._kernels:
@@ -40,6 +76,10 @@ class Phases:
                 known = event
             elif known:
                 self._added[event.start] = known
+
+    def _batch(self, event: Event) -> Loops:
+        """The loops over micro-batches that an event is in, with their trips."""
+        return tuple(loop for loop in event.loops if loop[0] in self._batch_loops)
 
     def _trip(self, event: Event) -> tuple[str, int] | None:
         """The loop over layers that an event is in, and the trip."""
@@ -57,13 +97,18 @@ class Phases:
         way = self._direction(event)
         if self._trip(event) or _in_layers(event):
             return f"{way}, {LAYERS}"
-        if way not in self._spans:
+        runs = [run for run in self._runs if run.batch == self._batch(event)]
+        if not any(run.way == way for run in runs):
             return way
-        start, end = self._spans[way]
-        if event.start < start:
+        number = bisect.bisect_right(runs, event.start, key=lambda run: run.start)
+        earlier = [run for run in runs[:number] if run.way == way]
+        within = number > 0 and event.start < runs[number - 1].end
+        follows = not within and any(r.way == way for r in runs[number : number + 1])
+        if earlier and event.end <= earlier[-1].end:
+            return f"{way}, {LAYERS}"
+        if follows or not earlier:
             return f"{way}, before the {LAYERS}"
-        where = f"after the {LAYERS}" if event.end > end else LAYERS
-        return f"{way}, {where}"
+        return f"{way}, after the {LAYERS}"
 
     def words(self, event: Event | None) -> str:
         """Returns "all-gather (forward, layers)", for example; "nothing" for None."""
@@ -86,20 +131,25 @@ class Phases:
     def layers(self, way: str) -> tuple[float, float] | None:
         """Start and end of a few layers: the middle trip of the longest loop.
 
-        Without a loop it is the time between two gathers, and None without gathers.
-        ``way`` is "forward" or "backward".
+        Of one micro-batch. Without a loop it is the time between two gathers, and None
+        without gathers. ``way`` is "forward" or "backward".
         """
+        runs = [run for run in self._runs if run.way == way]
+        if not runs:
+            return None
+        run = max(runs, key=lambda run: run.end - run.start)
         loops: dict[str, dict[int, list[float]]] = collections.defaultdict(dict)
-        for event in self._kernels:
-            trip = self._trip(event)
-            if trip and self._direction(event) == way:
+        for event in run.kernels:
+            if trip := self._trip(event):
                 span = loops[trip[0]].setdefault(trip[1], [event.start, event.end])
                 span[1] = event.end
         if not loops:
             starts = [
                 event.start
                 for event in self._gathers
-                if _in_layers(event) and self._direction(event) == way
+                if _in_layers(event)
+                and self._direction(event) == way
+                and run.start <= event.start <= run.end
             ]
             middle = len(starts) // 2
             return (starts[middle - 1], starts[middle]) if middle else None
@@ -108,6 +158,48 @@ class Phases:
         )
         start, end = longest[sorted(longest)[len(longest) // 2]]
         return start, end
+
+
+def _runs(
+    kernels: Iterable[tuple[str, Event]], others: Mapping[float, float]
+) -> list[tuple[str, list[Event]]]:
+    """Returns the runs of kernels of layers, given with their directions.
+
+    ``others`` holds the seconds of other kernels before each, by its start.
+    XLA moves a few kernels far from the others, also to those of the other direction.
+    """
+    found = [
+        (way, [event for _, event in group])
+        for way, group in itertools.groupby(kernels, key=lambda kernel: kernel[0])
+    ]
+    longest = max((_busy(events) for _, events in found), default=0.0)
+    joined: list[tuple[str, list[Event]]] = []
+    for way, events in found:
+        if _busy(events) < longest / 20:
+            continue
+        if joined and joined[-1][0] == way:
+            joined[-1][1].extend(events)
+        else:
+            joined.append((way, events))
+    return [(way, _densest(events, others)) for way, events in joined]
+
+
+def _busy(events: list[Event]) -> float:
+    return sum(event.seconds for event in events)
+
+
+def _densest(events: list[Event], others: Mapping[float, float]) -> list[Event]:
+    """Returns the row with the most time in it, less that of kernels between."""
+    best, total, first, bounds = 0.0, 0.0, 0, (0, 0)
+    for number, event in enumerate(events):
+        if number:
+            total -= others[event.start] - others[events[number - 1].start]
+        if total <= 0:
+            total, first = 0.0, number
+        total += event.seconds
+        if total > best:
+            best, bounds = total, (first, number + 1)
+    return events[slice(*bounds)]
 
 
 def _layer_loops(timeline: Timeline) -> dict[str, str]:

@@ -18,7 +18,7 @@ from jshard.training.data.records import (
     read_records,
     read_texts,
 )
-from jshard.training.tokenizer import ByteTokenizer, Tokenizer
+from jshard.training.tokenizer import FileTokenizer, Tokenizer
 
 TEXT_BYTES = 2**24  # longer texts are several documents, as tokenizing takes memory
 _BATCH = 2**20  # characters tokenized at a time
@@ -163,7 +163,7 @@ def _chats(
     part: Slice, tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields the tokens of each chat of a slice, and which are targets."""
-    if isinstance(tokenizer, ByteTokenizer):
+    if not isinstance(tokenizer, FileTokenizer):
         raise UserError(
             f"{part.file}: chats need the template of a tokenizer: set data.tokenizer "
             "to the model's folder"

@@ -24,6 +24,8 @@ from jshard.training.report.page import (
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
+GENERATED = "generated"  # the note of what the model wrote, by step
+_SHOWN = 6  # of these on the page
 METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
 
 # Values of the first step alone, the clock, or the reciprocal of another metric.
@@ -95,11 +97,14 @@ def _render(
         tiles((value, name) for name, value in _results(series, references).items()),
         section("Curves", f'<div class="charts">{charts}</div>'),
     ]
+    if GENERATED in notes:
+        sections.append(section("Samples", _generated(notes[GENERATED])))
+    elif "sample" in notes:  # of an older version
+        sections.append(section("Sample", f"<pre>{escape(notes['sample'])}</pre>"))
     if checkpoints := _checkpoints(series):
         sections.append(section("Checkpoints", checkpoints))
-    for name, key in (("Set-up", "start_up"), ("Sample", "sample")):
-        if key in notes:
-            sections.append(section(name, f"<pre>{escape(notes[key])}</pre>"))
+    if "start_up" in notes:
+        sections.append(section("Set-up", f"<pre>{escape(notes['start_up'])}</pre>"))
     for name, shown in notes.get(SAMPLES, {}).items():
         heading = f"{_title(name)} at step {shown['step']}"
         sections.append(section(heading, _sample(workdir, shown)))
@@ -109,6 +114,22 @@ def _render(
         section("Config", table((k, str(v)) for k, v in flatten(config).items()))
     )
     return document(title, where, sections, ["report.css"], ["report.js"])
+
+
+def _generated(texts: Sequence[_Object]) -> str:
+    """Returns some texts of the first evaluation to the last."""
+    count = min(len(texts), _SHOWN)
+    chosen = [
+        texts[round(i * (len(texts) - 1) / max(count - 1, 1))] for i in range(count)
+    ]
+    parts = []
+    for one in chosen:
+        heading = f"step {one['step']}"
+        if one["eval_loss"] is not None:
+            heading += f", validation loss {one['eval_loss']:.4f}"
+        text = escape(one["text"])
+        parts.append(f"<h3>{heading}</h3><pre>{text}</pre>")
+    return "".join(parts)
 
 
 def _sample(workdir: Path, shown: _Object) -> str:

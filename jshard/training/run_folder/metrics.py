@@ -19,6 +19,7 @@ from jshard.errors import Preempted, RunFailed, UserError
 from jshard.training.config.config import Config, flatten
 from jshard.training.loggers.loggers import Loggers
 from jshard.training.report.report import (
+    GENERATED,
     METRICS,
     REPORT,
     SAMPLES,
@@ -150,6 +151,16 @@ class RunFolder(AbstractContextManager):
         if self._enabled:
             self._warn(self._events.add_text(step, name, text))
             self._loggers.each(lambda logger: logger.text(step, name, text))
+
+    def sample(self, step: int, text: str, loss: float | None = None) -> None:
+        """Keeps a text that the model wrote after a step, for the report.
+
+        `loss` is that of the evaluation after the same step, if there was one.
+        """
+        earlier = [one for one in self._notes.get(GENERATED, []) if one["step"] < step]
+        new = {"step": step, "eval_loss": loss, "text": text}
+        self.note(sample=text, **{GENERATED: [*earlier, new]})
+        self.text(step, "sample", text)
 
     def _sample(self, step: int, name: str, value: str | np.ndarray) -> None:
         shown: dict[str, Any] = {"step": step}
