@@ -1,4 +1,10 @@
-"""What the command lines share: arguments, one-line errors, exit codes."""
+"""What the command lines share: arguments, one-line errors, exit codes.
+
+Besides those of a command:
+
+Exit codes:
+  141: Nobody reads the output any more, as after `| head`.
+"""
 
 import argparse
 import os
@@ -24,7 +30,7 @@ def run_command(command: Callable[[list[str]], None]) -> None:
     An error raised in the user's own functions shows only their part of the traceback.
 
     Exits with 0 if done, 1 if failed, 2 for bad input, 75 if saved and to be resumed,
-    130 after Ctrl-C, 141 when nobody reads its output any more, as after `| head`.
+    130 after Ctrl-C, 141 when nobody reads its output any more.
 
     Args:
       command: called with the arguments after the program's name.
