@@ -94,8 +94,18 @@ def public_name(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     )
 
 
+def mark_examples(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Makes the indented examples of a docstring literal, as Markdown has them."""
+    for i in range(len(lines) - 1, 1, -1):
+        if lines[i].startswith("    ") and not lines[i - 1] and lines[i - 2][:1] > " ":
+            lines[i:i] = ["::", ""]
+
+
 def setup(app: Any) -> None:
     """Connects the functions above; called by Sphinx."""
     app.connect("config-inited", bring)
     app.connect("source-read", relink)
     app.connect("missing-reference", public_name)
+    app.connect("autodoc-process-docstring", mark_examples, priority=400)  # at first
