@@ -1,0 +1,111 @@
+"""The documentation site: `sphinx-build -W --keep-going -n docs site/html`.
+
+Needs `pip install '.[docs]'` and no network. Pages are Markdown, as GitHub shows them:
+links to files beside docs/ are relative, and become links within the site here.
+"""
+
+import os
+import re
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+REPOSITORY = DOCS.parent
+
+project = "jshard"
+author = "the authors of jshard"
+version = release = runpy.run_path(str(REPOSITORY / "jshard/version.py"))["__version__"]
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
+# JAX's wheels for CPUs suffice: nothing runs but imports and docstrings.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+myst_heading_anchors = 4  # the ids that GitHub gives to headings
+nb_execution_mode = "off"  # tests/training/test_notebook.py runs notebooks
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True  # as they are written
+napoleon_numpy_docstring = False
+default_role = "code"  # docstrings have `names` as Markdown does
+
+nitpick_ignore_regex = [
+    # Types of other projects: an offline build has no index of them to link to.
+    (r"py:.*", r"(?!jshard\.).*"),
+    # Types within jshard that one public function returns for another.
+    (r"py:class", r"jshard\.\w+\..*"),
+]
+
+html_theme = "furo"
+html_title = f"jshard {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"navigation_with_keys": True}
+html_copy_source = False
+
+# Pages that belong at a repository's root, and notebooks, which are beside scripts.
+PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+BROUGHT = {REPOSITORY / name: DOCS / "project" / name for name in PROJECT} | {
+    path: DOCS / "notebooks" / path.name for path in REPOSITORY.glob("examples/*.ipynb")
+}
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s:#]+)(#[^()\s]*)?\)")
+
+
+def bring(app: Any, config: Any) -> None:
+    """Copies what the site takes from beside docs/; git ignores the copies."""
+    for source, copy in BROUGHT.items():
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, copy)
+
+
+def relink(app: Any, docname: str, source: list[str]) -> None:
+    """Makes links to files beside docs/ lead to their copies on the site."""
+    page = Path(app.env.doc2path(docname))
+    written = {copy: origin for origin, copy in BROUGHT.items()}.get(page, page)
+
+    def link(match: re.Match[str]) -> str:
+        picture, text, path, anchor = match.groups(default="")
+        target = Path(os.path.normpath(written.parent / path))
+        if not target.exists():
+            return match[0]  # Sphinx says so
+        if target.is_dir():
+            return text  # the site has no listings of folders
+        if target == REPOSITORY / "README.md":
+            target = DOCS / "index.md"
+        shown = BROUGHT.get(target, target)
+        return f"{picture}[{text}]({os.path.relpath(shown, page.parent)}{anchor})"
+
+    source[0] = _LINK.sub(link, source[0])
+
+
+def public_name(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """Links jshard.state.TrainState, as annotations say, to jshard.TrainState."""
+    import jshard
+
+    name = node.get("reftarget", "").rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in jshard.__all__:
+        return None
+    domain = env.get_domain("py")
+    return domain.resolve_xref(
+        env, node["refdoc"], app.builder, "obj", f"jshard.{name}", node, contnode
+    )
+
+
+def mark_examples(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Makes the indented examples of a docstring literal, as Markdown has them."""
+    for i in range(len(lines) - 1, 1, -1):
+        if lines[i].startswith("    ") and not lines[i - 1] and lines[i - 2][:1] > " ":
+            lines[i:i] = ["::", ""]
+
+
+def setup(app: Any) -> None:
+    """Connects the functions above; called by Sphinx."""
+    app.connect("config-inited", bring)
+    app.connect("source-read", relink)
+    app.connect("missing-reference", public_name)
+    app.connect("autodoc-process-docstring", mark_examples, priority=400)  # at first
