@@ -17,8 +17,8 @@ def by_step(schedule: Callable[[Any], Any]) -> Callable[[int], float]:
     the steps under way: half a millisecond of every step. They are computed for many
     steps at once, which are the same ones wherever a run resumes.
     """
+    traced = jax.jit(jax.vmap(schedule))
     try:
-        traced = jax.jit(jax.vmap(schedule))
         is_array = isinstance(schedule(0), jax.Array)
         jax.eval_shape(traced, jax.ShapeDtypeStruct((_CHUNK,), jnp.int32))
     except (TypeError, IndexError):  # of JAX: Python code that cannot be traced
