@@ -26,7 +26,7 @@ from jshard.checkpoint.safetensors_file import DTYPES, find_tensors
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.checkpoint.untrusted import path_inside, read_json
 from jshard.cli.command import expected_ending
-from jshard.distributed import peers
+from jshard.distributed import job
 from jshard.training.data.corpus import split_corpus
 from jshard.training.data.records import cut, read_records, with_records
 from jshard.training.tokenizer import FileTokenizer
@@ -427,6 +427,6 @@ def test_no_file_is_unpickled_or_evaluated():
 )
 def test_jobs_of_one_machine_listen_to_it_alone(coordinator, bound, monkeypatch):
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
-    assert peers._bind_address(coordinator) == bound
+    assert job._bind_address(coordinator) == bound
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:2000")
-    assert peers._bind_address(coordinator) is None
+    assert job._bind_address(coordinator) is None

@@ -26,9 +26,13 @@ def restart_record(step: int) -> bytes:
     return _record(step=step, session_log=SessionLog(status=SessionLog.START))
 
 
-def scalar_record(step: int, tag: str, value: float) -> bytes:
-    """Returns the record of a scalar for one step of the chart ``tag``."""
-    return _record(step=step, summary=summary.scalar(tag, value))
+def scalars_record(step: int, when: float, values: Mapping[str, float]) -> bytes:
+    """Returns the record of a step's scalars, by the tag of their chart.
+
+    ``when`` is in seconds since 1970.
+    """
+    scalars = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
+    return _record(step=step, wall_time=when, summary=Summary(value=scalars))
 
 
 def text_record(step: int, tag: str, text: str) -> bytes:
@@ -61,7 +65,7 @@ def hyperparameter_records(values: Mapping[str, Any], metrics: Iterable[str]) ->
 
 def _record(**event: Any) -> bytes:
     """Frames an event as a TFRecord: length and data, each with its checksum."""
-    data = Event(wall_time=time.time(), **event).SerializeToString()
+    data = Event(**{"wall_time": time.time(), **event}).SerializeToString()
     length = struct.pack("<Q", len(data))
     sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
     return length + sums[0] + data + sums[1]

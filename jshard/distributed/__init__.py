@@ -5,9 +5,11 @@ worker below a parent process, and `join` connects it to the others.
 """
 
 from jshard.distributed.cluster import Cluster, find_cluster
-from jshard.distributed.peers import Members, Peers, join
+from jshard.distributed.job import join
+from jshard.distributed.peers import Peers
 from jshard.distributed.status import has_parent
 from jshard.distributed.supervisor import supervise
+from jshard.distributed.watched import Members
 
 __all__ = [
     "Cluster",

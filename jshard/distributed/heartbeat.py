@@ -167,12 +167,19 @@ class Heartbeat:
         note = json.dumps({"code": code, "why": why})
         self._store.put(f"failed/{self._index}", note)
 
-    def leave(self) -> None:
-        """Waits until all processes are ready to leave, and ends the threads."""
+    def leave(self, timeout: float | None = None) -> bool:
+        """Waits until all processes are ready to leave, and ends the threads.
+
+        Returns whether they are; after so many seconds, if given, it waits no longer.
+        """
         self._beat = Beat(0, self._beat.moves + 1, "the end", finished=True)
+        began = time.monotonic()
         while not self.verdict.finished:
+            if timeout is not None and time.monotonic() - began > timeout:
+                return False
             time.sleep(PERIOD / 10)
         self._over.set()
+        return True
 
     def wait_for_others(self) -> None:
         """In process 0, returns when all live processes have read that the job ends."""

@@ -10,25 +10,27 @@ _FOLDER = "jshard"
 
 
 class KeyValueStore:
-    """The coordination service's key-value store; needs `jax.distributed.initialize`.
+    """A part of the coordination service's key-value store, with a name.
 
-    All methods raise `jax.errors.JaxRuntimeError` if the service cannot be reached.
+    `jax.distributed.initialize` comes first. All methods raise
+    `jax.errors.JaxRuntimeError` if the service cannot be reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "job") -> None:
         self._client = coordination.client()
+        self._folder = f"{_FOLDER}/{name}"
 
     def put(self, key: str, text: str) -> None:
         """Sets or replaces a value."""
-        self._client.key_value_set(f"{_FOLDER}/{key}", text, allow_overwrite=True)
+        self._client.key_value_set(f"{self._folder}/{key}", text, allow_overwrite=True)
 
     def get(self, key: str, timeout: float) -> str:
         """Waits up to `timeout` seconds for a value and returns it."""
         return self._client.blocking_key_value_get(
-            f"{_FOLDER}/{key}", round(timeout * 1000)
+            f"{self._folder}/{key}", round(timeout * 1000)
         )
 
     def all_in(self, folder: str) -> dict[str, str]:
         """Returns the values under `folder/`, by the rest of their keys."""
-        found = self._client.key_value_dir_get(f"{_FOLDER}/{folder}/")
+        found = self._client.key_value_dir_get(f"{self._folder}/{folder}/")
         return {key.rpartition("/")[2]: text for key, text in found}

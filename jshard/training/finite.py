@@ -1,6 +1,6 @@
 """Ends a run whose loss is not finite, and looks for the cause."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,38 +11,35 @@ from jshard.errors import RunFailed
 
 
 def check_finite(
-    history: Sequence[tuple[jax.Array, jax.Array]],
     step: int,
     metrics: Mapping[str, float],
     find_cause: Callable[[int], str] = lambda step: "",
 ) -> None:
-    """Checks that the losses of the last steps are finite.
+    """Checks that the loss of a step is finite.
 
     With a loss scale, steps that are not finite are skipped; there the run fails when
     the scale cannot fall further.
 
     Args:
-      history: The losses and gradient norms of the last steps.
-      step: The number of the last step.
-      metrics: The metrics of the last step.
+      step: The number of the step.
+      metrics: Its metrics.
       find_cause: Returns the cause of a loss that is not finite at a step, or "".
 
     Raises:
       RunFailed: A loss is not finite; names the step, and the cause if it is known.
     """
-    for at, (loss, norm) in enumerate(jax.device_get(history), step - len(history) + 1):
-        if np.isnan(loss) and norm == 0:  # a loss that overflows has nan gradients
-            raise RunFailed(
-                f"the loss of step {at} counts nothing: the counts of all its Means "
-                "are 0; look at what loss_fn counts, and at the weights in that step's "
-                "batch"
-            )
-        if not np.isfinite(loss) and "loss_scale" not in metrics:
-            cause = find_cause(at) or (
-                "lower the learning rate, clip gradients, or look at that step's data"
-            )
-            raise RunFailed(f"the loss is {loss} at step {at}: {cause}")
-    if metrics.get("loss_scale", np.inf) <= 1 and not np.isfinite(metrics["grad_norm"]):
+    loss, norm = metrics["loss"], metrics["grad_norm"]
+    if np.isnan(loss) and norm == 0:  # a loss that overflows has nan gradients
+        raise RunFailed(
+            f"the loss of step {step} counts nothing: the counts of all its Means are "
+            "0; look at what loss_fn counts, and at the weights in that step's batch"
+        )
+    if not np.isfinite(loss) and "loss_scale" not in metrics:
+        cause = find_cause(step) or (
+            "lower the learning rate, clip gradients, or look at that step's data"
+        )
+        raise RunFailed(f"the loss is {loss} at step {step}: {cause}")
+    if metrics.get("loss_scale", np.inf) <= 1 and not np.isfinite(norm):
         raise RunFailed(
             f"the loss scale fell to 1 at step {step}, and gradients are still not "
             "finite: lower the learning rate, clip gradients, or use bfloat16"

@@ -120,7 +120,8 @@ class Hooks:
         for hook in self._functions.get(kind, ()):
             try:
                 seen = {**metrics, **logged}  # of the hooks before it, too
-                logged |= _checked(hook(self._trainer, step, seen), hook, kind)
+                returned = hook(self._trainer, step, seen)
+                logged |= _checked(returned, hook, kind, ("step", "time", *metrics))
             except StopTraining as asked:
                 self.stop = self.stop or str(asked) or "a hook asked to stop"
             except Exception as error:
@@ -148,7 +149,9 @@ class Hooks:
         return bool(self.stop)
 
 
-def _checked(returned: Any, hook: Hook, kind: str) -> dict[str, Any]:
+def _checked(
+    returned: Any, hook: Hook, kind: str, taken: Sequence[str]
+) -> dict[str, Any]:
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
@@ -158,6 +161,11 @@ def _checked(returned: Any, hook: Hook, kind: str) -> dict[str, Any]:
         )
     logged = {}
     for name, value in returned.items():
+        if name in taken:
+            raise UserError(
+                f"{kind}: {_name(hook)} returned {name!r}, which the run logs itself: "
+                "choose another name"
+            )
         if isinstance(value, str):
             logged[name] = value
             continue

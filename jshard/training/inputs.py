@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 from flax import nnx
@@ -83,23 +83,21 @@ class Inputs:
             check_room(workdir, given if config.checkpoint.restore else abstract_state)
         self._model = job.fsdp.model(abstract_state)
 
-    def fetch(
-        self,
-        step: int,
-        metrics: Mapping[str, jax.Array],
-        history: Sequence[tuple[jax.Array, jax.Array]],
-    ) -> dict[str, float]:
-        """Returns the metrics of a step, after checking all losses since the last log.
-
-        Raises:
-          RunFailed: A loss is not finite.
-        """
-        fetched = {name: float(x) for name, x in jax.device_get(metrics).items()}
-        check_finite(history, step, fetched, self._find_cause)
+    def values(self, step: int, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Waits for a step, and returns its metrics and its learning rate."""
+        fetched = {name: float(x) for name, x in metrics.items()}
         values = {"loss": fetched.pop("loss"), **fetched}
         if self._learning_rate is not None:
             values["learning_rate"] = self._learning_rate(step - 1)
         return values
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Checks the metrics of a step.
+
+        Raises:
+          RunFailed: The loss is not finite.
+        """
+        check_finite(step, values, self._find_cause)
 
     def _find_cause(self, step: int) -> str:
         """Reads the batch of a step again, and looks for tokens out of range."""

@@ -23,6 +23,7 @@ from jshard.training.run_folder.metrics import RunFolder, finish_folder
 from jshard.training.run_folder.saving import Saving
 from jshard.training.run_folder.start import STOPPED
 from jshard.training.setup import Setup, set_up
+from jshard.training.step_log import StepLog
 from jshard.training.throughput import Throughput
 
 
@@ -113,6 +114,7 @@ def train(
     traced = profiled_steps(config.profile.steps)
     # A run that saves nothing ends at once, unless it has a trace to write.
     listens = saves or keeps_state or bool(traced) or jax.process_count() > 1
+    throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
     with (
         ExitStack() as signals,  # the outermost: the report must be completed, too
         RunFolder(
@@ -132,6 +134,15 @@ def train(
             saved=lambda step, values: call("on_checkpoint", step, values),
         ) as saving,
         Profile(traced, start.step, workdir, peers, display.say) as profile,
+        StepLog(
+            inputs,
+            throughput,
+            folder,
+            display,
+            steps=range(start.step + 1, config.steps + 1),
+            log_every=config.log_every,
+            started=started,
+        ) as steps,
         peers.telling(),
     ):
         if listens:
@@ -143,7 +154,6 @@ def train(
             peers.at("making initial values", start.step)
             setup.state = source.start(job)
             display.say(source.message())
-        throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
 
         def call(kind: str, step: int, values: Mapping[str, Any]) -> None:
             """Calls the hooks of a kind, and logs what they return."""
@@ -173,7 +183,7 @@ def train(
         if start.unevaluated:
             evaluate(step)
             ends = hooks.ends(step, "after evaluation")
-        history = []  # losses and norms since the last log, still on the devices
+        throughput.restart()
         for step, batch in enumerate(() if ends else inputs.batches, first_step):
             last = step == config.steps
             if last and not listens:
@@ -184,14 +194,11 @@ def train(
                 sharded = job.fsdp.shard_batch(batch)
                 setup.state, metrics = job.train_step(setup.state, sharded)
             peers.at("computing", step)
-            history.append((metrics["loss"], metrics["grad_norm"]))
-            # Running two steps ahead keeps the devices busy. Running further ahead
-            # would fill their memory with batches.
-            jax.block_until_ready(history[-3:-2])
+            steps.add(step, metrics)
             profile.after(step, setup.state, throughput)
             display.update(step, metrics)
             saving.report()
-            call("on_step", step, metrics)
+            steps.add_returned(step, hooks.call("on_step", step, metrics))
 
             preempted = preemption.requested(step) and not last
             if preempted and not saves:
@@ -203,18 +210,10 @@ def train(
             evaluates = bool(config.eval_every) and (
                 last or step % config.eval_every == 0
             )
-            logs = last or step == first_step or step % config.log_every == 0
-            ends = hooks.ends(step, "after step", agree=logs or evaluates)
+            ends = hooks.ends(step, "after step", agree=steps.logs(step) or evaluates)
             save = preempted or ends or saving.due(step, evaluated=evaluates)
-            if logs or save or evaluates:
-                values = inputs.fetch(step, metrics, history) | throughput.seen(step)
-                if step == first_step:  # mostly compilation: says nothing of the speed
-                    values["time_to_first_step"] = time.time() - started
-                else:
-                    values |= throughput.measure(len(history))
-                history.clear()
-                folder.write(step, values)
-                display.log(step, values)
+            if save or evaluates or step == first_step:
+                values = dict(steps.finish())
                 if evaluates and not preempted:  # otherwise the resumed run evaluates
                     values |= evaluate(step)
                     ends = hooks.ends(step, "after evaluation") or ends

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jshard.errors import UserError
 from jshard.training.config.config import Config
+from jshard.training.schedule import by_step
 
 ARGUMENTS = {
     "get_config": (),
@@ -81,7 +82,7 @@ def learning_rate(
         float(rate)
     except (TypeError, ValueError) as error:
         raise _wrong(what, rate, "a number for step 0") from error
-    return lambda step: float(schedule(step))  # pyright: ignore[reportArgumentType]
+    return by_step(schedule)
 
 
 def trainable(function: Callable[[Config], Any] | None, config: Config) -> Any:

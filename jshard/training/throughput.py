@@ -56,9 +56,13 @@ class Throughput:
         """Returns how many tokens or examples the first steps of a run have read."""
         return {f"{self._unit}_seen": step * self._items}
 
-    def measure(self, steps: int) -> dict[str, float]:
-        """Returns the metrics of the steps taken since the last restart."""
-        step_time = (time.perf_counter() - self._since) / steps
+    def measure(self, steps: int = 1) -> dict[str, float]:
+        """Returns the metrics of steps that end now, and restarts the clock."""
+        began, self._since = self._since, time.perf_counter()
+        return self.speed((self._since - began) / steps)
+
+    def speed(self, step_time: float) -> dict[str, float]:
+        """Returns the metrics of steps that take so many seconds each."""
         per_second = self._items / step_time
         values = {"step_time": step_time, f"{self._unit}_per_second": per_second}
         if self._flops and self._peak:

@@ -122,6 +122,11 @@ class Trainer:
     ) -> "Trainer":
         """Trains to `config.steps`, from the newest checkpoint or the state at hand.
 
+        Several processes watch over each other meanwhile, as under `jshard.launch`. If
+        one alone fails, is killed or stopped, or cannot be reached for `watch.silence`
+        seconds, all end with exit code 1 (2 for a UserError), and a line names it; if
+        it is process 0, JAX aborts them. What all of them raise, each raises.
+
         Args:
           started: When the process started, for the time to the first step; by default
             now.
@@ -136,7 +141,7 @@ class Trainer:
           Exception: Whatever a hook raised, after a save.
         """
         started = started or time.time()
-        with self._within():
+        with self._within(), self._peers.watching():
             hooks = Hooks(self, self._peers, **self._hooks)
             with displayed(self.config, self._peers) as display:
                 train(

@@ -316,12 +316,13 @@ def test_tensorboard_records():
         # As all event files begin: a length, its masked CRC-32C.
         assert record[:12] == bytes.fromhex("1800000000000000a37f4b22")
         assert b"brain.Event:2" in record
-        record = tensorboard_records.scalar_record(7, "train/loss", 0.5)
+        record = tensorboard_records.scalars_record(7, 12.0, {"train/loss": 0.5})
         (length,) = struct.unpack("<Q", record[:8])
         assert len(record) == length + 16
         event = tensorboard_records.Event.FromString(record[12 : 12 + length])
         (value,) = event.summary.value
-        assert (event.step, value.tag, value.simple_value) == (7, "train/loss", 0.5)
+        assert (event.step, event.wall_time) == (7, 12.0)
+        assert (value.tag, value.simple_value) == ("train/loss", 0.5)
         assert tensorboard_records.restart_record(3) != record
 
 

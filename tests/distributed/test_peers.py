@@ -2,7 +2,7 @@
 
 import pytest
 
-from jshard.distributed import Cluster, peers
+from jshard.distributed import Cluster, job, watched
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def first(monkeypatch):
         def __init__(self, *args):
             """Starts nothing."""
 
-    monkeypatch.setattr(peers, "KeyValueStore", KeyValueStore)
-    monkeypatch.setattr(peers, "Heartbeat", Heartbeat)
-    monkeypatch.setattr(peers, "_redirect_stdout", lambda prints: None)
-    return peers._Distributed(Cluster(0, 1, "here:1", None, "options"))
+    monkeypatch.setattr(watched, "KeyValueStore", KeyValueStore)
+    monkeypatch.setattr(watched, "Heartbeat", Heartbeat)
+    monkeypatch.setattr(job, "_redirect_stdout", lambda prints: None)
+    return job._Distributed(Cluster(0, 1, "here:1", None, "options"))
 
 
 def test_a_text_is_shared_or_published_once_under_a_name(first):

@@ -50,7 +50,7 @@ def test_a_run_leaves_config_metrics_events_notes_and_a_report(finished):
 def test_a_line_of_metrics_says_what_its_step_did_and_how_fast(finished):
     _, workdir = finished
     metrics = read_metrics(workdir)
-    assert [line["step"] for line in metrics] == [1, 2, 3, 3, 4, 6, 6, 6]
+    assert [line["step"] for line in metrics] == [1, 2, 3, 3, 4, 5, 6, 6, 6]
     first, second, *_, last, evaluation, checkpoint = metrics
     names = ["step", "time", "loss", "grad_norm", "learning_rate", "examples_seen"]
     assert list(first) == [*names, "time_to_first_step"]

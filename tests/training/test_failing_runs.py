@@ -19,7 +19,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(train, tmp_path):
         "--config.eval_every=0",
     )
     expect_one_line(run, 1, "the loss is nan at step 5")
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 3]
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["loss"] is None
     assert (tmp_path / "run/report.html").exists()
 
 

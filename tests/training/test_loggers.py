@@ -75,9 +75,11 @@ def test_metrics_hyperparameters_and_text_are_sent_and_the_run_goes_on(runs, tmp
 
 def test_a_service_that_fails_costs_a_warning(runs, tmp_path):
     with RunFolder(tmp_path, config(wandb="mine")) as folder:
+        folder.write(1, {"loss": 13.0})
         with pytest.warns(UserWarning, match=r"wandb: the server is gone; training co"):
-            folder.write(1, {"loss": 13.0})
+            folder.flush()
         folder.write(2, {"loss": 1.0})
+    assert runs[0].lines == []
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 

@@ -32,7 +32,7 @@ DEFAULTS = {
     "seed": Knob(
         0, "seed of initial values, dropout and data order", at_least=0, at_most=_SEED
     ),
-    "log_every": Knob(10, "steps between two lines of metrics", at_least=1),
+    "log_every": Knob(10, "steps between two printed lines of metrics", at_least=1),
     "eval_every": Knob(0, "steps between two evaluations; 0 is never", at_least=0),
     "eval_batches": Knob(
         0, "most batches of an evaluation; 0 is all validation data", at_least=0

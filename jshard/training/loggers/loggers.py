@@ -1,13 +1,18 @@
 """The services of a run's config: `logger.wandb` and `logger.mlflow`."""
 
+import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jshard.errors import UserError
 from jshard.training.config.config import Config, flatten
+from jshard.training.run_folder.background import Background
+
+_REST = 1.0  # seconds between requests
+_PATIENCE = 1.0  # seconds that a checkpoint waits for a service
 
 
 class Logger(Protocol):
@@ -15,14 +20,17 @@ class Logger(Protocol):
 
     id: str  # to go on with
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds the metrics of a step."""
+    def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Adds the metrics of a step, and the time in seconds since 1970."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """Adds a text."""
 
     def picture(self, step: int, name: str, file: Path) -> None:
         """Adds a picture, in a PNG file."""
+
+    def send(self) -> None:
+        """Sends what was added; called after every few additions."""
 
     def close(self, *, failed: bool) -> None:
         """Ends the run, and waits until all is sent."""
@@ -43,7 +51,9 @@ def check_loggers(config: Config) -> None:
 
 
 class Loggers:
-    """The loggers of a run. One that fails is left out after a warning.
+    """The loggers of a run, each in a thread: a service may be slow to answer.
+
+    One that fails is left out after a warning.
 
     Args:
       config: The run's config.
@@ -68,18 +78,47 @@ class Loggers:
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise UserError(f"--config.logger.{name}={given}: {why}") from error
         self.ids = {name: logger.id for name, logger in self._loggers.items()}
+        self._threads = {
+            name: Background(functools.partial(_act, logger), _REST, f"jshard-{name}")
+            for name, logger in self._loggers.items()
+        }
 
     def each(self, act: Callable[[Logger], None]) -> None:
-        """Calls a function with each logger."""
-        for name, logger in list(self._loggers.items()):
-            try:
-                act(logger)
-            except Exception as error:
-                del self._loggers[name]
-                why = " ".join(str(error).split()) or type(error).__name__
+        """Calls a function with each logger, in its thread."""
+        self._leave_out()
+        for thread in self._threads.values():
+            thread.put(act)
+
+    def flush(self) -> None:
+        """Waits until each has been called, but for no service that does not answer."""
+        for thread in self._threads.values():
+            thread.drain(_PATIENCE)
+        self._leave_out()
+
+    def close(self, *, failed: bool) -> None:
+        """Ends the runs in the services."""
+        self.each(lambda logger: logger.close(failed=failed))
+        for thread in self._threads.values():
+            thread.close()
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Warns of loggers that failed, and leaves them out."""
+        for name, thread in list(self._threads.items()):
+            if thread.error is not None:
+                del self._threads[name]
+                why = " ".join(str(thread.error).split())
                 warnings.warn(
-                    f"logger.{name}: {why}; training continues without it", stacklevel=3
+                    f"logger.{name}: {why or type(thread.error).__name__}; training "
+                    "continues without it",
+                    stacklevel=4,
                 )
+
+
+def _act(logger: Logger, acts: Sequence[Callable[[Logger], None]]) -> None:
+    for act in acts:
+        act(logger)
+    logger.send()
 
 
 def _chosen(config: Config) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A run in MLflow; MLFLOW_TRACKING_URI says where."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
 _METRICS, _PARAMS = 1000, 100  # most in one request
-_EVERY = 1.0  # seconds between requests
 _LONGEST = 500  # characters of a value
 
 
@@ -21,9 +19,7 @@ class MlflowRun:
         self, experiment: str, path: Path, config: Mapping[str, Any], id: str | None
     ):
         self._client: Any = MlflowClient()
-        self._sent: Any = None  # the last metrics
         self._waiting: list[Metric] = []
-        self._last_sent = time.monotonic()
         if id:
             self.id = id
             self._client.update_run(id, status="RUNNING")
@@ -38,22 +34,17 @@ class MlflowRun:
         for first in range(0, len(params), _PARAMS):
             self._client.log_batch(self.id, params=params[first : first + _PARAMS])
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds the metrics of a step."""
-        now = int(time.time() * 1000)
+    def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Adds the metrics of a step, and the time in seconds since 1970."""
+        now = int(when * 1000)
         self._waiting += [Metric(k, value, now, step) for k, value in values.items()]
-        late = time.monotonic() > self._last_sent + _EVERY
-        if late or len(self._waiting) > _METRICS - _PARAMS:
-            self._send()
 
-    def _send(self) -> None:
-        """Hands what waits to a thread: a server may take longer than a step."""
+    def send(self) -> None:
+        """Sends the metrics that were added."""
         for first in range(0, len(self._waiting), _METRICS):
             some = self._waiting[first : first + _METRICS]
-            self._sent = self._client.log_batch(
-                self.id, metrics=some, synchronous=False
-            )
-        self._waiting, self._last_sent = [], time.monotonic()
+            self._client.log_batch(self.id, metrics=some)
+        self._waiting = []
 
     def text(self, step: int, name: str, text: str) -> None:
         """Adds a text."""
@@ -65,7 +56,5 @@ class MlflowRun:
 
     def close(self, *, failed: bool) -> None:
         """Ends the run."""
-        self._send()
-        if self._sent is not None:
-            self._sent.wait()
+        self.send()
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")

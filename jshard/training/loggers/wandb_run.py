@@ -30,8 +30,8 @@ class WandbRun:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds the metrics of a step."""
+    def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Adds the metrics of a step; their time is that of the call."""
         self._run.log({"step": step, **values})
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -44,6 +44,9 @@ class WandbRun:
         if importlib.util.find_spec("PIL") is None:  # which wandb.Image needs
             raise ModuleNotFoundError("pictures need Pillow: pip install pillow")
         self._run.log({"step": step, name: wandb.Image(str(file))})
+
+    def send(self) -> None:
+        """Has nothing to do: W&B sends in a process of its own."""
 
     def close(self, *, failed: bool) -> None:
         """Ends the run."""

@@ -38,9 +38,11 @@ LOGGERS = "loggers"  # the note of a run's ids in services
 class RunFolder(AbstractContextManager):
     """Writes a run's config, metrics, notes, TensorBoard events and report.
 
-    Metrics are written without a delay, so that a run that fails keeps them. If the
-    disk is full, it warns and writes what is missing as soon as possible. As a context
-    manager it locks the folder, and leaves a report however the run ends.
+    Metrics are written without a delay, so that a run that is killed keeps them;
+    TensorBoard and other services get them in threads, and at the latest before a
+    checkpoint is saved. If the disk is full, it warns and writes what is missing as
+    soon as possible. As a context manager it locks the folder, and leaves a report
+    however the run ends.
 
     Args:
       path: The folder; made if it does not exist.
@@ -81,6 +83,7 @@ class RunFolder(AbstractContextManager):
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
         self._waits = False  # for a disk that is full
+        self._next_report = 0.0
         if not enabled:
             return
         try:
@@ -129,10 +132,10 @@ class RunFolder(AbstractContextManager):
             finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
             now = round(time.time(), 3)
             line = _json({"step": step, "time": now, **finite}) + "\n"
-            written = self._metrics.write(line.encode())
-            self._warn(written, self._events.add(step, values))
+            self._warn(self._metrics.write(line.encode()))
+            self._events.add(step, now, values)
             known = {k: v for k, v in finite.items() if v is not None}
-            self._loggers.each(lambda logger: logger.log(step, known))
+            self._loggers.each(lambda logger: logger.log(step, now, known))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes what a hook returned: numbers, texts, pictures [height, width(, 3)].
@@ -149,7 +152,7 @@ class RunFolder(AbstractContextManager):
     def text(self, step: int, name: str, text: str) -> None:
         """Sends a text to TensorBoard and other services."""
         if self._enabled:
-            self._warn(self._events.add_text(step, name, text))
+            self._events.add_text(step, name, text)
             self._loggers.each(lambda logger: logger.text(step, name, text))
 
     def sample(self, step: int, text: str, loss: float | None = None) -> None:
@@ -174,7 +177,7 @@ class RunFolder(AbstractContextManager):
                 path.parent.mkdir(exist_ok=True)
                 path.write_bytes(data)
             shown["picture"] = f"{SAMPLES}/{path.name}"
-            self._warn(self._events.add_picture(step, name, data, value.shape))
+            self._events.add_picture(step, name, data, value.shape)
             self._loggers.each(lambda logger: logger.picture(step, name, path))
         self.note(**{SAMPLES: self._notes.get(SAMPLES, {}) | {name: shown}})
 
@@ -183,17 +186,18 @@ class RunFolder(AbstractContextManager):
         return self._metrics.read().decode() if self._enabled else ""
 
     def flush(self) -> None:
-        """Waits until all metrics are on the disk.
+        """Waits until all metrics are on the disk, and handed to the services.
 
         A checkpoint calls this first: a resumed run does not repeat the steps up to it,
         so that lines lost in a power cut would stay lost.
         """
         if self._enabled:
-            self._warn(self._metrics.sync(), self._events.sync())
+            self._warn(max(self._metrics.sync(), self._events.sync()))
+            self._loggers.flush()
 
-    def _warn(self, *problems: str) -> None:
+    def _warn(self, problem: str) -> None:
         """Warns of a full disk, once until it has room again."""
-        problem = max(problems)
+        problem = problem or self._events.problem
         if problem and not self._waits:
             warnings.warn(
                 f"cannot write to {self.path}: {problem}; training continues, and its "
@@ -210,12 +214,19 @@ class RunFolder(AbstractContextManager):
                 replace_file(self.path / "notes.json", _json(self._notes, indent=2))
 
     def report(self) -> None:
-        """Writes `report.html` from the metrics so far."""
-        if self._enabled:
+        """Writes `report.html` from the metrics so far.
+
+        A long run's takes seconds: it is skipped where it would cost more than two
+        hundredths of the time.
+        """
+        if self._enabled and time.monotonic() >= self._next_report:
+            began = time.monotonic()
             try:
                 write_report(self.path)
             except OSError as error:
                 self._warn(_why(error))
+            took = time.monotonic() - began
+            self._next_report = began + 50 * took
 
     def __exit__(self, kind: Any = None, *exception: object) -> None:
         """Closes the files, writes the report and unlocks the folder.
@@ -226,7 +237,7 @@ class RunFolder(AbstractContextManager):
         if not self._enabled:
             return
         failed = kind is not None and not issubclass(kind, Preempted)
-        self._loggers.each(lambda logger: logger.close(failed=failed))
+        self._loggers.close(failed=failed)
         with self._lock, self._failing_as_one_line():
             problem = max(self._metrics.close(), self._events.close())
             write_report(self.path)

@@ -1,0 +1,134 @@
+"""Joins a process to its job: `with join(...) as peers`."""
+
+import contextlib
+import errno
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+import jax
+
+from jshard.distributed.cluster import ANY_PORT, PORT_TAKEN, Cluster
+from jshard.distributed.peers import Peers
+from jshard.distributed.status import end_with_parent, report
+from jshard.distributed.watched import Watched
+from jshard.errors import Preempted, UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+@contextlib.contextmanager
+def join(cluster: Cluster | None) -> Iterator[Peers]:
+    """Connects this process to its job, by `jax.distributed.initialize`.
+
+    Within it all processes are monitored: when one fails, is killed or stopped, or
+    cannot be reached, all end with exit code 1 within a few seconds more than
+    `watch.silence`. A UserError in one ends all with 2. At the end the processes wait
+    for each other and disconnect.
+
+    Args:
+      cluster: from `find_cluster`; None is a single process.
+
+    Raises:
+      UserError: the coordinator's port is taken.
+      SystemExit: with 75, in all but process 0, when the job is preempted; with 98 if
+        the port is taken and jshard.launch can pick another.
+    """
+    if cluster is None:
+        yield Peers()
+        return
+    end_with_parent()
+    report(phase="waiting")
+    _initialize(cluster)
+    peers = _Distributed(cluster)
+    try:
+        with peers.telling():
+            yield peers
+    except Preempted:
+        peers.leave(75)
+        if peers.index == 0:
+            raise
+        sys.exit(75)
+    except BaseException:
+        peers.wait_for_end()
+    peers.leave(0)
+
+
+def _bind_address(coordinator: str | None) -> str | None:
+    """Returns where process 0 listens; None is what JAX does, on all addresses.
+
+    If the other processes reach it by this machine's own address, nobody else can.
+    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts.
+    """
+    given = "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
+    host = (coordinator or "").rpartition(":")[0]
+    return coordinator if host in LOOPBACK and not given else None
+
+
+def _initialize(cluster: Cluster) -> None:
+    if cluster.process_id == 0 and cluster.coordinator:
+        # Checked first, as JAX would abort in C++.
+        port = int(cluster.coordinator.rpartition(":")[2])
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and ANY_PORT in os.environ:
+                sys.exit(PORT_TAKEN)
+            raise UserError(
+                f"--coordinator={cluster.coordinator}: process 0 cannot listen there: "
+                f"{os.strerror(error.errno or 0)}"
+            ) from error
+    jax.distributed.initialize(
+        cluster.coordinator,
+        cluster.num_processes,
+        cluster.process_id,
+        list(cluster.local_device_ids or ()),  # [] takes all devices, None only one
+        coordinator_bind_address=_bind_address(cluster.coordinator),
+    )
+
+
+class _Distributed(Watched):
+    """A process of a job that `join` joined."""
+
+    def __init__(self, cluster: Cluster):
+        super().__init__(cluster.process_id, cluster.num_processes, cluster.found_by)
+        _redirect_stdout(prints=self.index == 0)
+        self._beats = self._start_heartbeat(self._store)
+        report(silence=self._silence)
+        self._find_hosts()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Does nothing more: the processes are monitored since they joined."""
+        yield
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        try:
+            yield
+        except Preempted:
+            raise
+        except BaseException as error:
+            if not self._reported.is_set():
+                self._report_error(error)
+            raise
+
+    def leave(self, code: int) -> None:
+        """Waits until all processes are ready to leave, and disconnects."""
+        self._beats.leave()
+        report(ending=code)
+        jax.distributed.shutdown()
+
+
+def _redirect_stdout(*, prints: bool) -> None:
+    """Sends what C++ prints (Gloo does) to standard error, which the parent filters.
+
+    In a process that prints nothing, Python's output goes there too, and to the log.
+    """
+    if prints:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)

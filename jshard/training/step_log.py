@@ -1,0 +1,116 @@
+"""The metrics of steps: read when they are known, and written as a line for each."""
+
+import collections
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from jshard.training.inputs import Inputs
+from jshard.training.progress import ProgressDisplay
+from jshard.training.run_folder.metrics import RunFolder
+from jshard.training.throughput import Throughput
+
+# Steps that are under way: two keep the devices busy. More would fill their memory with
+# batches.
+UNDER_WAY = 2
+
+
+class StepLog(AbstractContextManager):
+    """Writes a line of metrics for each step, once the devices have computed it.
+
+    Reading the newest step's metrics would wait for the devices, and they for the next
+    step. So they are read two steps later. On exit, whatever the reason, the lines that
+    are missing are written.
+
+    Args:
+      inputs: Reads and checks metrics.
+      throughput: The speed of steps.
+      folder: Gets a line for each step.
+      display: Gets a line for the first step, the last, and every `log_every`th.
+      steps: The numbers of the first and the last step.
+      log_every: Steps between two lines of the display.
+      started: When the process started.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        throughput: Throughput,
+        folder: RunFolder,
+        display: ProgressDisplay,
+        *,
+        steps: range,
+        log_every: int,
+        started: float,
+    ):
+        self._inputs, self._throughput = inputs, throughput
+        self._folder, self._display = folder, display
+        self._steps, self._log_every, self._started = steps, log_every, started
+        self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
+        self._under_way = collections.deque()
+        self._times: list[float] = []  # of the steps since the display's last line
+        self._newest: dict[str, float] = {}
+
+    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Adds a step that was dispatched; waits until only two are under way."""
+        for x in metrics.values():
+            x.copy_to_host_async()
+        self._under_way.append((step, metrics, {}))
+        if len(self._under_way) > UNDER_WAY:
+            self._write(1)
+
+    def add_returned(self, step: int, returned: Mapping[str, Any]) -> None:
+        """Adds what a hook returned for the newest step: numbers to its line."""
+        _, _, more = self._under_way[-1]
+        more |= {name: x for name, x in returned.items() if isinstance(x, float)}
+        samples = {name: x for name, x in returned.items() if name not in more}
+        self._folder.log(step, samples)
+
+    def logs(self, step: int) -> bool:
+        """Returns whether the display gets a line for a step."""
+        ends = (self._steps.start, self._steps.stop - 1)
+        return step in ends or step % self._log_every == 0
+
+    def finish(self) -> dict[str, float]:
+        """Waits for all steps; shows the newest, and returns its metrics."""
+        self._write(len(self._under_way), shows=True)
+        return self._newest
+
+    def _write(self, count: int, *, shows: bool = False) -> None:
+        """Writes the lines of the oldest steps; shows the last of them, at least."""
+        oldest = [self._under_way.popleft() for _ in range(count)]
+        read = [(step, self._inputs.values(step, x), more) for step, x, more in oldest]
+        # Of several that are read at once, each gets the same time.
+        speed = self._throughput.measure(count) if count else {}
+        for step, values, more in read:
+            values |= self._throughput.seen(step)
+            if step == self._steps.start:  # mostly compilation: no sign of the speed
+                values["time_to_first_step"] = time.time() - self._started
+            else:
+                values |= speed
+                self._times.append(speed["step_time"])
+            self._newest = values | more
+            self._folder.write(step, self._newest)
+            if self.logs(step) or (shows and step == oldest[-1][0]):
+                shown = dict(self._newest)
+                if self._times:
+                    shown |= self._throughput.speed(statistics.fmean(self._times))
+                self._display.log(step, shown)
+                self._times.clear()
+            try:
+                self._inputs.check(step, values)
+            except BaseException:
+                self._under_way.clear()  # steps after one that failed say nothing
+                raise
+
+    def __exit__(self, kind: Any = None, *exception: object) -> None:
+        try:
+            while self._under_way:
+                self._write(1)
+        except Exception:
+            if kind is None:  # otherwise the first error is what matters
+                raise

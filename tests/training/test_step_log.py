@@ -1,0 +1,125 @@
+"""A line of metrics for each step, and what writes it while steps go on."""
+
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jshard.errors import UserError
+from jshard.training import schedule
+from jshard.training.run_folder.background import Background
+from test_trainer import ROWS, make
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+def steps(trainer):
+    return [line for line in trainer.metrics if "loss" in line]
+
+
+# Lines.
+
+
+def test_every_step_has_one_line_with_time_examples_and_what_hooks_returned(tmp_path):
+    def own(trainer, step, metrics):
+        return {"own": float(step), "twice": 2 * metrics["loss"]}
+
+    lines = steps(make(tmp_path, on_step=own).fit())
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["examples_seen"] for line in lines] == list(range(16, 144, 16))
+    times = [line["time"] for line in lines]
+    assert times == sorted(times)
+    for line in lines:
+        assert line["own"] == line["step"]
+        assert line["twice"] == 2 * line["loss"]
+        assert ("step_time" in line) == (line["step"] > 1)
+
+
+def test_an_error_keeps_the_lines_of_all_steps_before_it(tmp_path):
+    def rows():
+        yield from ({"inputs": ROWS[i % 45]} for i in range(5 * 16))
+        raise OSError("the disk is gone")
+
+    trainer = make(tmp_path, train_data=rows)
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.fit()
+    assert int(trainer.state.step) == 5
+    assert [line["step"] for line in steps(trainer)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["step", "time", "loss"])
+def test_a_hook_cannot_return_what_the_line_has_already(name, tmp_path):
+    trainer = make(tmp_path, on_step=lambda trainer, step, metrics: {name: 1.0})
+    said = f"on_step: <lambda> returned '{name}', which the run logs itself"
+    with pytest.raises(UserError, match=said):
+        trainer.fit()
+    assert len(steps(trainer)) == 1
+
+
+# Schedules.
+
+
+def test_a_schedule_is_computed_for_many_steps_at_once_and_is_the_same():
+    asked = []
+
+    def cosine(step):
+        asked.append(step)
+        return optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 3000)(step)
+
+    rate = schedule.by_step(cosine)
+    for step in (0, 5, 1023, 1024, 2999, 7):
+        assert rate(step) == pytest.approx(float(cosine(step)), rel=1e-5)
+    assert len(asked) <= 3 + 6  # traced, and here
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda step: 0.1,
+        lambda step: 0.1 if step < 10 else 0.01,
+        lambda step: np.interp(step, [0, 20], [1.0, 0.0]),
+        lambda step: [jnp.float32(1.0), jnp.float32(0.5)][step // 10],
+    ],
+)
+def test_a_schedule_may_be_any_python(function):
+    rate = schedule.by_step(function)
+    assert [rate(step) for step in (0, 15)] == [float(function(s)) for s in (0, 15)]
+
+
+# Background work.
+
+
+def test_background_work_is_done_in_order_and_in_batches():
+    batches = []
+    background = Background(batches.append, 0.05, "test")
+    for item in range(100):
+        background.put(item)
+    assert background.drain(10)
+    assert [item for batch in batches for item in batch] == list(range(100))
+    assert len(batches) < 100
+    background.put(100)
+    background.close()
+    assert batches[-1] == [100]
+    deadline = time.monotonic() + 5
+    while any(thread.name == "test" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+
+
+def test_background_work_that_fails_or_hangs_does_not_hold_up_who_waits():
+    def fail(items):
+        raise OSError("gone")
+
+    background = Background(fail, 0.0, "test")
+    background.put(1)
+    assert background.drain(10)
+    assert str(background.error) == "gone"
+    background.close()
+    answer = threading.Event()
+    background = Background(lambda items: answer.wait(10), 0.0, "test")
+    background.put(1)
+    assert not background.drain(0.05)
+    answer.set()
+    background.close()
