@@ -1,9 +1,9 @@
 """A trained model to use: from a run of jshard, or from a Hugging Face folder."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,11 @@ from jshard.training.run_folder.source import find_source
 from jshard.training.tokenizer import Tokenizer, load_tokenizer
 
 # Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
-_RECIPES = {"GPT2LMHeadModel": "gpt.py"}
+_RECIPES = {
+    "GPT2LMHeadModel": "gpt.py",
+    "GPT2Model": "gpt.py",
+    "T5ForConditionalGeneration": "t5.py",
+}
 _OTHERS = "llama.py:3-8b"
 
 
@@ -79,11 +83,21 @@ class TrainedModel:
             self.config.get("data", {}).get("tokenizer", ""), vocab_size
         )
 
+    def abstract(self) -> nnx.Module:
+        """Returns the model without its weights."""
+        fsdp, state = self._abstract
+        return fsdp.model(state)
+
     def bytes(self) -> int:
         """Returns the size of the weights, without making any."""
+        _, state = self._abstract
+        leaves = jax.tree.leaves(state.model_arrays)
+        return sum(x.size * x.dtype.itemsize for x in leaves)
+
+    @functools.cached_property
+    def _abstract(self) -> tuple[FSDP, TrainState]:
         job = self._job(jax.devices()[:1])
-        state = jax.tree.leaves(job.abstract_state().model_arrays)
-        return sum(x.size * x.dtype.itemsize for x in state)
+        return job.fsdp, job.abstract_state()
 
     def load(self, devices: Sequence[Any]) -> tuple[FSDP, TrainState]:
         """Reads the weights, sharded over the devices.
@@ -144,7 +158,7 @@ class TrainedModel:
             config,
             fsdp,
             optimizer,
-            partial(recipe.make_model, config),
+            functools.partial(recipe.make_model, config),
             returns.trainable(recipe.trainable, config),
             fsdp.train_step(recipe.loss_fn, optimizer),
         )
