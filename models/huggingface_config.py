@@ -50,9 +50,13 @@ def read_sizes(json: Json, sizes: Sizes) -> dict[str, Any]:
 
     Args:
       json: the content of config.json.
-      sizes: our keys, and config.json's with their defaults.
+      sizes: our keys, and config.json's with the defaults of what is missing or null.
     """
-    return {ours: json.get(*theirs) for ours, theirs in sizes.items()}
+    found = {ours: json.get(key) for ours, (key, _) in sizes.items()}
+    return {
+        ours: sizes[ours][1] if value is None else value
+        for ours, value in found.items()
+    }
 
 
 def write_sizes(
