@@ -87,7 +87,8 @@ def test_crossed_attention_and_a_bias_are_a_plain_softmax():
     np.testing.assert_allclose(got, plain(scores, mask[:, None, None], 1), rtol=1e-12)
 
     last = np.tile([3, 4], (B, 1))  # of five tokens, three are cached
-    new = (jnp.asarray(x) for x in (q, k[1][:, 3:], v[1][:, 3:], last))
-    got, _ = attend(*new, crossed, 1, bias_BNTS=jnp.asarray(bias), scale=1.0)
+    q, k_new, v_new, bias = map(jnp.asarray, (q, k[1][:, 3:], v[1][:, 3:], bias))
+    last = jnp.asarray(last)
+    got, _ = attend(q, k_new, v_new, last, crossed, 1, bias_BNTS=bias, scale=1.0)
     causal = np.arange(S) <= np.array([[3], [4]])
     np.testing.assert_allclose(got, plain(scores + bias, causal, 1), rtol=1e-12)
