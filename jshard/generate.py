@@ -1,4 +1,7 @@
-"""Continues prompts: `python -m jshard.generate --model=RUN_OR_DIR --prompt=TEXT`."""
+"""Continues prompts: `python -m jshard.generate --model=RUN_OR_DIR --prompt=TEXT`.
+
+An encoder-decoder answers them instead.
+"""
 
 import argparse
 import json
@@ -23,6 +26,7 @@ from jshard.errors import UserError
 from jshard.formatting import format_bytes
 from jshard.generation import Generator, Sampling, generate
 from jshard.generation.decoding import NOTHING
+from jshard.generation.prompts import check_prompts, is_encoder_decoder
 from jshard.training.model_command import model_parser, note, started
 from jshard.training.tokenizer import Tokenizer
 from jshard.training.trained_model import TrainedModel
@@ -47,8 +51,11 @@ def run_generate(argv: list[str]) -> None:
     with started(arguments) as model:
         tokenizer = model.tokenizer(arguments.tokenizer)
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
+        # Before weights are read, and anything is printed.
+        abstract = model.abstract()
+        check_prompts(abstract, tokens, arguments.length)
+        answers = is_encoder_decoder(abstract)
         generator = _make_generator(model, arguments.weights, len(prompts))
-        generator.check(tokens, arguments.length)  # before anything is printed
         options = {
             "length": arguments.length,
             "sampling": sampling,
@@ -57,7 +64,10 @@ def run_generate(argv: list[str]) -> None:
         if arguments.prompt is not None and arguments.format == "text":
             (only,) = tokens
             stream = generator.stream([only], **options, seed=arguments.seed, chunk=1)
-            _print(arguments.prompt)
+            if answers:
+                only = only[:0]
+            else:
+                _print(arguments.prompt)
             for text in texts_of(tokenizer, only, stream):
                 _print(text)
             _print("\n")
@@ -68,10 +78,12 @@ def run_generate(argv: list[str]) -> None:
             for prompt, before, after in zip(
                 prompts[start:], part, found, strict=False
             ):
-                text = continuation(tokenizer, before, after)
+                text = continuation(tokenizer, before[:0] if answers else before, after)
                 if arguments.format == "jsonl":
                     entry = {"prompt": prompt, "text": text, "tokens": after}
                     _write(f"{json.dumps(entry, ensure_ascii=False)}\n")
+                elif answers:
+                    _print(f"{text}\n")
                 else:
                     _print(f"{prompt}{text}\n\n")
 
@@ -81,7 +93,7 @@ def _parser() -> ArgumentParser:
         "python -m jshard.generate", "Continues prompts with a trained model."
     )
     add = parser.add_argument
-    add("--prompt", metavar="TEXT", help="continued as it is generated")
+    add("--prompt", metavar="TEXT", help="shown with what follows, as it is generated")
     add(
         "--prompts",
         metavar="FILE",

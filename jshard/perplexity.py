@@ -17,7 +17,7 @@ from jshard.cli.command import (
     whole_number,
 )
 from jshard.errors import UserError
-from jshard.generation.decoding import context_length
+from jshard.generation.prompts import context_length, is_encoder_decoder
 from jshard.training.model_command import model_parser, started
 
 
@@ -36,8 +36,13 @@ def run_perplexity(argv: list[str]) -> None:
             raise UserError(
                 f"--text={arguments.text}: has {len(tokens)} tokens; needs at least 2"
             )
-        fsdp, state = model.load(jax.devices())
-        longest = context_length(fsdp.model(state))
+        abstract = model.abstract()  # before weights are read
+        if is_encoder_decoder(abstract):
+            raise UserError(
+                f"{model.path}: {type(abstract).__name__} is an encoder-decoder, which "
+                "predicts one text from another; a run's eval_loss says how well"
+            )
+        longest = context_length(abstract)
         context = arguments.context or longest
         if context > longest:
             raise UserError(
@@ -49,6 +54,7 @@ def run_perplexity(argv: list[str]) -> None:
             raise UserError(
                 f"--stride={stride}: must be at most the {context} tokens of a window"
             )
+        fsdp, state = model.load(jax.devices())
         nats = mean_nats(fsdp, state, tokens, context, stride)
         if jax.process_index() == 0:
             _print(nats, len(tokens) - 1, context, stride)

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from models.layers import embedding, layer_norm, linear
+from models.layers import check_heads, embedding, layer_norm, linear
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -68,11 +68,7 @@ class BertConfig:
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
-        if self.width % self.num_heads:
-            raise jshard.UserError(
-                f"model: width={self.width} does not divide by "
-                f"num_heads={self.num_heads}"
-            )
+        check_heads(self)
         if self.activation not in ACTIVATIONS:
             raise jshard.UserError(
                 f"model: activation={self.activation!r} is unknown: use "

@@ -7,8 +7,13 @@ that google-bert has published call the scales of norms gamma, and their biases 
 from collections.abc import Mapping
 from typing import Any
 
-import jshard
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import (
+    check_features,
+    read_architecture,
+    read_sizes,
+    write_sizes,
+)
 
 _NAMES = ("BertForMaskedLM", "BertForPreTraining")
 # What models/bert.py computes; config.json may say it in these ways, or not at all.
@@ -17,7 +22,6 @@ _FIXED = {
     "is_decoder": (False,),
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
-    "quantization_config": (),
 }
 # Our keys, and config.json's with their defaults.
 _SIZES = {
@@ -48,20 +52,10 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = (json.get("architectures") or ["none"])[0]
-    if name not in _NAMES:
-        raise jshard.UserError(
-            f"config.json: architecture {name} is not supported; those are "
-            f"{', '.join(_NAMES)}"
-        )
-    activation = json.get("hidden_act", "gelu")
-    for key, known in {**_FIXED, "hidden_act": tuple(_ACTIVATIONS)}.items():
-        if json.get(key) is not None and json[key] not in known:
-            raise jshard.UserError(
-                f"config.json: {key}={json[key]!r} of {name} is not supported"
-            )
-    model = {ours: json.get(*theirs) for ours, theirs in _SIZES.items()}
-    return {**model, "activation": _ACTIVATIONS[activation]}
+    name = read_architecture(json, _NAMES)
+    check_features(json, name, {**_FIXED, "hidden_act": _ACTIVATIONS})
+    activation = _ACTIVATIONS[json.get("hidden_act") or "gelu"]
+    return {**read_sizes(json, _SIZES), "activation": activation}
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,9 +66,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
     return {
-        "architectures": [_NAMES[0]],
-        "model_type": "bert",
-        **{name: model[ours] for ours, (name, _) in _SIZES.items()},
+        **write_sizes(model, _NAMES[0], "bert", _SIZES),
         "hidden_act": theirs[model["activation"]],
         "tie_word_embeddings": True,
     }

@@ -16,7 +16,7 @@ import jshard
 from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
 from jshard.nn import kv_cache
 from models.decoder import Decoder, Features
-from models.layers import embedding, layer_norm, linear, residual_std
+from models.layers import check_heads, embedding, layer_norm, linear, residual_std
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,7 @@ class GPTConfig:
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
-        if self.width % self.num_heads:
-            raise jshard.UserError(
-                f"model: width={self.width} does not divide by "
-                f"num_heads={self.num_heads}"
-            )
+        check_heads(self)
 
 
 class Attention(nnx.Module):

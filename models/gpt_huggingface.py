@@ -8,8 +8,13 @@ those that openai-community has published, lack the prefix "transformer.".
 from collections.abc import Mapping
 from typing import Any
 
-import jshard
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import (
+    check_features,
+    read_architecture,
+    read_sizes,
+    write_sizes,
+)
 
 _NAME, _BASE = "GPT2LMHeadModel", "GPT2Model"
 _PREFIX = "transformer."
@@ -20,7 +25,6 @@ _FIXED = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
-    "quantization_config": (),
 }
 # Our keys, and config.json's with their defaults.
 _SIZES = {
@@ -42,19 +46,9 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = (json.get("architectures") or ["none"])[0]
-    if name not in (_NAME, _BASE):
-        raise jshard.UserError(
-            f"config.json: architecture {name} is not supported; those are {_NAME}, "
-            f"{_BASE}"
-        )
-    model = {ours: json.get(*theirs) for ours, theirs in _SIZES.items()}
-    fixed = {**_FIXED, "n_inner": (4 * model["width"],)}
-    for key, known in fixed.items():
-        if json.get(key) is not None and json[key] not in known:
-            raise jshard.UserError(
-                f"config.json: {key}={json[key]!r} of {name} is not supported"
-            )
+    name = read_architecture(json, (_NAME, _BASE))
+    model = read_sizes(json, _SIZES)
+    check_features(json, name, {**_FIXED, "n_inner": (4 * model["width"],)})
     return model
 
 
@@ -64,11 +58,8 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     Args:
       model: keys of ``GPTConfig``.
     """
-    sizes = {theirs: model[ours] for ours, (theirs, _) in _SIZES.items()}
     return {
-        "architectures": [_NAME],
-        "model_type": "gpt2",
-        **sizes,
+        **write_sizes(model, _NAME, "gpt2", _SIZES),
         "n_ctx": model["sequence_length"],
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,

@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jshard
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import (
+    Json,
+    check_features,
+    read_architecture,
+    read_sizes,
+    write_sizes,
+)
 
-Json = Mapping[str, Any]
 _NORM = {
     "scale": "weight",
     "bias": "bias",
@@ -32,17 +37,8 @@ def read_keys(
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = (json.get("architectures") or ["none"])[0]
-    if name != architecture:
-        raise jshard.UserError(
-            f"config.json: architecture {name} is not supported; that is {architecture}"
-        )
-    for key, known in {**fixed, "quantization_config": ()}.items():
-        if json.get(key) is not None and json[key] not in known:
-            raise jshard.UserError(
-                f"config.json: {key}={json[key]!r} of {name} is not supported"
-            )
-    model = {ours: json.get(*theirs) for ours, theirs in sizes.items()}
+    check_features(json, read_architecture(json, [architecture]), fixed)
+    model = read_sizes(json, sizes)
     model = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
     labels = json.get("id2label")
     model["classes"] = len(labels) if labels else json.get("num_labels", 2)
@@ -56,11 +52,9 @@ def write_keys(
     sizes: Mapping[str, tuple[str, Any]],
 ) -> dict[str, Any]:
     """Returns the content of a config.json, as ``read_keys`` reads it."""
-    found = {theirs: model[ours] for ours, (theirs, _) in sizes.items()}
+    found = write_sizes(model, architecture, model_type, sizes)
     labels = {str(i): f"LABEL_{i}" for i in range(model["classes"])}
     return {
-        "architectures": [architecture],
-        "model_type": model_type,
         **{k: list(v) if isinstance(v, tuple) else v for k, v in found.items()},
         "id2label": labels,
         "label2id": {label: int(i) for i, label in labels.items()},

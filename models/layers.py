@@ -6,8 +6,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jshard
+
 # Of a model: with width, num_layers, dtype (of the computation) and param_dtype.
 Config = Any
+
+
+def check_heads(config: Config) -> None:
+    """Raises a UserError unless the heads divide the width."""
+    if config.width % config.num_heads:
+        raise jshard.UserError(
+            f"model: width={config.width} does not divide by "
+            f"num_heads={config.num_heads}"
+        )
 
 
 def linear(
@@ -40,12 +51,17 @@ def residual_std(config: Config) -> float:
 
 
 def embedding(
-    config: Config, size: int, rngs: nnx.Rngs, std: float = 0.02
+    config: Config,
+    size: int,
+    rngs: nnx.Rngs,
+    std: float = 0.02,
+    *,
+    width: int | None = None,
 ) -> nnx.Embed:
-    """Returns a table of ``size`` normal vectors."""
+    """Returns a table of ``size`` normal vectors, of the model's width by default."""
     return nnx.Embed(
         size,
-        config.width,
+        width or config.width,
         embedding_init=nnx.initializers.normal(std),
         dtype=config.dtype,
         param_dtype=config.param_dtype,

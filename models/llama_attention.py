@@ -119,7 +119,7 @@ class Attention(nnx.Module):
             return local
         return jax.tree.map(lambda a, b: jnp.where(sliding, a, b), local, full)
 
-    def _options(self) -> dict[str, float]:
+    def _options(self) -> dict[str, Any]:
         """Returns the options of the scores, without those that are not used."""
         config = self.config
         scale = config.attention_scale and config.attention_scale**-0.5

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jshard
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import check_features, read_architecture
 from models.llama_config import LlamaConfig
 from models.rope import SCALINGS
 from models.rope_huggingface import known, read_rope, write_rope
@@ -104,7 +105,6 @@ _MISSING = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
     "partial_rotary_factor": (1, 1.0),
-    "quantization_config": (),
 }
 
 
@@ -119,11 +119,7 @@ def read_config(json: Json) -> dict[str, Any]:
         missing.
     """
     name, family = _family(json)
-    for key, allowed in _MISSING.items():
-        if json.get(key) is not None and json[key] not in allowed:
-            raise jshard.UserError(
-                f"config.json: {key}={json[key]!r} of {name} is not supported"
-            )
+    check_features(json, name, _MISSING)
 
     def get(key: str, default: Any = None) -> Any:
         value = json.get(key)
@@ -308,13 +304,8 @@ def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
 
 
 def _family(json: Json) -> tuple[str, Family]:
-    names = json.get("architectures") or ["none"]
-    if names[0] not in _FAMILIES:
-        raise jshard.UserError(
-            f"config.json: architecture {names[0]} is not supported; those are "
-            f"{', '.join(_FAMILIES)}"
-        )
-    return names[0], _FAMILIES[names[0]]
+    name = read_architecture(json, _FAMILIES)
+    return name, _FAMILIES[name]
 
 
 def _architecture(config: LlamaConfig) -> str:

@@ -5,205 +5,67 @@ v1.1 (Shazeer 2020, arXiv:2002.05202, and the release notes of the t5 repository
 
 Encoder and decoder are a Stack each. All decoder layers read the encoder's output,
 which is an argument of the decoder's Stack, as is the bias of relative positions: each
-side has one table for all its layers, looked up once outside of the Stack.
+side has one table for all its layers, looked up once outside of the Stack. To generate,
+``encode`` has each decoder layer cache its keys and values of the encoder's output, and
+``decode`` those of the new tokens.
 
-Shape suffixes: B batch, S time of the inputs, T time of the decoder's tokens, Q and K
-time of queries and of keys, D model width, N heads, H head width, F hidden width, V
-vocabulary.
+Shape suffixes: B batch, S time of the inputs, T time of the decoder's tokens, L layers,
+K slots of a cache, D model width, N heads, F hidden width, V vocabulary.
 """
 
-import dataclasses
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
+from jshard.nn.kv_cache import KVCache
+from models.layers import embedding, linear, rms_norm
+from models.t5_attention import Attention, position_buckets
+from models.t5_config import T5Config
+
+__all__ = ["T5", "T5Cache", "T5Config"]
 
 
-@dataclasses.dataclass(frozen=True)
-class T5Config:
-    """Sizes and details of a T5; the defaults are those of v1.0 small.
+class T5Cache(NamedTuple):
+    """What decoding has of the tokens so far, and of the inputs.
 
     Attributes:
-      vocab_size: V, number of tokens.
-      num_layers: layers of the encoder.
-      num_decoder_layers: layers of the decoder.
-      num_heads: N.
-      head_width: H.
-      width: D; N times H may differ from it.
-      hidden: F, width of the MLP.
-      gated: whether the MLP is GEGLU, as in v1.1, in place of ReLU.
-      tied: whether the head is the transposed embedding, with features divided by the
-        root of D, as in v1.0.
-      buckets: number of classes of relative positions.
-      max_distance: positions at least so far apart share the last class.
-      norm_eps: added to the mean square in RMSNorm.
-      dropout: rate, on embeddings, residual branches and final features.
-      loss_chunk: tokens per device whose logits exist at a time in the loss.
-      start_token: the decoder's first input token.
-      dtype: of the computation.
-      param_dtype: of the parameters.
+      own: keys and values of the decoder's tokens.
+      crossed: keys and values of the encoder's output.
+      mask_BS: which inputs are not padding.
     """
 
-    vocab_size: int = 32128
-    num_layers: int = 6
-    num_decoder_layers: int = 6
-    num_heads: int = 8
-    head_width: int = 64
-    width: int = 512
-    hidden: int = 2048
-    gated: bool = False
-    tied: bool = True
-    buckets: int = 32
-    max_distance: int = 128
-    norm_eps: float = 1e-6
-    dropout: float = 0.0
-    loss_chunk: int = 1024
-    start_token: int = 0
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
-
-    def __post_init__(self):
-        # A side has the buckets to itself where it looks in one direction only.
-        if self.buckets < 4 or self.buckets % 4 or self.max_distance <= self.buckets:
-            raise jshard.UserError(
-                f"model: buckets={self.buckets} must be a multiple of 4, and "
-                f"max_distance={self.max_distance} larger"
-            )
+    own: KVCache
+    crossed: KVCache
+    mask_BS: jax.Array
 
 
-def _linear(
-    config: T5Config, size_in: int, size_out: int, std: float, rngs: nnx.Rngs
-) -> nnx.Linear:
-    return nnx.Linear(
-        size_in,
-        size_out,
-        use_bias=False,
-        kernel_init=nnx.initializers.normal(std),
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
+class Stream(NamedTuple):
+    """What one decoder layer passes to the next when decoding with a cache.
+
+    Attributes:
+      x_BTD: the residual stream.
+      own: keys and values of the decoder's tokens.
+      layer: the number of the layer that comes.
+    """
+
+    x_BTD: jax.Array
+    own: KVCache
+    layer: jax.Array
 
 
-def _embed(
-    config: T5Config, rows: int, width: int, std: float, rngs: nnx.Rngs
-) -> nnx.Embed:
-    return nnx.Embed(
-        rows,
-        width,
-        embedding_init=nnx.initializers.normal(std),
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
+class Encoded(NamedTuple):
+    """The encoder's output, of which all decoder layers give keys and values."""
+
+    x_BSD: jax.Array
 
 
 def _norm(config: T5Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
-        config.width,
-        epsilon=config.norm_eps,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
-
-
-def position_buckets(
-    queries: int, keys: int, *, bidirectional: bool, buckets: int, max_distance: int
-) -> np.ndarray:
-    """Returns the class of each relative position, int32 (Q, K).
-
-    Half of the classes are for one distance each, the others for ranges that grow
-    exponentially up to ``max_distance`` (section 2.1). A bidirectional side has half of
-    all classes for keys after the query; otherwise such keys count as at distance 0.
-    """
-    distance = np.arange(queries)[:, None] - np.arange(keys)[None, :]
-    offset = np.zeros_like(distance)
-    if bidirectional:
-        buckets //= 2
-        offset = np.where(distance < 0, buckets, 0)
-        distance = np.abs(distance)
-    distance = np.maximum(distance, 0)
-    exact = buckets // 2
-    # In float32 like the reference code, so that ranges begin at the same distance.
-    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
-    scale = np.float32(math.log(max_distance / exact))
-    far = exact + (ratio / scale * np.float32(buckets - exact)).astype(np.int64)
-    bucket = np.where(distance < exact, distance, np.minimum(far, buckets - 1))
-    return (offset + bucket).astype(np.int32)
-
-
-class Attention(nnx.Module):
-    """Attention to the same text or to another, with scores that are not scaled.
-
-    The initial queries are smaller in turn (``t5.models`` of the reference code).
-    """
-
-    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        width, inner = config.width, config.num_heads * config.head_width
-        self.head_width = config.head_width
-        scaled = (width * config.head_width) ** -0.5
-        self.q = _linear(config, width, inner, scaled, rngs)
-        self.k = _linear(config, width, inner, width**-0.5, rngs)
-        self.v = _linear(config, width, inner, width**-0.5, rngs)
-        self.out = _linear(config, inner, width, inner**-0.5, rngs)
-
-    def __call__(
-        self,
-        x_BQD: jax.Array,
-        memory_BKD: jax.Array,
-        bias_1NQK: jax.Array | None,
-        mask_B1QK: jax.Array | None,
-    ) -> jax.Array:
-        """Returns the attention output, (B, Q, D).
-
-        Args:
-          x_BQD: what the queries come from.
-          memory_BKD: what keys and values come from.
-          bias_1NQK: added to the scores.
-          mask_B1QK: which keys a query attends to; dimensions of size 1 are for all.
-        """
-
-        def heads(x_BTE: jax.Array) -> jax.Array:
-            x_BTNH = x_BTE.reshape(*x_BTE.shape[:2], -1, self.head_width)
-            return checkpoint_name(x_BTNH, "qkv")
-
-        q_BQNH = heads(self.q(x_BQD))
-        k_BKNH, v_BKNH = heads(self.k(memory_BKD)), heads(self.v(memory_BKD))
-        y_BQNH = _attend(q_BQNH, k_BKNH, v_BKNH, bias_1NQK, mask_B1QK)
-        y_BQE = y_BQNH.reshape(*x_BQD.shape[:2], -1)
-        return self.out(checkpoint_name(y_BQE, "attended"))
-
-
-def _attend(
-    q_BQNH: jax.Array,
-    k_BKNH: jax.Array,
-    v_BKNH: jax.Array,
-    bias_1NQK: jax.Array | None,
-    mask_B1QK: jax.Array | None,
-) -> jax.Array:
-    """Returns attended values (B, Q, N, H); the softmax is in float32 or wider.
-
-    Not ``jshard.dot_product_attention``, for kernels that store no scores have no
-    gradient for a bias.
-    """
-    wide = jnp.promote_types(q_BQNH.dtype, jnp.float32)
-    scores_BNQK = jnp.einsum(
-        "BQNH,BKNH->BNQK", q_BQNH, k_BKNH, preferred_element_type=wide
-    )
-    if bias_1NQK is not None:
-        scores_BNQK += bias_1NQK
-    if mask_B1QK is not None:
-        scores_BNQK = jnp.where(mask_B1QK, scores_BNQK, jnp.finfo(wide).min)
-    weights_BNQK = jax.nn.softmax(scores_BNQK).astype(v_BKNH.dtype)
-    return jnp.einsum("BNQK,BKNH->BQNH", weights_BNQK, v_BKNH)
+    return rms_norm(config, config.width, rngs, epsilon=config.norm_eps, offset=False)
 
 
 class MLP(nnx.Module):
@@ -212,10 +74,10 @@ class MLP(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         width, hidden = config.width, config.hidden
         self.gated = config.gated
-        self.up = _linear(config, width, hidden, width**-0.5, rngs)
+        self.up = linear(config, width, hidden, rngs, width**-0.5, bias=False)
         if config.gated:
-            self.gate = _linear(config, width, hidden, width**-0.5, rngs)
-        self.down = _linear(config, hidden, width, hidden**-0.5, rngs)
+            self.gate = linear(config, width, hidden, rngs, width**-0.5, bias=False)
+        self.down = linear(config, hidden, width, rngs, hidden**-0.5, bias=False)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the MLP's output, (B, T, D)."""
@@ -264,14 +126,26 @@ class DecoderBlock(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(
+    def __call__(self, stream: Any, *inputs: Any) -> Any:
+        """Returns the stream after this block.
+
+        The stream is the residual stream, (B, T, D), and ``inputs`` are those of
+        ``_attend``; to decode with a cache it is a Stream, and they are those of
+        ``_decode``. An Encoded comes back with this layer's keys and values of it.
+        """
+        if isinstance(stream, Encoded):
+            return stream, self.cross.keys(stream.x_BSD)
+        if isinstance(stream, Stream):
+            return self._decode(stream, *inputs)
+        return self._attend(stream, *inputs)
+
+    def _attend(
         self,
         x_BTD: jax.Array,
         bias_1NTT: jax.Array,
         encoded_BSD: jax.Array,
         mask_B11S: jax.Array | None,
     ) -> jax.Array:
-        """Returns the residual stream after this block, (B, T, D)."""
         h_BTD, T = self.norm1(x_BTD), x_BTD.shape[1]
         causal_11TT = jnp.tri(T, dtype=bool)[None, None]
         attended = self.attention(h_BTD, h_BTD, bias_1NTT, causal_11TT)
@@ -280,20 +154,40 @@ class DecoderBlock(nnx.Module):
         x_BTD += self.dropout(crossed)
         return x_BTD + self.dropout(self.mlp(self.norm3(x_BTD)))
 
+    def _decode(
+        self,
+        stream: Stream,
+        bias_BNTK: jax.Array,
+        positions_BT: jax.Array,
+        crossed: KVCache,
+        mask_BS: jax.Array,
+    ) -> Stream:
+        x_BTD, own, layer = stream
+        y_BTD, own = self.attention.decode(
+            self.norm1(x_BTD), bias_BNTK, positions_BT, own, layer
+        )
+        x_BTD += y_BTD
+        x_BTD += self.cross.decode_across(self.norm2(x_BTD), crossed, layer, mask_BS)
+        x_BTD += self.mlp(self.norm3(x_BTD))
+        return Stream(x_BTD, own, layer + 1)
+
 
 class T5(nnx.Module):
-    """Two texts to logits; ``loss`` for training, ``greedy`` for samples."""
+    """Two texts to logits; ``loss`` for training, a cache for ``jshard.generate``."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
-        width, buckets = config.width, (config.buckets, config.num_heads)
-        self.embed = jshard.Unit(_embed(config, config.vocab_size, width, 1.0, rngs))
-        self.encoder_bias = _embed(config, *buckets, width**-0.5, rngs)
+        width, std = config.width, config.width**-0.5
+        bias = lambda: embedding(
+            config, config.buckets, rngs, std, width=config.num_heads
+        )
+        self.embed = jshard.Unit(embedding(config, config.vocab_size, rngs, 1.0))
+        self.encoder_bias = bias()
         self.encoder = jshard.Stack(
             lambda rngs: EncoderBlock(config, rngs=rngs), config.num_layers, rngs=rngs
         )
         self.encoder_norm = _norm(config, rngs)
-        self.decoder_bias = _embed(config, *buckets, width**-0.5, rngs)
+        self.decoder_bias = bias()
         self.decoder = jshard.Stack(
             lambda rngs: DecoderBlock(config, rngs=rngs),
             config.num_decoder_layers,
@@ -303,7 +197,7 @@ class T5(nnx.Module):
         self.dropout = jshard.Dropout(config.dropout, rngs=rngs)
         if not config.tied:
             self.head = jshard.Unit(
-                _linear(config, width, config.vocab_size, width**-0.5, rngs)
+                linear(config, width, config.vocab_size, rngs, std, bias=False)
             )
 
     def __call__(
@@ -340,33 +234,59 @@ class T5(nnx.Module):
             x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
         )
 
-    def greedy(
-        self, inputs_BS: jax.Array, length: int, mask_BS: jax.Array | None = None
-    ) -> jax.Array:
-        """Returns the decoder's likeliest tokens, one after the other, (B, length).
+    def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array, length: int) -> T5Cache:
+        """Returns the cache of inputs, with room for ``length`` tokens.
 
-        In eval mode. There is no cache: each token decodes all positions again.
+        Args:
+          inputs_BS: tokens of the encoder.
+          mask_BS: which of them are not padding, booleans.
+          length: the most tokens that ``decode`` is to be given of a row.
         """
-        B, start = inputs_BS.shape[0], self.config.start_token
-        embed, x_BSD, _ = self._embed(inputs_BS, inputs_BS[:, :0])
-        encoded_BSD = self._encode(x_BSD, mask_BS)
+        config = self.config
+        _, x_BSD, _ = self._embed(inputs_BS, inputs_BS[:, :0])
+        encoded = Encoded(self._encode(x_BSD, mask_BS))
+        _, (k_LBSNH, v_LBSNH) = self.decoder(encoded)
+        L, B, _, N, H = k_LBSNH.shape
+        return T5Cache(
+            KVCache.zeros(L, B, length, N, H, config.dtype),
+            KVCache.stacked(k_LBSNH, v_LBSNH, config.dtype),
+            mask_BS,
+        )
 
-        def step(tokens_BT: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x_BTD, head_DV = self._decode(embed, embed(tokens_BT), encoded_BSD, mask_BS)
-            x_BD = lax.dynamic_index_in_dim(x_BTD, t, 1, keepdims=False)
-            token_B = jnp.argmax(_logits(x_BD, head_DV), axis=-1).astype(jnp.int32)
-            # The last token would be written beyond the end, where nothing is.
-            return tokens_BT.at[:, t + 1].set(token_B, mode="drop"), token_B
+    def decode(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: T5Cache
+    ) -> tuple[jax.Array, T5Cache]:
+        """Returns the logits of new tokens, (B, T, V), and the cache with them.
 
-        tokens_BT = jnp.full((B, length), start, jnp.int32)
-        return lax.scan(step, tokens_BT, jnp.arange(length))[1].T
+        Args:
+          tokens_BT: tokens that follow those in the cache; the first is
+            ``config.start_token``.
+          positions_BT: their positions; -1 for padding, which is written nowhere.
+          cache: from ``encode`` or an earlier call.
+        """
+        embed = jshard.gathered(self.embed) if self.config.tied else self.embed
+        stream, head_DV = self._decoded(
+            embed,
+            Stream(embed(tokens_BT), cache.own, jnp.int32(0)),
+            self._bias_of_slots(positions_BT, cache.own.slots),
+            positions_BT,
+            cache.crossed,
+            cache.mask_BS,
+        )
+        logits_BTV = _logits(self._normalized(stream.x_BTD), head_DV)
+        return logits_BTV, cache._replace(own=stream.own)
 
     def _features(
         self, inputs_BS: jax.Array, tokens_BT: jax.Array, mask_BS: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the decoder's features (B, T, D), and the head (D, V) for them."""
         embed, x_BSD, x_BTD = self._embed(inputs_BS, tokens_BT)
-        return self._decode(embed, x_BTD, self._encode(x_BSD, mask_BS), mask_BS)
+        encoded_BSD = self._encode(x_BSD, mask_BS)
+        bias_1NTT = self._bias(self.decoder_bias, x_BTD.shape[1], bidirectional=False)
+        x_BTD, head_DV = self._decoded(
+            embed, self.dropout(x_BTD), bias_1NTT, encoded_BSD, _of_keys(mask_BS)
+        )
+        return self._normalized(x_BTD), head_DV
 
     def _embed(
         self, inputs_BS: jax.Array, tokens_BT: jax.Array
@@ -384,33 +304,42 @@ class T5(nnx.Module):
         x_BSD = self.encoder(self.dropout(x_BSD), bias_1NSS, _of_keys(mask_BS))
         return self.dropout(self.encoder_norm(x_BSD))
 
-    def _decode(
-        self,
-        embed: nnx.Embed,
-        x_BTD: jax.Array,
-        encoded_BSD: jax.Array,
-        mask_BS: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the decoder's features (B, T, D), and the head (D, V) for them."""
-        bias_1NTT = self._bias(self.decoder_bias, x_BTD.shape[1], bidirectional=False)
-        inputs = (self.dropout(x_BTD), bias_1NTT, encoded_BSD, _of_keys(mask_BS))
+    def _decoded(
+        self, embed: nnx.Embed, stream: Any, *inputs: Any
+    ) -> tuple[Any, jax.Array]:
+        """Returns the stream after the decoder's layers, and the head (D, V)."""
         if self.config.tied:
-            x_BTD = self.decoder_norm(self.decoder(*inputs))
-            scale = jnp.asarray(self.config.width**-0.5, x_BTD.dtype)
-            return self.dropout(x_BTD) * scale, embed.embedding.get_value().T
-        head, x_BTD = jshard.gathered_during(self.head, self.decoder, *inputs)
-        return self.dropout(self.decoder_norm(x_BTD)), head.kernel.get_value()
+            return self.decoder(stream, *inputs), embed.embedding.get_value().T
+        head, stream = jshard.gathered_during(self.head, self.decoder, stream, *inputs)
+        return stream, head.kernel.get_value()
+
+    def _normalized(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns what the head is applied to."""
+        x_BTD = self.dropout(self.decoder_norm(x_BTD))
+        if not self.config.tied:
+            return x_BTD
+        return x_BTD * jnp.asarray(self.config.width**-0.5, x_BTD.dtype)
 
     def _bias(self, table: nnx.Embed, length: int, *, bidirectional: bool) -> jax.Array:
         """Returns what is added to the scores of all layers of a side, (1, N, T, T)."""
-        classes_TT = position_buckets(
-            length,
-            length,
+        classes_TT = self._classes(length, length, bidirectional=bidirectional)
+        return table(jnp.asarray(classes_TT)).transpose(2, 0, 1)[None]
+
+    def _bias_of_slots(self, positions_BT: jax.Array, slots: int) -> jax.Array:
+        """Returns the decoder's bias between positions and slots, (B, N, T, K)."""
+        classes_K = self._classes(slots, 1, bidirectional=False)[:, 0]  # by distance
+        bias_KN = self.decoder_bias(jnp.asarray(classes_K))
+        distance_BTK = positions_BT[..., None] - jnp.arange(slots)
+        return bias_KN[jnp.clip(distance_BTK, 0, slots - 1)].transpose(0, 3, 1, 2)
+
+    def _classes(self, queries: int, keys: int, *, bidirectional: bool) -> np.ndarray:
+        return position_buckets(
+            queries,
+            keys,
             bidirectional=bidirectional,
             buckets=self.config.buckets,
             max_distance=self.config.max_distance,
         )
-        return table(jnp.asarray(classes_TT)).transpose(2, 0, 1)[None]
 
 
 def _of_keys(mask_BK: jax.Array | None) -> jax.Array | None:

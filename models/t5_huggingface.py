@@ -8,8 +8,13 @@ says all of that by ``tie_word_embeddings``. Both are read, and the latter is wr
 from collections.abc import Mapping
 from typing import Any
 
-import jshard
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import (
+    check_features,
+    read_architecture,
+    read_sizes,
+    write_sizes,
+)
 
 _NAME = "T5ForConditionalGeneration"
 # Our keys, and config.json's with their defaults.
@@ -37,23 +42,14 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = (json.get("architectures") or ["none"])[0]
-    if name != _NAME:
-        raise jshard.UserError(
-            f"config.json: architecture {name} is not supported; that is {_NAME}"
-        )
-    mlp = json.get("feed_forward_proj", "relu")
-    if mlp not in _GATED:
-        raise jshard.UserError(
-            f"config.json: feed_forward_proj={mlp!r} of {name} is not supported; those "
-            f"are {', '.join(_GATED)}"
-        )
-    model = {ours: json.get(*theirs) for ours, theirs in _SIZES.items()}
+    name = read_architecture(json, [_NAME])
+    check_features(json, name, {"feed_forward_proj": _GATED})
+    model = read_sizes(json, _SIZES)
     tied = (json.get(key) for key in ("tie_word_embeddings", "scale_decoder_outputs"))
     decoder_layers = json.get("num_decoder_layers")
     return model | {
         "num_decoder_layers": decoder_layers or model["num_layers"],
-        "gated": _GATED[mlp],
+        "gated": _GATED[json.get("feed_forward_proj") or "relu"],
         "tied": all(value is not False for value in tied),
     }
 
@@ -64,12 +60,9 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     Args:
       model: keys of ``T5Config``.
     """
-    sizes = {theirs: model[ours] for ours, (theirs, _) in _SIZES.items()}
     return {
-        "architectures": [_NAME],
-        "model_type": "t5",
+        **write_sizes(model, _NAME, "t5", _SIZES),
         "is_encoder_decoder": True,
-        **sizes,
         "num_decoder_layers": model["num_decoder_layers"],
         "feed_forward_proj": "gated-gelu" if model["gated"] else "relu",
         "tie_word_embeddings": model["tied"],

@@ -15,6 +15,7 @@ from flax import nnx
 
 import jshard
 from models.convolutions import check_channels
+from models.layers import check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +62,7 @@ class ViTConfig:
                 f"model: image_size={self.image_size} does not divide by "
                 f"patch_size={self.patch_size}"
             )
-        if self.width % self.num_heads:
-            raise jshard.UserError(
-                f"model: width={self.width} does not divide by "
-                f"num_heads={self.num_heads}"
-            )
+        check_heads(self)
 
 
 def _linear(

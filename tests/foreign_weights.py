@@ -1,17 +1,22 @@
 """Tiny models of transformers, random, in a folder; and their weights in ours."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+import jshard
 from jshard.checkpoint.file_tensor import FileTensor
 from jshard.layout.layers import layer_dims
+from parity import make_mesh
 
 
 def randomize(model: Any) -> Any:
@@ -75,6 +80,56 @@ def store(
         parts = [array] if len(tensor.names) == 1 else list(array)
         files |= dict(zip(tensor.names, parts, strict=True))
     return {name: np.ascontiguousarray(array) for name, array in files.items()}
+
+
+def check_logits(
+    model: Any, logits: Callable[[Any, Any], Any], batch: Any, want: np.ndarray
+) -> None:
+    """Checks what a model computes of a batch, on one device and over meshes.
+
+    Args:
+      model: over whole arrays.
+      logits: a function of the model and the batch.
+      batch: arrays.
+      want: the result of another implementation.
+    """
+
+    def check(got: Any) -> None:
+        worst = np.max(np.abs(np.asarray(got) - want))
+        assert worst <= 1e-5 * np.max(np.abs(want))
+
+    assert np.std(want) > 0.1
+    with jax.default_matmul_precision("highest"):
+        check(nnx.jit(logits)(model, batch))
+        for replica in (1, 2):
+            fsdp = jshard.FSDP(
+                make_mesh(replica, 8 // replica), jshard.Policy(min_shard_elements=0)
+            )
+            state = fsdp.shard(model, optax.identity())
+            predict = fsdp.predict_step(logits)
+            check(fsdp.unshard(predict(state, fsdp.shard_batch(batch))))
+
+
+def write_again(model: Any, huggingface: Any, source: Path, target: Path) -> None:
+    """Writes a folder for a model, and checks it against the one that it was read from.
+
+    Args:
+      model: over whole arrays.
+      huggingface: its map.
+      source: the folder that it was read from.
+      target: the folder to write.
+    """
+    theirs = json.loads((source / "config.json").read_text())
+    config = huggingface.write_config(vars(model.config))
+    config["pad_token_id"] = theirs.get("pad_token_id")  # as an export has it
+    (target / "config.json").write_text(json.dumps(config))
+    files = store(model, huggingface.tensors(vars(model.config)))
+    save_file(files, target / "model.safetensors", {"format": "pt"})
+    originals = read_tensors(source)
+    assert originals.keys() == files.keys()
+    for name, original in originals.items():
+        assert original.tobytes() == files[name].tobytes()
+    assert huggingface.read_config(config) == huggingface.read_config(theirs)
 
 
 def _array(files: Mapping[str, np.ndarray], tensor: FileTensor) -> np.ndarray:

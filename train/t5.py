@@ -19,6 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.generation import answer_inputs
 from jshard.training.keys import Key
 from jshard.training.text import text_data
 from jshard.training.tokenizer import load_tokenizer
@@ -214,7 +215,7 @@ def sample(config):
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size)
 
     def fill(model, prompts):
-        targets = model.greedy(prompts["inputs"], corrupt.targets, prompts["mask"])
+        targets = answer_inputs(model, prompts, length=corrupt.targets)
         return jnp.concatenate([prompts["inputs"], targets], axis=1)
 
     def decode(tokens):
@@ -224,4 +225,6 @@ def sample(config):
         truth = corrupt.filled(inputs, example["targets"], tokenizer)
         return f"{filled}\n\nand as it was written:\n{truth}"
 
-    return fill, {key: example[key][None] for key in ("inputs", "mask")}, decode
+    prompts = {key: example[key][None] for key in ("inputs", "mask")}
+    prompts["seed"] = np.zeros(1, np.uint32)  # nothing is random
+    return fill, prompts, decode

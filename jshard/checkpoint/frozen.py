@@ -90,5 +90,6 @@ def check_unchanged(folder: Path, about: dict[str, Any], state: TrainState) -> N
         raise UserError(
             f"checkpoint {folder} was trained beside other frozen parameters than "
             f"those of {source}: {some_of(differ, limit=3)} differ; give the folder "
-            "that they came from with --config.checkpoint.restore=DIR"
+            "that they came from: --config.checkpoint.restore=DIR to train, --base=DIR "
+            "to generate"
         )

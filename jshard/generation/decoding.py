@@ -1,10 +1,14 @@
 """Decoding with a cache, as functions of a model to be traced inside a jit.
 
-A model has ``init_cache(batch, length)``, which returns zeros (B, ...), and
+A decoder has ``init_cache(batch, length)``, which returns zeros (B, ...), and
 ``decode(tokens_BT, positions_BT, cache)``, which returns logits (B, T, V) and the cache
-with these tokens; positions of -1 are padding.
+with these tokens; positions of -1 are padding. It continues its prompts.
 
-Shape suffixes: B rows, T tokens, V vocabulary.
+An encoder-decoder has ``encode(inputs_BS, mask_BS, length)`` in place of
+``init_cache``: it returns a cache that holds what ``decode`` reads of the inputs, with
+room for ``length`` tokens. The first of them is ``config.start_token``.
+
+Shape suffixes: B rows, S tokens of inputs, T tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -14,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.errors import UserError
 from jshard.generation.sampling import Sampling, sample
 
 NOTHING = -1  # in place of the tokens after a row's end
@@ -36,22 +39,6 @@ class Rows(NamedTuple):
     end_B: jax.Array
     seed_B: jax.Array
     cache: Any
-
-
-def context_length(model: Any) -> int:
-    """Returns the most tokens of a text: what the model is meant for, or trained on.
-
-    Raises:
-      UserError: the model's config does not say.
-    """
-    config = getattr(model, "config", None)
-    for name in ("context_length", "sequence_length"):
-        if length := getattr(config, name, 0):
-            return length
-    raise UserError(
-        f"{type(model).__name__}.config has no sequence_length, the most tokens of a "
-        "text"
-    )
 
 
 def prefill(model: Any, tokens_BT: Any, positions_BT: Any, cache: Any) -> Any:
@@ -134,3 +121,28 @@ def continue_prompts(
     sampling = Sampling(temperature)
     _, new_BT = decode_steps(model, rows, count=length, sampling=sampling)
     return jnp.concatenate([tokens_BT, new_BT], axis=1)
+
+
+def answer_inputs(
+    model: Any, inputs: dict[str, jax.Array], *, length: int, temperature: float = 0.0
+) -> jax.Array:
+    """Samples an encoder-decoder's ``length`` tokens, in a single traced call.
+
+    Args:
+      model: in eval mode.
+      inputs: ``inputs`` (B, S), ``mask`` (B, S), which of them are not padding, and
+        ``seed`` (B,), one random seed a row.
+      length: tokens to sample.
+      temperature: of the softmax; 0 takes the likeliest token.
+
+    Returns:
+      Tokens (B, length).
+    """
+    inputs_BS, seed_B = inputs["inputs"], inputs["seed"]
+    B = inputs_BS.shape[0]
+    cache = model.encode(inputs_BS, inputs["mask"], length)
+    start_B = jnp.full(B, model.config.start_token, jnp.int32)
+    ends = jnp.zeros(B, jnp.int32), jnp.full(B, length, jnp.int32)
+    rows = Rows(start_B, *ends, seed_B, cache)
+    sampling = Sampling(temperature)
+    return decode_steps(model, rows, count=length, sampling=sampling)[1]

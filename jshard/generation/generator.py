@@ -1,4 +1,4 @@
-"""Continues a batch of prompts of different lengths."""
+"""Continues a batch of prompts of different lengths, or answers them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,11 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.generation import decoding
 from jshard.generation.decoding import NOTHING, Rows
 from jshard.generation.placement import Placement, replicated, sharded
+from jshard.generation.prompts import (
+    check_decodes,
+    check_prompts,
+    context_length,
+    is_encoder_decoder,
+    tokens_after,
+)
 from jshard.generation.sampling import Sampling
 from jshard.layout import transfer
 from jshard.state import TrainState
@@ -33,11 +39,15 @@ class _Prompts(NamedTuple):
 class Generator:
     """Continues prompts by decoding with a cache of keys and values.
 
+    The prompts of an encoder-decoder are its encoder's inputs, and what is generated is
+    the decoder's whole text.
+
     Its programs are compiled once for each shape, so keep it for further prompts.
 
     Args:
       model: an NNX model with ``init_cache`` and ``decode`` (``models/gpt.py``,
-        ``models/llama.py``), over whole arrays. Its weights are copied to every device.
+        ``models/llama.py``), or ``encode`` and ``decode`` (``models/t5.py``), over
+        whole arrays. Its weights are copied to every device.
       devices: the devices to use, among which prompts are divided; one by default.
 
     Raises:
@@ -45,26 +55,22 @@ class Generator:
     """
 
     def __init__(self, model: nnx.Module, devices: Sequence[Any] | None = None):
-        _check_decodes(model)
+        check_decodes(model)
         self._start(replicated(model, devices or jax.devices()[:1]))
 
     @classmethod
     def sharded(cls, fsdp: FSDP, state: TrainState) -> "Generator":
         """Returns a Generator whose weights stay shards, gathered layer by layer."""
         generator = cls.__new__(cls)
-        _check_decodes(fsdp.model(state))
+        check_decodes(fsdp.model(state))
         generator._start(sharded(fsdp, state))
         return generator
 
     def _start(self, placement: Placement) -> None:
         self._placement = placement
-        self._context = decoding.context_length(placement.model)
         self._programs: dict[Any, Any] = {}
-
-    @property
-    def context(self) -> int:
-        """The most tokens of a text, with its prompt."""
-        return self._context
+        if not is_encoder_decoder(placement.model):
+            context_length(placement.model)  # raises a UserError if it is not known
 
     def __call__(
         self, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any
@@ -101,12 +107,13 @@ class Generator:
             outside the vocabulary.
         """
         arrays = [np.asarray(prompt, np.int64).reshape(-1) for prompt in prompts]
-        self.check(arrays, length)
-        rows = self._prefilled(arrays, length, seed)
+        model = self._placement.model
+        check_prompts(model, arrays, length)
+        counts = tokens_after(model, arrays, length)
+        rows = self._read(arrays, counts, seed)
         step = self._decode_steps(chunk, sampling or Sampling(), tuple(stop_tokens))
-        longest = min(length, self.context - min(map(len, arrays)))
         earlier: Any = None  # the next part is computed while this one is read
-        for _ in range(-(-longest // chunk)):
+        for _ in range(-(-int(max(counts)) // chunk)):
             rows, tokens = step(rows)
             if earlier is not None:
                 yield (part := self._fetch(earlier, len(arrays)))
@@ -115,62 +122,59 @@ class Generator:
             earlier = tokens
         yield self._fetch(earlier, len(arrays))
 
-    def check(self, prompts: Sequence[np.ndarray], length: int) -> None:
-        """Raises the UserErrors of ``stream``."""
-        if not prompts:
-            raise UserError("generate: there are no prompts")
-        if length < 1:
-            raise UserError(f"generate: length={length} must be at least 1")
-        vocab_size = getattr(self._placement.model.config, "vocab_size", None)
-        for number, prompt in enumerate(prompts, 1):
-            where = f"prompt {number} of {len(prompts)}"
-            if not len(prompt):
-                raise UserError(f"{where} is empty; give at least one token")
-            if len(prompt) >= self.context:
-                raise UserError(
-                    f"{where} has {len(prompt)} tokens, which leaves no room in the "
-                    f"model's context of {self.context}; shorten it"
-                )
-            outside = (prompt < 0) | (prompt >= (vocab_size or np.inf))
-            if np.any(outside):
-                raise UserError(
-                    f"{where} has token {prompt[outside][0]}, but the model's "
-                    f"vocabulary has {vocab_size}: is it another model's tokenizer?"
-                )
-
-    def _prefilled(self, prompts: list[np.ndarray], length: int, seed: int) -> Rows:
-        """Returns rows whose cache holds all tokens of the prompts but the last."""
-        lengths = np.array(list(map(len, prompts)))
-        slots = _rounded(min(lengths.max() + length, self.context))
-        ends = np.minimum(lengths + length, self.context)
+    def _read(self, prompts: list[np.ndarray], counts: np.ndarray, seed: int) -> Rows:
+        """Returns rows that have read the prompts, and generate ``counts`` tokens."""
         devices = self._placement.devices
-        batch = -(-len(prompts) // devices) * devices
-        filled = [*prompts, *prompts[:1] * (batch - len(prompts))]
-        cache = self._empty_cache(batch, slots)
+        spare = -len(prompts) % devices  # rows that are done
+        filled = [*prompts, *prompts[:1] * spare]
+        model = self._placement.model
+        if is_encoder_decoder(model):
+            cache = self._encoded(filled, int(max(counts)))
+            last = [model.config.start_token] * len(prompts)
+            position = np.zeros(len(prompts), int)
+        else:
+            position = np.array([len(prompt) - 1 for prompt in prompts])
+            cache = self._prefilled(filled, _rounded(max(position + 1 + counts)))
+            last = [prompt[-1] for prompt in prompts]
 
-        before = lengths.max() - 1
-        width = min(_rounded(before), _PREFILL)
-        for start in range(0, before, _PREFILL):
-            positions_BT = np.full((batch, width), -1, np.int32)
-            tokens_BT = np.zeros((batch, width), np.int32)
-            for row, prompt in enumerate(filled):
-                part = prompt[:-1][start : start + width]
-                tokens_BT[row, : len(part)] = part
-                positions_BT[row, : len(part)] = start + np.arange(len(part))
-            part = _Prompts(self._put(tokens_BT), self._put(positions_BT), cache)
-            cache = self._prefill()(part).cache
+        def column(values: Any, dtype: Any = np.int32) -> jax.Array:
+            return self._put(np.array([*values, *[0] * spare], dtype))
 
-        def column(values: Any, dtype: Any = np.int32, spare: int = 0) -> jax.Array:
-            extra = [spare] * (batch - len(prompts))  # rows that are done
-            return self._put(np.array([*values, *extra], dtype))
-
+        seeds = ((seed + r) % 2**32 for r in range(len(prompts)))
         return Rows(
-            column(prompt[-1] for prompt in prompts),
-            column(lengths - 1),
-            column(ends - 1),
-            column(((seed + r) % 2**32 for r in range(len(prompts))), np.uint32),
+            column(last),
+            column(position),
+            column(position + counts),
+            column(seeds, np.uint32),
             cache,
         )
+
+    def _prefilled(self, prompts: list[np.ndarray], slots: int) -> Any:
+        """Returns a cache with all tokens of the prompts but the last."""
+        cache = self._empty_cache(len(prompts), slots)
+        before = max(map(len, prompts)) - 1
+        width = min(_rounded(before), _PREFILL)
+        for start in range(0, before, _PREFILL):
+            part = self._part([prompt[:-1] for prompt in prompts], start, width, cache)
+            cache = self._prefill()(part).cache
+        return cache
+
+    def _encoded(self, prompts: list[np.ndarray], length: int) -> Any:
+        """Returns an encoder-decoder's cache of the prompts."""
+        width = _rounded(max(map(len, prompts)))
+        return self._encode(_rounded(length))(self._part(prompts, 0, width)).cache
+
+    def _part(
+        self, prompts: list[np.ndarray], start: int, width: int, cache: Any = None
+    ) -> _Prompts:
+        """Returns tokens ``start`` to ``start + width`` of the prompts."""
+        positions_BT = np.full((len(prompts), width), -1, np.int32)
+        tokens_BT = np.zeros((len(prompts), width), np.int32)
+        for row, prompt in enumerate(prompts):
+            part = prompt[start : start + width]
+            tokens_BT[row, : len(part)] = part
+            positions_BT[row, : len(part)] = start + np.arange(len(part))
+        return _Prompts(self._put(tokens_BT), self._put(positions_BT), cache)
 
     def _empty_cache(self, batch: int, slots: int) -> Any:
         shapes = jax.eval_shape(lambda: self._placement.model.init_cache(batch, slots))
@@ -194,6 +198,15 @@ class Generator:
             return prompts._replace(cache=decoding.prefill(model, *prompts))
 
         return self._program("prefill", prefill)
+
+    def _encode(self, length: int) -> Any:
+        def encode(model: Any, prompts: _Prompts) -> _Prompts:
+            mask_BS = prompts.positions_BT >= 0
+            return prompts._replace(
+                cache=model.encode(prompts.tokens_BT, mask_BS, length)
+            )
+
+        return self._program(("encode", length), encode)
 
     def _decode_steps(self, count: int, sampling: Sampling, stop: tuple) -> Any:
         def steps(model: Any, rows: Rows) -> tuple[Rows, jax.Array]:
@@ -224,8 +237,9 @@ def generate(
     """Continues prompts of different lengths as one batch.
 
     Args:
-      model: an NNX model with ``init_cache`` and ``decode``, which is copied to one
-        device; or a ``jshard.generation.Generator``, for several devices, for sharded
+      model: an NNX model with ``init_cache`` and ``decode``, or an encoder-decoder with
+        ``encode`` and ``decode``, which answers the prompts; it is copied to one
+        device. Or a ``jshard.generation.Generator``, for several devices, for sharded
         weights, or to compile only once for several calls.
       prompts: token ids, at least one each; with a tokenizer, texts.
       length: tokens to generate after each prompt; fewer where the context ends.
@@ -238,7 +252,7 @@ def generate(
         ``jshard.training.tokenizer``.
 
     Returns:
-      What follows each prompt: token ids, or texts with a tokenizer.
+      What follows each prompt, or answers it: token ids, or texts with a tokenizer.
 
     Raises:
       UserError: a prompt is empty, longer than the context allows, or has tokens
@@ -260,12 +274,3 @@ def generate(
 
 def _rounded(count: int) -> int:
     return -(-int(count) // _ROUND) * _ROUND
-
-
-def _check_decodes(model: Any) -> None:
-    for name in ("init_cache", "decode"):
-        if not callable(getattr(model, name, None)):
-            raise UserError(
-                f"generate: {type(model).__name__} has no method {name}; models/gpt.py "
-                "and models/llama.py show what a model needs"
-            )

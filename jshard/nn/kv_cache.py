@@ -4,6 +4,9 @@ A model makes a cache (``KVCache.zeros``) and passes it through its Stack as a p
 the carry, ``(x_BTD, cache, layer)``: each layer calls ``attend`` and returns its
 features, the cache and ``layer + 1``. A carry is updated in place.
 
+The decoder of an encoder-decoder has a second cache, of the encoder's output: it is
+made once (``KVCache.stacked``), and every token reads all of it (``cross_attend``).
+
 Rows come first, so that a cache is sharded like any batch. The slots of a head follow
 each other, so that its keys and values are read as they lie.
 
@@ -15,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class KVCache(NamedTuple):
@@ -42,6 +46,12 @@ class KVCache(NamedTuple):
         shape = (batch, num_layers, num_kv_heads, length, head_width)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    @classmethod
+    def stacked(cls, k_LBSKH: jax.Array, v_LBSKH: jax.Array, dtype: Any) -> "KVCache":
+        """Returns a full cache from the keys and values of all layers."""
+        order = (1, 0, 3, 2, 4)
+        return cls(*(x.transpose(order).astype(dtype) for x in (k_LBSKH, v_LBSKH)))
+
 
 def attend(
     q_BTNH: jax.Array,
@@ -51,6 +61,7 @@ def attend(
     cache: KVCache,
     layer: jax.Array | int,
     *,
+    bias_BNTS: jax.Array | None = None,
     window: jax.Array | int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
@@ -70,6 +81,7 @@ def attend(
       positions_BT: their positions, integers.
       cache: keys and values of all layers.
       layer: which of them is this one.
+      bias_BNTS: added to the scores of queries and slots.
       window: a token attends only to the latest ``window`` positions, its own included.
       soft_cap: c in ``c tanh(score / c)``.
       scale: of the scores; by default 1 / sqrt(H).
@@ -77,34 +89,73 @@ def attend(
     Returns:
       The attended values, (B, T, N, H), in the queries' dtype, and the cache.
     """
-    B, T, N, H = q_BTNH.shape
-    K, S = k_BTKH.shape[2], cache.slots
     cache = KVCache(
         _write(cache.k_BLKSH, k_BTKH, positions_BT, layer),
         _write(cache.v_BLKSH, v_BTKH, positions_BT, layer),
     )
-    k_BKSH, v_BKSH = (
-        jax.lax.dynamic_index_in_dim(x, layer, axis=1, keepdims=False) for x in cache
-    )
+    behind_BTS = positions_BT[..., None] - jnp.arange(cache.slots)
+    seen_BTS = behind_BTS >= 0
+    if window is not None:
+        seen_BTS &= behind_BTS < window
+    options = {"bias_BNTS": bias_BNTS, "soft_cap": soft_cap, "scale": scale}
+    return _attend(q_BTNH, cache, layer, seen_BTS, **options), cache
 
+
+def cross_attend(
+    q_BTNH: jax.Array,
+    cache: KVCache,
+    layer: jax.Array | int,
+    mask_BS: jax.Array,
+    *,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attends tokens to the slots of another text, whatever their positions are.
+
+    Args:
+      q_BTNH: queries of the tokens.
+      cache: keys and values of all layers.
+      layer: which of them is this one.
+      mask_BS: which slots hold a token, booleans.
+      scale: of the scores; by default 1 / sqrt(H).
+
+    Returns:
+      The attended values, (B, T, N, H), in the queries' dtype.
+    """
+    return _attend(q_BTNH, cache, layer, mask_BS[:, None], scale=scale)
+
+
+def _attend(
+    q_BTNH: jax.Array,
+    cache: KVCache,
+    layer: jax.Array | int,
+    seen_BTS: jax.Array,
+    *,
+    bias_BNTS: jax.Array | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Returns the values of the slots that are seen, weighted, (B, T, N, H)."""
+    B, T, N, H = q_BTNH.shape
+    k_BKSH, v_BKSH = (
+        lax.dynamic_index_in_dim(x, layer, axis=1, keepdims=False) for x in cache
+    )
+    K = k_BKSH.shape[1]
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5 if scale is None else scale)
     scores = jnp.einsum(
         "BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=dtype
     )
+    if bias_BNTS is not None:
+        scores += bias_BNTS.reshape(scores.shape)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    behind_BTS = positions_BT[..., None] - jnp.arange(S)
-    seen_BTS = behind_BTS >= 0
-    if window is not None:
-        seen_BTS &= behind_BTS < window
     # Not -inf: a row of padding, which sees nothing, would become nan.
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(dtype).min)
     weights = jax.nn.softmax(scores).astype(v_BKSH.dtype)
     y_BTKGH = jnp.einsum(
         "BKGTS,BKSH->BTKGH", weights, v_BKSH, preferred_element_type=dtype
     )
-    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype), cache
+    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
 def _write(

@@ -52,6 +52,13 @@ def model_parser(name: str, description: str) -> ArgumentParser:
         action="store_true",
         help="take the averages of the run's parameters (policy.ema_decay)",
     )
+    add(
+        "--base",
+        metavar="DIR",
+        type=file_path,
+        help="where the weights are that a run of adapters did not train, if they have "
+        "moved",
+    )
     processes = parser.add_argument_group("several processes, as for jshard.train")
     for option in cluster.OPTIONS:
         processes.add_argument(f"--{option}", metavar="...")
@@ -82,7 +89,11 @@ def started(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
             peers.limit(SILENCE, 0)  # a long text is one phase
         model = stack.enter_context(
             open_model(
-                arguments.model, arguments.config, arguments.dtype, ema=arguments.ema
+                arguments.model,
+                arguments.config,
+                arguments.dtype,
+                ema=arguments.ema,
+                base=arguments.base,
             )
         )
         note(f"model: {model}")

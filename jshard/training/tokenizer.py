@@ -30,7 +30,7 @@ class ByteTokenizer:
       digest: Differs between tokenizers whose files differ.
       bos_id: Begins a document; None if nothing does. Here None.
       eos_id: Ends a document; None if nothing does. Here 0.
-      stop_ids: Tokens that end a generated text; here none.
+      stop_ids: Tokens that end a generated text; here 0 alone.
     """
 
     vocab_size = BYTE_VOCAB
@@ -38,7 +38,7 @@ class ByteTokenizer:
     digest = "bytes"
     bos_id: int | None = None
     eos_id: int | None = 0
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = (0,)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the tokens of a prompt, int32[n]."""

@@ -1,9 +1,9 @@
 """A trained model to use: from a run of jshard, or from a Hugging Face folder."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,11 @@ from jshard.training.run_folder.source import find_source
 from jshard.training.tokenizer import Tokenizer, load_tokenizer
 
 # Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
-_RECIPES = {"GPT2LMHeadModel": "gpt.py"}
+_RECIPES = {
+    "GPT2LMHeadModel": "gpt.py",
+    "GPT2Model": "gpt.py",
+    "T5ForConditionalGeneration": "t5.py",
+}
 _OTHERS = "llama.py:3-8b"
 
 
@@ -48,6 +52,7 @@ class TrainedModel:
       config: The recipe's config, as the run or the folder says.
       dtype: Of the weights and of the computation; None is the run's own.
       ema: Whether the weights are the run's averages; None if it has none.
+      base: What the run's frozen parameters are read from, if they have moved.
     """
 
     path: Path
@@ -55,6 +60,7 @@ class TrainedModel:
     config: Config
     dtype: str | None
     ema: bool | None = None
+    base: Path | None = None
 
     def __str__(self) -> str:
         of_averages = {
@@ -75,15 +81,26 @@ class TrainedModel:
             return load_tokenizer(given, vocab_size)
         if is_huggingface(self.path):
             return load_tokenizer(self.path, vocab_size)
-        return load_tokenizer(
-            self.config.get("data", {}).get("tokenizer", ""), vocab_size
-        )
+        own = self.config.get("data", {}).get("tokenizer", "")
+        if self.base is not None and own and not Path(own).expanduser().exists():
+            own = self.base  # it was beside the weights that have moved
+        return load_tokenizer(own, vocab_size)
+
+    def abstract(self) -> nnx.Module:
+        """Returns the model without its weights."""
+        fsdp, state = self._abstract
+        return fsdp.model(state)
 
     def bytes(self) -> int:
         """Returns the size of the weights, without making any."""
+        _, state = self._abstract
+        leaves = jax.tree.leaves(state.model_arrays)
+        return sum(x.size * x.dtype.itemsize for x in leaves)
+
+    @functools.cached_property
+    def _abstract(self) -> tuple[FSDP, TrainState]:
         job = self._job(jax.devices()[:1])
-        state = jax.tree.leaves(job.abstract_state().model_arrays)
-        return sum(x.size * x.dtype.itemsize for x in state)
+        return job.fsdp, job.abstract_state()
 
     def load(self, devices: Sequence[Any]) -> tuple[FSDP, TrainState]:
         """Reads the weights, sharded over the devices.
@@ -144,7 +161,7 @@ class TrainedModel:
             config,
             fsdp,
             optimizer,
-            partial(recipe.make_model, config),
+            functools.partial(recipe.make_model, config),
             returns.trainable(recipe.trainable, config),
             fsdp.train_step(recipe.loss_fn, optimizer),
         )
@@ -176,6 +193,7 @@ def open_model(
     dtype: str | None = None,
     *,
     ema: bool = False,
+    base: Path | None = None,
 ) -> Iterator[TrainedModel]:
     """Finds a trained model; use it inside the block, like ``open_recipe``.
 
@@ -187,6 +205,7 @@ def open_model(
       dtype: Of the weights and of the computation; by default the run's own, and
         float32 for a Hugging Face folder.
       ema: Whether to take the averages of the run's parameters.
+      base: What the run's frozen parameters are read from, if they have moved.
 
     Raises:
       UserError: There is no model, or it is of an unknown architecture, or has no
@@ -195,6 +214,7 @@ def open_model(
     path = path.expanduser()
     if is_huggingface(path):
         _check_averages(path, not ema)
+        _check_base(path, None, base)
         (architecture, *_) = read_config(path).get("architectures") or [""]
         found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
         with open_recipe(found) as opened:
@@ -209,11 +229,28 @@ def open_model(
         )
     has_averages = any(name.startswith("ema.") for name in about["arrays"])
     _check_averages(step, has_averages or not ema)
+    _check_base(step, frozen.source_of(step), base)
     found = find_recipe_of(step, about["config"], recipe)
     with open_recipe(found) as opened:
         config = complete(opened.get_config(), opened.name)
         _take(config, about["config"])
-        yield TrainedModel(step, opened, config, dtype, ema if has_averages else None)
+        # What the run was given may be relative to another folder.
+        config.checkpoint.restore = str(base or "")
+        yield TrainedModel(
+            step, opened, config, dtype, ema if has_averages else None, base
+        )
+
+
+def _check_base(path: Path, recorded: Path | None, base: Path | None) -> None:
+    """Raises a UserError if parameters that a checkpoint lacks are not there."""
+    if recorded is None and base is not None:
+        raise UserError(f"--base={base}: {path} has all of its weights")
+    found = base or recorded
+    if found is not None and not found.exists():
+        raise UserError(
+            f"{path} has the trained weights alone, and {found}, with the others, does "
+            "not exist: give the folder that has them with --base=DIR"
+        )
 
 
 def _check_averages(path: Path, fine: bool) -> None:

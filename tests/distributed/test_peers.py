@@ -1,4 +1,4 @@
-"""Texts that the processes of a job share."""
+"""Texts that the processes of a job share, and where they listen."""
 
 import pytest
 
@@ -44,3 +44,20 @@ def test_a_text_is_shared_or_published_once_under_a_name(first):
             with pytest.raises(ValueError, match=f"'{name}' was shared or published"):
                 again(name, "stale")
     assert first.publish("c", "3") == "3"
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "bound"),
+    [
+        ("127.0.0.1:2000", "127.0.0.1:2000"),
+        ("localhost:2000", "localhost:2000"),
+        ("[::1]:2000", "[::1]:2000"),
+        ("node1:2000", None),
+        (None, None),
+    ],
+)
+def test_jobs_of_one_machine_listen_to_it_alone(coordinator, bound, monkeypatch):
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    assert peers._bind_address(coordinator) == bound
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:2000")
+    assert peers._bind_address(coordinator) is None

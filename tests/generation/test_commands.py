@@ -165,6 +165,7 @@ def test_bad_input_is_one_line(run, call, words, message, tmp_path, monkeypatch)
     code, out, err = call("generate", f"--model={run}", *words)
     assert (code, out) == (2, "")
     assert message in err
+    assert "weights:" not in err  # which are read last
     lines = err.splitlines()
     assert sum("error" in line for line in lines) == 1
 
@@ -199,6 +200,63 @@ def test_several_processes_print_once_what_one_prints(run, call, tmp_path):
         assert model.startswith("jshard: model: ")
         assert len(rest) == (command == "generate")  # where the weights are
         assert "sharded over 4 devices" in "".join(rest) or command != "generate"
+    launch = ("jshard.launch", "--command=generate", "--num_processes=2", "--")
+    options = (f"--model={run}", "--prompt=permission", "--weights=replicated")
+    done = python(*launch, *options, cwd=tmp_path, count=2)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "weights of several processes are always sharded" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def encoder_decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    keys = {
+        "steps": 2,
+        "batch_size": 24,
+        "model.width": 24,
+        "model.num_heads": 2,
+        "model.head_width": 8,
+        "model.hidden": 32,
+        "eval_every": 0,
+        "checkpoint.every": 2,
+        "sample.fill": False,
+        "data.path": REPOSITORY / "LICENSE",
+    }
+    words = (f"--config.{key}={value}" for key, value in keys.items())
+    done = python("jshard.train", "--config=t5.py", *words, cwd=folder, count=3)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_answers_prompts(encoder_decoder, call, tmp_path):
+    options = (f"--model={encoder_decoder}", "--length=9", "--temperature=0")
+    code, out, err = call("generate", *options, "--prompt=permission")
+    assert code == 0, err
+    assert "permission" not in out
+    file = tmp_path / "prompts.txt"
+    file.write_text("permission\nTHE\nx\n")
+    texts = []
+    for weights in ("replicated", "sharded"):
+        words = (f"--prompts={file}", f"--weights={weights}", "--batch_size=2")
+        code, lines, err = call("generate", *options, *words, "--format=jsonl")
+        assert code == 0, err
+        rows = list(map(json.loads, lines.splitlines()))
+        assert [row["prompt"] for row in rows] == ["permission", "THE", "x"]
+        code, text, _ = call("generate", *options, *words)
+        assert text == "".join(f"{row['text']}\n" for row in rows)
+        texts.append(text)
+    assert texts[0] == texts[1]
+    for words, message in (
+        (["--prompt="], "prompt 1 of 1 is empty"),
+        (["--prompt=a", "--base=."], "--base=.: "),
+    ):
+        code, out, err = call("generate", *options, *words)
+        assert (code, out) == (2, "")
+        assert message in err
+    code, out, err = call("perplexity", options[0], f"--text={file}")
+    assert (code, out) == (2, "")
+    assert "T5 is an encoder-decoder" in err
 
 
 def test_jshard_generate_is_a_function_also_where_the_command_is_imported():

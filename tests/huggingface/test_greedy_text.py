@@ -1,12 +1,18 @@
 """Greedy texts are those of transformers, from the same folder."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from tiny_transformers import MARKS, SIZES
 
+from jobs import environment
 from jshard.generation import Generator, Sampling
 from jshard.training.trained_model import open_model
+from small_tokenizer import make_tokenizer
 
 pytestmark = MARKS
 
@@ -45,3 +51,49 @@ def test_greedy_texts_are_those_of_transformers(name, tmp_path):
         assert sharded(PROMPTS, length=24, sampling=Sampling(0)) == got
     assert got == list(map(continued, PROMPTS))
     assert len(np.unique(got)) > 3
+
+
+def test_the_command_answers_prompts_as_a_t5_of_transformers_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=400,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
+        eos_token_id=0,
+    )
+    theirs = transformers.T5ForConditionalGeneration(config).eval()
+    for parameter in theirs.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path)
+    make_tokenizer(tmp_path, begins=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("The capital of France", return_tensors="pt").input_ids
+    assert ids[0, 0] == 1  # what the tokenizer puts around a text, too
+    want = theirs.generate(
+        ids, max_new_tokens=12, do_sample=False, use_cache=False, eos_token_id=None
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "jshard.generate",
+            f"--model={tmp_path}",
+            "--prompt=The capital of France",
+            "--length=12",
+            "--temperature=0",
+        ],
+        cwd=Path(tmp_path),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == tokenizer.decode(want[0, 1:], skip_special_tokens=True) + "\n"

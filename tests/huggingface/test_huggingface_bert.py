@@ -1,7 +1,6 @@
 """models/bert.py and its map against transformers: a tiny random model, in torch."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,6 @@ SIZES = {
     "max_position_embeddings": 40,
     "pad_token_id": 0,
 }
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("torch")
-        yield pytest.importorskip("transformers", reason="needs transformers")
 
 
 @pytest.fixture(scope="module")

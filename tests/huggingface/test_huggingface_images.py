@@ -2,7 +2,6 @@
 
 import functools
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,6 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "vit-no-bias": ((vit_huggingface, ViT, ViTConfig, "ViT"),
                     {**VIT, "qkv_bias": False}),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("torch")
-        yield pytest.importorskip("transformers", reason="needs transformers")
 
 
 @pytest.fixture(scope="module")

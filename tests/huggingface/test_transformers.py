@@ -30,6 +30,7 @@ MODELS = {
     "Gemma3Text": ({"head_dim": 16, "sliding_window": 7}, "bfloat16", 2),
     "Mixtral": ({"num_local_experts": 4}, "float32", 1),
     "Qwen3": ({"head_dim": 16}, "bfloat16", 1),
+    "Phi3": ({}, "bfloat16", 2),
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.nn.kv_cache import KVCache, attend
+from jshard.nn.kv_cache import KVCache, attend, cross_attend
 
 T, N, K, H = 7, 4, 2, 6
 LENGTHS = [7, 4, 1]  # of three sequences
@@ -65,3 +65,30 @@ def test_is_in_the_dtypes_of_queries_and_cache():
     y, cache = attend(q, k, v, jnp.zeros((3, T), jnp.int32), empty, 0)
     assert y.dtype == jnp.bfloat16
     assert cache.k_BLKSH.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("x64")
+def test_crossed_attention_and_a_bias_are_a_plain_softmax():
+    rng = np.random.default_rng(0)
+    L, B, S, T = 3, 2, 5, 2
+    k, v = rng.normal(size=(2, L, B, S, N, H))
+    q, bias = rng.normal(size=(B, T, N, H)), rng.normal(size=(B, N, T, S))
+    mask = np.arange(S) < [[5], [2]]
+
+    def plain(scores, seen, layer):
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("bnts,bsnh->btnh", weights, v[layer])
+
+    crossed = KVCache.stacked(jnp.asarray(k), jnp.asarray(v), jnp.float64)
+    scores = np.einsum("btnh,bsnh->bnts", q, k[1])
+    got = cross_attend(jnp.asarray(q), crossed, 1, jnp.asarray(mask), scale=1.0)
+    np.testing.assert_allclose(got, plain(scores, mask[:, None, None], 1), rtol=1e-12)
+
+    last = np.tile([3, 4], (B, 1))  # of five tokens, three are cached
+    q, k_new, v_new, bias = map(jnp.asarray, (q, k[1][:, 3:], v[1][:, 3:], bias))
+    last = jnp.asarray(last)
+    got, _ = attend(q, k_new, v_new, last, crossed, 1, bias_BNTS=bias, scale=1.0)
+    causal = np.arange(S) <= np.array([[3], [4]])
+    np.testing.assert_allclose(got, plain(scores + bias, causal, 1), rtol=1e-12)

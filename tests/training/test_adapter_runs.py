@@ -11,6 +11,7 @@ import pytest
 import tensorstore
 
 import jshard
+from foreign_weights import read_tensors
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import ARRAYS, find_step
 from jshard.compat.orbax_files import open_array
@@ -121,8 +122,17 @@ def test_a_base_that_has_moved_is_named_again(files, tmp_path, capsys):
     moved = shutil.copytree(files, tmp_path / "there")
     run = stop(tmp_path, moved)
     here = moved.rename(tmp_path / "here")
-    with pytest.raises(jshard.UserError, match=r"there.* does not exist"):
+    with pytest.raises(jshard.UserError, match=r"there.* does not exist: .*restore"):
         adapt(tmp_path, "")
+    recipe, one = str(tmp_path / "tiny.py"), jax.devices()[:1]
+    wrong = pytest.raises(jshard.UserError, match=r"there.* not exist: .*--base=DIR")
+    with wrong, open_model(run, recipe):
+        pass
+    with open_model(run, recipe, base=here) as model:
+        _, state = model.load(one)
+    stored = read_tensors(here)["head.kernel"]
+    got = metadata.arrays_by_name(state)["frozen.head.kernel"]
+    np.testing.assert_array_equal(got, stored)
     adapt(tmp_path, here)
     assert f"resuming {run} after step 5" in capsys.readouterr().out
 

@@ -12,6 +12,7 @@ from jshard.checkpoint.restore import (
     read_parameters,
     restore_state,
 )
+from jshard.errors import UserError
 from jshard.state import TrainState
 from jshard.training.huggingface import find_map, model_of, require_map
 from jshard.training.job import Job
@@ -83,6 +84,12 @@ def find_source(
     path = Path(given.restore).expanduser() if given.restore else None
     if checkpoint is not None:
         recorded = frozen.source_of(checkpoint)
+        if recorded and not path and not recorded.exists():
+            raise UserError(
+                f"{checkpoint} has the trained parameters alone, and {recorded}, with "
+                "the others, does not exist: give the folder that has them with "
+                "--config.checkpoint.restore=DIR"
+            )
         path = recorded and (path or recorded)
     parameters = None
     if path is not None:
