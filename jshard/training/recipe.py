@@ -268,7 +268,9 @@ def recipe_of(module: Any, file: Path | None, argument: str | None = None) -> Re
         usage = f"--config={name}{'' if given else ':ARGUMENT'}"
         raise UserError(f"{error}; use {usage}") from error
     functions["get_config"] = partial(get_config, *given)
-    maps = {key: getattr(module, key, None) for key in ("huggingface", "timm")}
+    maps: dict[str, Any] = {
+        key: getattr(module, key, None) for key in ("huggingface", "timm")
+    }
     for key, found in maps.items():
         if found is not None:
             check_map(found, file or "in Python", key)

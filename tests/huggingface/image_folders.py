@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+import pytest
 
 import jshard
 from foreign_weights import randomize
@@ -32,8 +33,7 @@ class Mapped(NamedTuple):
 
 def randomize_all(torch_model: Any) -> None:
     """Weights, and the statistics of batch norms."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     randomize(torch_model)
     for name, value in torch_model.named_buffers():
         if "running" in name:
