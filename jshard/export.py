@@ -27,7 +27,7 @@ from jshard.errors import RunFailed, UserError
 from jshard.training.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
-FORMATS = ("jshard", "huggingface", "peft")
+FORMATS = ("jshard", "huggingface", "timm", "peft")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as in Hugging Face
 _UNFINISHED = ".unfinished-export"
 
@@ -55,7 +55,7 @@ def _export(argv: list[str]) -> None:
         choices=FORMATS,
         help="names of the tensors: the model's own, by default; those of "
         "transformers, with config.json and the tokenizer's files, and adapters merged "
-        "into the weights; or the adapters alone as PEFT has them",
+        "into the weights; those of timm; or the adapters alone as PEFT has them",
     )
     parser.add_argument(
         "--config",
@@ -117,8 +117,8 @@ def export(
       path: A run's folder, a folder of checkpoints, or one checkpoint; it is verified.
       output: The folder to write to; it must not contain an export.
       format: "jshard" for the model's own names; "huggingface" for a folder that
-        transformers reads, with adapters merged into the weights; "peft" for a folder
-        with the adapters alone.
+        transformers reads, with adapters merged into the weights; "timm" for one that
+        timm reads; "peft" for a folder with the adapters alone.
       recipe: The run's recipe, which maps names to those of Hugging Face; by default
         the one that the run was started with.
       ema: Whether to export the averages instead of the trained parameters.
@@ -138,22 +138,23 @@ def export(
         _check_output(output)  # early: verifying a large checkpoint takes minutes
         step = find_step(path)
         about = metadata.read(step)
-        mapped = None if format == "jshard" else find_model(step, about, recipe)
+        mapped = None if format == "jshard" else find_model(step, about, recipe, format)
         chosen = exported.Exported(about, dtype, ema)
         if mapped is None:
             tensors = chosen.tensors()
-        elif format == "huggingface":
+        elif format in ("huggingface", "timm"):
             tensors = chosen.merged(mapped.tensors)
         else:
             tensors = chosen.adapters(mapped.tensors)
-        sizes = {name: tensor.size for name, tensor in tensors.items()}
+        sizes = exported.sizes(tensors)
         with _all_or_nothing(output) as folder:
             _check_space(output, sum(sizes.values()))
             files = assign_files(sizes, shard_bytes)
             if format == "peft":
                 files = {peft.TENSORS: list(tensors)}
             for file, names in files.items():
-                wanted = {name: tensors[name] for name in names}
+                own = set(names)
+                wanted = {key: x for key, x in tensors.items() if x.name in own}
                 framework = "pt" if mapped else "flax"
                 write_tensors(folder / file, exported.read(step, wanted), framework)
             if len(files) > 1:
@@ -176,7 +177,7 @@ def export(
             ) from error
         where = error.filename or output
         raise UserError(f"cannot export: {where}: {error.strerror}") from error
-    done = f"exported step {about['step']}: {len(tensors)} tensors in {output}"
+    done = f"exported step {about['step']}: {len(sizes)} tensors in {output}"
     print("; ".join((done, *notes)))
 
 

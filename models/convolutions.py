@@ -55,6 +55,15 @@ class ConvNorm(nnx.Module):
         return self.normalization(self.convolution(x_BHWC))
 
 
+def make_shortcut(
+    config: Any, size_in: int, size: int, stride: int, rngs: nnx.Rngs
+) -> ConvNorm | None:
+    """Makes what takes the stream past a block that changes its shape, if it does."""
+    if size_in == size and stride == 1:
+        return None
+    return ConvNorm(config, size_in, size, 1, stride=stride, rngs=rngs)
+
+
 class Stage(nnx.Module):
     """A block that widens the stream and may halve height and width; equal blocks.
 

@@ -75,8 +75,15 @@ def convolution(ours: str, theirs: str, bias: bool = True) -> dict[str, FileTens
 
 def conv_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
     """Returns where the files keep a ``ConvNorm``, with its batch statistics."""
-    return convolution(f"{ours}.convolution", f"{theirs}.convolution", bias=False) | {
-        f"{ours}.normalization.{own}": FileTensor((f"{theirs}.normalization.{name}",))
+    return convolution(
+        f"{ours}.convolution", f"{theirs}.convolution", bias=False
+    ) | norm(f"{ours}.normalization", f"{theirs}.normalization")
+
+
+def norm(ours: str, theirs: str) -> dict[str, FileTensor]:
+    """Returns where the files keep a batch norm, with its statistics."""
+    return {
+        f"{ours}.{own}": FileTensor((f"{theirs}.{name}",))
         for own, name in _NORM.items()
     }
 
@@ -87,8 +94,10 @@ def layer_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
     return scale | _bias(ours, theirs)
 
 
-def block_names(model: Mapping[str, Any], theirs: str) -> list[tuple[str, str, bool]]:
-    """Returns (our name, theirs, whether it has a shortcut) of each block of stages."""
+def block_names(
+    model: Mapping[str, Any],
+) -> list[tuple[str, tuple[int, int], bool]]:
+    """Returns (our name, stage and block, whether it has a shortcut) of each block."""
     found, size_in = [], model["stem"]
     for s, (depth, size) in enumerate(
         zip(model["depths"], model["widths"], strict=True)
@@ -97,7 +106,7 @@ def block_names(model: Mapping[str, Any], theirs: str) -> list[tuple[str, str, b
         for i in range(depth):
             own = f"stages.{s}.rest.{i - 1}" if i else f"stages.{s}.first"
             shortcut = i == 0 and (strided or size_in != size)
-            found.append((own, f"{theirs}.stages.{s}.layers.{i}", shortcut))
+            found.append((own, (s, i), shortcut))
         size_in = size
     return found
 

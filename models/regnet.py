@@ -19,6 +19,7 @@ from models.convolutions import (
     check_channels,
     check_stages,
     classifier,
+    make_shortcut,
     make_stages,
     mean_logits,
 )
@@ -106,11 +107,7 @@ class Block(nnx.Module):
             else None
         )
         self.conv3 = ConvNorm(config, size, size, 1, rngs=rngs)
-        self.shortcut = (
-            ConvNorm(config, size_in, size, 1, stride=stride, rngs=rngs)
-            if size_in != size or stride != 1
-            else None
-        )
+        self.shortcut = make_shortcut(config, size_in, size, stride, rngs)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Returns the stream after this block."""

@@ -70,7 +70,8 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
     found = conv_norm("stem", "regnet.embedder.embedder")
     found |= linear("classifier", "classifier.1")
     last = 3 if model["squeeze_excite"] else 2
-    for ours, theirs, shortcut in block_names(model, "regnet.encoder"):
+    for ours, (stage, block), shortcut in block_names(model):
+        theirs = f"regnet.encoder.stages.{stage}.layers.{block}"
         for own, number in (("conv1", 0), ("conv2", 1), ("conv3", last)):
             found |= conv_norm(f"{ours}.{own}", f"{theirs}.layer.{number}")
         if model["squeeze_excite"]:

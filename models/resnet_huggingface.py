@@ -62,7 +62,8 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
     """
     found = conv_norm("stem", "resnet.embedder.embedder")
     found |= linear("classifier", "classifier.1")
-    for ours, theirs, shortcut in block_names(model, "resnet.encoder"):
+    for ours, (stage, block), shortcut in block_names(model):
+        theirs = f"resnet.encoder.stages.{stage}.layers.{block}"
         for i in range(3 if model["bottleneck"] else 2):
             found |= conv_norm(f"{ours}.layers.{i}", f"{theirs}.layer.{i}")
         if shortcut:

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from jshard.training.data.image_data import image_data, noise
 from jshard.training.keys import Key
 from models import regnet_huggingface as huggingface  # noqa: F401  read by jshard
+from models import regnet_timm as timm  # noqa: F401  likewise
 from models.images import classification_loss, normalize
 from models.regnet import RegNet, RegNetConfig
 from train.digits import image_keys

@@ -28,8 +28,9 @@ _ONE_THREAD = tensorstore.Context(
 
 
 class Tensor(NamedTuple):
-    """A tensor to write: an array of the checkpoint, or one layer of it."""
+    """A tensor to write, or a part: an array of the checkpoint, or one layer of it."""
 
+    name: str  # in the files
     source: str | StoredTensor  # the array's name, or a tensor in other files
     layer: Index  # and expert
     place: FileTensor
@@ -57,7 +58,7 @@ class Exported:
     ema: bool = False
 
     def tensors(self, places: Places | None = None) -> Tensors:
-        """Lists the tensors to write, by name, those of an array next to each other.
+        """Lists the tensors to write, by `_key`, those of an array beside each other.
 
         Args:
           places: Where the files have each, none at all if they lack it; None keeps
@@ -87,7 +88,9 @@ class Exported:
                 for i, name in enumerate(place.names):
                     index = (*layer, i) if len(place.names) > 1 else layer
                     part = size // len(place.names)
-                    tensors[name] = Tensor(source, index, place, kind, part)
+                    tensors[_key(name, place)] = Tensor(
+                        name, source, index, place, kind, part
+                    )
         if unknown:
             raise UserError(
                 f"--format=huggingface: the recipe's map lacks {some_of(unknown)}"
@@ -107,7 +110,8 @@ class Exported:
             found |= self._left_out(places, found)
         for kernel, adapter in adapters(self.about, ema=self.ema).items():
             (name,) = places[kernel].names
-            found[name] = found[name]._replace(adapter=adapter)
+            key = _key(name, places[kernel])
+            found[key] = found[key]._replace(adapter=adapter)
         return found
 
     def adapters(self, places: Places) -> Tensors:
@@ -142,14 +146,14 @@ class Exported:
         for place in places.values():
             spelled = place.named_as_in(stored).names
             for name, there in zip(place.names, spelled, strict=True):
-                if name in written:
+                if (key := _key(name, place)) in written:
                     continue
                 if there not in stored:
                     raise UserError(f"--format=huggingface: {source} lacks {there}")
                 tensor = stored[there]
                 kind = self._dtype(str(jnp.dtype(DTYPES[tensor.dtype])))
-                size = math.prod(tensor.shape) * kind.itemsize
-                found[name] = Tensor(tensor, (), place, kind, size)
+                size = math.prod(tensor.shape) // place.part[1] * kind.itemsize
+                found[key] = Tensor(name, tensor, (), place, kind, size)
         return found
 
     def _adapters(self) -> list[str]:
@@ -168,17 +172,35 @@ class Exported:
 _NOWHERE = FileTensor(())  # not in the files
 
 
-def read(step: Path, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+def _key(name: str, place: FileTensor) -> str:
+    """Returns a name for a tensor, or for its part."""
+    number, count = place.part
+    return name if count == 1 else f"{name}[{number} of {count}]"
+
+
+def sizes(tensors: Tensors) -> dict[str, int]:
+    """Returns the bytes of tensors, by their names in the files."""
+    found: dict[str, int] = {}
+    for tensor in tensors.values():
+        found[tensor.name] = found.get(tensor.name, 0) + tensor.size
+    return found
+
+
+def read(step: Path, tensors: Tensors) -> dict[str, np.ndarray]:
     """Reads tensors from a checkpoint, casting them as they are copied.
 
     The layers of an array are read together, because a stored chunk may span them all.
+
+    Returns:
+      The tensors by their names in the files, of which all parts must be given.
     """
     found: dict[str, np.ndarray] = {}
     for source, group in itertools.groupby(tensors, lambda name: tensors[name].source):
         names = list(group)
         if isinstance(source, StoredTensor):
             for name in names:
-                found[name] = np.array(source.open(), tensors[name].dtype)
+                part = tensors[name].place.of_tensor(source.open())
+                found[name] = np.array(part, tensors[name].dtype)
             continue
         first, last = tensors[names[0]], tensors[names[-1]]
         try:
@@ -202,4 +224,20 @@ def read(step: Path, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
             added = tensor.adapter.read(step, _ONE_THREAD)
             added = added.T if tensor.place.transposed else added
             found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
-    return found
+    return _joined(tensors, found)
+
+
+def _joined(
+    tensors: Tensors, values: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Returns the whole tensors of parts, by their names in the files."""
+    parts: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for key, tensor in tensors.items():
+        number, _ = tensor.place.part
+        parts.setdefault(tensor.name, []).append((number, values[key]))
+    return {
+        name: found[0][1]
+        if len(found) == 1
+        else np.concatenate([part for _, part in sorted(found, key=lambda x: x[0])])
+        for name, found in parts.items()
+    }

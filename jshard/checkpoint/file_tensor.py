@@ -17,12 +17,15 @@ class FileTensor(NamedTuple):
         are output, input, height and width in the files, as in PyTorch's Conv2d.
       older: Other names of the tensors, each a tuple like `names`, that some files have
         instead; none is written.
+      part: Which of how many equal parts of the tensor's first dimension in the files
+        the array is: queries are (0, 3) where they lie before keys and values.
     """
 
     names: tuple[str, ...]
     transposed: bool = False
     convolution: bool = False
     older: tuple[tuple[str, ...], ...] = ()
+    part: tuple[int, int] = (0, 1)
 
     def named_as_in(self, found: Container[str]) -> "FileTensor":
         """Returns this with those of its names that are all among `found`."""
@@ -34,7 +37,9 @@ class FileTensor(NamedTuple):
     def shape_in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of each tensor of an array of this shape."""
         shape = shape[len(self.names) > 1 :]
-        return tuple(shape[axis] for axis in self.axes(len(shape)))
+        found = [shape[axis] for axis in self.axes(len(shape))]
+        found[:1] = [size * self.part[1] for size in found[:1]]
+        return tuple(found)
 
     def axes(self, ndim: int) -> list[int]:
         """Returns the order of an array's dimensions in the files."""
@@ -48,5 +53,13 @@ class FileTensor(NamedTuple):
 
     def from_file(self, tensor: Any) -> Any:
         """Returns a tensor of the files, or a view of it, with our dimensions."""
-        axes = self.axes(tensor.ndim)
+        tensor, axes = self.of_tensor(tensor), self.axes(tensor.ndim)
         return tensor.transpose([axes.index(i) for i in range(tensor.ndim)])
+
+    def of_tensor(self, tensor: Any) -> Any:
+        """Returns the part of a tensor of the files that is this array's."""
+        number, count = self.part
+        if count == 1:
+            return tensor
+        size = tensor.shape[0] // count
+        return tensor[number * size : (number + 1) * size]

@@ -21,6 +21,7 @@ TOKENIZER = (
     "merges.txt",
     "chat_template.jinja",
 )
+_TIMM = "architecture"  # transformers has "architectures"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -39,8 +40,17 @@ def is_huggingface(path: Path) -> bool:
     except (OSError, ValueError):
         return any((path / file).exists() for file in _PICKLED)
     return isinstance(content, dict) and not content.keys().isdisjoint(
-        ("architectures", "model_type")
+        ("architectures", "model_type", _TIMM)
     )
+
+
+def is_timm(path: Path) -> bool:
+    """Returns whether the config.json of a folder is timm's, complete or not."""
+    try:
+        content = read_json(path / CONFIG)
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get(_TIMM), str)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

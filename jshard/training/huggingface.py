@@ -7,6 +7,8 @@ a module with three functions, `model` being its config's group of that name:
 - `write_config(model)` returns a config.json;
 - `tensors(model)` returns a `FileTensor` for every array of the model, by its name
   without stacking, like "blocks.3.up.kernel".
+
+An attribute `timm` is such a module for the folders of timm.
 """
 
 import functools
@@ -199,15 +201,15 @@ def require_map(
     return huggingface
 
 
-def check_map(module: Any, file: Path | str) -> None:
-    """Raises a UserError if a recipe's `huggingface` lacks a function."""
+def check_map(module: Any, file: Path | str, attribute: str) -> None:
+    """Raises a UserError if a recipe's `huggingface` or `timm` lacks a function."""
     for name, arguments in FUNCTIONS.items():
         function = getattr(module, name, None)
         try:
             inspect.signature(function).bind(*arguments)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"huggingface in recipe {file} must be a module with "
+                f"{attribute} in recipe {file} must be a module with "
                 f"{name}({', '.join(arguments)}): {error}"
             ) from error
 

@@ -30,13 +30,16 @@ class MappedModel(NamedTuple):
     sources: list[Path]
 
 
-def find_model(step: Path, about: Mapping[str, Any], given: str | None) -> MappedModel:
+def find_model(
+    step: Path, about: Mapping[str, Any], given: str | None, format: str
+) -> MappedModel:
     """Finds the recipe of a checkpoint's run, and asks its map.
 
     Args:
       step: The checkpoint's folder.
       about: Its metadata.
       given: The recipe that the user gave instead, if any.
+      format: "timm" for timm's map, else Hugging Face's.
 
     Raises:
       UserError: The run's recipe is gone, or has no map.
@@ -44,12 +47,15 @@ def find_model(step: Path, about: Mapping[str, Any], given: str | None) -> Mappe
     config = about["config"]
     if not isinstance(config.get("model"), dict):
         raise UserError(
-            f"--format=huggingface: checkpoint {step} has no config of a recipe, which "
+            f"--format={format}: checkpoint {step} has no config of a recipe, which "
             "says what the model is"
         )
     with open_recipe(find_recipe_of(step, config, given)) as recipe:
-        why = "--format=huggingface needs names"
-        mapped = require_map(recipe.huggingface, recipe.name, why)
+        if format == "timm":
+            mapped = recipe.require_timm("--format=timm needs names")
+        else:
+            why = "--format=huggingface needs names"
+            mapped = require_map(recipe.huggingface, recipe.name, why)
         model = model_of(config)
         return MappedModel(
             mapped.tensors(model), mapped.write_config(model), _sources(config)

@@ -29,7 +29,8 @@ def make_config(
     config = complete(recipe.get_config(), recipe.name)
     if SOURCE in overrides:
         why = f"--config.{SOURCE}={overrides[SOURCE]} names a Hugging Face folder"
-        mapped = require_map(recipe.huggingface, recipe.name, why)
+        mapped = recipe.map_of(Path(overrides[SOURCE]))
+        mapped = require_map(mapped, recipe.name, why)
         override(config, {SOURCE: overrides[SOURCE]}, recipe.name)
         if config.model[FROM]:
             take_architecture(config, mapped, workdir)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jshard.checkpoint.huggingface import is_timm
 from jshard.errors import UserError
 from jshard.training.config.config import Config
 from jshard.training.huggingface import check_map, declare_source, hide_source
@@ -66,6 +67,7 @@ class Recipe:
         to train, as `wrt` of `jshard.FSDP.init`; by default all `nnx.Param`.
       huggingface: Optional; the model's map to the files of Hugging Face, a module as
         `jshard.training.huggingface` describes. It adds the key `model.from`.
+      timm: Optional; likewise the model's map to the files of timm.
     """
 
     file: Path | None
@@ -84,6 +86,27 @@ class Recipe:
     units: Callable[[Config], Any] | None = None
     trainable: Callable[[Config], Any] | None = None
     huggingface: types.ModuleType | None = None
+    timm: types.ModuleType | None = None
+
+    def map_of(self, folder: Path) -> types.ModuleType | None:
+        """Returns the map of a folder: timm's for timm's, else Hugging Face's.
+
+        Raises:
+          UserError: It is timm's, and there is no such map.
+        """
+        folder = folder.expanduser()
+        if is_timm(folder):
+            return self.require_timm(f"{folder} is a folder of timm's")
+        return self.huggingface
+
+    def require_timm(self, why: str) -> types.ModuleType:
+        """Returns the map to timm's files; a UserError if there is none."""
+        if self.timm is None:
+            raise UserError(
+                f"{why}, and recipe {self.name} has no map of timm's names (an "
+                "attribute `timm`): use one that has, such as imagenet_regnet.py"
+            )
+        return self.timm
 
     @property
     def path(self) -> str:
@@ -245,9 +268,13 @@ def recipe_of(module: Any, file: Path | None, argument: str | None = None) -> Re
         usage = f"--config={name}{'' if given else ':ARGUMENT'}"
         raise UserError(f"{error}; use {usage}") from error
     functions["get_config"] = partial(get_config, *given)
-    huggingface = getattr(module, "huggingface", None)
-    if huggingface is not None:
-        check_map(huggingface, file or "in Python")
+    maps: dict[str, Any] = {
+        key: getattr(module, key, None) for key in ("huggingface", "timm")
+    }
+    for key, found in maps.items():
+        if found is not None:
+            check_map(found, file or "in Python", key)
+    if any(maps.values()):
         functions = {
             key: declare_source(function)
             if key == "get_config"
@@ -255,7 +282,7 @@ def recipe_of(module: Any, file: Path | None, argument: str | None = None) -> Re
             for key, function in functions.items()
             if key not in ("loss_fn", "predict_fn")
         } | {key: functions[key] for key in ("loss_fn", "predict_fn")}
-    return Recipe(file, argument, **functions, huggingface=huggingface)
+    return Recipe(file, argument, **functions, **maps)
 
 
 def _execute(file: Path) -> types.ModuleType:

@@ -119,7 +119,7 @@ class TrainedModel:
             rest: dict[str, Any] = {"opt_state": (), "ema": None, "loss_scale": None}
             return job.fsdp, dataclasses.replace(state, **rest)
         tensors = find_map(
-            self.config, self.recipe.huggingface, self.recipe.name, self.path
+            self.config, self.recipe.map_of(self.path), self.recipe.name, self.path
         )
         found = find_parameters(self.path, abstract_state, tensors=tensors)
         return job.fsdp, read_parameters(found, job.initial_state())

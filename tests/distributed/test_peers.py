@@ -58,6 +58,6 @@ def test_a_text_is_shared_or_published_once_under_a_name(first):
 )
 def test_jobs_of_one_machine_listen_to_it_alone(coordinator, bound, monkeypatch):
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
-    assert peers._bind_address(coordinator) == bound
+    assert job._bind_address(coordinator) == bound
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:2000")
-    assert peers._bind_address(coordinator) is None
+    assert job._bind_address(coordinator) is None

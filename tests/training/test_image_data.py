@@ -11,7 +11,12 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from jshard.errors import UserError
 from jshard.training.data.batches import batches, eval_batches
 from jshard.training.data.image_data import image_data, mixup, noise, smooth_labels
-from jshard.training.data.image_sources import find_images, write_records
+from jshard.training.data.image_sources import (
+    EncodedImage,
+    find_images,
+    write_records,
+)
+from jshard.training.data.images import Decoder
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 
@@ -124,6 +129,68 @@ def test_grey_images_become_colour_but_not_the_other_way(tmp_path, folder):
         rows(folder, channels=1)
     with pytest.raises(UserError, match=r"model.channels=2: image files have 3"):
         rows(folder, channels=2)
+
+
+def saved(image: Any, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def shown(data: bytes, channels: int = 3) -> np.ndarray:
+    decoder = Decoder(channels, most_broken=0)
+    return np.asarray(decoder.decode(EncodedImage(data, 0, "x")))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_16_bits_of_grey_keep_their_range(kind):
+    values = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+    data = saved(Image.fromarray(values), kind)
+    np.testing.assert_array_equal(shown(data, 1), values // 257)
+    np.testing.assert_array_equal(shown(data)[..., 2], values // 257)
+
+
+def test_images_stand_as_they_were_taken():
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, 8:] = 200
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    data = saved(Image.fromarray(pixels), "PNG", exif=exif)
+    np.testing.assert_array_equal(shown(data), np.rot90(pixels, -1))
+
+
+def test_other_kinds_of_colours_are_those_of_rgb():
+    colors = Image.fromarray(np.full((8, 8, 3), (200, 100, 50), np.uint8))
+    palette = saved(colors.quantize(4), "PNG", transparency=bytes(4))
+    for data in (
+        palette,
+        saved(colors.quantize(4), "GIF"),
+        saved(colors.convert("CMYK"), "JPEG", quality=95),
+        saved(colors.convert("RGBA"), "PNG"),
+    ):
+        assert np.abs(shown(data).astype(int) - (200, 100, 50)).max() <= 3
+
+
+def test_floating_point_pixels_do_not_decode():
+    data = saved(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF")
+    with pytest.raises(UserError, match="1 images do not decode"):
+        shown(data)
+
+
+def test_hidden_folders_are_no_classes_and_empty_ones_are(folder):
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    assert [row["targets"].argmax() for row in rows(folder, "validation", 9)][-1] == 2
+    for split in ("train", "val"):
+        (folder / split / "dog").mkdir()
+    assert len(find_images(str(folder), "train", 4)) == 9
+
+
+def test_more_devices_than_images_evaluate_each_once(tmp_path):
+    path = write_folder(tmp_path / "few", per_class=1)
+    dataset = image_data(str(path), "validation", **OPTIONS)
+    (part,) = eval_batches(dataset, batch_size=8)
+    factor, batch = part
+    assert factor * batch["weights"].sum() == 3
 
 
 def damage(folder: Path, *names: str) -> None:

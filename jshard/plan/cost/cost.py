@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jshard.plan.constants import FITTED, Constants
-from jshard.plan.cost import nccl
+from jshard.plan.cost import convolution, nccl
 from jshard.plan.hlo.hlo import Computation, Instruction, Module
 from jshard.plan.topology import GPU, GPUS_A_HOST
 
@@ -88,7 +88,7 @@ class Work:
 
     Attributes:
       kind: "matrix product", "attention", "memory", or ``UNKNOWN`` and a target.
-      flops: of matrix products, scaled to bf16's rate.
+      flops: of matrix products and convolutions, scaled to the rate of bf16 products.
       bytes: read and written in device memory.
       host_bytes: read and written in host memory.
     """
@@ -255,9 +255,13 @@ def _attention(computation: Computation, x: Instruction) -> Work:
 
 
 def _flops(module: Module, computation: Computation, x: Instruction) -> float:
-    """FLOPs of the matrix products in an instruction and in what it calls."""
+    """FLOPs of the products in an instruction and in what it calls."""
     if x.opcode == "dot" or "matmul" in x.target or "gemm" in x.target:
         return _dot_flops(computation, x)
+    if convolution.is_convolution(x):
+        rate = _rate(computation.by_name[x.operands[0]].arrays[0].dtype)
+        rate *= convolution.filled(computation, x)
+        return convolution.flops(computation, x) / rate
     if x.opcode not in ("fusion", "fusion-start", "call", "custom-call"):
         return 0.0
     return sum(
@@ -274,8 +278,12 @@ def _dot_flops(computation: Computation, x: Instruction) -> float:
         found = re.search(r'"lhs_contracting_dimensions":\["?(\d+)', x.text)
         contracted = (int(found[1]),) if found else (len(lhs.shape) - 1,)
     depth = math.prod(lhs.shape[d] for d in contracted)
-    rate = 2.0 if lhs.dtype.startswith("f8") else _RATES.get(lhs.dtype, 1.0)
-    return 2.0 * x.arrays[0].size * depth / rate
+    return 2.0 * x.arrays[0].size * depth / _rate(lhs.dtype)
+
+
+def _rate(dtype: str) -> float:
+    """Peak of products of a dtype, relative to bf16."""
+    return 2.0 if dtype.startswith("f8") else _RATES.get(dtype, 1.0)
 
 
 def _traffic(

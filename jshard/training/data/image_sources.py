@@ -54,9 +54,7 @@ class ImageFolder:
     """
 
     def __init__(self, folder: Path):
-        self.classes = sorted(
-            entry.name for entry in folder.iterdir() if entry.is_dir()
-        )
+        self.classes = _class_names(folder)
         self._files: list[str] = []
         self._labels: list[int] = []
         for label, name in enumerate(self.classes):
@@ -184,13 +182,19 @@ def _split_folder(folder: Path, split: str) -> Path | None:
     return next((folder for folder in candidates if folder.is_dir()), None)
 
 
+def _class_names(folder: Path) -> list[str]:
+    """Returns the names of the folders that are not hidden, as tools leave some."""
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    return sorted(name for name in names if not name.startswith("."))
+
+
 def _check_classes(folder: Path, classes: Sequence[str], split: str) -> None:
     """Raises a UserError if the other split has other classes."""
     other = "validation" if split == "train" else "train"
     found = _split_folder(folder, other)
     if found is None:
         return
-    others = {entry.name for entry in found.iterdir() if entry.is_dir()}
+    others = set(_class_names(found))
     for names, has, lacks in (
         (set(classes) - others, split, other),
         (others - set(classes), other, split),

@@ -12,7 +12,8 @@ from jshard.errors import UserError, some_of
 from jshard.training.data.image_sources import EncodedImage
 
 _MODES = {1: "L", 3: "RGB"}
-_GREY = ("1", "L", "LA", "I", "I;16", "F")
+_DEEP = ("I", "I;16", "I;16B", "I;16L")  # 16 bits of grey
+_GREY = ("1", "L", "LA")
 # Parts of the image and ratios of width to height of random crops (Szegedy et al. 2015,
 # arXiv:1409.4842, section 6), and how often one that does not fit is drawn again.
 _AREA, _RATIO, _TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
@@ -68,6 +69,7 @@ class Decoder:
         try:
             image = self._image.open(io.BytesIO(encoded.data))
             image.load()
+            image = _in_8_bits(_upright(image))
         # What Pillow's readers raise for damaged data, and for sizes that are attacks.
         except (
             OSError, SyntaxError, ValueError, IndexError, EOFError,
@@ -99,6 +101,31 @@ class Decoder:
                 f"{self._most_broken}",
                 stacklevel=2,
             )
+
+
+def _upright(image: Any) -> Any:
+    """Returns an image as cameras mean it, who note how it was held (EXIF)."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
+
+
+def _in_8_bits(image: Any) -> Any:
+    """Returns an image in a mode whose conversion keeps its values.
+
+    Pillow would make 16 bits white, as it clips them.
+
+    Raises:
+      ValueError: The values are floating-point numbers, of any range.
+    """
+    if image.mode in _DEEP:
+        values = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255)
+        return pillow().fromarray(values.astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers")
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA")  # from which transparency can be dropped
+    return image
 
 
 def random_crop(image: Any, size: int, rng: np.random.Generator) -> np.ndarray:

@@ -96,7 +96,7 @@ def find_source(
         parameters = find_parameters(
             path,
             abstract_state,
-            tensors=find_map(job.config, recipe.huggingface, recipe.name, path),
+            tensors=find_map(job.config, recipe.map_of(path), recipe.name, path),
             optimizer=given.restore_optimizer and checkpoint is None,
         )
     adapters = None

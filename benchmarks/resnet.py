@@ -1,0 +1,104 @@
+"""ResNet-50, or --config=benchmarks/resnet.py:resnext101: published runs to plan.
+
+    python -m jshard.plan --config=benchmarks/resnet.py --topology=a100:1
+    python -m jshard.plan --config=benchmarks/resnet.py:resnext101 --topology=a100:1
+
+The images are noise. `--constants=benchmarks/a100_40gb.json` plans for the card of
+40 GB, whose memory has 1.555 TB/s, as a share of the other's 2.039. docs/benchmarks.md
+compares the plans with NVIDIA's figures.
+"""
+
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+import jshard
+from jshard.training.data.image_data import noise
+from models.convolutions import (
+    ConvNorm,
+    check_channels,
+    classifier,
+    make_shortcut,
+    make_stages,
+    mean_logits,
+)
+from models.images import classification_loss, normalize
+from models.resnet import ResNet, ResNetConfig
+
+_CLASSES, _SIZE, _GROUPS = 1000, 224, 32
+_DEPTHS = {"resnet50": (3, 4, 6, 3), "resnext101": (3, 4, 23, 3)}
+
+
+class GroupedBlock(nnx.Module):
+    """A bottleneck of half the channels, in groups (Xie et al., arXiv:1611.05431)."""
+
+    def __init__(self, config, size_in, size, stride, rngs):
+        inner = size // 2
+        self.conv1 = ConvNorm(config, size_in, inner, 1, rngs=rngs)
+        self.conv2 = ConvNorm(
+            config, inner, inner, 3, stride=stride, groups=_GROUPS, rngs=rngs
+        )
+        self.conv3 = ConvNorm(config, inner, size, 1, rngs=rngs)
+        self.shortcut = make_shortcut(config, size_in, size, stride, rngs)
+
+    def __call__(self, x_BHWC):
+        """Returns the stream after this block."""
+        y_BHWC = nnx.relu(self.conv2(nnx.relu(self.conv1(x_BHWC))))
+        kept_BHWC = x_BHWC if self.shortcut is None else self.shortcut(x_BHWC)
+        return nnx.relu(kept_BHWC + self.conv3(y_BHWC))
+
+
+class ResNeXt(nnx.Module):
+    """Images, (B, H, W, C), to logits, (B, classes)."""
+
+    def __init__(self, config, *, rngs):
+        self.config = config
+        self.stem = ConvNorm(
+            config, config.channels, config.stem, 7, stride=2, rngs=rngs
+        )
+        make_block = lambda *sizes_and_rngs: GroupedBlock(config, *sizes_and_rngs)
+        self.stages = make_stages(config, make_block, rngs)
+        self.classifier = classifier(config, config.widths[-1], rngs)
+
+    def __call__(self, images_BHWC):
+        """Returns logits, (B, classes)."""
+        check_channels(images_BHWC, self.config.channels)
+        x_BHWC = nnx.relu(self.stem(images_BHWC))
+        x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        for stage in self.stages:
+            x_BHWC = stage(x_BHWC)
+        return mean_logits(self.classifier, x_BHWC)
+
+
+def get_config(name: str = "resnet50") -> ConfigDict:
+    if name not in _DEPTHS:
+        raise jshard.UserError(f"resnet.py:{name}: known are {', '.join(_DEPTHS)}")
+    return ConfigDict(
+        {
+            "steps": 10,
+            "batch_size": 256,
+            "policy": {
+                "remat": "none",
+                "precision": {"compute": "bfloat16", "reduce": "float32"},
+            },
+            "model": {"depths": _DEPTHS[name], "grouped": name == "resnext101"},
+        }
+    )
+
+
+def make_model(config, rngs):
+    sizes = ResNetConfig(depths=tuple(config.model.depths), classes=_CLASSES)
+    return (ResNeXt if config.model.grouped else ResNet)(sizes, rngs=rngs)
+
+
+def make_optimizer(config):
+    return optax.chain(optax.add_decayed_weights(5e-5), optax.sgd(0.1, momentum=0.9))
+
+
+def loss_fn(model, batch):
+    return classification_loss(model(normalize(batch["image"])), batch)
+
+
+def make_data(config, split):
+    images = noise(_SIZE, 3, _CLASSES, seed=0)
+    return images.repeat() if split == "train" else images

@@ -1,0 +1,109 @@
+"""What the maps of image classifiers to timm's folders have in common.
+
+Such a folder, as timm's hub has them, names an architecture in its config.json, whose
+sizes are in timm's code, and the arguments that change them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jshard
+from jshard.checkpoint.file_tensor import FileTensor
+from models.images import MEAN, STD
+from models.images_huggingface import convolution, norm
+
+Json = Mapping[str, Any]
+# Arguments that leave a model in evaluation as it is.
+_FREE = ("drop_rate", "drop_path_rate", "proj_drop_rate", "attn_drop_rate")
+
+
+def read_arguments(json: Json, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns timm's arguments of the model of a config.json.
+
+    Args:
+      json: its content.
+      known: arguments that a map knows, with their defaults; and "num_classes",
+        "in_chans", "img_size", "global_pool".
+
+    Raises:
+      UserError: there is another argument.
+    """
+    name, given = json["architecture"], dict(json.get("model_args") or {})
+    about = json.get("pretrained_cfg") or json  # older files have no such group
+    channels, size, _ = about.get("input_size") or (3, 224, 224)
+    classes = json.get("num_classes") or about.get("num_classes", 1000)
+    defaults = {"num_classes": classes, "in_chans": channels, "img_size": size, **known}
+    for key, value in given.items():
+        if key not in defaults and key not in _FREE and value is not None:
+            raise jshard.UserError(
+                f"config.json: {key}={value!r} of timm's {name} is not supported"
+            )
+    found = {key: given.get(key) for key in defaults}
+    return {k: defaults[k] if v is None else v for k, v in found.items()}
+
+
+def unknown_architecture(json: Json, known: str) -> jshard.UserError:
+    """Returns the error of an architecture that a map has not."""
+    return jshard.UserError(
+        f"config.json: timm's architecture {json['architecture']} is not supported; "
+        f"those are {known}"
+    )
+
+
+def find_name(
+    model: Json, names: Mapping[str, Any], sizes: Callable[[str], Json], what: str
+) -> str:
+    """Returns timm's name of a model.
+
+    Args:
+      model: keys of the model's config.
+      names: timm's names.
+      sizes: the keys that a name stands for.
+      what: what to call the model.
+
+    Raises:
+      UserError: timm has no such model.
+    """
+    for name in names:
+        if all(_equal(model[key], value) for key, value in sizes(name).items()):
+            return name
+    raise jshard.UserError(
+        f"timm has no {what} of these model.* sizes; it has {', '.join(names)}"
+    )
+
+
+def write_json(
+    name: str, model: Json, size: int = 224, pool: str = "avg", **arguments: Any
+) -> dict[str, Any]:
+    """Returns the content of a config.json, as ``read_arguments`` reads it."""
+    shape, classes = [model["channels"], size, size], model["classes"]
+    common = {"num_classes": classes, "in_chans": model["channels"]}
+    mean, std = (MEAN, STD) if shape[0] == 3 else ((MEAN[1],), (STD[1],))
+    about = {
+        "input_size": shape,
+        "num_classes": classes,
+        "mean": list(mean),
+        "std": list(std),
+        "interpolation": "bilinear",
+        "crop_pct": 0.875,
+    }
+    return {
+        "architecture": name,
+        "num_classes": classes,
+        "global_pool": pool,
+        "model_args": {**common, **arguments},
+        "pretrained_cfg": about,
+    }
+
+
+def conv_norm(ours: str, conv: str, bn: str) -> dict[str, FileTensor]:
+    """Returns where the files keep a ``ConvNorm``, with its batch statistics."""
+    return convolution(f"{ours}.convolution", conv, bias=False) | norm(
+        f"{ours}.normalization", bn
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return tuple(one) == tuple(other)
+    return one == other
