@@ -1,8 +1,6 @@
 """The image classifiers and their maps against transformers: tiny random models."""
 
 import functools
-import json
-import warnings
 from pathlib import Path
 from typing import Any
 
