@@ -34,6 +34,14 @@ def replace_inner(function: Callable, called: Callable) -> None:
     cells["fun"].cell_contents = called
 
 
+def replace_bind(primitive: Any, bind: Callable | None) -> None:
+    """Makes a primitive call another ``bind``; None restores its own."""
+    if bind is not None:
+        primitive.bind = bind
+    else:
+        del primitive.bind
+
+
 def with_rules(function: Any, **rules: Callable) -> Any:
     """Returns a copy of a ``custom_vjp`` or ``custom_jvp`` function with other rules.
 

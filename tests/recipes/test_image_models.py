@@ -31,7 +31,9 @@ MODELS = {
         ViT,
         ViTConfig(
             image_size=SIZE, patch_size=4, num_layers=2, num_heads=2, width=16,
-            hidden_width=32, classes=CLASSES, dropout=0.1, **types,
+            hidden_width=32, classes=CLASSES, dropout=0.1,
+            attention="blockwise",  # XLA's has its softmax in float32
+            **types,
         ),
     ),
 }  # fmt: skip

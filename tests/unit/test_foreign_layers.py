@@ -358,6 +358,18 @@ def test_a_constant_that_a_device_chooses_is_not_the_same_on_all(layer):
 # After a step.
 
 
+def test_the_exact_gelu_trains_as_on_one_device():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs, param_dtype=float)
+
+        def __call__(self, x):
+            return nnx.gelu(self.linear(x), approximate=False)
+
+    with jax.enable_x64(True):
+        check_run(everywhere(Layer))
+
+
 def test_jax_has_its_own_loops_again_after_a_step():
     before = [cell.cell_contents for cell in lax.scan.__closure__ or ()]
     run(as_unit(Scan))
