@@ -109,7 +109,8 @@ def test_a_run_is_that_of_one_device(x64, kind, mesh):
     for g, w in zip(
         jax.tree.leaves(got), jax.tree.leaves(plain_run(kind)), strict=True
     ):
-        np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())
+        # Biases of keys have no gradient but rounding, 1e-18.
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max() + 1e-15)
 
 
 @pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
