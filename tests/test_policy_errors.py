@@ -27,9 +27,17 @@ def check(error: pytest.ExceptionInfo, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("knobs", "where", "what"),
     [
-        ({"remat": "some"}, "remat: 'some'", "is not one of full, dots, none, jshard."),
-        ({"remat": None}, "remat: None", "is not one of full, dots, none"),
-        ({"remat": ["full"]}, "remat: ['full']", "is not one of full, dots, none"),
+        (
+            {"remat": "some"},
+            "remat: 'some'",
+            "is not one of full, attention, dots, none, jshard.",
+        ),
+        ({"remat": None}, "remat: None", "is not one of full, attention, dots, none"),
+        (
+            {"remat": ["full"]},
+            "remat: ['full']",
+            "is not one of full, attention, dots, none",
+        ),
         ({"remat": jshard.Names}, "remat: ", "jshard.Names(...)"),
         ({"first_k": -1}, "first_k: -1", "must be None or a number of layers"),
         ({"first_k": 1.5}, "first_k: 1.5", "must be None or a number of layers"),
