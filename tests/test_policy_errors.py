@@ -30,13 +30,13 @@ def check(error: pytest.ExceptionInfo, *parts: str) -> None:
         (
             {"remat": "some"},
             "remat: 'some'",
-            "is not one of full, attention, dots, none, jshard.",
+            "is not one of full, attention, jshard.",
         ),
-        ({"remat": None}, "remat: None", "is not one of full, attention, dots, none"),
+        ({"remat": None}, "remat: None", "is not one of full, attention"),
         (
             {"remat": ["full"]},
             "remat: ['full']",
-            "is not one of full, attention, dots, none",
+            "is not one of full, attention",
         ),
         ({"remat": jshard.Names}, "remat: ", "jshard.Names(...)"),
         ({"first_k": -1}, "first_k: -1", "must be None or a number of layers"),

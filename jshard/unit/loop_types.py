@@ -236,7 +236,7 @@ def _custom_jvp(
 def _polynomial(bind: Callable) -> Callable:
     """Returns ``bind`` with coefficients that vary as the argument does.
 
-    JAX 0.12 has a polynomial in the derivative of ``erf``, so in that of the exact GELU,
+    JAX 0.12 has a polynomial in the derivative of ``erf``, so of the exact GELU,
     and forgets this cast (docs/log.md).
     """
 
