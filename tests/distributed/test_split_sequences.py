@@ -32,7 +32,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return model.loss(tokens, tokens, batch["weights"])
 
 
-def losses(**mesh: int) -> list[float]:
+def losses(**mesh: Any) -> list[float]:
     """Trains for three steps; every process reads what its devices' rows are."""
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), jshard.Policy(min_shard_elements=0))
     tx = optax.sgd(0.1)
@@ -44,7 +44,7 @@ def losses(**mesh: int) -> list[float]:
         rows = slice(part * size, (part + 1) * size)
         return fsdp.shard_batch({name: x[rows] for name, x in whole.items()})
 
-    found: list[Any] = []
+    found, batch = [], None
     for number in range(3):
         rng = np.random.default_rng(number)
         whole = {

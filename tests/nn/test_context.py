@@ -21,7 +21,7 @@ from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 
 TIME, VOCABULARY, STEPS = 24, 40, 3
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "num_layers": 2,
     "width": 16,
@@ -30,7 +30,12 @@ SIZES = {
     "dtype": jnp.float64,
     "param_dtype": jnp.float64,
 }
-LLAMA = {"num_heads": 4, "num_kv_heads": 2, "hidden": 32, "sequence_length": TIME}
+LLAMA: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden": 32,
+    "sequence_length": TIME,
+}
 
 
 def gpt(rngs, **sizes):
@@ -56,10 +61,10 @@ MODELS = {
 }
 
 
-def batch(packed: bool, step: int) -> dict[str, np.ndarray]:
+def batch(packed: bool, step: int) -> dict[str, Any]:
     rng = np.random.default_rng(step)
     tokens = rng.integers(0, VOCABULARY, (8, TIME + 1))
-    found = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    found: dict[str, Any] = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     found["weights"] = 1.0 * (rng.random((8, TIME)) > 0.2)
     if packed:
         segments = np.sort(rng.integers(0, 3, (8, TIME)), axis=1)

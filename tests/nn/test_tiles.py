@@ -1,5 +1,7 @@
 """Layers that are applied to a few tokens at a time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,8 +55,8 @@ def test_fewer_activations_exist_at_a_time():
     x = jax.ShapeDtypeStruct((1, 4096, 8), jnp.float32)
 
     def needed(tokens):
-        run = jax.jit(lambda x: gradients(module, x, tokens))
-        return run.lower(x).compile().memory_analysis().temp_size_in_bytes
+        compiled: Any = jax.jit(lambda x: gradients(module, x, tokens)).lower(x)
+        return compiled.compile().memory_analysis().temp_size_in_bytes
 
     hidden = 4096 * 256 * 4
     assert needed(0) > hidden > 2 * needed(256)
