@@ -57,6 +57,8 @@ def _inspect(argv: list[str]) -> None:
             if problems and not arguments.verify:
                 what = f"{len(problems)} of {len(folders)} checkpoints cannot be shown"
                 raise UserError(f"{what}: {problems[0]}")
+    except BrokenPipeError:  # of the output, not of a file
+        raise
     except OSError as error:
         where = error.filename or path
         raise UserError(f"cannot read {where}: {error.strerror}") from error

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jshard.plan import has_plugin
+
 REPOSITORY = Path(__file__).parents[1]
 PART = re.compile(
     r"^<!-- not run: a part of (\S+), [^>]*-->\n```python\n(.*?)^```", re.M | re.S
@@ -70,6 +72,8 @@ def test_an_own_loop_that_goes_on_on_another_mesh(tmp_path):
 @pytest.mark.slow
 @pytest.mark.h100
 def test_a_plan_of_70b(tmp_path):
+    if not has_plugin():
+        pytest.skip("no CUDA plugin: pip install 'jshard[plan]'")
     words = ("plan_70b.py", "--gpus=64", "--batch_size=64", "--layers=2")
     run = subprocess.run(
         [sys.executable, str(REPOSITORY / "examples" / words[0]), *words[1:]],

@@ -30,7 +30,7 @@ def check(error: pytest.ExceptionInfo, *parts: str) -> None:
         (
             {"remat": "some"},
             "remat: 'some'",
-            "is not one of full, attention, jshard.",
+            "is not one of full, attention, dots",
         ),
         ({"remat": None}, "remat: None", "is not one of full, attention"),
         (

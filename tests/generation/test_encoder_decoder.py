@@ -89,7 +89,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_from_full_forwards(style):
     ]
 
 
-@pytest.mark.quick("3-v1.1")
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])  # for four prompts
 def test_sharded_and_divided_prompts_give_the_same(devices, style):

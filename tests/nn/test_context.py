@@ -210,6 +210,7 @@ def test_attention_exchanges_heads_four_times_a_layer_and_pass():
     assert found.wire_bytes == layers * 2 * a_pass + 2 * looked_up
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_the_axis_costs_no_memory_of_the_state():
     def bytes_a_device(**mesh):
@@ -263,6 +264,7 @@ def test_a_model_that_does_not_say_it_can_is_refused():
         fsdp.init(Plain, optax.sgd(0.1))
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide_are_filled_up_with_a_warning():
     fsdp, state, train_step = start("gpt in float32", context=8)
     shards = fsdp.shard_batch(batch(False, 0))

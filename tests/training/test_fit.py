@@ -122,6 +122,7 @@ def test_the_less_memory_the_more_is_recomputed_or_split(recipe):
     assert seen[0][1] < seen[1][1]
 
 
+@pytest.mark.slow
 def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
     recipe, memory, tmp_path, request
 ):
