@@ -16,7 +16,7 @@ from jshard.layout.variables import variables
 from jshard.mesh import CONTEXT, shards_of
 from jshard.policy import Policy
 from jshard.state import TrainState
-from jshard.unit.modules import Stack, root_variables
+from jshard.unit.modules import Stack, is_unit, root_variables
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
@@ -84,7 +84,17 @@ def check_units(model: nnx.Module, units: Sequence[type]) -> None:
         raise UserError(f"units: {problem}; its submodules are of types {found}")
 
 
-def check_layer_counts(policy: Policy, model: nnx.Module) -> None:
+def check_model(model: nnx.Module, policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError unless policy and mesh fit a model with its Units."""
+    found = {path: module for path, module in nnx.iter_modules(model) if path}
+    units = [path for path, module in found.items() if is_unit(module)]
+    stacks = [path for path in units if isinstance(found[path], Stack)]
+    policy.check_overrides(found, units, stacks)
+    _check_layer_counts(policy, model)
+    _check_splits_sequences(model, mesh)
+
+
+def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
     """Raises UserError if ``policy`` counts layers that no Stack of the model has."""
     has_stacks = any(isinstance(m, Stack) for _, m in nnx.iter_modules(model))
     shapes = [np.shape(v.get_value())[: layer_dims(v)] for _, v in variables(model)]
@@ -125,7 +135,7 @@ def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> 
         )
 
 
-def check_splits_sequences(model: nnx.Module, mesh: Mesh) -> None:
+def _check_splits_sequences(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if a mesh splits sequences and the model does not say it can."""
     context = mesh.shape.get(CONTEXT, 1)
     if context > 1 and not getattr(model, "splits_sequences", False):

@@ -20,9 +20,8 @@ from jshard.batch import (
     split_batch,
 )
 from jshard.checks import (
-    check_layer_counts,
+    check_model,
     check_products,
-    check_splits_sequences,
     check_trained,
     check_units,
     warn_of_large_root,
@@ -44,10 +43,8 @@ from jshard.mesh import (
     split_sequences,
 )
 from jshard.nn.loss import Means
-from jshard.optim import ema, loss_scale
-from jshard.optim.update import check_state, next_state
+from jshard.optim.update import check_state, first_fields, next_state
 from jshard.policy import Policy
-from jshard.precision import for_update
 from jshard.state import ModelArrays, Step, TrainState
 from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
@@ -163,7 +160,7 @@ class FSDP:
 
         def start(step: jax.Array, params: nnx.State) -> list[jax.Array]:
             params = jax.tree.map(on_device, params)
-            return jax.tree.leaves(self._start(optimizer, params, step))
+            return jax.tree.leaves(first_fields(self.policy, optimizer, params, step))
 
         put = transfer.put_state
         arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
@@ -214,19 +211,11 @@ class FSDP:
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
             arrays = ModelArrays(*arrays)
-            started = self._start(optimizer, arrays.params, jnp.zeros((), jnp.int32))
+            first = jnp.zeros((), jnp.int32)
+            started = first_fields(self.policy, optimizer, arrays.params, first)
             return TrainState(graphdef=graphdef, **arrays._asdict(), **started)
 
         return create
-
-    def _start(self, optimizer: Any, params: nnx.State, step: jax.Array) -> dict:
-        """Returns the other fields of a state before its first step."""
-        return {
-            "step": step,
-            "opt_state": optimizer.init(for_update(params)),
-            "ema": None if self.policy.ema_decay is None else ema.start(params),
-            "loss_scale": loss_scale.start() if self.policy.loss_scale else None,
-        }
 
     # Steps.
 
@@ -263,11 +252,8 @@ class FSDP:
             of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
             local = functools.partial(step.train, build, of_root, layout)
             specs, same = layout.local_specs, PartitionSpec()
-            run = self._shard_map(
-                local,
-                (specs, batch_specs(batch, self.mesh), same),
-                (specs.params, same, same),
-            )
+            in_specs = (specs, batch_specs(batch, self.mesh), same)
+            run = self._shard_map(local, in_specs, (specs.params, same, same))
             scale = state.loss_scale and state.loss_scale.scale
             arrays = jax.tree.map(typed_as_device, state.model_arrays)
             with checked_names(), typed_loops(), split_sequences():
@@ -352,19 +338,13 @@ class FSDP:
         """Returns the model over abstract values, with its Units, for inspection."""
         model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
         modules.make_units(model, self.units)
-        found = {path: module for path, module in nnx.iter_modules(model) if path}
-        units = [path for path, module in found.items() if modules.is_unit(module)]
-        stacks = [path for path in units if isinstance(found[path], modules.Stack)]
-        self.policy.check_overrides(found, units, stacks)
-        check_layer_counts(self.policy, model)
-        check_splits_sequences(model, self.mesh)
+        check_model(model, self.policy, self.mesh)
         return model
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(
-            fn, mesh=self.mesh, axis_names=set(axes_of(self.mesh)), **specs
-        )
+        names = set(axes_of(self.mesh))
+        return jax.shard_map(fn, mesh=self.mesh, axis_names=names, **specs)
 
     # Data in and out.
 

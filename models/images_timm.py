@@ -42,6 +42,28 @@ def read_arguments(json: Json, known: Mapping[str, Any]) -> dict[str, Any]:
     return {k: defaults[k] if v is None else v for k, v in found.items()}
 
 
+def read_sizes(
+    json: Json, names: Mapping[str, Any], sizes: Callable[[str], Json], known: str
+) -> dict[str, Any]:
+    """Returns the keys of a convolutional model's config that a config.json decides.
+
+    Args:
+      json: its content.
+      names: timm's names.
+      sizes: the keys that a name stands for.
+      known: what to call the names in an error.
+
+    Raises:
+      UserError: the architecture, or a feature of it, is not there.
+    """
+    name = json["architecture"]
+    if name not in names:
+        raise unknown_architecture(json, known)
+    given = read_arguments(json, {"global_pool": "avg"})
+    own = {"channels": given["in_chans"], "classes": given["num_classes"]}
+    return {**sizes(name), **own}
+
+
 def unknown_architecture(json: Json, known: str) -> jshard.UserError:
     """Returns the error of an architecture that a map has not."""
     return jshard.UserError(

@@ -9,8 +9,7 @@ from models.images_huggingface import block_names, convolution, linear
 from models.images_timm import (
     conv_norm,
     find_name,
-    read_arguments,
-    unknown_architecture,
+    read_sizes,
     write_json,
 )
 
@@ -81,15 +80,8 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = json["architecture"]
-    if name not in _PARAMETERS:
-        raise unknown_architecture(json, "RegNets X and Y, such as regnety_160")
-    given = read_arguments(json, {"global_pool": "avg"})
-    return {
-        **_sizes(name),
-        "channels": given["in_chans"],
-        "classes": given["num_classes"],
-    }
+    known = "RegNets X and Y, such as regnety_160"
+    return read_sizes(json, _PARAMETERS, _sizes, known)
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from models.images_huggingface import block_names, linear
 from models.images_timm import (
     conv_norm,
     find_name,
-    read_arguments,
-    unknown_architecture,
+    read_sizes,
     write_json,
 )
 
@@ -44,15 +43,7 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = json["architecture"]
-    if name not in _SHAPES:
-        raise unknown_architecture(json, ", ".join(_SHAPES))
-    given = read_arguments(json, {"global_pool": "avg"})
-    return {
-        **_sizes(name),
-        "channels": given["in_chans"],
-        "classes": given["num_classes"],
-    }
+    return read_sizes(json, _SHAPES, _sizes, ", ".join(_SHAPES))
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:

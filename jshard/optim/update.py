@@ -29,6 +29,18 @@ Moving = tuple[nnx.State, Any, nnx.State | None]
 Given = tuple[nnx.State, jax.Array, jax.Array | None]
 
 
+def first_fields(
+    policy: Policy, optimizer: Any, params: nnx.State, step: jax.Array
+) -> dict[str, Any]:
+    """Returns the fields of a state before its first step, besides the model's."""
+    return {
+        "step": step,
+        "opt_state": optimizer.init(for_update(params)),
+        "ema": None if policy.ema_decay is None else ema.start(params),
+        "loss_scale": loss_scale.start() if policy.loss_scale else None,
+    }
+
+
 def check_state(state: TrainState, policy: Policy) -> None:
     """Raises UserError if state and policy disagree on averages or a loss scale."""
     decay, scaled = policy.ema_decay, policy.loss_scale
