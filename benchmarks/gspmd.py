@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
 from jshard.mesh import BATCH, FSDP
-from models.llama import Llama, Stream
+from models.llama import Stream
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
 # github.com/AI-Hypercomputer/maxtext, MaxText/configs/a3/llama_2_7b/8vm.sh at
@@ -190,13 +190,15 @@ def loss(model: Any, batch: Any, mesh: Mesh, form: Form) -> jax.Array:
         lax.with_sharding_constraint, shardings=NamedSharding(mesh, BATCH)
     )
     layers, stacked = nnx.split(model.blocks)
+    # By what it has: a recipe's Llama is not this module's, it imports its own.
+    is_gpt = hasattr(model, "positions")
 
     def layer(x_BTD, params):
         block = nnx.merge(layers, params, copy=True)
         object.__setattr__(block, "__class__", type(model.blocks).plain_class)
-        if isinstance(model, Llama):
-            return constrain(block(Stream(x_BTD, None, None)).x_BTD), None
-        return constrain(block(x_BTD)), None
+        if is_gpt:
+            return constrain(block(x_BTD)), None
+        return constrain(block(Stream(x_BTD)).x_BTD), None
 
     if form.iota:
         embedding_VD = model.embed.embedding.get_value().astype(model.embed.dtype)
@@ -205,7 +207,7 @@ def loss(model: Any, batch: Any, mesh: Mesh, form: Form) -> jax.Array:
         x_BTD = x_BTD @ embedding_VD
     else:
         x_BTD = model.embed(batch["inputs"])
-    if hasattr(model, "positions"):
+    if is_gpt:
         x_BTD = x_BTD + model.positions(jnp.arange(x_BTD.shape[1]))
     x_BTD, _ = lax.scan(
         checkpointed(layer, form.remat, form.scan),

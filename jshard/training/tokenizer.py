@@ -163,7 +163,8 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
         raise UserError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, more "
             f"than model.vocab_size={vocab_size}; set --config.model.vocab_size="
-            f"{tokenizer.vocab_size} or more, or give the model's own tokenizer"
+            f"{tokenizer.vocab_size} or more, or give the model's own tokenizer "
+            "(--config.data.tokenizer=, empty, for bytes)"
         )
     return tokenizer
 

@@ -31,7 +31,7 @@ from jshard.training.job import Job
 from jshard.training.make_config import make_config
 from jshard.training.recipe import Recipe, find_recipe, open_recipe
 from jshard.training.run_folder.source import find_source
-from jshard.training.tokenizer import Tokenizer, load_tokenizer
+from jshard.training.tokenizer import PYTHON, Tokenizer, load_tokenizer
 
 # Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
 _RECIPES = {
@@ -82,7 +82,8 @@ class TrainedModel:
         if is_huggingface(self.path):
             return load_tokenizer(self.path, vocab_size)
         own = self.config.get("data", {}).get("tokenizer", "")
-        if self.base is not None and own and not Path(own).expanduser().exists():
+        named = own in ("", PYTHON)
+        if self.base is not None and not named and not Path(own).expanduser().exists():
             own = self.base  # it was beside the weights that have moved
         return load_tokenizer(own, vocab_size)
 
