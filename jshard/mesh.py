@@ -17,8 +17,10 @@ from jshard.errors import UserError
 
 REPLICA = "replica"
 FSDP = "fsdp"
+EXPERT = "expert"
 CONTEXT = "context"
-AXES = (REPLICA, FSDP, CONTEXT)  # a mesh may lack the last
+TENSOR = "tensor"
+AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)  # a mesh may lack the last three
 BATCH = PartitionSpec((REPLICA, FSDP))  # of examples, and of all but sequences
 
 
