@@ -9,6 +9,7 @@ from jshard.comm.collectives import gather, pmean
 from jshard.comm.order import in_order
 from jshard.errors import UserError
 from jshard.fsdp import FSDP
+from jshard.layout.splits import Split
 from jshard.mesh import make_mesh
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.context import positions
@@ -16,6 +17,7 @@ from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
 from jshard.nn.lora import add_lora
 from jshard.nn.loss import Loss, Mean, Means
+from jshard.nn.tensor import tensor_parallel
 from jshard.optim.bf16_moments import bf16_moments
 from jshard.optim.per_layer import per_layer
 from jshard.policy import Names, Offload, Policy
@@ -62,6 +64,7 @@ __all__ = [
     "Offload",
     "Policy",
     "Precision",
+    "Split",
     "Stack",
     "StopTraining",
     "TrainState",
@@ -86,4 +89,5 @@ __all__ = [
     "pmean",
     "positions",
     "scan_layers",
+    "tensor_parallel",
 ]

@@ -1,5 +1,6 @@
 """A batch on the mesh: examples split over devices, and maybe their sequences."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,11 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import UserError
 from jshard.mesh import (
-    CONTEXT,
-    FSDP,
-    REPLICA,
     batch_spec,
+    devices_of_a_sequence,
     examples_spec,
+    groups_of_examples,
+    named_sizes,
     rows_of_process,
 )
 
@@ -79,11 +80,12 @@ def check_batch(
 ) -> None:
     """Raises UserError unless the examples divide by devices and micro-batches.
 
-    ``batch`` is the global batch, or one of its ``parts``. If the mesh has a "context"
-    axis, sequences must divide by it, unless they stay ``whole``.
+    ``batch`` is the global batch, or one of its ``parts``. If the mesh has axes that
+    split sequences, these must divide by them, unless they stay ``whole``.
     """
-    context = mesh.shape.get(CONTEXT, 1)
-    devices = mesh.shape[REPLICA] * mesh.shape[FSDP] * (context if whole else 1)
+    axes = {} if whole else devices_of_a_sequence(mesh)
+    named, shared = named_sizes(axes), math.prod(axes.values())
+    devices = mesh.size if whole else groups_of_examples(mesh)
     sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
         raise UserError(
@@ -93,8 +95,8 @@ def check_batch(
     examples = sizes.pop()[0] * parts
     if examples % (devices * accumulate) or not examples:
         by = f"{devices} devices"
-        if context > 1 and not whole:
-            by = f"{devices} groups of context={context} devices"
+        if axes:
+            by = f"{devices} groups of {named} devices"
         if accumulate > 1:
             by += f" x {accumulate} micro-batches (policy.accumulate)"
         raise UserError(
@@ -102,8 +104,8 @@ def check_batch(
             f"use a multiple of {devices * accumulate}"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        if not whole and np.ndim(x) > 1 and np.shape(x)[1] % context:
+        if np.ndim(x) > 1 and np.shape(x)[1] % shared:
             raise UserError(
                 f"batch{jax.tree_util.keystr(path)} of shape {list(np.shape(x))}: its "
-                f"sequences do not divide by the mesh's context={context}"
+                f"sequences do not divide by the mesh's {named}"
             )

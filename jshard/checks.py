@@ -13,7 +13,7 @@ from jshard.errors import UserError, some_of
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.variables import variables
-from jshard.mesh import CONTEXT, shards_of
+from jshard.mesh import devices_of_a_sequence, named_sizes, shards_of
 from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.unit.modules import Stack, is_unit, root_variables
@@ -137,10 +137,10 @@ def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> 
 
 def _check_splits_sequences(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if a mesh splits sequences and the model does not say it can."""
-    context = mesh.shape.get(CONTEXT, 1)
-    if context > 1 and not getattr(model, "splits_sequences", False):
+    axes = devices_of_a_sequence(mesh)
+    if axes and not getattr(model, "splits_sequences", False):
         raise UserError(
-            f"mesh: context={context}, but {type(model).__name__} does not say that "
+            f"mesh: {named_sizes(axes)}, but {type(model).__name__} does not say that "
             "its sequences may be split: take positions from jshard.positions, attend "
             "with jshard.dot_product_attention, and set splits_sequences = True on the "
             "class (docs/how_to/long_sequences.md)"

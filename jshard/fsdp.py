@@ -34,6 +34,7 @@ from jshard.layout import transfer
 from jshard.layout.initial_values import make, mark_stacked, prepare
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import check_memory, on_device, typed_as_device
+from jshard.layout.splits import Split, mark_splits
 from jshard.mesh import (
     axes_of,
     check_mesh,
@@ -63,6 +64,9 @@ class FSDP:
       units: module types whose instances become Units, without editing the model. A
         mapping also says how many leading dimensions of a type's variables count layers
         that ``nnx.vmap`` stacked: ``{Block: 1, nnx.Linear: 0}``.
+      tensor_splits: modules, by path ("blocks.attention"), that are called within
+        ``jshard.tensor_parallel``, and what is split of each; for a model that does not
+        say so itself, on a mesh with a "tensor" axis.
       compiler_options: XLA options for the jitted steps. They override the options that
         jshard sets on GPUs (``jshard.compat.xla_options``); None leaves an option to
         XLA.
@@ -78,11 +82,16 @@ class FSDP:
         policy: Policy | None = None,
         *,
         units: Sequence[type] | Mapping[type, int] = (),
+        tensor_splits: Mapping[str, Split] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ):
         self.mesh: Any = check_mesh(mesh)
         self.policy: Policy = policy or Policy()
-        self.policy.check_groups(shards_of(mesh))
+        self.policy.check_groups(shards_of(mesh, split=True))
+        self.tensor_splits = {
+            tuple(path.split(".")): split
+            for path, split in (tensor_splits or {}).items()
+        }
         check_memory(self.policy, mesh)
         check_products(self.policy, mesh)
         self.units = check_unit_types(units)
@@ -208,6 +217,7 @@ class FSDP:
             check_units(model, self.units)
             is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
             mark_stacked(model, self.layer_dims, is_parameter)
+            mark_splits(model, self.mesh, self.tensor_splits, is_parameter)
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
             arrays = ModelArrays(*arrays)
@@ -248,7 +258,7 @@ class FSDP:
             check_state(state, policy)
             layout = self._layout(state)
             own = layout.gathered() if policy.defer_scatter else layout
-            build = step.builder(state.graphdef, self.units, own, training=True)
+            build = self._builder(state, own, training=True)
             of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
             local = functools.partial(step.train, build, of_root, layout)
             specs, same = layout.local_specs, PartitionSpec()
@@ -274,8 +284,9 @@ class FSDP:
         def eval_step(state: TrainState, batch: Any) -> Means:
             check_batch(batch, self.mesh)
             specs = batch_specs(batch, self.mesh), PartitionSpec()
+            layout = self._layout(state)
             with split_sequences():
-                return Means(*self._in_eval_mode(local, specs, state, batch))
+                return Means(*self._in_eval_mode(local, specs, layout, state, batch))
 
         return self._jit(eval_step)
 
@@ -295,26 +306,33 @@ class FSDP:
             local = lambda build, arrays, batch: fn(build(*arrays), batch)
             check_batch(batch, self.mesh, whole=True)
             spec = examples_spec(self.mesh)
-            return self._in_eval_mode(local, (spec, spec), state, batch)
+            layout = self._layout(state).whole()
+            return self._in_eval_mode(local, (spec, spec), layout, state, batch)
 
         donated = {"donate_argnums": 1} if donate_batch else {}
         return self._jit(predict_step, **donated)
 
     def _in_eval_mode(
-        self, local: Callable, specs: Any, state: TrainState, batch: Any
+        self, local: Callable, specs: Any, layout: Layout, state: TrainState, batch: Any
     ) -> Any:
         """Runs ``local(build, arrays, batch)`` on each device.
 
         ``specs`` are those of the batch and of what is returned.
         """
-        layout = self._layout(state)
-        build = step.builder(state.graphdef, self.units, layout, training=False)
+        build = self._builder(state, layout, training=False)
         local = functools.partial(local, build)
         of_batch, out_specs = specs
         run = self._shard_map(local, (layout.local_specs, of_batch), out_specs)
         arrays = jax.tree.map(typed_as_device, state.model_arrays)
         with typed_loops():
             return run(arrays, batch)
+
+    def _builder(
+        self, state: TrainState, layout: Layout, *, training: bool
+    ) -> step.Build:
+        paths = tuple(self.tensor_splits)
+        types = self.units
+        return step.builder(state.graphdef, types, paths, layout, training=training)
 
     def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
         options = self.compiler_options or None

@@ -19,7 +19,6 @@ from flax import linen, nnx
 from jshard.errors import UserError
 from jshard.layout.layers import layer_dims, mark_layers
 from jshard.layout.variables import variables
-from jshard.mesh import shard_axes
 from jshard.unit.modules import Unit
 from jshard.unit.shards import shard_of, with_array
 
@@ -159,7 +158,7 @@ def _outside_of_units(variable: nnx.Variable) -> Any:
         return shard.array
     shape = list(shard.array.shape)
     if shard.place.dim is not None:
-        shape[shard.place.dim] *= jax.lax.axis_size(shard_axes())
+        shape[shard.place.dim] *= shard.place.shards()
     return jnp.zeros(shape, shard.array.dtype)
 
 

@@ -1,13 +1,17 @@
-"""The device mesh: "replica" (copies) by "fsdp" (shards), and maybe by "context".
+"""The device mesh: "replica" (copies) by "fsdp" (shards), and maybe further axes.
 
-Parameters are sharded over "fsdp" and "context" together. Examples are split over
-"replica" and "fsdp", and each example's sequence over "context".
+Parameters are sharded over all axes but "replica" together. Examples are split over
+"replica", "fsdp" and "expert", and each example's sequence over "context" and "tensor".
+What a model declares is split over "tensor" (columns and rows of products) and "expert"
+(experts) is not gathered over these: each device computes with its part.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +25,7 @@ EXPERT = "expert"
 CONTEXT = "context"
 TENSOR = "tensor"
 AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)  # a mesh may lack the last three
+SEQUENCE = (CONTEXT, TENSOR)  # the axes that split sequences
 BATCH = PartitionSpec((REPLICA, FSDP))  # of examples, and of all but sequences
 
 
@@ -29,6 +34,8 @@ def make_mesh(
     fsdp: int = -1,
     replica: int | Literal["hosts"] = 1,
     context: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
     devices: Sequence[Any] | None = None,
     hosts: Sequence[int] | None = None,
 ) -> Mesh:
@@ -39,16 +46,20 @@ def make_mesh(
     parallelism; ``replica="hosts"`` shards within a host and replicates across hosts,
     so that only shards of gradients cross the network.
 
-    ``context=c`` adds an axis "context", over which c neighbouring devices share the
-    sequences of their examples. Parameters are sharded over "fsdp" and "context"
-    together, so that the axis costs no memory (docs/how_to/long_sequences.md).
+    Further axes are in the mesh if they are larger than 1. Parameters are sharded over
+    them and "fsdp" together, so that they cost no memory. From the outside in, the
+    order of axes is replica, fsdp, expert, context, tensor.
 
     Args:
-      fsdp: number of shards of each parameter, divided by ``context``; -1 uses all
-        devices of a replica.
+      fsdp: number of shards of each parameter, divided by ``expert``, ``context`` and
+        ``tensor``; -1 uses all devices of a replica.
       replica: number of copies of the sharded model; "hosts" makes one copy per host,
-        or, if ``fsdp`` is given, one per ``fsdp`` x ``context`` devices of a host.
-      context: number of parts of each sequence.
+        or, if the other sizes are given, one per as many devices of a host.
+      context: number of parts of each sequence (docs/how_to/long_sequences.md).
+      tensor: number of devices that share the heads, columns and rows of each layer,
+        and the sequence between layers (docs/how_to/tensor.md).
+      expert: number of devices that share the experts of each layer
+        (docs/how_to/experts.md).
       devices: the devices to use, by default all devices of the job.
       hosts: the number of the host that each process runs on, by process index; by
         default determined as in ``hosts_of``.
@@ -61,10 +72,14 @@ def make_mesh(
     # By host first: the processes of a host need not have neighbouring indices.
     of_host = dict(zip(devices, hosts_of(devices, hosts), strict=True))
     devices.sort(key=of_host.__getitem__)
-    if context < 1:
-        raise UserError(f"mesh: context={context} must be at least 1")
+    inner = {EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+    for name, size in inner.items():
+        if size < 1:
+            raise UserError(f"mesh: {name}={size} must be at least 1")
+    inner = {name: size for name, size in inner.items() if size > 1}
+    size = math.prod(inner.values())
     if replica == "hosts":
-        replica, fsdp = _within_hosts(list(of_host.values()), fsdp, context)
+        replica, fsdp = _within_hosts(list(of_host.values()), fsdp, inner)
     if not isinstance(replica, int):
         raise UserError(f"mesh: replica={replica!r} must be a number, or hosts")
     if replica < 1 or (fsdp < 1 and fsdp != -1):
@@ -72,8 +87,8 @@ def make_mesh(
             f"mesh: fsdp={fsdp}, replica={replica}: sizes must be positive "
             "(fsdp=-1 takes the remaining devices)"
         )
-    others = replica * context
-    named = f"replica={replica}" + (f" x context={context}" if context > 1 else "")
+    others = replica * size
+    named = named_sizes({REPLICA: replica, **inner})
     if fsdp == -1:
         if len(devices) % others or len(devices) < others:
             raise UserError(
@@ -82,7 +97,7 @@ def make_mesh(
             )
         fsdp = len(devices) // others
     if fsdp * others > len(devices):
-        lower = "mesh.replica, mesh.context" if context > 1 else "mesh.replica"
+        lower = ", ".join(f"mesh.{name}" for name in (REPLICA, *inner))
         raise UserError(
             f"mesh: {named} x fsdp={fsdp} needs {fsdp * others} devices but "
             f"there are {len(devices)}; lower {lower} or mesh.fsdp"
@@ -94,9 +109,29 @@ def make_mesh(
             f"mesh: {named} x fsdp={fsdp} leaves process {min(idle)} without "
             "a device: start fewer processes, or use all devices"
         )
-    shape = (replica, fsdp) if context == 1 else (replica, fsdp, context)
-    grid = np.array(used, dtype=object).reshape(shape)
-    return Mesh(grid, AXES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    grid = np.array(used, dtype=object).reshape(replica, fsdp, *inner.values())
+    if tensor > 1:
+        _warn_of_tensor_across_hosts(grid, of_host)
+    names = (REPLICA, FSDP, *inner)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def named_sizes(sizes: Mapping[str, int]) -> str:
+    """Returns sizes of axes in words: "context=2 x tensor=4"."""
+    return " x ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _warn_of_tensor_across_hosts(grid: Any, of_host: Mapping[Any, Any]) -> None:
+    """Warns if neighbours along the last dimension are in several hosts."""
+    groups = grid.reshape(-1, grid.shape[-1])
+    most = max(len({of_host[device] for device in group}) for group in groups)
+    if most > 1:
+        warnings.warn(
+            f"mesh: tensor={grid.shape[-1]} spans {most} hosts, so the activations of "
+            "every layer cross the network, about four times a layer and pass; choose "
+            "at most the devices of a host (the start-up note says how many bytes)",
+            stacklevel=3,
+        )
 
 
 def hosts_of(devices: Sequence[Any], hosts: Sequence[int] | None = None) -> list[Any]:
@@ -118,27 +153,32 @@ def hosts_of(devices: Sequence[Any], hosts: Sequence[int] | None = None) -> list
     return numbers
 
 
-def _within_hosts(hosts: list[int], fsdp: int, context: int) -> tuple[int, int]:
-    """Returns (replica, fsdp) such that no replica spans two hosts."""
+def _within_hosts(
+    hosts: list[int], fsdp: int, inner: Mapping[str, int]
+) -> tuple[int, int]:
+    """Returns (replica, fsdp) such that no replica spans two hosts.
+
+    ``inner`` are the sizes of the axes inside of "fsdp".
+    """
     sizes = {host: hosts.count(host) for host in set(hosts)}
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{sizes[host]} in host {host}" for host in sorted(sizes))
         raise UserError(
             f"mesh: replica=hosts needs as many devices in each host, not {counts}"
         )
-    size = max(sizes.values())
-    if size % context:
+    size, within = max(sizes.values()), math.prod(inner.values())
+    if size % within:
         raise UserError(
-            f"mesh: replica=hosts: context={context} does not divide the {size} "
+            f"mesh: replica=hosts: {named_sizes(inner)} does not divide the {size} "
             "devices of a host; choose a divisor"
         )
-    fsdp = size // context if fsdp == -1 else fsdp
-    if fsdp < 1 or size % (fsdp * context):
+    fsdp = size // within if fsdp == -1 else fsdp
+    if fsdp < 1 or size % (fsdp * within):
         raise UserError(
-            f"mesh: replica=hosts: fsdp={fsdp} does not divide the {size // context} "
+            f"mesh: replica=hosts: fsdp={fsdp} does not divide the {size // within} "
             "devices of a host; choose a divisor, or -1 for all of them"
         )
-    return len(hosts) // (fsdp * context), fsdp
+    return len(hosts) // (fsdp * within), fsdp
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -162,24 +202,46 @@ def axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in mesh.axis_names)
 
 
-def shard_axes(mesh: Mesh | AbstractMesh | None = None) -> str | tuple[str, str]:
+def shard_axes(mesh: Mesh | AbstractMesh | None = None) -> str | tuple[str, ...]:
     """Returns the axis, or axes, that shard parameters, as specs and collectives take.
 
     These are those of ``mesh``, or of the step that is being traced.
     """
-    names = manual_axes() if mesh is None else mesh.axis_names
-    return (FSDP, CONTEXT) if CONTEXT in names else FSDP
+    names = manual_axes() if mesh is None else axes_of(mesh)
+    axes = tuple(axis for axis in names if axis != REPLICA)
+    return axes if len(axes) > 1 else FSDP
 
 
-def shards_of(mesh: Mesh | AbstractMesh) -> int:
-    """Returns the number of shards of a parameter."""
-    return mesh.shape[FSDP] * mesh.shape.get(CONTEXT, 1)
+def shards_of(mesh: Mesh | AbstractMesh, *, split: bool = False) -> int:
+    """Returns the number of shards of a parameter.
+
+    If it is ``split`` over "tensor" and "expert", these are shards of a device's part.
+    """
+    skipped = (REPLICA, TENSOR, EXPERT) if split else (REPLICA,)
+    return math.prod(mesh.shape[axis] for axis in axes_of(mesh) if axis not in skipped)
+
+
+def example_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the axes that split the examples of a batch for training."""
+    return tuple(axis for axis in axes_of(mesh) if axis not in SEQUENCE)
+
+
+def groups_of_examples(mesh: Mesh | AbstractMesh) -> int:
+    """Returns over how many groups of devices the examples of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in example_axes(mesh))
+
+
+def devices_of_a_sequence(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Returns the axes of a mesh over which sequences are split, and their sizes."""
+    return {axis: mesh.shape[axis] for axis in SEQUENCE if mesh.shape.get(axis, 1) > 1}
 
 
 def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
     """Returns how an array of a batch is split, (examples, sequence, ...)."""
-    split = (CONTEXT,) if CONTEXT in mesh.axis_names and ndim > 1 else ()
-    return PartitionSpec(*BATCH, *split)
+    split = [axis for axis in SEQUENCE if axis in mesh.axis_names]
+    if not split or ndim < 2:
+        return PartitionSpec(example_axes(mesh))
+    return PartitionSpec(example_axes(mesh), tuple(split) if split[1:] else split[0])
 
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -196,7 +258,7 @@ def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:
     Raises:
       UserError: this process has some of the examples of another, but not all.
     """
-    names = axes_of(mesh) if whole else (REPLICA, FSDP)
+    names = axes_of(mesh) if whole else example_axes(mesh)
     dims = [mesh.axis_names.index(name) for name in names]
     rows: dict[int, set] = {}
     for index, device in np.ndenumerate(mesh.devices):
@@ -206,7 +268,7 @@ def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:
     own = frozenset(rows[jax.process_index()])
     if sum(map(len, parts)) != len(frozenset().union(*parts)):
         raise UserError(
-            f"mesh: context={mesh.shape.get(CONTEXT, 1)} neither divides the "
+            f"mesh: {named_sizes(devices_of_a_sequence(mesh))} neither divides the "
             f"{len(mesh.local_devices)} devices of a process nor is a multiple of them"
         )
     return parts.index(own), len(parts)
@@ -218,24 +280,59 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in manual)
 
 
-# Whether sequences are split in the part of a step that is being traced.
-_split = contextvars.ContextVar("split", default=False)
+class _Sequences(NamedTuple):
+    """What becomes of sequences in the part of a step that is being traced.
+
+    Attributes:
+      shared: the axes whose devices share the sequences of their examples.
+      split: those of them over which sequences are split here.
+    """
+
+    shared: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+
+
+_WHOLE = _Sequences()
+_sequences = contextvars.ContextVar[_Sequences]("sequences", default=_WHOLE)
 
 
 @contextlib.contextmanager
-def split_sequences(split: bool = True) -> Iterator[None]:
-    """Says, for what is traced inside, whether sequences are split over "context"."""
-    token = _split.set(split)
+def split_sequences(axes: tuple[str, ...] = SEQUENCE) -> Iterator[None]:
+    """Says, for what is traced inside, over which axes sequences are split.
+
+    Inside of another such context, these are some of its axes, and the devices of the
+    others have the same sequences.
+    """
+    shared = _sequences.get().shared or axes
+    token = _sequences.set(_Sequences(shared, axes))
     try:
         yield
     finally:
-        _split.reset(token)
+        _sequences.reset(token)
+
+
+def sequence_axes() -> tuple[str, ...]:
+    """Returns the axes over which the sequences of what is traced are split."""
+    manual = manual_axes()
+    return tuple(axis for axis in _sequences.get().split if axis in manual)
+
+
+def shared_axes() -> tuple[str, ...]:
+    """Returns the axes whose devices share the sequences of what is traced."""
+    manual = manual_axes()
+    return tuple(axis for axis in _sequences.get().shared if axis in manual)
+
+
+def axes_of_examples() -> tuple[str, ...]:
+    """Returns the manual axes over which the examples of what is traced are split."""
+    shared = _sequences.get().shared
+    return tuple(axis for axis in manual_axes() if axis not in shared)
 
 
 def context_size() -> int:
     """Returns the number of devices that share the sequences of what is traced."""
-    split = _split.get() and CONTEXT in manual_axes()
-    return jax.lax.axis_size(CONTEXT) if split else 1
+    axes = sequence_axes()
+    return jax.lax.axis_size(axes) if axes else 1
 
 
 def platform(mesh: Mesh | AbstractMesh) -> str:

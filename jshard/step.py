@@ -22,6 +22,7 @@ from jshard.layout.layout import Layout
 from jshard.mesh import manual_axes
 from jshard.nn.dropout import fold_streams, merge_state, microbatch
 from jshard.nn.loss import Loss, Mean, divide, map_means, split_result
+from jshard.nn.tensor import make_parallel
 from jshard.precision import at_least_float32
 from jshard.state import ModelArrays
 from jshard.unit import modules
@@ -34,12 +35,14 @@ Build = Callable[..., nnx.Module]
 def builder(
     graphdef: nnx.GraphDef,
     units: tuple[type, ...],
+    tensor_parallel: tuple[tuple[str, ...], ...],
     layout: Layout,
     *,
     training: bool,
 ) -> Build:
     """Returns a function that makes the model on one device, over its shards.
 
+    The modules at paths in ``tensor_parallel`` are called within that function.
     ``layout`` is that of the parameters that the model is made of. The root is gathered
     at once, except in train mode if the policy makes it a unit (``reshard_root``).
     """
@@ -52,6 +55,7 @@ def builder(
             model.train()
         else:
             model.eval()
+        make_parallel(model, tensor_parallel)
         modules.make_units(model, units)
         modules.place(model, layout.policy, layout.places)
         if not training or layout.policy.reshard_root is False:

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jshard
 from jshard.nn.kv_cache import KVCache
+from jshard.nn.tensor import with_all_columns
 
 
 class Features(NamedTuple):
@@ -18,7 +19,7 @@ class Features(NamedTuple):
 
     Attributes:
       x_BTD: normalised features.
-      head_DV: the head with full weights.
+      head_DV: the head, with the columns of this device if they are split.
       soft_cap: c in ``c tanh(logit / c)``, if logits have one.
       penalty: what is added to the loss.
       cache: keys and values of all tokens so far, when decoding.
@@ -39,7 +40,12 @@ class Decoder(nnx.Module):
     """
 
     config: Any
-    splits_sequences = True  # over "context": positions and attention know of it
+    splits_sequences = True  # positions and attention know of it
+
+    @property
+    def tensor_split(self) -> jshard.Split | None:
+        """The head's columns, unless they are the table's rows."""
+        return jshard.Split(columns=("head",)) if hasattr(self, "head") else None
 
     def features(
         self,
@@ -70,7 +76,8 @@ class Decoder(nnx.Module):
           segment_ids_BT: which document of a packed row each token belongs to; tokens
             attend only to their own document, a run of equal ids.
         """
-        return _logits(self.features(tokens_BT, positions_BT, segment_ids_BT))
+        out = self.features(tokens_BT, positions_BT, segment_ids_BT)
+        return _logits(out, self.config.vocab_size)
 
     def loss(
         self,
@@ -93,6 +100,7 @@ class Decoder(nnx.Module):
             weights_BT,
             chunk=self.config.loss_chunk,
             soft_cap=out.soft_cap,
+            vocabulary=self.config.vocab_size,
         )
         return cross_entropy if out.penalty is None else cross_entropy + out.penalty
 
@@ -108,13 +116,20 @@ class Decoder(nnx.Module):
         """
         out = self.features(tokens_BT, positions_BT, cache=cache)
         assert out.cache is not None
-        return _logits(out), out.cache
+        return _logits(out, self.config.vocab_size), out.cache
 
 
-def _logits(out: Features) -> jax.Array:
+def _logits(out: Features, vocab_size: int) -> jax.Array:
     wide = jnp.promote_types(out.x_BTD.dtype, jnp.float32)
     head_DV = out.head_DV.astype(out.x_BTD.dtype)
-    logits_BTV = jnp.dot(out.x_BTD, head_DV, preferred_element_type=wide)
+
+    def product(x_BTD: jax.Array) -> jax.Array:
+        return jnp.dot(x_BTD, head_DV, preferred_element_type=wide)
+
+    if head_DV.shape[1] == vocab_size:
+        logits_BTV = product(out.x_BTD)
+    else:
+        logits_BTV = with_all_columns(product, out.x_BTD)
     if out.soft_cap is None:
         return logits_BTV
     return out.soft_cap * jnp.tanh(logits_BTV / out.soft_cap)

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
 from jshard.nn import kv_cache
+from jshard.nn.tensor import own_columns
 from models.decoder import Decoder, Features
 from models.layers import check_heads, embedding, layer_norm, linear, residual_std
 
@@ -70,6 +71,14 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
     ) -> jax.Array:
         """Returns the attention output, (B, T, D)."""
+        return jshard.tensor_parallel(self._mixed, x_BTD, segment_ids_BT)
+
+    @property
+    def tensor_split(self) -> jshard.Split:
+        """The heads."""
+        return jshard.Split(rows=("out",), counts={"num_heads": self.num_heads})
+
+    def _mixed(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         q_BTNH, k_BTNH, v_BTNH = self._heads(x_BTD)
         packed = segment_ids_BT is not None and self.max_segments > 0
         y_BTNH = jshard.dot_product_attention(
@@ -99,9 +108,9 @@ class Attention(nnx.Module):
 
     def _heads(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:
         """Returns queries, keys and values, (B, T, N, H) each."""
-        B, T, _ = x_BTD.shape
-        qkv_BTE = checkpoint_name(self.qkv(x_BTD), "qkv")
-        qkv_BTCNH = qkv_BTE.reshape(B, T, 3, self.num_heads, -1)
+        B, T, D = x_BTD.shape
+        qkv_BTE = checkpoint_name(own_columns(self.qkv, [D, D, D])(x_BTD), "qkv")
+        qkv_BTCNH = qkv_BTE.reshape(B, T, 3, -1, D // self.num_heads)
         return tuple(qkv_BTCNH[:, :, i] for i in range(3))
 
     def _merge(self, y_BTNH: jax.Array) -> jax.Array:
@@ -111,6 +120,8 @@ class Attention(nnx.Module):
 
 class Block(nnx.Module):
     """Attention and MLP, each on a normalised residual branch."""
+
+    tensor_split = jshard.Split(columns=("up",), rows=("down",))
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width = config.width
@@ -143,10 +154,13 @@ class Block(nnx.Module):
 
     def _mlp(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the residual stream after the MLP."""
-        hidden = checkpoint_name(self.up(self.norm2(x_BTD)), "hidden")
+        y_BTD = jshard.tensor_parallel(self._products, self.norm2(x_BTD))
+        return x_BTD + self.dropout(y_BTD)
+
+    def _products(self, x_BTD: jax.Array) -> jax.Array:
+        hidden = checkpoint_name(self.up(x_BTD), "hidden")
         # Its derivative is recomputed: that is cheaper than to store and read it.
-        hidden = jax.checkpoint(jax.nn.gelu)(hidden)
-        return x_BTD + self.dropout(self.down(hidden))
+        return self.down(jax.checkpoint(jax.nn.gelu)(hidden))
 
 
 class GPT(Decoder):

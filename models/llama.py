@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.nn.kv_cache import KVCache
+from jshard.nn.tensor import own_columns
 from jshard.nn.tiles import tiled
 from models.decoder import Decoder, Features
 from models.layers import embedding, linear, residual_std, rms_norm
@@ -68,6 +69,14 @@ class Block(nnx.Module):
                 self.up = linear(config, width, hidden, rngs, bias=False)
             self.down = linear(config, hidden, width, rngs, std, bias=False)
 
+    @property
+    def tensor_split(self) -> jshard.Split | None:
+        """The MLP's hidden features."""
+        if self.has_experts:  # theirs
+            return None
+        columns = () if self.fused else ("gate", "up")
+        return jshard.Split(columns=columns, rows=("down",))
+
     def __call__(
         self,
         stream: Stream,
@@ -88,8 +97,15 @@ class Block(nnx.Module):
     def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
         if self.has_experts:
             return self.experts(x_BTD)
-        inner = (self.gate_up,) if self.fused else (self.gate, self.up)
-        return tiled(self._products, (*inner, self.down), x_BTD, self.tile), None
+        return jshard.tensor_parallel(self._gated, x_BTD), None
+
+    def _gated(self, x_BTD: jax.Array) -> jax.Array:
+        if self.fused:
+            hidden = self.gate_up.out_features // 2
+            inner = (own_columns(self.gate_up, [hidden, hidden]),)
+        else:
+            inner = (self.gate, self.up)
+        return tiled(self._products, (*inner, self.down), x_BTD, self.tile)
 
     def _products(self, modules: tuple, x_BTD: jax.Array) -> jax.Array:
         """Returns the gated MLP of (gate, up, down), or (gate_up, down)."""

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.nn import kv_cache
 from jshard.nn.context import on_whole_sequences
+from jshard.nn.tensor import own_columns
 from models.layers import linear, residual_std, rms_norm
 from models.llama_config import LlamaConfig
 from models.rope import Rope, rotate_by
@@ -58,6 +59,16 @@ class Attention(nnx.Module):
             self.q_norm = rms_norm(config, config.H, rngs, **options)
             self.k_norm = rms_norm(config, config.H, rngs, **options)
 
+    @property
+    def tensor_split(self) -> jshard.Split:
+        """The heads."""
+        config = self.config
+        return jshard.Split(
+            columns=() if config.fused else ("q", "k", "v"),
+            rows=("out",),
+            counts={"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads},
+        )
+
     def __call__(
         self,
         x_BTD: jax.Array,
@@ -66,6 +77,22 @@ class Attention(nnx.Module):
         segment_ids_BT: jax.Array | None,
     ) -> tuple[jax.Array, kv_cache.KVCache | None]:
         """Returns the attention output, (B, T, D), and the cache with these tokens."""
+        if stream.cache is not None:
+            return self._mixed(x_BTD, stream, positions_BT, segment_ids_BT)
+
+        def mixed(x_BTD: Any, positions_BT: Any, segment_ids_BT: Any) -> jax.Array:
+            return self._mixed(x_BTD, stream, positions_BT, segment_ids_BT)[0]
+
+        inputs = x_BTD, positions_BT, segment_ids_BT
+        return jshard.tensor_parallel(mixed, *inputs), None
+
+    def _mixed(
+        self,
+        x_BTD: jax.Array,
+        stream: Stream,
+        positions_BT: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = self._heads(x_BTD)
         if config.qk_norm:
@@ -91,8 +118,11 @@ class Attention(nnx.Module):
         config = self.config
         if config.fused:
             N, K = config.num_heads, config.num_kv_heads
-            ends = config.H * N, config.H * (N + K)
-            qkv = jnp.split(self.qkv(x_BTD), ends, axis=-1)
+            sizes = [config.H * heads for heads in (N, K, K)]
+            qkv_BTE = own_columns(self.qkv, sizes)(x_BTD)
+            n = sum(sizes) // qkv_BTE.shape[-1]
+            ends = config.H * N // n, config.H * (N + K) // n
+            qkv = jnp.split(qkv_BTE, ends, axis=-1)
         else:
             qkv = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         return [x_BTE.reshape(*x_BTE.shape[:2], -1, config.H) for x_BTE in qkv]

@@ -150,7 +150,7 @@ def test_a_large_root_is_a_warning_that_names_its_modules():
 def test_parameters_annotated_with_a_further_axis_keep_it_and_train_the_same():
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            up = {"out_sharding": (None, "tensor")}
+            up = {"out_sharding": (None, "model")}
             self.up = jshard.Unit(
                 nnx.Linear(16, 64, kernel_metadata=up, rngs=rngs),
             )
@@ -164,7 +164,7 @@ def test_parameters_annotated_with_a_further_axis_keep_it_and_train_the_same():
 
     batch = np.random.default_rng(0).standard_normal((32, 16), np.float32)
     devices = np.array(jax.devices()).reshape(1, 4, 2)
-    axes = ("replica", "fsdp", "tensor")
+    axes = ("replica", "fsdp", "model")
     losses = []
     for mesh in (
         Mesh(devices, axes, axis_types=(AxisType.Auto,) * 3),
@@ -180,5 +180,22 @@ def test_parameters_annotated_with_a_further_axis_keep_it_and_train_the_same():
         kernel = dict(nnx.to_flat_state(state.params))["up", "kernel"]
         spec = kernel.get_value().sharding.spec
         assert spec[0] == "fsdp"
-        assert ("tensor" in spec) == ("tensor" in mesh.axis_names)
+        assert ("model" in spec) == ("model" in mesh.axis_names)
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_annotations_with_an_axis_that_is_not_automatic_are_refused():
+    def annotated(rngs):
+        metadata = {"out_sharding": (None, "tensor")}
+        return nnx.Linear(16, 64, kernel_metadata=metadata, rngs=rngs)
+
+    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2))
+    with pytest.raises(
+        jshard.UserError, match=r"'kernel' is annotated with .* 'tensor'"
+    ):
+        fsdp.abstract_state(annotated, optax.sgd(1.0))
+
+
+def test_tensor_across_hosts_warns_of_what_crosses_the_network():
+    with pytest.warns(UserWarning, match="tensor=4 spans 2 hosts, so the activations"):
+        jshard.make_mesh(tensor=4, devices=devices_of(0, 0, 1, 1))

@@ -38,18 +38,34 @@ def all_gather(
     shard = place.fetched(vary(shard))
     if scale is not None:
         values = quantized.to_float8(shard, scale, place.gather)
-        if place.dim is None or lax.axis_size(shard_axes()) == 1:
-            return values
-        return quantized.gather_float8(values, values.ndim + place.dim)
-    quantize = is_quantized(place.gather)
-    full = shard if quantize else _cast(shard, place.gather)
-    if place.dim is not None and lax.axis_size(shard_axes()) > 1:
-        dim = full.ndim + place.dim
-        if quantize and is_float(shard):
-            full = quantized.all_gather(shard, dim, place.gather)
+        for dim, axes in _gathers(place, values.ndim):
+            values = quantized.gather_float8(values, dim, axes)
+        return values
+    quantize = is_quantized(place.gather) and is_float(shard)
+    full = shard if is_quantized(place.gather) else _cast(shard, place.gather)
+    for dim, axes in _gathers(place, full.ndim):
+        if quantize:
+            full = quantized.all_gather(full, dim, place.gather, axes)
         else:
-            full = lax.all_gather(full, shard_axes(), axis=dim, tiled=True)
-    return _cast(full, place.compute)
+            full = lax.all_gather(full, axes, axis=dim, tiled=True)
+    return on_first(_cast(full, place.compute), place)
+
+
+def _gathers(place: Placement, ndim: int) -> list[tuple[int, Any]]:
+    """Returns (dimension, axes) of each all-gather that a layer's weight takes."""
+    over = [(place.dim, place.axes())] if place.shards() > 1 else []
+    split = [(dim, axis) for dim, axis in place.splits if place.whole]
+    return [(ndim + dim, axes) for dim, axes in [*over, *split] if dim is not None]
+
+
+def on_first(x: jax.Array, place: Placement) -> jax.Array:
+    """Returns zeros unless this is the first device along ``place.on_first``.
+
+    Weights and their gradients are treated alike.
+    """
+    if place.on_first is None or place.whole:
+        return x
+    return jnp.where(lax.axis_index(place.on_first) == 0, x, jnp.zeros_like(x))
 
 
 def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
@@ -61,9 +77,9 @@ def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
     """
     if place.dim is None:
         return full
-    dim = full.ndim + place.dim
+    dim, group = full.ndim + place.dim, min(group, place.shards())
     size = full.shape[dim] // group
-    start = lax.axis_index(shard_axes()) % group * size
+    start = lax.axis_index(place.axes()) % group * size
     part = lax.dynamic_slice_in_dim(full, start, size, dim)
     if place.gather is None or is_quantized(place.gather):
         return part
@@ -76,13 +92,13 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     """The inverse of ``split``: an all-gather within each group."""
     if place.dim is None:
         return part
-    groups = np.arange(lax.axis_size(shard_axes())).reshape(-1, group).tolist()
-    dim = part.ndim + place.dim
+    dim, axes, group = part.ndim + place.dim, place.axes(), min(group, place.shards())
+    groups = np.arange(place.shards()).reshape(-1, group).tolist()
     if group > 1 and place.scale is not None:
-        part = quantized.gather_float8(part, dim, groups)
+        part = quantized.gather_float8(part, dim, axes, groups)
     elif group > 1:
         part = lax.all_gather(
-            part, shard_axes(), axis=dim, axis_index_groups=groups, tiled=True
+            part, axes, axis=dim, axis_index_groups=groups, tiled=True
         )
     return _cast(part, place.compute)
 
@@ -103,13 +119,13 @@ def reduce_scatter(
 @jax.named_scope(REDUCE_SCATTER)
 def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     """The first half of ``reduce_scatter``: sums a sharded parameter over "fsdp"."""
-    grad = _cast(grad, place.reduce)
-    if place.dim is None or lax.axis_size(shard_axes()) == 1:
+    grad = on_first(_cast(grad, place.reduce), place)
+    if place.dim is None or place.shards() == 1:
         return grad
-    dim = grad.ndim + place.dim
+    dim, axes = grad.ndim + place.dim, place.axes()
     if place.sum in (None, grad.dtype):
-        return lax.psum_scatter(grad, shard_axes(), scatter_dimension=dim, tiled=True)
-    return _reduce_scatter_in(grad, dim, place.sum)
+        return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    return _reduce_scatter_in(grad, dim, axes, place.sum)
 
 
 @jax.named_scope(ALL_REDUCE)
@@ -124,12 +140,12 @@ def all_reduce(grad: jax.Array, shard: jax.Array | jax.ShapeDtypeStruct) -> jax.
     return vary(grad.astype(shard.dtype), tuple(want))
 
 
-def _reduce_scatter_in(grad: jax.Array, dim: int, dtype: Any) -> jax.Array:
+def _reduce_scatter_in(grad: jax.Array, dim: int, axes: Any, dtype: Any) -> jax.Array:
     """A reduce-scatter that sums in ``dtype``: an all-to-all and a local sum."""
-    shape, devices = grad.shape, lax.axis_size(shard_axes())
+    shape, devices = grad.shape, lax.axis_size(axes)
     shape = (*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
     grad = grad.reshape(shape)
-    parts = lax.all_to_all(grad, shard_axes(), split_axis=dim, concat_axis=dim)
+    parts = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim)
     return jnp.sum(parts, axis=dim, dtype=dtype)
 
 

@@ -20,7 +20,7 @@ from jshard.mesh import shard_axes
 BLOCK = 256  # values that share a scale of four bytes, which adds 1.6 % on the wire
 
 
-def all_gather(shard: jax.Array, dim: int, dtype: Any) -> jax.Array:
+def all_gather(shard: jax.Array, dim: int, dtype: Any, axes: Any = None) -> jax.Array:
     """Returns the full parameter, gathered along ``dim`` with values of ``dtype``.
 
     All devices get the same weights: a device's own shard is quantized, too.
@@ -29,12 +29,13 @@ def all_gather(shard: jax.Array, dim: int, dtype: Any) -> jax.Array:
       shard: this device's part.
       dim: the sharded dimension.
       dtype: int8, float8_e4m3fn or float8_e5m2; the result has the shard's dtype.
+      axes: the mesh axis, or axes, to gather over; by default all that shard.
     """
     values, scales = quantize(shard, dtype)
     # Gathered as int8: XLA:CPU gathers float8 as float16, and NCCL rejects float8
     # before sm90.
     bits = lax.bitcast_convert_type(values, jnp.int8)
-    bits, scales = (lax.all_gather(x, shard_axes()) for x in (bits, scales))
+    bits, scales = (lax.all_gather(x, axes or shard_axes()) for x in (bits, scales))
     parts = jax.vmap(dequantize)(lax.bitcast_convert_type(bits, values.dtype), scales)
     parts = parts.astype(shard.dtype)
     parts = jnp.moveaxis(parts.reshape(-1, *shard.shape), 0, dim)
@@ -104,11 +105,9 @@ def to_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def gather_float8(
-    values: jax.Array, dim: int, groups: list[list[int]] | None = None
+    values: jax.Array, dim: int, axes: Any, groups: list[list[int]] | None = None
 ) -> jax.Array:
-    """Returns float8 values gathered along ``dim``, over "fsdp" or groups of it."""
+    """Returns float8 values gathered along ``dim`` over axes, or groups in them."""
     bits = lax.bitcast_convert_type(values, jnp.int8)  # for the reason above
-    bits = lax.all_gather(
-        bits, shard_axes(), axis=dim, axis_index_groups=groups, tiled=True
-    )
+    bits = lax.all_gather(bits, axes, axis=dim, axis_index_groups=groups, tiled=True)
     return lax.bitcast_convert_type(bits, values.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import source_info_util
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
@@ -72,6 +73,14 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def scopes_of(eqn: Any) -> str:
     """Returns the name scopes in which an equation was traced, like "jvp(layers)/x"."""
     return str(eqn.source_info.name_stack)
+
+
+def line_of(eqn: Any) -> str:
+    """Returns where an equation was traced, as "FILE:LINE (FUNCTION)"."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return "unknown line"
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
 @contextlib.contextmanager

@@ -10,8 +10,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jshard.errors import UserError
 from jshard.layout.memory_kinds import HOST, on_host
 from jshard.layout.placement import Placement
-from jshard.layout.specs import follow, manual_specs, param_spec, sharded_dim
-from jshard.mesh import shard_axes
+from jshard.layout.specs import (
+    follow,
+    is_sharded,
+    manual_specs,
+    param_spec,
+    sharded_dim,
+    sharded_over,
+)
+from jshard.layout.splits import on_first_of, splits_of
 from jshard.policy import Policy
 from jshard.precision import is_quantized
 from jshard.state import ModelArrays, TrainState
@@ -79,11 +86,10 @@ class Layout:
         Only sharded arrays are offloaded. Replicated arrays are small and stay in
         device memory.
         """
-        sharded = shard_axes(self.mesh)
 
         def put(tree: Any, offloaded: bool) -> Any:
             def sharding(spec: PartitionSpec) -> NamedSharding:
-                kind = HOST if offloaded and sharded in spec else None
+                kind = HOST if offloaded and is_sharded(spec) else None
                 return NamedSharding(self.mesh, spec, memory_kind=kind)
 
             return jax.tree.map(sharding, tree)
@@ -142,6 +148,18 @@ class Layout:
         """Returns the Placements of ``params`` as a state of the same structure."""
         return nnx.map_state(lambda path, v: v.copy(self.places[path]), params)
 
+    def whole(self) -> Self:
+        """Returns the layout of a step whose devices have no sequences in common.
+
+        There each layer needs its full weights, whatever the model declares to be
+        split.
+        """
+        places = {
+            path: dataclasses.replace(place, whole=True)
+            for path, place in self.places.items()
+        }
+        return dataclasses.replace(self, places=places)
+
     def gathered(self) -> Self:
         """Returns the layout of a device's parameters after they are gathered."""
         whole = {
@@ -170,5 +188,8 @@ def _places(
             trainable,
             hosted=policy.offload == "all" and dim is not None,
             float8=precision.products is not None,
+            over=sharded_over(variable, mesh),
+            splits=splits_of(variable, mesh),
+            on_first=on_first_of(variable, mesh),
         )
     return places

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jshard.mesh import shard_axes
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -13,6 +15,12 @@ class Placement:
     Attributes:
       dim: the sharded dimension, counted from the end (-1 is the last), so that it is
         the same for one layer and for a stack of layers; None if replicated.
+      over: the mesh axes that shard ``dim``; None for all that shard parameters.
+      splits: (dimension, axis) for each mesh axis that splits the parameter for
+        computing; the layer gets the device's part of it.
+      whole: whether the layer gets the full parameter in spite of ``splits``.
+      on_first: an axis on whose first device alone the layer gets the parameter, and
+        zeros elsewhere: a bias that is added to partial sums.
       gather: the dtype communicated by the all-gather; None for the parameter's dtype.
       compute: the dtype passed to the layer; None for the gathered dtype.
       reduce: the dtype communicated by the reduce-scatter; None for the gradient's
@@ -34,6 +42,21 @@ class Placement:
     hosted: bool = False
     float8: bool = False
     scale: int | None = None
+    over: tuple[str, ...] | None = None
+    splits: tuple[tuple[int, str], ...] = ()
+    whole: bool = False
+    on_first: str | None = None
+
+    def axes(self) -> str | tuple[str, ...]:
+        """Returns the axes of the gathers and scatters along ``dim``."""
+        if self.over is None:
+            return shard_axes()
+        first, *others = self.over
+        return self.over if others else first
+
+    def shards(self) -> int:
+        """Returns the number of shards along ``dim``, inside ``shard_map``."""
+        return 1 if self.dim is None else jax.lax.axis_size(self.axes())
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

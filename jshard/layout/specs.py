@@ -1,6 +1,7 @@
 """Chooses the sharded dimension of parameters and of the arrays that follow them."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.layout.layers import layer_dims
-from jshard.mesh import AXES, shard_axes, shards_of
+from jshard.layout.splits import splits_of
+from jshard.mesh import AXES, FSDP, REPLICA, axes_of, shard_axes, shards_of
 from jshard.policy import Policy
 
 # Metadata key of an embedding table that is a Unit of its own.
@@ -23,6 +25,7 @@ def shard_dim(
     layer_dims: int = 0,
     min_elements: int = 0,
     taken: Sequence[Any] = (),
+    parts: Mapping[int, int] | None = None,
     looked_up: bool = False,
 ) -> int | None:
     """Returns the dimension to shard, counted from the end, or None to replicate.
@@ -37,13 +40,16 @@ def shard_dim(
       shards: the number of shards.
       layer_dims: the number of leading layer dimensions, which are never sharded.
       min_elements: parameters with fewer elements per layer are replicated.
-      taken: for each dimension of one layer, the mesh axes that already split it.
+      taken: for each dimension of one layer, the automatic mesh axes that split it.
+      parts: in how many parts a dimension, counted from the end, is split already, of
+        each of which the shards are.
       looked_up: whether the parameter is an embedding table that is a Unit of its own.
     """
     own = shape[layer_dims:]
     if np.prod(own) < min_elements:
         return None
     for i, size in sorted(enumerate(own), reverse=looked_up):
+        size //= (parts or {}).get(i - len(own), 1)
         if size and size % shards == 0 and not any(taken[i : i + 1]):
             return i - len(own)
     return None
@@ -66,11 +72,22 @@ def _other_axes(variable: nnx.Variable, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(known(axes) or None for axes in names)
 
 
+def sharded_over(variable: nnx.Variable, mesh: Mesh) -> tuple[str, ...] | None:
+    """Returns the axes that shard a parameter; None for all that shard parameters."""
+    splits = {axis for _, axis in splits_of(variable, mesh)}
+    if not splits:
+        return None
+    axes = axes_of(mesh)
+    return tuple(axis for axis in axes if axis != REPLICA and axis not in splits)
+
+
 def sharded_dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
     """Returns ``shard_dim`` of a parameter, given its metadata, policy and mesh."""
+    parts = {dim: mesh.shape[axis] for dim, axis in splits_of(variable, mesh)}
     return shard_dim(
         np.shape(variable.get_value()),
-        shards_of(mesh),
+        shards_of(mesh) // math.prod(parts.values()),
+        parts=parts,
         layer_dims=layer_dims(variable),
         min_elements=policy.min_shard_elements,
         taken=_other_axes(variable, mesh),
@@ -83,14 +100,19 @@ def param_spec(variable: nnx.Variable, dim: int | None, mesh: Mesh) -> Partition
 
     ``dim`` is what ``sharded_dim`` returns for it.
     """
-    others = _other_axes(variable, mesh)
-    if dim is None and not any(others):
+    others, splits = _other_axes(variable, mesh), splits_of(variable, mesh)
+    if dim is None and not any(others) and not splits:
         return PartitionSpec()
     ndim = len(np.shape(variable.get_value()))
     axes: list[Any] = [*[None] * layer_dims(variable), *others]
     axes += [None] * (ndim - len(axes))
+    for split, axis in splits:
+        axes[split] = axis
     if dim is not None:
-        axes[dim] = shard_axes(mesh)
+        over = _names(shard_axes(mesh))
+        if splits:  # of a device's part, if both split this dimension
+            over = (*_names(axes[dim]), *(sharded_over(variable, mesh) or ()))
+        axes[dim] = over[0] if len(over) == 1 else over
     while axes and axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)
@@ -98,10 +120,25 @@ def param_spec(variable: nnx.Variable, dim: int | None, mesh: Mesh) -> Partition
 
 def manual_specs(specs: Any, mesh: Mesh) -> Any:
     """Returns the specs reduced to the axes that ``shard_map`` splits."""
-    manual = shard_axes(mesh)
+    manual = set(axes_of(mesh))
     return jax.tree.map(
-        lambda spec: PartitionSpec(*(a if a == manual else None for a in spec)), specs
+        lambda spec: PartitionSpec(
+            *(a if manual.issuperset(_names(a)) else None for a in spec)
+        ),
+        specs,
     )
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    """Returns the names of a PartitionSpec's entry."""
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def is_sharded(spec: PartitionSpec) -> bool:
+    """Returns whether a spec shards an array over "fsdp"."""
+    return any(FSDP in _names(axes) for axes in spec)
 
 
 def follow(params: Any, values: Sequence[Any]) -> Callable[[tuple, Any], Any]:

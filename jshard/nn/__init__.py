@@ -6,6 +6,7 @@ from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
 from jshard.nn.lora import add_lora
 from jshard.nn.loss import Loss, Mean, Means
+from jshard.nn.tensor import tensor_parallel
 
 __all__ = [
     "Dropout",
@@ -16,4 +17,5 @@ __all__ = [
     "cross_entropy",
     "dot_product_attention",
     "positions",
+    "tensor_parallel",
 ]

@@ -1,4 +1,4 @@
-"""Sequences that are split over the mesh axis "context".
+"""Sequences that are split over mesh axes: "context", or "context" and "tensor".
 
 Outside of attention a layer treats each token alone, so a device runs it on its part of
 the sequence. For attention the devices exchange heads: an all-to-all gives each one
@@ -19,19 +19,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.comm.varying import vary
-from jshard.mesh import CONTEXT, context_size, split_sequences
+from jshard.mesh import context_size, sequence_axes, split_sequences
 from jshard.scopes import EXCHANGE
 
 
 def positions(length: int, dtype: Any = None) -> jax.Array:
     """Returns the positions of a device's ``length`` tokens in whole sequences, (T,).
 
-    They are 0 to length - 1, unless the step splits sequences over "context".
+    They are 0 to length - 1, unless the step splits sequences over "context" or
+    "tensor".
     """
     local_T = jnp.arange(length, dtype=dtype)
     if context_size() == 1:
         return local_T
-    return (lax.axis_index(CONTEXT) * length).astype(local_T.dtype) + local_T
+    return (lax.axis_index(sequence_axes()) * length).astype(local_T.dtype) + local_T
 
 
 def on_whole_sequences(
@@ -59,6 +60,7 @@ def on_whole_sequences(
       The attended values of this device's tokens, (B, T, N, H).
     """
     n, N, K = context_size(), q_BTNH.shape[2], k_BTKH.shape[2]
+    axes = sequence_axes()
     if n == 1:
         return attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     # The fewest copies of each key-value head that n divides, and whose groups of
@@ -70,8 +72,8 @@ def on_whole_sequences(
     k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
     if heads > N:
         warnings.warn(
-            f"attention: context={n} does not divide the {N} heads, so {heads - N} "
-            "more, of zeros, are computed with them",
+            f"attention: {' x '.join(axes)}={n} does not divide the {N} heads, so "
+            f"{heads - N} more, of zeros, are computed with them",
             stacklevel=2,
         )
         q_BTNH, k_BTKH, v_BTKH = (
@@ -79,18 +81,18 @@ def on_whole_sequences(
             for x in (q_BTNH, k_BTKH, v_BTKH)
         )
     with jax.named_scope(EXCHANGE):
-        q_BSNH, k_BSKH, v_BSKH = (_to_heads(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+        q_BSNH, k_BSKH, v_BSKH = (_to_heads(x, axes) for x in (q_BTNH, k_BTKH, v_BTKH))
         segment_ids_BS = segment_ids_BT
         if segment_ids_BT is not None:
             ids_BT = vary(segment_ids_BT)
-            segment_ids_BS = lax.all_gather(ids_BT, CONTEXT, axis=1, tiled=True)
-    with split_sequences(False):
+            segment_ids_BS = lax.all_gather(ids_BT, axes, axis=1, tiled=True)
+    with split_sequences(()):
         y_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
     with jax.named_scope(EXCHANGE):
-        y_BTNH = lax.all_to_all(y_BSNH, CONTEXT, 1, 2, tiled=True)
+        y_BTNH = lax.all_to_all(y_BSNH, axes, 1, 2, tiled=True)
     return y_BTNH[:, :, :N]
 
 
-def _to_heads(x_BTNH: jax.Array) -> jax.Array:
+def _to_heads(x_BTNH: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Exchanges all heads of a part of the sequence for some heads of all of it."""
-    return lax.all_to_all(vary(x_BTNH), CONTEXT, 2, 1, tiled=True)
+    return lax.all_to_all(vary(x_BTNH), axes, 2, 1, tiled=True)

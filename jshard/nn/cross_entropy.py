@@ -11,7 +11,7 @@ V vocabulary.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 
 from jshard.comm.varying import is_float, vary, varying
 from jshard.errors import UserError
-from jshard.mesh import on_gpus
+from jshard.mesh import TENSOR, on_gpus, sequence_axes
 from jshard.nn.loss import Mean
 
 
@@ -31,6 +31,7 @@ def cross_entropy(
     *,
     chunk: int,
     soft_cap: float | None = None,
+    vocabulary: int | None = None,
 ) -> Mean:
     """Computes the cross-entropy of ``softmax(x @ head)``, ``chunk`` tokens at a time.
 
@@ -42,12 +43,15 @@ def cross_entropy(
 
     Args:
       x_BTD: features; any number of dimensions before D.
-      head_DV: the head with full weights (``jshard.gathered``).
+      head_DV: the head with full weights (``jshard.gathered``), or if ``vocabulary``
+        is given, maybe this device's part of its columns.
       targets_BT: integer tokens; one outside [0, V) makes the loss nan, unless its
         weight is 0.
       weights_BT: 1 for a token that counts, 0 for padding, or anything in between.
       chunk: the largest number of tokens, on one device, whose logits exist at a time.
       soft_cap: c in ``c tanh(logit / c)``, as in Gemma 2 (arXiv:2408.00118, section 2).
+      vocabulary: the columns of the whole head; by default those of ``head_DV``. If
+        there are more, the head is split over "tensor".
 
     Returns:
       The total in nats and the sum of weights.
@@ -57,6 +61,8 @@ def cross_entropy(
         positive.
     """
     _check(x_BTD, head_DV, targets_BT, weights_BT, chunk)
+    options = _Options(chunk, soft_cap, vocabulary or head_DV.shape[1])
+    options.check(head_DV)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     weights_BT = jnp.asarray(weights_BT, wide)
     flat = (
@@ -68,40 +74,72 @@ def cross_entropy(
     # Inside ``shard_map`` a gradient must vary over the same axes as its input. The
     # transpose of ``vary`` sums over the axes that are added here.
     axes = frozenset().union(*map(varying, flat))
-    total = _total(chunk, soft_cap, [vary(x, sorted(axes)) for x in flat])
+    total = _total(options, [vary(x, sorted(axes)) for x in flat])
     return Mean(total, jnp.sum(weights_BT))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _total(chunk: int, soft_cap: float | None, inputs: list[jax.Array]) -> jax.Array:
+class _Options(NamedTuple):
+    """Options of a call, named as its arguments."""
+
+    chunk: int
+    soft_cap: float | None
+    vocabulary: int
+
+    def check(self, head_DV: jax.Array) -> None:
+        """Raises UserError unless the head has all columns, or this device's part."""
+        columns = head_DV.shape[1]
+        parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
+        if self.vocabulary not in (columns, columns * parts):
+            raise UserError(
+                f"cross_entropy: vocabulary={self.vocabulary} is neither the head's "
+                f"{columns} columns nor those of {parts} devices"
+            )
+
+    def is_split(self, head_DV: jax.Array) -> bool:
+        """Returns whether the head has only this device's part of the columns."""
+        return head_DV.shape[1] != self.vocabulary
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(options: _Options, inputs: list[jax.Array]) -> jax.Array:
     """Computes the weighted sum of losses, when nothing is differentiated."""
     x_ND, head_DV, targets_N, weights_N = inputs
     head_DV = head_DV.astype(x_ND.dtype)
-    chunks = (_in_chunks(chunk, x_ND), _in_chunks(chunk, targets_N))
-    losses = lax.map(lambda xs: _losses(xs[0], head_DV, xs[1], soft_cap)[0], chunks)
+    split = options.is_split(head_DV)
+
+    def losses_of(chunk: tuple) -> jax.Array:
+        x_CD, targets_C = _tokens_of_all(chunk) if split else chunk
+        loss_C, _ = _losses(x_CD, head_DV, targets_C, options)
+        return _own_tokens(loss_C) if split else loss_C
+
+    chunks = (_in_chunks(options.chunk, x_ND), _in_chunks(options.chunk, targets_N))
+    losses = lax.map(losses_of, chunks)
     return _weighted_sum(losses.reshape(-1)[: len(x_ND)], weights_N)
 
 
-def _forward(
-    chunk: int, soft_cap: float | None, inputs: list[jax.Array]
-) -> tuple[jax.Array, tuple]:
+def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tuple]:
     """Computes the weighted sum of losses, and its gradients as residuals."""
     x_ND, head_DV, targets_N, weights_N = inputs
     N, D = x_ND.shape
+    split, chunk = options.is_split(head_DV), options.chunk
     dtype, wide = x_ND.dtype, weights_N.dtype
     cast_DV = head_DV.astype(dtype)
     # Most softmax values are too small for float16, so their gradients are scaled up.
     half = dtype == jnp.float16
-    scale = 4096 / jnp.maximum(1, jnp.max(jnp.abs(weights_N))) if half else 1
+    scale = 4096 / jnp.maximum(1, _largest(weights_N, split)) if half else 1
 
     def body(dhead_DV: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
-        x_CD, targets_C, weights_C = chunk
-        loss_C, dlogits_CV = _losses(x_CD, cast_DV, targets_C, soft_cap)
+        x_CD, targets_C, weights_C = _tokens_of_all(chunk) if split else chunk
+        loss_C, dlogits_CV = _losses(x_CD, cast_DV, targets_C, options)
         dlogits_CV *= weights_C[:, None]
         dlogits_CV = dlogits_CV.astype(dtype)
         dx_CD = jnp.dot(dlogits_CV, cast_DV.T, preferred_element_type=wide) / scale
         dhead_DV += jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)
-        return dhead_DV, (loss_C, dx_CD.astype(wide if half else dtype))
+        dx_CD = dx_CD.astype(wide if half else dtype)
+        if split:
+            loss_C = _own_tokens(loss_C)
+            dx_CD = lax.psum_scatter(dx_CD, TENSOR, scatter_dimension=0, tiled=True)
+        return dhead_DV, (loss_C, dx_CD)
 
     zeros_DV = vary(jnp.zeros(head_DV.shape, wide), sorted(varying(head_DV)))
     chunks = tuple(_in_chunks(chunk, x) for x in (x_ND, targets_N, weights_N * scale))
@@ -112,10 +150,12 @@ def _forward(
     return _weighted_sum(loss_N, weights_N), residuals
 
 
-def _backward(
-    chunk: int, soft_cap: float | None, residuals: tuple, cotangent: jax.Array
-) -> tuple[list]:
+def _backward(options: _Options, residuals: tuple, cotangent: jax.Array) -> tuple[list]:
     dx_ND, dhead_DV, loss_N, (x, head) = residuals
+    if options.is_split(head):
+        # The head's gradient is of the tokens of all devices, with one cotangent.
+        least, most = (f(cotangent, TENSOR) for f in (lax.pmin, lax.pmax))
+        cotangent = jnp.where(least == most, cotangent, jnp.nan)
     dx_ND = (cotangent * dx_ND).astype(x.dtype)
     dhead_DV = (cotangent * dhead_DV).astype(head.dtype)
     return ([dx_ND, dhead_DV, None, cotangent * loss_N],)
@@ -125,10 +165,11 @@ _total.defvjp(_forward, _backward)
 
 
 def _losses(
-    x_CD: jax.Array, head_DV: jax.Array, targets_C: jax.Array, soft_cap: float | None
+    x_CD: jax.Array, head_DV: jax.Array, targets_C: jax.Array, options: _Options
 ) -> tuple[jax.Array, jax.Array]:
     """Computes losses (C,) and their gradients by the head's products (C, V)."""
-    V = head_DV.shape[1]
+    V, soft_cap = head_DV.shape[1], options.soft_cap
+    split = options.is_split(head_DV)
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=wide)
     if soft_cap is not None:
@@ -137,14 +178,39 @@ def _losses(
         sum_C = _logsumexp_in_one_pass(logits_CV)
     else:
         sum_C = jax.nn.logsumexp(logits_CV, axis=1)
-    target_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], 1, mode="clip")
-    inside_C = (targets_C >= 0) & (targets_C < V)
-    loss_C = jnp.where(inside_C, sum_C - target_C1[:, 0], jnp.nan)
-    is_target_CV = targets_C[:, None] == jnp.arange(V)
+    own_C = targets_C - lax.axis_index(TENSOR) * V if split else targets_C
+    own_C1 = own_C[:, None]
+    target_C = jnp.take_along_axis(logits_CV, own_C1, 1, mode="clip")[:, 0]
+    if split:
+        is_own_C = (own_C >= 0) & (own_C < V)
+        largest_C = lax.pmax(sum_C, TENSOR)
+        parts = jnp.exp(sum_C - largest_C), jnp.where(is_own_C, target_C, 0)
+        total_C, target_C = lax.psum(parts, TENSOR)
+        sum_C = largest_C + jnp.log(total_C)
+    inside_C = (targets_C >= 0) & (targets_C < options.vocabulary)
+    loss_C = jnp.where(inside_C, sum_C - target_C, jnp.nan)
+    is_target_CV = own_C1 == jnp.arange(V)
     gradient_CV = jnp.exp(logits_CV - sum_C[:, None]) - is_target_CV
     if soft_cap is not None:
         gradient_CV *= 1 - (logits_CV / soft_cap) ** 2
     return loss_C, gradient_CV
+
+
+def _tokens_of_all(chunk: tuple) -> list[jax.Array]:
+    """Returns arrays (C, ...) with the tokens of all devices that share the head."""
+    return [lax.all_gather(x, TENSOR, tiled=True) for x in chunk]
+
+
+def _largest(x_N: jax.Array, split: bool) -> jax.Array:
+    """Returns the largest magnitude, of all devices that share the head."""
+    largest = jnp.max(jnp.abs(x_N))
+    return lax.pmax(largest, TENSOR) if split else largest
+
+
+def _own_tokens(x_C: jax.Array) -> jax.Array:
+    """Returns this device's part of an array of the tokens of all."""
+    size = x_C.shape[0] // lax.axis_size(TENSOR)
+    return lax.dynamic_slice_in_dim(vary(x_C), lax.axis_index(TENSOR) * size, size)
 
 
 def _logsumexp_in_one_pass(logits_CV: jax.Array) -> jax.Array:

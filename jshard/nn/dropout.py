@@ -12,7 +12,12 @@ from jax import lax
 
 from jshard.comm.varying import vary
 from jshard.layout.variables import is_variable
-from jshard.mesh import CONTEXT, context_size, manual_axes
+from jshard.mesh import (
+    axes_of_examples,
+    context_size,
+    manual_axes,
+    sequence_axes,
+)
 
 
 class DropoutKey(nnx.Variable):
@@ -74,7 +79,7 @@ class Dropout(nnx.Module):
 
         keep = jax.vmap(mask)(examples)
         if parts > 1:  # this device's part of the mask of whole sequences
-            start = lax.axis_index(CONTEXT) * x.shape[1]
+            start = lax.axis_index(sequence_axes()) * x.shape[1]
             keep = lax.dynamic_slice_in_dim(keep, start, x.shape[1], axis=1)
         return jnp.where(keep, x / (1 - self.rate), 0).astype(x.dtype)
 
@@ -95,9 +100,7 @@ def microbatch(index: Any, number: int) -> Iterator[None]:
 
 def _place_in_batch() -> jax.Array | int:
     """Returns which part of the examples this device has; 0 outside a step."""
-    axes = manual_axes()
-    if context_size() > 1:
-        axes = tuple(axis for axis in axes if axis != CONTEXT)
+    axes = axes_of_examples()
     return lax.axis_index(axes) if axes else 0
 
 

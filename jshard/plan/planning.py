@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jshard.describe import network_axes
-from jshard.mesh import hosts_of, platform
+from jshard.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
@@ -112,7 +112,7 @@ def plan_recipe(
     absent = topology != ATTACHED
     there = devices(topology) if absent else jax.devices()
     usable = parse(topology)[0].usable if absent else usable_bytes(there)
-    parts = make_mesh(config, there).size // config.mesh.context
+    parts = groups_of_examples(make_mesh(config, there))
     found = fit(config, parts, usable, traced, planned)
     return dataclasses.replace(found.made, chosen=found.note)
 

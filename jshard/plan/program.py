@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.errors import UserError
+from jshard.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.topology import GPU, GPUS, compile_for, devices, parse, tracing_for
 from jshard.state import TrainState
@@ -96,11 +97,11 @@ def find_gpu(topology: str) -> GPU | None:
 
 def check_batch_size(config: Config, mesh: Mesh) -> None:
     """Raises UserError unless devices and micro-batches divide the batch."""
-    micro, context = config.policy.accumulate, config.mesh.context
-    if config.batch_size % (mesh.size // context * micro):
+    micro, groups = config.policy.accumulate, groups_of_examples(mesh)
+    if config.batch_size % (groups * micro):
         who = f"{mesh.size} devices of the mesh"
-        if context > 1:
-            who = f"{mesh.size // context} groups of mesh.context={context} devices"
+        if axes := devices_of_a_sequence(mesh):
+            who = f"{groups} groups of {named_sizes(axes)} devices"
         times = f" times {micro} micro-batches" if micro > 1 else ""
         raise UserError(
             f"--config.batch_size={config.batch_size}: must be a multiple of the "

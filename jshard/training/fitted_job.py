@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jshard.describe import network_axes
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.mesh import hosts_of, mesh_text
+from jshard.mesh import groups_of_examples, hosts_of, mesh_text
 from jshard.training.config.config import Config, flatten, is_within
 from jshard.training.config.shared_keys import FIT, FITTED
 from jshard.training.fit import Candidate, Traced, fit, is_open
@@ -88,7 +88,7 @@ def make_fitted_job(
         return compiled_bytes(traced(job)[1].lower().compile()), job
 
     usable = min(map(int, peers.share("memory", str(usable_bytes(mesh.local_devices)))))
-    parts = mesh.size // config.mesh.context
+    parts = groups_of_examples(mesh)
     chosen = fit(config, parts, usable, trace, compile)
     return chosen.made, chosen.note
 

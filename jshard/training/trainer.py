@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jshard.distributed import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp import FSDP as _FSDP
-from jshard.mesh import CONTEXT, FSDP, REPLICA, check_mesh
+from jshard.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
 from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.training.config.config import Config
@@ -104,7 +104,8 @@ class Trainer:
         if mesh is not None:
             shape = check_mesh(mesh).shape
             self.config.mesh.fsdp = shape[FSDP]
-            self.config.mesh.context = shape.get(CONTEXT, 1)
+            for axis in (EXPERT, CONTEXT, TENSOR):
+                self.config.mesh[axis] = shape.get(axis, 1)
             with self.config.mesh.ignore_type():
                 self.config.mesh.replica = shape[REPLICA]
         if policy is not None:

@@ -18,9 +18,11 @@ from jax.extend import core
 
 from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.compat.jaxprs import needed_for, run_used
+from jshard.layout.placement import Placement
 from jshard.policy import INPUTS, Offload
 from jshard.unit import products
 from jshard.unit.dataflow import dependencies
+from jshard.unit.partial_sums import check_partial_sums
 from jshard.unit.partition import merge, select
 from jshard.unit.products import Weight
 from jshard.unit.remat import checkpoint, note_names
@@ -94,9 +96,15 @@ class TracedLayer:
         return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
 
 
-def trace_layer(fn: Callable[..., Any], inputs: Inputs) -> TracedLayer:
-    """Traces ``fn(weights, xs, carry, args)``, which returns a pytree of arrays."""
+def trace_layer(
+    fn: Callable[..., Any], inputs: Inputs, places: Sequence[Placement]
+) -> TracedLayer:
+    """Traces ``fn(weights, xs, carry, args)``, which returns a pytree of arrays.
+
+    ``places`` are the placements of the weights.
+    """
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    check_partial_sums(traced.jaxpr, places)
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     args = [*inputs.args, *map(abstract_like, traced.consts)]
     return TracedLayer(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.comm.varying import vary, varying
-from jshard.mesh import manual_axes, shard_axes
+from jshard.mesh import manual_axes
 from jshard.policy import Offload, UnitPolicy
 from jshard.unit.linearize import Inputs, LinearizedLayer, TracedLayer
 from jshard.unit.parameters import Parameters, scales, unshard
@@ -47,10 +47,8 @@ def communicates(own: Parameters) -> bool:
 
     With ``defer_scatter``, weights are gathered once per step, so layers need none.
     """
-    sharded = lax.axis_size(shard_axes()) > 1
     return any(
-        (sharded and place.dim is not None)
-        or (trained and set(varying(shard)) != set(manual_axes()))
+        place.shards() > 1 or (trained and set(varying(shard)) != set(manual_axes()))
         for shard, place, trained in zip(
             own.types(layer=True), own.places, own.trained, strict=True
         )

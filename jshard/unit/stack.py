@@ -76,7 +76,7 @@ def make_scan(
         jax.tree.map(abstract_like, carry),
         list(map(abstract_like, args)),
     )
-    traced = trace_layer(fn, inputs)
+    traced = trace_layer(fn, inputs, own.places)
     check_carry(carry, traced.outputs[0])
     own, traced = in_float8(own, traced, stacked=True)
     length = next(x.shape[0] for x in [*own.shards, *xs])

@@ -124,7 +124,9 @@ def run_unit(
     """
     inputs = [vary(x) if is_float(x) else x for x in inputs]
     xs_types, input_types = (list(map(abstract_like, x)) for x in (xs, inputs))
-    traced = trace_layer(fn, Inputs(own.weight_types(), xs_types, input_types, []))
+    traced = trace_layer(
+        fn, Inputs(own.weight_types(), xs_types, input_types, []), own.places
+    )
     own, traced = in_float8(own, traced)
     layer = LinearizedLayer(traced, own.trained, policy.remat, prevent_cse=True)
     unit = ShardedLayer(layer, own.places, own.types(), policy.reshard_after_forward)

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.describe import equations, product_flops
-from jshard.layout.specs import layer_dims
-from jshard.mesh import shard_axes, shards_of
+from jshard.layout.specs import is_sharded, layer_dims
+from jshard.mesh import shards_of
 from jshard.plan.memory.memory import shard_bytes
 from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
@@ -82,7 +82,7 @@ def state_size(state: TrainState) -> StateSize:
     for params in (state.params, state.frozen):
         for _, variable in nnx.to_flat_state(params):
             x = variable.get_value()
-            if shard_axes(x.sharding.mesh) in x.sharding.spec:
+            if is_sharded(x.sharding.spec):
                 elements += x.size
                 if dims := layer_dims(variable):
                     stacked += x.size

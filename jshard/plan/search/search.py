@@ -182,7 +182,7 @@ def _estimates(
         try:
             config = make_config(recipe, settings)
             policy, mesh = make_policy(config), make_mesh(config, mesh_devices)
-            policy.check_groups(shards_of(mesh))
+            policy.check_groups(shards_of(mesh, split=True))
             check_batch_size(config, mesh)
             if key not in sizes:
                 job = make_job(recipe, config, mesh.abstract_mesh)

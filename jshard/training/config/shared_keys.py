@@ -48,6 +48,13 @@ DEFAULTS = {
     "mesh.context": Knob(
         1, "number of devices that share each sequence", at_least=1
     ),
+    "mesh.tensor": Knob(
+        1, "number of devices that share the heads and features of each layer",
+        at_least=1,
+    ),
+    "mesh.expert": Knob(
+        1, "number of devices that share the experts of each layer", at_least=1
+    ),
     "mesh.cpu_devices": Knob(
         8, "CPU devices per process on machines without GPUs", at_least=1, at_most=1024
     ),
