@@ -212,6 +212,13 @@ def shard_axes(mesh: Mesh | AbstractMesh | None = None) -> str | tuple[str, ...]
     return axes if len(axes) > 1 else FSDP
 
 
+def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the names of axes as PartitionSpecs have them."""
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def shards_of(mesh: Mesh | AbstractMesh, *, split: bool = False) -> int:
     """Returns the number of shards of a parameter.
 

@@ -11,7 +11,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.layout.layers import layer_dims
 from jshard.layout.splits import splits_of
-from jshard.mesh import AXES, FSDP, REPLICA, axes_of, shard_axes, shards_of
+from jshard.mesh import (
+    AXES,
+    FSDP,
+    REPLICA,
+    axes_of,
+    names_of,
+    shard_axes,
+    shards_of,
+)
 from jshard.policy import Policy
 
 # Metadata key of an embedding table that is a Unit of its own.
@@ -109,9 +117,9 @@ def param_spec(variable: nnx.Variable, dim: int | None, mesh: Mesh) -> Partition
     for split, axis in splits:
         axes[split] = axis
     if dim is not None:
-        over = _names(shard_axes(mesh))
+        over = names_of(shard_axes(mesh))
         if splits:  # of a device's part, if both split this dimension
-            over = (*_names(axes[dim]), *(sharded_over(variable, mesh) or ()))
+            over = (*names_of(axes[dim]), *(sharded_over(variable, mesh) or ()))
         axes[dim] = over[0] if len(over) == 1 else over
     while axes and axes[-1] is None:
         axes.pop()
@@ -123,22 +131,15 @@ def manual_specs(specs: Any, mesh: Mesh) -> Any:
     manual = set(axes_of(mesh))
     return jax.tree.map(
         lambda spec: PartitionSpec(
-            *(a if manual.issuperset(_names(a)) else None for a in spec)
+            *(a if manual.issuperset(names_of(a)) else None for a in spec)
         ),
         specs,
     )
 
 
-def _names(axes: Any) -> tuple[str, ...]:
-    """Returns the names of a PartitionSpec's entry."""
-    if axes is None:
-        return ()
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
 def is_sharded(spec: PartitionSpec) -> bool:
     """Returns whether a spec shards an array over "fsdp"."""
-    return any(FSDP in _names(axes) for axes in spec)
+    return any(FSDP in names_of(axes) for axes in spec)
 
 
 def follow(params: Any, values: Sequence[Any]) -> Callable[[tuple, Any], Any]:

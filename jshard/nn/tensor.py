@@ -12,6 +12,8 @@ V columns of this device.
 """
 
 import functools
+import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +24,10 @@ from jax import lax
 
 from jshard.comm.varying import is_float, vary
 from jshard.errors import UserError
-from jshard.mesh import TENSOR, sequence_axes, shared_axes, split_sequences
+from jshard.mesh import TENSOR, on_gpus, sequence_axes, shared_axes, split_sequences
 from jshard.scopes import TENSOR_PARALLEL
+
+_CHUNKS = int(os.environ.get("CH", "2"))  # parts of the examples, on GPUs
 
 
 def tensor_parallel(
@@ -51,14 +55,37 @@ def tensor_parallel(
     """
     if not splits_tokens():
         return fn(x_BTD, *args, **kwargs)
-    whole = functools.partial(_gathered, x_BTD.shape[:2])
-    with jax.named_scope(TENSOR_PARALLEL):
-        x_BSD, args, kwargs = jax.tree.map(whole, (x_BTD, args, kwargs))
+    tokens = x_BTD.shape[:2]
     axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
-    with split_sequences(axes):
-        result = fn(x_BSD, *args, **kwargs)
-    with jax.named_scope(TENSOR_PARALLEL):
-        return jax.tree.map(functools.partial(_scattered, x_BSD.shape[:2]), result)
+
+    def of_examples(inputs: tuple) -> Any:
+        x_BTD, args, kwargs = inputs
+        with jax.named_scope(TENSOR_PARALLEL):
+            whole = functools.partial(_gathered, x_BTD.shape[:2])
+            x_BSD, args, kwargs = jax.tree.map(whole, inputs)
+        with split_sequences(axes):
+            result = fn(x_BSD, *args, **kwargs)
+        with jax.named_scope(TENSOR_PARALLEL):
+            return jax.tree.map(functools.partial(_scattered, x_BSD.shape[:2]), result)
+
+    # Examples are independent, so some are exchanged while others are computed with.
+    number = math.gcd(tokens[0], _CHUNKS) if on_gpus() else 1
+    inputs = (x_BTD, args, kwargs)
+    results = [of_examples(_part(inputs, tokens, i, number)) for i in range(number)]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+
+
+def _part(inputs: Any, tokens: tuple[int, int], index: int, number: int) -> Any:
+    """Returns one of several equal parts of the examples in ``inputs``."""
+    if number == 1:
+        return inputs
+    size = tokens[0] // number
+
+    def own(x: Any) -> Any:
+        of_tokens = jnp.shape(x)[:2] == tokens
+        return x[index * size : (index + 1) * size] if of_tokens else x
+
+    return jax.tree.map(own, inputs)
 
 
 def splits_tokens() -> bool:

@@ -66,7 +66,8 @@ input.
                       set of speed and memory, with command lines; keys that are given
                       stay fixed
   --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS)};
-                      with models whose sequences may be split, mesh.context;
+                      axes are further axes of the mesh, those that the model can take
+                      (mesh.context alone: the same with that one);
                       and, because they change the computation, only when named:
                       {", ".join(candidates.CHANGING_KNOBS)}
   --search.KEY=A,B    varies any key of the config over these values

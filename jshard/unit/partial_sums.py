@@ -9,7 +9,7 @@ read: weights are told from activations, and those apart that hold partial sums.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jax.extend import core
 
@@ -175,7 +175,7 @@ def _after_loop(eqn: Any, kinds: list[str]) -> list[str]:
         carry = after
 
 
-def _refuse(eqn: Any, what: str) -> Any:
+def _refuse(eqn: Any, what: str) -> NoReturn:
     raise UserError(
         f"mesh: tensor: {what} ({line_of(eqn)}); within tensor_parallel, end with the "
         "product of split rows, and do the rest behind it"

@@ -215,6 +215,7 @@ def test_modules_named_by_path_are_split_without_an_edit():
         fsdp = jshard.FSDP(jshard.make_mesh(**mesh), tensor_splits=splits)
         tx = optax.adam(1e-2)
         state, step = fsdp.init(ForeignModel, tx), fsdp.train_step(squares, tx)
+        metrics = {}
         for _ in range(3):
             state, metrics = step(state, fsdp.shard_batch({"x": x}))
         return float(metrics["loss"]), parity.by_path(fsdp.unshard(state.params))

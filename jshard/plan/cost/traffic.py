@@ -18,7 +18,7 @@ from jshard.comm.varying import is_float
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.specs import LOOKED_UP
-from jshard.mesh import REPLICA, shards_of
+from jshard.mesh import REPLICA, names_of, shard_axes
 from jshard.plan.cost.cost import Transfer, transfer
 from jshard.plan.hlo.hlo import Computation, Module
 from jshard.plan.topology import GPU
@@ -136,7 +136,7 @@ def least(
 
     Not included: replicated parameters, looked-up embeddings, gathers in a Unit's
     backward (not every backward reads its weights), scales of one-byte gathers, and the
-    optimizer's own collectives.
+    optimizer's own collectives, and exchanges of tokens and heads.
 
     Args:
       mesh: abstract or not.
@@ -145,7 +145,7 @@ def least(
       prefetch: whether layers are prefetched where the policy leaves it open. If so,
         the backward starts with the last layer's weights from the forward.
     """
-    shards, replicas = shards_of(mesh), mesh.shape[REPLICA]
+    replicas = mesh.shape[REPLICA]
     # Micro-batches that gather and scatter; 0 if that is outside of the loop over them.
     rounds = 0 if policy.defer_scatter else policy.accumulate
     places = Layout.of(state, policy, mesh).places
@@ -162,6 +162,8 @@ def least(
         for path, variable in nnx.to_flat_state(tree):
             place, x = places[path], variable.get_value()
             looked_up = variable.get_metadata(LOOKED_UP, False)
+            over = place.over or shard_axes(mesh)
+            shards = math.prod(mesh.shape[axis] for axis in names_of(over))
             if place.dim is None or shards == 1 or (looked_up and rounds):
                 continue
             shard = math.prod(x.sharding.shard_shape(x.shape))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,10 +14,12 @@ from jshard.training.config.config import Config, flatten, nearest
 Settings = dict[str, str]  # text by key: {"policy.remat": "dots"}
 
 REMAT, RESHARD = "policy.remat", "policy.reshard_after_forward"
+AXES = "axes"
 # What `--search` varies: other ways to run the same training.
 DEFAULT_KNOBS = (
     REMAT,
     "mesh",
+    AXES,
     "policy.accumulate",
     "policy.defer_scatter",
     RESHARD,
@@ -28,6 +31,7 @@ KNOBS = (*DEFAULT_KNOBS, "mesh.context", *CHANGING_KNOBS)
 # Knobs that set other keys than the one they are named after.
 _KEYS = {
     "mesh": ("mesh.replica", "mesh.fsdp"),
+    AXES: ("mesh.context", "mesh.tensor", "mesh.expert"),
     "policy.precision.reduce": ("policy.precision.reduce", "policy.precision.sum"),
 }
 
@@ -119,6 +123,7 @@ def candidates(
     devices: int,
     allowed: Mapping[str, Sequence[str] | None],
     names: Sequence[str] = (),
+    axes: Sequence[str] = (),
 ) -> list[Candidate]:
     """Returns all combinations of what may vary; the config as given comes first.
 
@@ -131,12 +136,13 @@ def candidates(
       devices: how many there are.
       allowed: values to try by key; None stands for the knob's own values.
       names: of the model's activations (``checkpoint_name``).
+      axes: of the mesh, besides "replica" and "fsdp", that the model can take.
 
     Raises:
       UserError: a key is unknown.
     """
     flat = {key: str(value) for key, value in flatten(config).items()}
-    own = _own_choices(config, devices, names)
+    own = _own_choices(config, devices, names, axes)
     for key in allowed:
         if key not in own and key not in flat:
             raise UserError(
@@ -161,10 +167,11 @@ def candidates(
 
 
 def _own_choices(
-    config: Config, devices: int, names: Sequence[str]
+    config: Config, devices: int, names: Sequence[str], axes: Sequence[str]
 ) -> dict[str, list[Settings]]:
     """Returns the settings that each knob tries unless the user lists values."""
-    parts = max(devices // config.mesh.context, 1)
+    shared = config.mesh.context * config.mesh.tensor
+    parts = max(devices // shared, 1)
     examples = max(config.batch_size // parts, 1)  # of a part in a step
     micro = [n for n in _divisors(examples) if n & (n - 1) == 0]
     named = [f"{kind}:{'+'.join(names)}" for kind in ("names", "offload") if names]
@@ -189,6 +196,14 @@ def _own_choices(
     sums = [("float32", "None"), ("bfloat16", "float32"), ("bfloat16", "None")]
     choices = {knob: [{knob: str(value)} for value in values[knob]] for knob in values}
     return choices | {
+        # One further axis, within a host; two rarely pay.
+        AXES: [{}]
+        + [
+            {f"mesh.{axis}": str(n)}
+            for axis in axes
+            for n in _divisors(min(devices, GPUS_A_HOST))
+            if n > 1 and devices % n == 0
+        ],
         "mesh": [
             {"mesh.replica": str(devices // n), "mesh.fsdp": "-1"}
             for n in reversed(shards)
@@ -208,7 +223,8 @@ def _shards(settings: Mapping[str, str], devices: int) -> int:
     """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp.isdigit():
-        return int(fsdp) * int(settings["mesh.context"])
+        further = (int(settings[key]) for key in _KEYS[AXES])
+        return int(fsdp) * math.prod(further)
     if replica == "hosts":
         return min(devices, GPUS_A_HOST)
     return devices // int(replica) if replica.isdigit() and int(replica) else 0

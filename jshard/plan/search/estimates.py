@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.describe import equations, product_flops
 from jshard.layout.specs import is_sharded, layer_dims
-from jshard.mesh import shards_of
+from jshard.layout.splits import splits_of
+from jshard.mesh import TENSOR, shards_of
 from jshard.plan.memory.memory import shard_bytes
 from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
@@ -83,10 +84,13 @@ def state_size(state: TrainState) -> StateSize:
         for _, variable in nnx.to_flat_state(params):
             x = variable.get_value()
             if is_sharded(x.sharding.spec):
-                elements += x.size
+                mesh = x.sharding.mesh
+                splits = splits_of(variable, mesh)  # of which a device has a part
+                size = x.size // math.prod(mesh.shape[axis] for _, axis in splits)
+                elements += size
                 if dims := layer_dims(variable):
-                    stacked += x.size
-                    layer += x.size // math.prod(x.shape[:dims])
+                    stacked += size
+                    layer += size // math.prod(x.shape[:dims])
     trained = jax.tree.leaves(state.params)
     return StateSize(
         device,
@@ -134,11 +138,13 @@ def estimate(
     mesh: Mesh | AbstractMesh,
     gpu: GPU,
     activity: Activity,
-    examples: int,
+    examples: float,
+    inputs: float = 0.0,
 ) -> Estimate:
     """Estimates a step with so many examples a device.
 
-    The time is that of its roofline, the memory the sum of its parts.
+    The time is that of its roofline, the memory the sum of its parts. ``inputs`` are
+    the bytes of all layers' inputs of an example, which "tensor" exchanges.
     """
     micro = policy.accumulate
     width = jnp.dtype(policy.precision.gather or jnp.float32).itemsize
@@ -171,10 +177,14 @@ def estimate(
         in_host = max(GPUS_A_HOST // shards, 1)  # replicas that share a host
         speed = _speed(replicas, gpu, in_host)
         wire += 2 * size.trained_shards * (replicas - 1) / replicas / speed
+    # A layer exchanges its tokens four times forward and four times backward; with
+    # parts of the examples, half of it beside products.
+    others = mesh.shape.get(TENSOR, 1) - 1
+    exchanged = 8 * others * inputs * examples / fast
     reached = gpu.constants
     busy = activity.flops / (reached.matmul * gpu.flops)
     # Part of the shorter one is never hidden: the ends of a step.
-    seconds = max(busy, wire) + 0.1 * min(busy, wire)
+    seconds = max(busy, wire) + 0.1 * min(busy, wire) + exchanged / 2
     # Activations are offloaded during the step, the optimizer's state around it.
     seconds = max(seconds, 2 * activity.hosted * examples / reached.host_bus)
     seconds += 2 * size.device / (reached.memory * gpu.bandwidth)

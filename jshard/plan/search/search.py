@@ -15,13 +15,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard import mesh as meshes
 from jshard.errors import UserError
-from jshard.mesh import shards_of
 from jshard.plan.constants import find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.cache import default_folder
-from jshard.plan.search.candidates import REMAT, RESHARD, Candidate, candidates
+from jshard.plan.search.candidates import (
+    AXES,
+    REMAT,
+    RESHARD,
+    Candidate,
+    candidates,
+)
 from jshard.plan.search.estimates import (
     Activity,
     Estimate,
@@ -35,6 +41,7 @@ from jshard.plan.search.results import Outcome, Search
 from jshard.plan.search.workers import Workers
 from jshard.plan.topology import GPU, devices, parse
 from jshard.training.config.command_line import override
+from jshard.training.config.config import Config
 from jshard.training.config.policy import make_policy
 from jshard.training.job import make_job, make_mesh
 from jshard.training.make_config import make_config
@@ -96,7 +103,8 @@ def search(
             return _trace(recipe, topology, settings)
 
         _, names = traced(str(config.policy.remat))
-        everything = candidates(config, number, allowed, names)
+        axes = _axes(recipe, config, mesh_devices) if AXES in allowed else ()
+        everything = candidates(config, number, allowed, names, axes)
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )
@@ -145,6 +153,20 @@ def _workers(*arguments: str | Path) -> Workers:
     )
 
 
+def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[str]:
+    """Returns the further axes of the mesh that a recipe's model can take."""
+
+    def takes(axis: str) -> bool:
+        try:
+            mesh = meshes.make_mesh(devices=mesh_devices, **{axis: 2})
+            make_job(recipe, config, mesh.abstract_mesh).abstract_state()
+        except UserError:
+            return False
+        return True
+
+    return [axis for axis in meshes.AXES[2:] if takes(axis)]
+
+
 def _trace(
     recipe: Recipe, topology: str, settings: dict[str, str]
 ) -> tuple[Activity, list[str]]:
@@ -182,7 +204,7 @@ def _estimates(
         try:
             config = make_config(recipe, settings)
             policy, mesh = make_policy(config), make_mesh(config, mesh_devices)
-            policy.check_groups(shards_of(mesh, split=True))
+            policy.check_groups(meshes.shards_of(mesh, split=True))
             check_batch_size(config, mesh)
             if key not in sizes:
                 job = make_job(recipe, config, mesh.abstract_mesh)
@@ -195,6 +217,9 @@ def _estimates(
             too_large.append((candidate, bound))
             continue
         active, _ = traced(str(config.policy.remat))
+        inputs = traced("full")[0].saved if meshes.TENSOR in mesh.shape else 0.0
         examples = config.batch_size / mesh.size
-        promising[candidate] = estimate(sizes[key], policy, mesh, gpu, active, examples)
+        promising[candidate] = estimate(
+            sizes[key], policy, mesh, gpu, active, examples, inputs
+        )
     return promising, refused, too_large
