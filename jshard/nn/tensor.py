@@ -13,7 +13,6 @@ V columns of this device.
 
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,8 @@ from jshard.errors import UserError
 from jshard.mesh import TENSOR, on_gpus, sequence_axes, shared_axes, split_sequences
 from jshard.scopes import TENSOR_PARALLEL
 
-_PARTS = int(os.environ.get("CH", "2"))  # parts of the examples, on GPUs
+# Parts of the examples, on GPUs. Four hide no more than two (docs/log.md).
+_PARTS = 2
 
 
 def tensor_parallel(

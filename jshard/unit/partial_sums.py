@@ -128,7 +128,10 @@ def _results(eqn: Any, kinds: list[str]) -> list[str]:
 
 
 def _result(eqn: Any, kinds: list[str]) -> str:
-    name, found = eqn.primitive.name, set(kinds)
+    name = eqn.primitive.name
+    if name in _PRODUCTS:  # not the sizes of a grouped product's groups
+        kinds = kinds[:2]
+    found = set(kinds)
     if name in _PRODUCTS and found == {WEIGHT, FEATURES}:
         return PARTIAL
     if PARTIAL not in found:
