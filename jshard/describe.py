@@ -19,12 +19,12 @@ from jshard.formatting import format_bytes
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import HOST
-from jshard.mesh import EXPERT, hosts_of, mesh_text, shards_of
+from jshard.mesh import EXPERT, TENSOR, hosts_of, mesh_text, shards_of
 from jshard.mesh import axes_of as mesh_axes
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.nn.experts import gathered_bytes
-from jshard.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
+from jshard.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS, TENSOR_PARALLEL
 from jshard.state import TrainState
 from jshard.unit.batch_norm import batch_norms
 from jshard.unit.modules import root_variables
@@ -188,7 +188,7 @@ def describe(
             part = format_bytes(t.network_bytes) if t.network_bytes else "none"
             text += f", {part} over the network"
         lines.append((name + "s", text))
-    lines += _experts(jaxpr, state, layout)
+    lines += _tensor(jaxpr, sizes, network) + _experts(jaxpr, state, layout)
     if kernels := attention_kernels(jaxpr):
         lines.append(("attention", ", and ".join(kernels)))
     if policy.multiplies_in_float8():
@@ -215,6 +215,21 @@ def _float8(jaxpr: Any) -> str:
             in_float8 += work if SCOPE in scopes_of(eqn) else 0
     part = in_float8 / flops if flops else 0
     return f"{part:.0%} of the FLOPs of products with weights"
+
+
+def _tensor(
+    jaxpr: Any, sizes: dict[str, int], network: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Says what layers that "tensor" splits exchange."""
+    if sizes.get(TENSOR, 1) == 1:
+        return []
+    moved = traffic(jaxpr, sizes, network, scope=TENSOR_PARALLEL).values()
+    exchanged = sum(x.wire_bytes for x in moved)
+    text = f"{sum(x.count for x in moved)} exchanges of tokens a step, "
+    text += f"{format_bytes(exchanged)} a device, which products wait for"
+    if across := sum(x.network_bytes for x in moved):
+        text += f"; {format_bytes(across)} cross the network: keep tensor in a host"
+    return [("tensor", text)]
 
 
 def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, str]]:
