@@ -162,17 +162,31 @@ class MixtureOfExperts(nnx.Module):
         K, D = self.experts_per_token, x_BTD.shape[-1]
         x_ND, expert_NK = x_BTD.reshape(-1, D), expert_BTK.reshape(-1, K)
         modules = self.gate, self.up, self.down
-        y_NKD, _ = on_experts(
-            self._mlp, modules, x_ND, expert_NK, self.num_experts, self.capacity
+        y_ND = on_experts(
+            self._mlp,
+            modules,
+            x_ND,
+            expert_NK,
+            weight_BTK.reshape(-1, K),
+            self.num_experts,
+            self.capacity,
         )
-        weight_NK1 = weight_BTK.reshape(-1, K, 1).astype(y_NKD.dtype)
-        return jnp.sum(y_NKD * weight_NK1, axis=1).reshape(x_BTD.shape)
+        return y_ND.reshape(x_BTD.shape)
 
-    def _mlp(self, modules: Any, x: jax.Array, tokens_E: jax.Array | None) -> jax.Array:
+    def _mlp(
+        self,
+        modules: Any,
+        x: jax.Array,
+        tokens_E: jax.Array | None,
+        weight: jax.Array | None,
+    ) -> jax.Array:
         gate, up, down = modules
         hidden = checkpoint_name(gate(x, tokens_E), "hidden")
         up_hidden = checkpoint_name(up(x, tokens_E), "hidden")
-        return down(self.activation(hidden) * up_hidden, tokens_E)
+        hidden = self.activation(hidden) * up_hidden
+        if weight is not None:
+            hidden *= weight[..., None].astype(hidden.dtype)
+        return down(hidden, tokens_E)
 
 
 def load_balancing_loss(load: Load, tokens: int) -> jshard.Mean:

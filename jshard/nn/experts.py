@@ -27,38 +27,41 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.comm.varying import vary
+from jshard.comm.varying import vary, zeros_like
 from jshard.errors import UserError
 from jshard.mesh import EXPERT, manual_axes
 from jshard.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
 
 
 def on_experts(
-    apply: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+    apply: Callable[[Any, jax.Array, jax.Array | None, jax.Array | None], jax.Array],
     modules: Any,
     x_ND: jax.Array,
     expert_NK: jax.Array,
+    weight_NK: jax.Array,
     num_experts: int,
     capacity: float = 1.25,
-) -> tuple[jax.Array, jax.Array]:
-    """Applies each token's K experts to it, wherever they are.
+) -> jax.Array:
+    """Returns the weighted sum of each token's K experts, wherever they are.
 
     Args:
-      apply: the experts' function of ``modules``, rows, and how many of these each
-        expert has. Where the device has all experts, rows are (M, D) in the order of
-        their experts, and the numbers (E,). Otherwise rows are (H, R, D) and the
-        numbers None: each expert has R, of which some are padding.
+      apply: the experts' function of ``modules``, rows, how many of these each expert
+        has, and what their results are multiplied with. Where the device has all
+        experts, rows are (M, D) in the order of their experts, the numbers (E,), and
+        the factors None. Otherwise rows are (H, R, D), the numbers None (each expert
+        has R, of which some are padding), and the factors (H, R). It is best to
+        multiply before the last product, so that no backward needs results.
       modules: a module or a tuple of modules, whose every parameter has a first
         dimension of experts: all of them, or those that this device holds.
       x_ND: this device's tokens.
       expert_NK: the experts of each, from 0 to E - 1.
+      weight_NK: their weights.
       num_experts: E.
       capacity: rows that the first round carries from each device to each expert, as a
         multiple of an even share.
 
     Returns:
-      Each choice's result, (N, K, D), and how many tokens of this device chose each
-      expert, (E,).
+      The sums, (N, D).
 
     Raises:
       UserError: the experts are not split as the devices of "expert" need it.
@@ -69,12 +72,14 @@ def on_experts(
     held = len(jax.tree.leaves(nnx.state(modules))[0])
     if held == num_experts:
         x_MD = _permuted(jnp.repeat(x_ND, K, axis=0), order_M)
-        y_MD = _permuted(apply(modules, x_MD, tokens_E), jnp.argsort(order_M))
-    else:
-        _check_split(held, num_experts)
-        route = _route(expert_M, order_M, tokens_E)
-        y_MD = _exchanged(apply, modules, x_ND, route, capacity)
-    return y_MD.reshape(N, K, -1), tokens_E
+        y_MD = _permuted(apply(modules, x_MD, tokens_E, None), jnp.argsort(order_M))
+        y_NKD = y_MD.reshape(N, K, -1)
+        weight_NK1 = weight_NK[:, :, None].astype(y_NKD.dtype)
+        return jnp.sum(y_NKD * weight_NK1, axis=1)
+    _check_split(held, num_experts)
+    route = _route(expert_M, order_M, tokens_E)
+    y_MD = _exchanged(apply, modules, x_ND, weight_NK, route, capacity)
+    return jnp.sum(y_MD.reshape(N, K, -1), axis=1)
 
 
 def _permuted(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
@@ -144,41 +149,52 @@ def _exchanged(
     apply: Callable[..., jax.Array],
     modules: Any,
     x_ND: jax.Array,
+    weight_NK: jax.Array,
     route: _Route,
     capacity: float,
 ) -> jax.Array:
-    """Returns the results of all choices, (M, D)."""
+    """Returns the weighted results of all choices, (M, D)."""
     graphdef, state = nnx.split(modules)
-    state, x_ND = jax.tree.map(vary, state), vary(x_ND)
+    inputs = jax.tree.map(vary, _Inputs(state, x_ND, weight_NK.astype(x_ND.dtype)))
     choices, experts = len(route.order_M), len(route.tokens_E)
     first, further = capacities(choices, experts, capacity)
 
-    def compute(state: Any, x_ECD: jax.Array) -> jax.Array:
+    def compute(state: Any, x_ECD: jax.Array, weight_EC: jax.Array) -> jax.Array:
         with jax.named_scope(EXCHANGE_TOKENS):
-            x_HRD = lax.all_to_all(x_ECD, EXPERT, 0, 1, tiled=True)
-        y_HRD = apply(nnx.merge(graphdef, state), x_HRD, None)
+            x_HRD, weight_HR = (
+                lax.all_to_all(x, EXPERT, 0, 1, tiled=True) for x in (x_ECD, weight_EC)
+            )
+        y_HRD = apply(nnx.merge(graphdef, state), x_HRD, None, weight_HR)
         with jax.named_scope(EXCHANGE_TOKENS):
             return lax.all_to_all(y_HRD, EXPERT, 1, 0, tiled=True)
 
-    y_MD = _round(compute, 0, first, state, x_ND, route)
+    y_MD = _round(compute, 0, first, inputs, route)
     if first == choices:
         return y_MD
-    return _further_rounds(compute, first, further)(y_MD, state, x_ND, route)
+    return _further_rounds(compute, first, further)(y_MD, inputs, route)
 
 
-# Maps (parameters, (E, C, D) rows of this device) to their results.
-_Compute = Callable[[Any, jax.Array], jax.Array]
+class _Inputs(NamedTuple):
+    """What a round computes with, and has gradients."""
+
+    state: Any  # of the modules
+    x_ND: jax.Array
+    weight_NK: jax.Array
+
+
+# Maps parameters, this device's (E, C, D) rows and (E, C) factors to (E, C, D).
+_Compute = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
 def _round(
-    compute: _Compute, begin: Any, size: int, state: Any, x_ND: jax.Array, route: _Route
+    compute: _Compute, begin: Any, size: int, inputs: _Inputs, route: _Route
 ) -> jax.Array:
     """Computes places ``begin`` to ``begin + size`` of each expert's choices.
 
     Returns:
       The results of these choices, and zeros for all others, (M, D).
     """
-    M, E = len(route.order_M), len(route.tokens_E)
+    M, E, K = len(route.order_M), len(route.tokens_E), inputs.weight_NK.shape[1]
     # Indices are unique, also those of padding, which are out of bounds.
     place_C = begin + jnp.arange(size)
     choice_EC = route.order_M.at[route.start_E[:, None] + place_C].get(mode="clip")
@@ -191,8 +207,9 @@ def _round(
         E * size + jnp.arange(M),
     )
 
-    x_ECD = _rows(jnp.repeat(x_ND, M // len(x_ND), axis=0), choice_EC)
-    y_ECD = compute(state, x_ECD)
+    x_ECD = _rows(jnp.repeat(inputs.x_ND, K, axis=0), choice_EC)
+    weight_EC = _rows(inputs.weight_NK.reshape(-1), choice_EC)
+    y_ECD = compute(inputs.state, x_ECD, weight_EC)
     return _rows(y_ECD.reshape(E * size, -1), slot_M)
 
 
@@ -211,28 +228,26 @@ def _further_rounds(
     """
 
     @jax.named_scope(FURTHER_ROUNDS)
-    def add(y_MD: jax.Array, state: Any, x_ND: jax.Array, route: _Route) -> jax.Array:
+    def add(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> jax.Array:
         def one(begin: jax.Array, y_MD: jax.Array) -> jax.Array:
-            return y_MD + _round(compute, begin, size, state, x_ND, route)
+            return y_MD + _round(compute, begin, size, inputs, route)
 
         return _loop(first, size, route.most, one, y_MD)
 
-    def forward(*inputs: Any) -> tuple[jax.Array, Any]:
-        return add(*inputs), inputs[1:]
+    def forward(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> tuple:
+        return add(y_MD, inputs, route), (inputs, route)
 
     @jax.named_scope(FURTHER_ROUNDS)
-    def backward(inputs: Any, dy_MD: jax.Array) -> tuple:
-        *moving, route = inputs
+    def backward(kept: tuple, dy_MD: jax.Array) -> tuple:
+        inputs, route = kept
 
-        def one(begin: jax.Array, sums: Any) -> Any:
-            def results(state: Any, x_ND: jax.Array) -> jax.Array:
-                return _round(compute, begin, size, state, x_ND, route)
+        def one(begin: jax.Array, sums: _Inputs) -> _Inputs:
+            results = lambda inputs: _round(compute, begin, size, inputs, route)
+            _, pullback = jax.vjp(results, inputs)
+            return jax.tree.map(jnp.add, sums, *pullback(dy_MD))
 
-            _, pullback = jax.vjp(results, *moving)
-            return jax.tree.map(jnp.add, sums, pullback(dy_MD))
-
-        sums = tuple(jax.tree.map(lambda x: vary(jnp.zeros_like(x)), moving))
-        return dy_MD, *_loop(first, size, route.most, one, sums), None
+        sums = jax.tree.map(zeros_like, inputs)
+        return dy_MD, _loop(first, size, route.most, one, sums), None
 
     adding = jax.custom_vjp(add)
     adding.defvjp(forward, backward)
@@ -246,7 +261,7 @@ def _loop(
     one: Callable[[jax.Array, Any], Any],
     init: Any,
 ) -> Any:
-    """Returns ``init`` after ``one(place, it)`` at places from ``begin`` to ``end``."""
+    """Returns ``init`` after ``one(begin, it)`` at places from ``begin`` to ``end``."""
 
     def body(state: Any) -> Any:
         return state[0] + size, one(*state)
@@ -269,8 +284,10 @@ def exchanged_bytes(
     """Returns the bytes that a device receives to exchange tokens for one layer.
 
     An all-to-all brings it what the other devices have for its experts, ``capacity``
-    times an even share, and a second one the results for its own tokens. This is of the
-    first round, and if there are several micro-batches, of each.
+    times an even share, and one number for each row, its weight. A second one brings
+    the results for its own tokens. The backward has both in the other direction; where
+    it computes the layer again, it needs no results. This is of the first round, and if
+    there are several micro-batches, of each.
 
     Args:
       tokens: N, of each device.
@@ -284,7 +301,7 @@ def exchanged_bytes(
     """
     rows, _ = capacities(tokens * experts_per_token, num_experts, capacity)
     leaving = num_experts // devices * (devices - 1) * rows
-    return 2 * passes * leaving * width * itemsize
+    return leaving * ((passes + 2) * width + passes) * itemsize
 
 
 def gathered_bytes(

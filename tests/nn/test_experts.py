@@ -140,18 +140,18 @@ def all_to_alls(shape: tuple[int, ...], capacity: float, remat: str) -> Any:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("remat", "passes"), [("none", 2), ("full", 3)])
-def test_tokens_are_exchanged_twice_a_pass(remat, passes):
+def test_tokens_go_to_experts_each_pass_and_results_return_once(remat, passes):
     jaxpr, sizes = all_to_alls((1, 2, 4), 1.25, remat)
     rows, _ = capacities(CHOICES, E, 1.25)
     found = traffic(jaxpr, sizes)["all-to-all", "float64"]
     assert rows == 8  # 6.25 rounded up
-    assert found.count == 2 * passes
+    assert found.count == 2 * passes + 2  # with weights
     tokens = BATCH * TIME // 8
     of = {"itemsize": 8, "passes": passes}
     assert found.wire_bytes == exchanged_bytes(tokens, K, E, D, 4, **of)
     # Each loop of further rounds has those of its own rounds, and is not counted.
     loops = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "while"]
-    assert len(loops) == passes
+    assert len(loops) == 2  # in the forward, and in the backward
 
 
 @pytest.mark.usefixtures("x64")
@@ -165,7 +165,7 @@ def test_a_compiled_exchange_has_the_traffic_of_its_first_round():
     run, arguments = on_mesh((1, 2, 4), 1.25, "none", on_one_device("even")[0])
     text = hlo.compile(run.lower(*arguments)).as_text()
     found = [x for x in hlo.collectives(text) if x.kind == "all-to-all" and x.times]
-    assert sum(x.times for x in found if "f64" in str(x.operands)) == 4
+    assert sum(x.times for x in found if "f64" in str(x.operands)) == 6
 
 
 @pytest.mark.slow
@@ -198,11 +198,11 @@ def test_rounds_have_room_for_shares_in_multiples_of_eight(
 def test_closed_forms_count_the_bytes_of_exchanging_and_of_gathering():
     # Mixtral 8x7B, 8192 tokens a device, 8 devices: 2560 rows for each expert.
     mixtral = {"experts_per_token": 2, "num_experts": 8, "width": 4096, "devices": 8}
-    assert exchanged_bytes(8192, **mixtral) == 6 * 7 * 2560 * 4096 * 2
+    assert exchanged_bytes(8192, **mixtral) == 7 * 2560 * (5 * 4096 + 3) * 2
     experts = 8 * 3 * 4096 * 14336
     assert gathered_bytes(experts, 8) == experts * 7 // 8 * (2 + 2 + 4)
     # What is cheaper depends on the tokens, and not on the devices.
     for devices in (2, 4, 8):
         of = mixtral | {"devices": devices}
-        assert exchanged_bytes(91_000, **of) < gathered_bytes(experts, devices)
-        assert exchanged_bytes(92_000, **of) > gathered_bytes(experts, devices)
+        assert exchanged_bytes(110_000, **of) < gathered_bytes(experts, devices)
+        assert exchanged_bytes(111_000, **of) > gathered_bytes(experts, devices)
