@@ -23,6 +23,7 @@ from jshard.mesh import axes_of as mesh_axes
 from jshard.mesh import hosts_of, mesh_text, shards_of
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
+from jshard.scopes import FURTHER_ROUNDS
 from jshard.state import TrainState
 from jshard.unit.batch_norm import batch_norms
 from jshard.unit.modules import root_variables
@@ -93,9 +94,15 @@ def traffic(
 
 
 def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields each equation, nested ones included, and how often it runs."""
+    """Yields each equation, nested ones included, and how often it runs.
+
+    A loop whose end is known only when it runs counts once, unless it is of rounds that
+    only an uneven choice of experts needs.
+    """
     for eqn in jaxpr.eqns:
         yield eqn, times
+        if eqn.primitive.name == "while" and FURTHER_ROUNDS in scopes_of(eqn):
+            continue
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in core.jaxprs_in_params(eqn.params):
             yield from equations(inner, times * trips)

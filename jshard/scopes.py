@@ -13,3 +13,6 @@ ALL_REDUCE = "all-reduce"
 LOOK_UP = "look-up"
 EXCHANGE = "exchange of heads"
 TENSOR_PARALLEL = "tensor-parallel"
+EXCHANGE_TOKENS = "exchange of tokens"
+# What exceeds the first round; no plan and no start-up note counts it.
+FURTHER_ROUNDS = "further rounds"

@@ -60,6 +60,7 @@ class Block(nnx.Module):
                 dtype=config.dtype,
                 param_dtype=config.param_dtype,
                 rngs=rngs,
+                capacity=config.expert_capacity,
             )
         else:
             if config.fused:

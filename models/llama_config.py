@@ -71,6 +71,9 @@ class LlamaConfig:
       experts_per_token: how many of them each token takes.
       normalized_experts: whether the weights of a token's experts sum to 1.
       balance_weight: weight of the load-balancing loss in ``loss``; 0 leaves it out.
+      expert_capacity: where experts are split over devices, the rows that the first
+        round of an exchange carries, as a multiple of an even share. Further rounds
+        carry what exceeds it; results do not depend on it.
       max_segments: the most documents that a packed row holds, for cuDNN's attention.
     """
 
@@ -114,6 +117,7 @@ class LlamaConfig:
     experts_per_token: int = 2
     normalized_experts: bool = True
     balance_weight: float = 0.0
+    expert_capacity: float = 1.25
     max_segments: int = 0
 
     def __post_init__(self):
@@ -152,6 +156,10 @@ class LlamaConfig:
             raise jshard.UserError(
                 f"model: experts_per_token={self.experts_per_token} must be between 1 "
                 f"and num_experts={self.num_experts}"
+            )
+        if self.expert_capacity <= 0:
+            raise jshard.UserError(
+                f"model: expert_capacity={self.expert_capacity} must be above 0"
             )
 
     @property

@@ -25,6 +25,7 @@ _OF_TRAINING = (
     "dtype",
     "param_dtype",
     "balance_weight",
+    "expert_capacity",
     "max_segments",
 )
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
+from jshard.nn.experts import on_experts
 
 
 class Load(NamedTuple):
@@ -51,18 +52,21 @@ class Experts(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
 
-    def __call__(self, x_MD: jax.Array, tokens_E: jax.Array) -> jax.Array:
-        """Multiplies each run of rows with its expert's matrix.
+    def __call__(self, x: jax.Array, tokens_E: jax.Array | None) -> jax.Array:
+        """Multiplies each expert's rows with its matrix.
 
         Args:
-          x_MD: rows in the order of their experts.
-          tokens_E: how many rows each expert has.
+          x: (M, in) rows in the order of their experts, or as many rows of each expert,
+            (E, M, in).
+          tokens_E: how many rows each expert has; None if all have as many.
 
         Returns:
-          The products, (M, out).
+          The products, (M, out) or (E, M, out).
         """
         kernel = self.kernel.get_value().astype(self.dtype)
-        return lax.ragged_dot(x_MD.astype(self.dtype), kernel, tokens_E)
+        if tokens_E is None:
+            return jnp.matmul(x.astype(self.dtype), kernel)
+        return lax.ragged_dot(x.astype(self.dtype), kernel, tokens_E)
 
 
 class Router(nnx.Module):
@@ -101,7 +105,10 @@ class MixtureOfExperts(nnx.Module):
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: random streams.
+      capacity: of an exchange's first round (``jshard.nn.experts.on_experts``).
     """
+
+    expert_split = ("gate", "up", "down")  # over "expert"
 
     def __init__(
         self,
@@ -116,10 +123,11 @@ class MixtureOfExperts(nnx.Module):
         dtype: Any,
         param_dtype: Any,
         rngs: nnx.Rngs,
+        capacity: float = 1.25,
     ):
         self.experts_per_token = experts_per_token
         self.normalized = normalized
-        self.activation = activation
+        self.activation, self.capacity = activation, capacity
         self.router = Router(width, num_experts, param_dtype=param_dtype, rngs=rngs)
 
         def experts(size_in: int, size_out: int, std: float) -> Experts:
@@ -139,19 +147,22 @@ class MixtureOfExperts(nnx.Module):
         if self.normalized:
             weight_NK /= jnp.sum(weight_NK, axis=1, keepdims=True)
 
-        expert_M = expert_NK.reshape(-1)
-        order_M = jnp.argsort(expert_M)  # stable
-        tokens_E = jnp.bincount(expert_M, length=probability_NE.shape[1])
-        x_MD = _permuted(jnp.repeat(x_ND, K, axis=0), order_M)
-        gate_MF = checkpoint_name(self.gate(x_MD, tokens_E), "hidden")
-        up_MF = checkpoint_name(self.up(x_MD, tokens_E), "hidden")
-        y_MD = self.down(self.activation(gate_MF) * up_MF, tokens_E)
-        y_NKD = _permuted(y_MD, jnp.argsort(order_M)).reshape(N, K, -1)
+        modules = self.gate, self.up, self.down
+        E = probability_NE.shape[1]
+        y_NKD, tokens_E = on_experts(
+            self._mlp, modules, x_ND, expert_NK, E, self.capacity
+        )
         y_ND = jnp.sum(y_NKD * weight_NK[:, :, None].astype(y_NKD.dtype), axis=1)
 
         chosen_E = tokens_E.astype(probability_NE.dtype) / N
         load = Load(chosen_E, jnp.mean(probability_NE, axis=0))
         return y_ND.reshape(x_BTD.shape), load
+
+    def _mlp(self, modules: Any, x: jax.Array, tokens_E: jax.Array | None) -> jax.Array:
+        gate, up, down = modules
+        hidden = checkpoint_name(gate(x, tokens_E), "hidden")
+        up_hidden = checkpoint_name(up(x, tokens_E), "hidden")
+        return down(self.activation(hidden) * up_hidden, tokens_E)
 
 
 def load_balancing_loss(load: Load, tokens: int) -> jshard.Mean:
@@ -169,8 +180,3 @@ def load_balancing_loss(load: Load, tokens: int) -> jshard.Mean:
     chosen_LE = lax.stop_gradient(jshard.pmean(load.chosen_E))
     loss = E * jnp.mean(jnp.sum(chosen_LE * load.probability_E, axis=-1))
     return jshard.Mean(tokens * loss, jnp.asarray(tokens, loss.dtype))
-
-
-def _permuted(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
-    # That indices are unique makes the gradient, a scatter, deterministic on GPUs.
-    return x_MD.at[order_M].get(unique_indices=True, mode="promise_in_bounds")

@@ -81,6 +81,9 @@ FAMILY = {
     "balance_weight": Key(
         0.0, "weight of the experts' load-balancing loss", at_least=0
     ),
+    "expert_capacity": Key(
+        1.25, "rows of an exchange's first round, as shares of even ones", above=0
+    ),
 }
 
 

@@ -164,7 +164,7 @@ class _Replay:
             if x.opcode in FREE:
                 continue
             if x.opcode == "while":
-                for trip in range(x.trips or 1):
+                for trip in range(1 if x.trips is None else x.trips):
                     self.run(self.module.body(x), (*loops, (x.name, trip)))
             elif x.opcode in ("call", "conditional"):  # all branches: the worst case
                 for inside in self.module.inside(x):

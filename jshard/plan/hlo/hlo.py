@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jshard.scopes import UPDATE
+from jshard.scopes import FURTHER_ROUNDS, UPDATE
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(
@@ -121,8 +121,13 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """Trip count of a while loop, or None if XLA does not know it."""
+        """Trip count of a while loop, or None if XLA does not know it.
+
+        It is 0 of the rounds that only an uneven choice of experts needs.
+        """
         found = self._find(r'"known_trip_count":\{"n":"(\d+)"\}')
+        if not found and FURTHER_ROUNDS in self.source:
+            return 0
         return int(found) if found else None
 
     @property
