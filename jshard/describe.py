@@ -19,11 +19,12 @@ from jshard.formatting import format_bytes
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import HOST
+from jshard.mesh import EXPERT, hosts_of, mesh_text, shards_of
 from jshard.mesh import axes_of as mesh_axes
-from jshard.mesh import hosts_of, mesh_text, shards_of
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
-from jshard.scopes import FURTHER_ROUNDS
+from jshard.nn.experts import gathered_bytes
+from jshard.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
 from jshard.state import TrainState
 from jshard.unit.batch_norm import batch_norms
 from jshard.unit.modules import root_variables
@@ -56,7 +57,10 @@ class Traffic:
 
 
 def traffic(
-    jaxpr: Any, sizes: dict[str, int], network: Mapping[str, int] | None = None
+    jaxpr: Any,
+    sizes: dict[str, int],
+    network: Mapping[str, int] | None = None,
+    scope: str = "",
 ) -> dict[tuple[str, str], Traffic]:
     """Counts the collectives of a jaxpr, by kind and dtype.
 
@@ -68,12 +72,13 @@ def traffic(
       jaxpr: the program, e.g. ``train_step.trace(state, batch).jaxpr.jaxpr``.
       sizes: number of devices along each mesh axis.
       network: the axes that span hosts, and how many of their devices share one.
+      scope: counts only collectives in this name scope.
     """
     network = network or {}
     found: dict[tuple[str, str], Traffic] = {}
     for eqn, times in equations(jaxpr):
         kind = _KINDS.get(eqn.primitive.name)
-        if kind is None:
+        if kind is None or scope not in scopes_of(eqn):
             continue
         axes, groups = axes_of(eqn), groups_of(eqn)
         n = len(groups[0]) if groups else int(np.prod([sizes[axis] for axis in axes]))
@@ -183,6 +188,7 @@ def describe(
             part = format_bytes(t.network_bytes) if t.network_bytes else "none"
             text += f", {part} over the network"
         lines.append((name + "s", text))
+    lines += _experts(jaxpr, state, layout)
     if kernels := attention_kernels(jaxpr):
         lines.append(("attention", ", and ".join(kernels)))
     if policy.multiplies_in_float8():
@@ -209,6 +215,34 @@ def _float8(jaxpr: Any) -> str:
             in_float8 += work if SCOPE in scopes_of(eqn) else 0
     part = in_float8 / flops if flops else 0
     return f"{part:.0%} of the FLOPs of products with weights"
+
+
+def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, str]]:
+    """Compares what an exchange of tokens moves with gathers of all experts."""
+    sizes, policy = dict(layout.mesh.shape), layout.policy
+    devices, gathered = sizes.get(EXPERT, 1), 0
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            place, x = layout.places[path], variable.get_value()
+            if all(axis != EXPERT for _, axis in place.splits):
+                continue
+            arrives = jnp.dtype(place.gather or x.dtype)
+            reduced = jnp.dtype(place.reduce or place.compute or arrives)
+            gathered += gathered_bytes(
+                x.size,
+                devices,
+                gathers=2 if policy.unit(path).reshard_after_forward else 1,
+                itemsize=arrives.itemsize,
+                reduce_itemsize=reduced.itemsize if place.trainable else 0,
+            )
+    if not gathered:
+        return []
+    moved = traffic(jaxpr, sizes, scope=EXCHANGE_TOKENS)
+    exchanged = sum(x.wire_bytes for x in moved.values())
+    gathered *= 1 if policy.defer_scatter else policy.accumulate
+    text = f"split over {devices} devices: tokens move {format_bytes(exchanged)} a "
+    text += f"device and step; whole experts would move {format_bytes(gathered)}"
+    return [("experts", text)]
 
 
 def _parameters(state: TrainState) -> str:

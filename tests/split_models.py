@@ -45,6 +45,15 @@ def llama(rngs, **sizes):
     return Llama(LlamaConfig(**SIZES | LLAMA | sizes), rngs=rngs)
 
 
+def uneven_experts(rngs, **sizes):
+    """Most tokens prefer two of eight experts, so that there are further rounds."""
+    own = {"num_experts": 8, "balance_weight": 0.1, "expert_capacity": 0.3}
+    model = llama(rngs, **own | sizes)
+    router = model.blocks.experts.router.kernel
+    router.set_value(router.get_value().at[:, :, :2].multiply(40))
+    return model
+
+
 MODELS = {
     "gpt": gpt,
     "gpt in float32": functools.partial(
@@ -62,6 +71,11 @@ MODELS = {
     "windows": functools.partial(llama, pattern="sf", window=5),
     "experts": functools.partial(
         llama, num_experts=4, experts_per_token=2, balance_weight=0.01
+    ),
+    "uneven experts": uneven_experts,
+    "uneven, not balanced": functools.partial(uneven_experts, balance_weight=0.0),
+    "experts in float32": functools.partial(
+        uneven_experts, dtype=jnp.float32, param_dtype=jnp.float32
     ),
 }
 

@@ -3,6 +3,7 @@
 import pytest
 
 from hlo import Array, collectives, dots
+from jshard.scopes import FURTHER_ROUNDS
 
 HEADER = "HloModule test, is_scheduled=true, num_partitions=8\n"
 
@@ -72,6 +73,12 @@ def test_a_collective_in_a_loop_without_a_known_trip_count_is_an_error():
     text = NESTED.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
     with pytest.raises(ValueError, match="all-reduce in a loop with no known trip"):
         collectives(text)
+
+
+def test_further_rounds_of_exchanges_do_not_count():
+    rounds = f', metadata={{op_name="jit(f)/{FURTHER_ROUNDS}/while"}}'
+    text = NESTED.replace(', backend_config={"known_trip_count":{"n":"3"}}', rounds)
+    assert {c.kind: c.times for c in collectives(text)}["all-gather"] == 0
 
 
 def test_a_loop_without_collectives_needs_no_trip_count():
