@@ -108,7 +108,8 @@ class MixtureOfExperts(nnx.Module):
       capacity: of an exchange's first round (``jshard.nn.experts.on_experts``).
     """
 
-    expert_split = ("gate", "up", "down")  # over "expert"
+    expert_split = ("gate", "up", "down")
+    tensor_split = jshard.Split(columns=("gate", "up"), rows=("down",))
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class MixtureOfExperts(nnx.Module):
         rngs: nnx.Rngs,
         capacity: float = 1.25,
     ):
-        self.experts_per_token = experts_per_token
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.normalized = normalized
         self.activation, self.capacity = activation, capacity
         self.router = Router(width, num_experts, param_dtype=param_dtype, rngs=rngs)
@@ -146,17 +147,26 @@ class MixtureOfExperts(nnx.Module):
         weight_NK, expert_NK = lax.top_k(probability_NE, K)
         if self.normalized:
             weight_NK /= jnp.sum(weight_NK, axis=1, keepdims=True)
+        tokens_E = jnp.bincount(expert_NK.reshape(-1), length=probability_NE.shape[1])
 
-        modules = self.gate, self.up, self.down
-        E = probability_NE.shape[1]
-        y_NKD, tokens_E = on_experts(
-            self._mlp, modules, x_ND, expert_NK, E, self.capacity
-        )
-        y_ND = jnp.sum(y_NKD * weight_NK[:, :, None].astype(y_NKD.dtype), axis=1)
-
+        tokens = x_BTD.shape[:2]
+        chosen_BTK = (x.reshape(*tokens, K) for x in (weight_NK, expert_NK))
+        y_BTD = jshard.tensor_parallel(self._weighted, x_BTD, *chosen_BTK)
         chosen_E = tokens_E.astype(probability_NE.dtype) / N
-        load = Load(chosen_E, jnp.mean(probability_NE, axis=0))
-        return y_ND.reshape(x_BTD.shape), load
+        return y_BTD, Load(chosen_E, jnp.mean(probability_NE, axis=0))
+
+    def _weighted(
+        self, x_BTD: jax.Array, weight_BTK: jax.Array, expert_BTK: jax.Array
+    ) -> jax.Array:
+        """Returns the weighted sum of what each token's experts return, (B, T, D)."""
+        K, D = self.experts_per_token, x_BTD.shape[-1]
+        x_ND, expert_NK = x_BTD.reshape(-1, D), expert_BTK.reshape(-1, K)
+        modules = self.gate, self.up, self.down
+        y_NKD, _ = on_experts(
+            self._mlp, modules, x_ND, expert_NK, self.num_experts, self.capacity
+        )
+        weight_NK1 = weight_BTK.reshape(-1, K, 1).astype(y_NKD.dtype)
+        return jnp.sum(y_NKD * weight_NK1, axis=1).reshape(x_BTD.shape)
 
     def _mlp(self, modules: Any, x: jax.Array, tokens_E: jax.Array | None) -> jax.Array:
         gate, up, down = modules

@@ -13,7 +13,6 @@ V columns of this device.
 
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,8 @@ from jshard.errors import UserError
 from jshard.mesh import TENSOR, on_gpus, sequence_axes, shared_axes, split_sequences
 from jshard.scopes import TENSOR_PARALLEL
 
-_CHUNKS = int(os.environ.get("CH", "2"))  # parts of the examples, on GPUs
+# Parts of the examples, on GPUs. Four hide no more than two (docs/log.md).
+_PARTS = 2
 
 
 def tensor_parallel(
@@ -56,22 +56,27 @@ def tensor_parallel(
     if not splits_tokens():
         return fn(x_BTD, *args, **kwargs)
     tokens = x_BTD.shape[:2]
-    axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
-
-    def of_examples(inputs: tuple) -> Any:
-        x_BTD, args, kwargs = inputs
+    # Examples are independent: where collectives run beside products, some are
+    # exchanged while others are computed with.
+    number = math.gcd(tokens[0], _PARTS) if on_gpus() else 1
+    inputs = (x_BTD, args, kwargs)
+    gathered: list[Any] = []
+    for index in range(number):
+        part = _part(inputs, tokens, index, number)
+        if gathered:  # one after the other: XLA would combine them, and wait for both
+            part, gathered[-1] = lax.optimization_barrier((part, gathered[-1]))
         with jax.named_scope(TENSOR_PARALLEL):
-            whole = functools.partial(_gathered, x_BTD.shape[:2])
-            x_BSD, args, kwargs = jax.tree.map(whole, inputs)
+            gathered.append(jax.tree.map(functools.partial(_gathered, part), part))
+    axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
+    results: list[Any] = []
+    for x_BSD, args, kwargs in gathered:
         with split_sequences(axes):
             result = fn(x_BSD, *args, **kwargs)
+        _check_result(result, x_BSD)
+        if results:
+            result, results[-1] = lax.optimization_barrier((result, results[-1]))
         with jax.named_scope(TENSOR_PARALLEL):
-            return jax.tree.map(functools.partial(_scattered, x_BSD.shape[:2]), result)
-
-    # Examples are independent, so some are exchanged while others are computed with.
-    number = math.gcd(tokens[0], _CHUNKS) if on_gpus() else 1
-    inputs = (x_BTD, args, kwargs)
-    results = [of_examples(_part(inputs, tokens, i, number)) for i in range(number)]
+            results.append(jax.tree.map(_scattered, result))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
 
@@ -93,19 +98,24 @@ def splits_tokens() -> bool:
     return TENSOR in sequence_axes() and lax.axis_size(TENSOR) > 1
 
 
-def _gathered(tokens: tuple[int, ...], x: Any) -> Any:
-    if jnp.shape(x)[:2] != tokens:
+def _gathered(inputs: tuple, x: Any) -> Any:
+    x_BTD, *_ = inputs
+    if jnp.shape(x)[:2] != x_BTD.shape[:2]:
         return x
     return lax.all_gather(vary(x), TENSOR, axis=1, tiled=True)
 
 
-def _scattered(tokens: tuple[int, ...], y: Any) -> jax.Array:
-    if jnp.shape(y)[:2] != tokens or not is_float(y):
-        raise UserError(
-            f"tensor_parallel: fn returns {jax.typeof(y)}; it must return floating "
-            f"arrays that begin with {list(tokens)}, the tokens that it got"
-        )
-    return lax.psum_scatter(vary(y), TENSOR, scatter_dimension=1, tiled=True)
+def _check_result(result: Any, x_BSD: jax.Array) -> None:
+    for y in jax.tree.leaves(result):
+        if jnp.shape(y)[:2] != x_BSD.shape[:2] or not is_float(y):
+            raise UserError(
+                f"tensor_parallel: fn returns {jax.typeof(y)}; it must return floating "
+                f"arrays that begin with {list(x_BSD.shape[:2])}, as its input does"
+            )
+
+
+def _scattered(y_BSD: jax.Array) -> jax.Array:
+    return lax.psum_scatter(vary(y_BSD), TENSOR, scatter_dimension=1, tiled=True)
 
 
 def own_columns(layer: nnx.Linear, sizes: Sequence[int]) -> nnx.Linear:

@@ -106,7 +106,12 @@ def _results(eqn: Any, kinds: list[str]) -> list[str]:
     if name in CALLS:
         return _kinds_after(inner_jaxpr(eqn).jaxpr, kinds)
     if name == "scan":
-        return _after_loop(eqn, kinds)
+        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        return _after_loop(eqn, eqn.params["jaxpr"].jaxpr, consts, carried, kinds)
+    if name == "while":
+        kinds = kinds[eqn.params["cond_nconsts"] :]
+        body, consts = eqn.params["body_jaxpr"].jaxpr, eqn.params["body_nconsts"]
+        return _after_loop(eqn, body, consts, results, kinds)
     if name == "cond":
         branches = [_kinds_after(b.jaxpr, kinds[1:]) for b in eqn.params["branches"]]
         return [_both(eqn, set(of)) for of in zip(*branches, strict=True)]
@@ -123,7 +128,10 @@ def _results(eqn: Any, kinds: list[str]) -> list[str]:
 
 
 def _result(eqn: Any, kinds: list[str]) -> str:
-    name, found = eqn.primitive.name, set(kinds)
+    name = eqn.primitive.name
+    if name in _PRODUCTS:  # not the sizes of a grouped product's groups
+        kinds = kinds[:2]
+    found = set(kinds)
     if name in _PRODUCTS and found == {WEIGHT, FEATURES}:
         return PARTIAL
     if PARTIAL not in found:
@@ -161,9 +169,9 @@ def _both(eqn: Any, found: set[str]) -> str:
     return max(found, key=[ZERO, WHOLE, WEIGHT, FEATURES].index)
 
 
-def _after_loop(eqn: Any, kinds: list[str]) -> list[str]:
-    body = eqn.params["jaxpr"].jaxpr
-    consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+def _after_loop(
+    eqn: Any, body: core.Jaxpr, consts: int, carried: int, kinds: list[str]
+) -> list[str]:
     carry = kinds[consts:][:carried]
     while True:  # kinds only rise
         inputs = [*kinds[:consts], *carry, *kinds[consts + carried :]]

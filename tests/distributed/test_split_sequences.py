@@ -1,4 +1,4 @@
-"""Sequences that are split over real processes, and within them."""
+"""Sequences and features split over real processes, and within them."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def make_model(rngs: Any) -> Llama:
         vocab_size=40,
         num_layers=2,
         num_heads=8,
-        num_kv_heads=2,
+        num_kv_heads=8,
         width=32,
         hidden=32,
         sequence_length=TIME,
@@ -59,7 +59,7 @@ def losses(**mesh: Any) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_processes_split_sequences_across_and_within_them(tmp_path):
+def test_two_processes_split_sequences_and_features_across_and_within_them(tmp_path):
     want = losses()
     assert want[-1] == 1
     with Processes(2, 4, tmp_path) as processes:
@@ -67,6 +67,9 @@ def test_two_processes_split_sequences_across_and_within_them(tmp_path):
             ({"context": 8}, 1),  # both read the same examples
             ({"context": 2, "replica": 2}, 2),
             ({"context": 4}, 2),
+            ({"tensor": 8}, 1),
+            ({"tensor": 2, "context": 2}, 2),
+            ({"tensor": 4, "replica": 2}, 2),
         ):
             for found in processes.call(losses, **mesh):
                 np.testing.assert_allclose(found[:-1], want[:-1], rtol=2e-6)
