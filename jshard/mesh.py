@@ -2,8 +2,8 @@
 
 Parameters are sharded over all axes but "replica" together. Examples are split over
 "replica", "fsdp" and "expert", and each example's sequence over "context" and "tensor".
-What a model declares is split over "tensor" (columns and rows of products) and "expert"
-(experts) is not gathered over these: each device computes with its part.
+What a model declares to be split over "tensor" (columns and rows of products) and
+"expert" (experts) is not gathered over these: each device computes with its part.
 """
 
 import contextlib

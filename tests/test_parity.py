@@ -118,7 +118,7 @@ def test_training_follows_the_plain_run_for_every_pair_of_choices(case):
 @pytest.mark.slow
 def test_training_follows_the_plain_run_on_a_mesh_with_an_automatic_third_axis():
     devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
-    mesh = Mesh(devices, ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(devices, ("replica", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
     check(Case(optimizer="muon", remat="none"), mesh)
 
 
