@@ -22,6 +22,7 @@ from jshard.plan.program import ATTACHED, Program, trace
 from jshard.plan.topology import devices, parse
 from jshard.training.config.config import Config
 from jshard.training.fit import Traced, fit, is_open
+from jshard.training.fit_experts import with_experts
 from jshard.training.job import make_mesh
 from jshard.training.memory import usable_bytes
 from jshard.training.recipe import Recipe
@@ -95,8 +96,17 @@ def plan_recipe(
       DoesNotFit: something is open, and no choice fits.
       UserError: the topology is unknown, or the config is invalid for it.
     """
+    absent = topology != ATTACHED
+    there = devices(topology) if absent else jax.devices()
+
+    def step(config: Config) -> tuple[Any, dict[str, int]]:
+        program = trace(recipe, config, topology, constants)
+        return program.traced.jaxpr.jaxpr, dict(program.mesh.shape)
+
+    config, experts = with_experts(config, there, step)
     if not is_open(config):
-        return make_plan(trace(recipe, config, topology, constants))
+        plan = make_plan(trace(recipe, config, topology, constants))
+        return dataclasses.replace(plan, chosen=experts)
 
     def traced(config: Config) -> Traced:
         program = trace(recipe, config, topology, constants)
@@ -109,12 +119,11 @@ def plan_recipe(
         plan = make_plan(trace(recipe, config, topology, constants))
         return plan.memory.total, plan
 
-    absent = topology != ATTACHED
-    there = devices(topology) if absent else jax.devices()
     usable = parse(topology)[0].usable if absent else usable_bytes(there)
     parts = groups_of_examples(make_mesh(config, there))
     found = fit(config, parts, usable, traced, planned)
-    return dataclasses.replace(found.made, chosen=found.note)
+    chosen = "; ".join(filter(None, (experts, found.note)))
+    return dataclasses.replace(found.made, chosen=chosen)
 
 
 def make_plan(program: Program) -> Plan:

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jshard import mesh as meshes
+from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.mesh import batch_spec
 from jshard.policy import Policy
@@ -18,6 +19,7 @@ from jshard.state import TrainState
 from jshard.training import returns
 from jshard.training.config.config import Config
 from jshard.training.config.policy import make_policy, parse_options
+from jshard.training.config.shared_keys import FIT
 from jshard.training.data.dataset import first_example, make_training_data
 from jshard.training.recipe import Recipe
 from jshard.training.throughput import count_items
@@ -55,6 +57,11 @@ def make_mesh(
 ) -> Mesh:
     """Makes the mesh of a config; `hosts` is the host of each process, if known."""
     sizes = {axis: config.mesh[axis] for axis in meshes.AXES}
+    if sizes[meshes.EXPERT] == FIT:
+        raise UserError(
+            f"--config.mesh.expert={FIT}: only training and single plans choose it; "
+            "give a number"
+        )
     return meshes.make_mesh(**sizes, devices=devices, hosts=hosts)
 
 

@@ -101,6 +101,8 @@ def train(
     start_up = job.fsdp.describe(
         setup.abstract_state, inputs.first_batch, job.train_step, setup.hosts
     )
+    if setup.experts:
+        start_up += f"\n{'chosen':<16}{setup.experts}"
     if setup.chosen:
         start_up += f"\n{'memory':<16}{setup.chosen}"
     if inputs.note:

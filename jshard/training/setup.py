@@ -13,8 +13,9 @@ from jshard.mesh import rows_of_process
 from jshard.policy import Policy
 from jshard.state import TrainState
 from jshard.training.config.config import Config
+from jshard.training.fit_experts import with_experts
 from jshard.training.fitted_job import fitted_on, make_fitted_job
-from jshard.training.job import Job, make_job, make_mesh
+from jshard.training.job import Job, abstract_batch, make_job, make_mesh
 from jshard.training.recipe import Recipe
 from jshard.training.run_folder.source import Source, find_source
 from jshard.training.run_folder.start import Start, find_start
@@ -30,6 +31,7 @@ class Setup:
       workdir: The run's folder.
       peers: The processes that train together.
       chosen: What was chosen by memory and why; empty if nothing was open.
+      experts: The same, of `mesh.expert`, which is chosen by traffic.
       hosts: The host of each process, if known.
       state: The newest state; None before there is one. A step that fails takes the
         state with it, and leaves deleted arrays.
@@ -40,6 +42,7 @@ class Setup:
     workdir: Path
     peers: Peers
     chosen: str
+    experts: str
     hosts: Sequence[int] | None
     state: Any = None
 
@@ -113,9 +116,21 @@ def set_up(
     peers.open_log(workdir)
     peers.at("setting up", 0)
     hosts = peers.hosts if peers.count > 1 else None
-    mesh = mesh or make_mesh(config, hosts=hosts)
+    experts = ""
+    if mesh is None:
+
+        def traced(config: Config) -> tuple[Any, dict[str, int]]:
+            mesh = make_mesh(config, hosts=hosts)
+            job = make_job(recipe, config, mesh)
+            batch, _, _ = abstract_batch(recipe, config, mesh)
+            step = job.train_step.trace(job.abstract_state(), batch)
+            return step.jaxpr.jaxpr, dict(mesh.shape)
+
+        config, experts = with_experts(config, jax.devices(), traced, hosts)
+        mesh = make_mesh(config, hosts=hosts)
     if policy is not None:
         job, chosen = make_job(recipe, config, mesh, policy), ""
     else:
         job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
-    return Setup(job, job.abstract_state(), workdir, peers, chosen, hosts)
+    state = job.abstract_state()
+    return Setup(job, state, workdir, peers, chosen, experts, hosts)

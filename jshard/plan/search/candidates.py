@@ -223,7 +223,7 @@ def _shards(settings: Mapping[str, str], devices: int) -> int:
     """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp.isdigit():
-        further = (int(settings[key]) for key in _KEYS[AXES])
+        further = (int(n) for key in _KEYS[AXES] if (n := settings[key]).isdigit())
         return int(fsdp) * math.prod(further)
     if replica == "hosts":
         return min(devices, GPUS_A_HOST)

@@ -53,7 +53,10 @@ DEFAULTS = {
         at_least=1,
     ),
     "mesh.expert": Knob(
-        1, "number of devices that share the experts of each layer", at_least=1
+        1,
+        "number of devices that share the experts of each layer; fit: that which "
+        "moves the fewest bytes",
+        also=(FIT,), at_least=1,
     ),
     "mesh.cpu_devices": Knob(
         8, "CPU devices per process on machines without GPUs", at_least=1, at_most=1024
