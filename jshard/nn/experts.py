@@ -1,4 +1,4 @@
-"""Experts that are split over the mesh axis "expert".
+"""Experts, maybe split over the mesh axis "expert".
 
 A device has some of the experts, whole, and tokens for all of them. It sends each token
 to the devices of its experts, and gets their results back, by one all-to-all each way
@@ -11,7 +11,8 @@ loop that all devices leave together. Results do not depend on how many there ar
 
 With as many rows for each expert, their products are batched ones. Grouped products
 (``lax.ragged_dot``) would not need the padding, but XLA multiplies all rows with the
-matrices of all experts there, on CPUs and on GPUs.
+matrices of all experts there, on CPUs and on GPUs (openxla/xla#40189). On GPUs whole
+experts are therefore computed in rounds, too.
 
 Shape suffixes: N tokens, D width, K experts of a token, M choices (N times K), E
 experts, H experts held by a device, C rows of a round from one device for one expert,
@@ -29,7 +30,7 @@ from jax import lax
 
 from jshard.comm.varying import vary, zeros_like
 from jshard.errors import UserError
-from jshard.mesh import EXPERT, manual_axes
+from jshard.mesh import EXPERT, manual_axes, on_gpus
 from jshard.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
 
 
@@ -46,10 +47,10 @@ def on_experts(
 
     Args:
       apply: the experts' function of ``modules``, rows, how many of these each expert
-        has, and what their results are multiplied with. Where the device has all
-        experts, rows are (M, D) in the order of their experts, the numbers (E,), and
-        the factors None. Otherwise rows are (H, R, D), the numbers None (each expert
-        has R, of which some are padding), and the factors (H, R). It is best to
+        has, and what their results are multiplied with. On CPUs, where the device has
+        all experts, rows are (M, D) in the order of their experts, the numbers (E,),
+        and the factors None. Otherwise rows are (H, R, D), the numbers None (each
+        expert has R, of which some are padding), and the factors (H, R). It is best to
         multiply before the last product, so that no backward needs results.
       modules: a module or a tuple of modules, whose every parameter has a first
         dimension of experts: all of them, or those that this device holds.
@@ -70,15 +71,15 @@ def on_experts(
     order_M = jnp.argsort(expert_M)  # stable
     tokens_E = jnp.bincount(expert_M, length=num_experts)
     held = len(jax.tree.leaves(nnx.state(modules))[0])
-    if held == num_experts:
+    if held == num_experts and not on_gpus():
         x_MD = _permuted(jnp.repeat(x_ND, K, axis=0), order_M)
         y_MD = _permuted(apply(modules, x_MD, tokens_E, None), jnp.argsort(order_M))
         y_NKD = y_MD.reshape(N, K, -1)
         weight_NK1 = weight_NK[:, :, None].astype(y_NKD.dtype)
         return jnp.sum(y_NKD * weight_NK1, axis=1)
-    _check_split(held, num_experts)
-    route = _route(expert_M, order_M, tokens_E)
-    y_MD = _exchanged(apply, modules, x_ND, weight_NK, route, capacity)
+    devices = _devices(held, num_experts)
+    route = _route(expert_M, order_M, tokens_E, devices)
+    y_MD = _in_rounds(apply, modules, x_ND, weight_NK, route, capacity, devices)
     return jnp.sum(y_MD.reshape(N, K, -1), axis=1)
 
 
@@ -105,7 +106,10 @@ def capacities(choices: int, experts: int, capacity: float) -> tuple[int, int]:
     return first, further
 
 
-def _check_split(held: int, num_experts: int) -> None:
+def _devices(held: int, num_experts: int) -> int:
+    """Returns the number of devices that share the experts."""
+    if held == num_experts:
+        return 1
     devices = lax.axis_size(EXPERT) if EXPERT in manual_axes() else 1
     if held * devices != num_experts:
         raise UserError(
@@ -113,6 +117,7 @@ def _check_split(held: int, num_experts: int) -> None:
             "share them: split their parameters over the mesh axis 'expert', or gather "
             "them whole"
         )
+    return devices
 
 
 class _Route(NamedTuple):
@@ -124,7 +129,8 @@ class _Route(NamedTuple):
       place_M: each choice's place among those of the same expert.
       start_E: where in ``order_M`` those of each expert start.
       tokens_E: how many there are of each expert.
-      most: the most that any device has for an expert.
+      most: the most that any device has for an expert; of this device alone, if it has
+        all experts.
     """
 
     expert_M: jax.Array
@@ -135,23 +141,28 @@ class _Route(NamedTuple):
     most: jax.Array
 
 
-def _route(expert_M: jax.Array, order_M: jax.Array, tokens_E: jax.Array) -> _Route:
+def _route(
+    expert_M: jax.Array, order_M: jax.Array, tokens_E: jax.Array, devices: int
+) -> _Route:
     expert_M, order_M, tokens_E = map(vary, (expert_M, order_M, tokens_E))
     start_E = jnp.cumsum(tokens_E) - tokens_E
     place_M = jnp.argsort(order_M) - start_E[expert_M]
-    with jax.named_scope(EXCHANGE_TOKENS):
-        # Over all axes, so that all devices run the same collectives.
-        most = lax.pmax(jnp.max(tokens_E), manual_axes())
+    most = jnp.max(tokens_E)
+    if devices > 1:
+        with jax.named_scope(EXCHANGE_TOKENS):
+            # Over all axes, so that all devices run the same collectives.
+            most = lax.pmax(most, manual_axes())
     return _Route(expert_M, order_M, place_M, start_E, tokens_E, most)
 
 
-def _exchanged(
+def _in_rounds(
     apply: Callable[..., jax.Array],
     modules: Any,
     x_ND: jax.Array,
     weight_NK: jax.Array,
     route: _Route,
     capacity: float,
+    devices: int,
 ) -> jax.Array:
     """Returns the weighted results of all choices, (M, D)."""
     graphdef, state = nnx.split(modules)
@@ -160,6 +171,8 @@ def _exchanged(
     first, further = capacities(choices, experts, capacity)
 
     def compute(state: Any, x_ECD: jax.Array, weight_EC: jax.Array) -> jax.Array:
+        if devices == 1:
+            return apply(nnx.merge(graphdef, state), x_ECD, None, weight_EC)
         with jax.named_scope(EXCHANGE_TOKENS):
             x_HRD, weight_HR = (
                 lax.all_to_all(x, EXPERT, 0, 1, tiled=True) for x in (x_ECD, weight_EC)
@@ -266,7 +279,7 @@ def _loop(
     def body(state: Any) -> Any:
         return state[0] + size, one(*state)
 
-    start = jnp.full_like(end, begin)
+    start = zeros_like(end) + begin
     return lax.while_loop(lambda state: state[0] < end, body, (start, init))[1]
 
 

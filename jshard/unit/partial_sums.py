@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from jax.extend import core
 
 from jshard.compat.collective_primitives import axes_of
-from jshard.compat.jaxprs import CALLS, inner_jaxpr, line_of
+from jshard.compat.jaxprs import CALLS, inner_jaxpr, line_of, scan_body, scan_sizes
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.mesh import TENSOR
@@ -106,8 +106,7 @@ def _results(eqn: Any, kinds: list[str]) -> list[str]:
     if name in CALLS:
         return _kinds_after(inner_jaxpr(eqn).jaxpr, kinds)
     if name == "scan":
-        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-        return _after_loop(eqn, eqn.params["jaxpr"].jaxpr, consts, carried, kinds)
+        return _after_loop(eqn, scan_body(eqn), *scan_sizes(eqn), kinds)
     if name == "while":
         kinds = kinds[eqn.params["cond_nconsts"] :]
         body, consts = eqn.params["body_jaxpr"].jaxpr, eqn.params["body_nconsts"]

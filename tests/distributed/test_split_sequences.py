@@ -1,5 +1,6 @@
-"""Sequences and features split over real processes, and within them."""
+"""Sequences, features and experts split over processes, and within them."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from processes import Processes
 TIME, EXAMPLES = 32, 8
 
 
-def make_model(rngs: Any) -> Llama:
+def make_model(num_experts: int, rngs: Any) -> Llama:
     config = LlamaConfig(
         vocab_size=40,
         num_layers=2,
@@ -23,6 +24,8 @@ def make_model(rngs: Any) -> Llama:
         width=32,
         hidden=32,
         sequence_length=TIME,
+        num_experts=num_experts,
+        expert_capacity=0.5,  # so that there are further rounds
     )
     return Llama(config, rngs=rngs)
 
@@ -32,11 +35,12 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return model.loss(tokens, tokens, batch["weights"])
 
 
-def losses(**mesh: Any) -> list[float]:
+def losses(num_experts: int = 0, **mesh: Any) -> list[float]:
     """Trains for three steps; every process reads what its devices' rows are."""
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), jshard.Policy(min_shard_elements=0))
     tx = optax.sgd(0.1)
-    state, step = fsdp.init(make_model, tx), fsdp.train_step(loss_fn, tx)
+    model = functools.partial(make_model, num_experts)
+    state, step = fsdp.init(model, tx), fsdp.train_step(loss_fn, tx)
     part, parts = rows_of_process(fsdp.mesh)
 
     def own(whole: dict[str, np.ndarray]) -> Any:
@@ -74,3 +78,13 @@ def test_two_processes_split_sequences_and_features_across_and_within_them(tmp_p
             for found in processes.call(losses, **mesh):
                 np.testing.assert_allclose(found[:-1], want[:-1], rtol=2e-6)
                 assert found[-1] == parts
+
+
+@pytest.mark.slow
+def test_two_processes_split_experts_across_and_within_them(tmp_path):
+    want = losses(num_experts=8)
+    with Processes(2, 4, tmp_path) as processes:
+        for mesh in ({"expert": 8}, {"expert": 4}, {"expert": 2, "context": 2}):
+            for found in processes.call(losses, num_experts=8, **mesh):
+                np.testing.assert_allclose(found[:-1], want[:-1], rtol=2e-6)
+                assert found[-1] == 2  # each process reads its examples

@@ -7,6 +7,7 @@ import pytest
 
 import jshard
 from jshard.describe import traffic
+from jshard.nn import experts
 from jshard.nn.experts import exchanged_bytes, gathered_bytes
 from split_models import MODELS, TIME, batch, loss_fn, start, trains_alike
 
@@ -62,6 +63,16 @@ def test_split_experts_train_as_whole_ones_on_one_device(case):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "options", [{"remat": "full"}, {"replica": 2, "unroll": True}, {"tensor": 2}]
+)
+def test_whole_experts_train_in_rounds_as_on_gpus(options, monkeypatch):
+    monkeypatch.setattr(experts, "on_gpus", lambda: True)
+    trains_alike("uneven experts", True, "adamw", options)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
 def test_tokens_move_and_experts_do_not():
     def moved(**mesh):
         fsdp, state, train_step = start("uneven experts", remat="full", **mesh)
@@ -78,9 +89,9 @@ def test_tokens_move_and_experts_do_not():
     exchanged = exchanged_bytes(TIME, 2, E, width, 4, capacity=0.3, itemsize=8)
     looked_up = of_each(whole, "all-to-all")
     assert of_each(split, "all-to-all") - looked_up == layers * exchanged
-    experts = gathered_bytes(3 * E * width * hidden, 4, itemsize=8, reduce_itemsize=8)
+    gathered = gathered_bytes(3 * E * width * hidden, 4, itemsize=8, reduce_itemsize=8)
     kinds = "all-gather", "reduce-scatter"
-    assert of_each(whole, *kinds) - of_each(split, *kinds) == layers * experts
+    assert of_each(whole, *kinds) - of_each(split, *kinds) == layers * gathered
 
 
 @pytest.mark.slow

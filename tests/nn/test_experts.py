@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import hlo
 from jshard.comm.order import in_order
 from jshard.describe import equations, traffic
+from jshard.nn import experts
 from jshard.nn.experts import capacities, exchanged_bytes, gathered_bytes
 from models.moe import MixtureOfExperts
 
@@ -206,3 +207,19 @@ def test_closed_forms_count_the_bytes_of_exchanging_and_of_gathering():
         of = mixtral | {"devices": devices}
         assert exchanged_bytes(110_000, **of) < gathered_bytes(experts, devices)
         assert exchanged_bytes(111_000, **of) > gathered_bytes(experts, devices)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.quick("all to two-full")
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("skew", ["even", "all to two"])
+def test_rounds_with_whole_experts_are_grouped_products(skew, remat, monkeypatch):
+    params, want = on_one_device(skew)
+    monkeypatch.setattr(experts, "on_gpus", lambda: True)  # where these are slow
+    run, arguments = on_mesh((2, 4, 1), 1.25, remat, params)
+    jaxpr = run.trace(*arguments).jaxpr.jaxpr
+    names = {eqn.primitive.name for eqn, _ in equations(jaxpr)}
+    assert "while" in names
+    assert not names & {"ragged_dot_general", "all_to_all"}
+    for a, b in zip(*map(jax.tree.leaves, (run(*arguments), want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
