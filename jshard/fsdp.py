@@ -34,7 +34,7 @@ from jshard.layout import transfer
 from jshard.layout.initial_values import make, mark_stacked, prepare
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import check_memory, on_device, typed_as_device
-from jshard.layout.splits import Split, mark_splits
+from jshard.layout.splits import Split
 from jshard.mesh import (
     axes_of,
     check_mesh,
@@ -202,7 +202,7 @@ class FSDP:
         shapes = jax.eval_shape(create, inputs)
         check_trained(shapes.params)
         model = self._abstract_model(shapes)
-        layout = Layout.of(shapes, self.policy, self.mesh)
+        layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
         warn_of_large_root(model, shapes, layout)
         return layout.abstract(shapes)
 
@@ -217,7 +217,6 @@ class FSDP:
             check_units(model, self.units)
             is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
             mark_stacked(model, self.layer_dims, is_parameter)
-            mark_splits(model, self.mesh, self.tensor_splits, is_parameter)
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
             arrays = ModelArrays(*arrays)
@@ -348,7 +347,7 @@ class FSDP:
 
     def _layout(self, state: TrainState) -> Layout:
         """Returns a state's layout; raises UserError if arrays are in other memory."""
-        layout = Layout.of(state, self.policy, self.mesh)
+        layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
         layout.check_memory(state)
         return layout
 

@@ -185,9 +185,12 @@ def test_parameters_annotated_with_a_further_axis_keep_it_and_train_the_same():
 
 
 def test_annotations_with_an_axis_that_is_not_automatic_are_refused():
+    class Annotated(nnx.Linear):
+        splits_sequences = True
+
     def annotated(rngs):
         metadata = {"out_sharding": (None, "tensor")}
-        return nnx.Linear(16, 64, kernel_metadata=metadata, rngs=rngs)
+        return Annotated(16, 64, kernel_metadata=metadata, rngs=rngs)
 
     fsdp = jshard.FSDP(jshard.make_mesh(tensor=2))
     with pytest.raises(

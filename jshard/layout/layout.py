@@ -1,6 +1,7 @@
 """The layout of a state: shardings and memory kinds, and parameter placements."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -18,7 +19,7 @@ from jshard.layout.specs import (
     sharded_dim,
     sharded_over,
 )
-from jshard.layout.splits import on_first_of, splits_of
+from jshard.layout.splits import WHOLE, Parts, Split, find_splits
 from jshard.policy import Policy
 from jshard.precision import is_quantized
 from jshard.state import ModelArrays, TrainState
@@ -48,14 +49,25 @@ class Layout:
     specs: TrainState
 
     @classmethod
-    def of(cls, state: TrainState, policy: Policy, mesh: Any) -> Self:
-        """Returns the layout of a concrete, abstract or traced state."""
-        trained = _places(state.params, policy, mesh, trainable=True)
-        places = trained | _places(state.frozen, policy, mesh, trainable=False)
+    def of(
+        cls,
+        state: TrainState,
+        policy: Policy,
+        mesh: Any,
+        tensor_splits: Mapping[tuple[str, ...], Split] | None = None,
+    ) -> Self:
+        """Returns the layout of a concrete, abstract or traced state.
+
+        ``tensor_splits`` are those of modules that declare none (``FSDP``).
+        """
+        parts = find_splits(state, mesh, tensor_splits or {})
+        trained = _places(state.params, parts, policy, mesh, trainable=True)
+        frozen = _places(state.frozen, parts, policy, mesh, trainable=False)
+        places = trained | frozen
 
         def specs(params: nnx.State) -> nnx.State:
             def spec(path: Path, variable: nnx.Variable) -> nnx.Variable:
-                return variable.copy(param_spec(variable, places[path].dim, mesh))
+                return variable.copy(param_spec(variable, places[path], mesh))
 
             return nnx.map_state(spec, params)
 
@@ -170,12 +182,18 @@ class Layout:
 
 
 def _places(
-    params: nnx.State, policy: Policy, mesh: Any, *, trainable: bool
+    params: nnx.State,
+    found: Mapping[Path, Parts],
+    policy: Policy,
+    mesh: Any,
+    *,
+    trainable: bool,
 ) -> dict[Path, Placement]:
     places = {}
     for path, variable in nnx.to_flat_state(params):
         precision = policy.precision_at(path)
-        dim = sharded_dim(variable, policy, mesh)
+        parts = found.get(path, WHOLE)
+        dim = sharded_dim(variable, policy, mesh, parts)
         gather = precision.gather
         if isinstance(variable, nnx.LoRAParam) and is_quantized(gather):
             gather = precision.compute
@@ -188,8 +206,8 @@ def _places(
             trainable,
             hosted=policy.offload == "all" and dim is not None,
             float8=precision.products is not None,
-            over=sharded_over(variable, mesh),
-            splits=splits_of(variable, mesh),
-            on_first=on_first_of(variable, mesh),
+            over=sharded_over(parts, mesh),
+            splits=parts.splits,
+            on_first=parts.on_first,
         )
     return places

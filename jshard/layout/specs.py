@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.layout.layers import layer_dims
-from jshard.layout.splits import splits_of
+from jshard.layout.placement import Placement
+from jshard.layout.splits import WHOLE, Parts
 from jshard.mesh import (
     AXES,
     FSDP,
@@ -80,22 +81,24 @@ def _other_axes(variable: nnx.Variable, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(known(axes) or None for axes in names)
 
 
-def sharded_over(variable: nnx.Variable, mesh: Mesh) -> tuple[str, ...] | None:
+def sharded_over(parts: Parts, mesh: Mesh) -> tuple[str, ...] | None:
     """Returns the axes that shard a parameter; None for all that shard parameters."""
-    splits = {axis for _, axis in splits_of(variable, mesh)}
+    splits = {axis for _, axis in parts.splits}
     if not splits:
         return None
     axes = axes_of(mesh)
     return tuple(axis for axis in axes if axis != REPLICA and axis not in splits)
 
 
-def sharded_dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | None:
+def sharded_dim(
+    variable: nnx.Variable, policy: Policy, mesh: Mesh, parts: Parts = WHOLE
+) -> int | None:
     """Returns ``shard_dim`` of a parameter, given its metadata, policy and mesh."""
-    parts = {dim: mesh.shape[axis] for dim, axis in splits_of(variable, mesh)}
+    sizes = {dim: mesh.shape[axis] for dim, axis in parts.splits}
     return shard_dim(
         np.shape(variable.get_value()),
-        shards_of(mesh) // math.prod(parts.values()),
-        parts=parts,
+        shards_of(mesh) // math.prod(sizes.values()),
+        parts=sizes,
         layer_dims=layer_dims(variable),
         min_elements=policy.min_shard_elements,
         taken=_other_axes(variable, mesh),
@@ -103,23 +106,20 @@ def sharded_dim(variable: nnx.Variable, policy: Policy, mesh: Mesh) -> int | Non
     )
 
 
-def param_spec(variable: nnx.Variable, dim: int | None, mesh: Mesh) -> PartitionSpec:
-    """Returns the PartitionSpec of one parameter, including other mesh axes.
-
-    ``dim`` is what ``sharded_dim`` returns for it.
-    """
-    others, splits = _other_axes(variable, mesh), splits_of(variable, mesh)
-    if dim is None and not any(others) and not splits:
+def param_spec(variable: nnx.Variable, place: Placement, mesh: Mesh) -> PartitionSpec:
+    """Returns the PartitionSpec of one parameter, including other mesh axes."""
+    others, dim = _other_axes(variable, mesh), place.dim
+    if dim is None and not any(others) and not place.splits:
         return PartitionSpec()
     ndim = len(np.shape(variable.get_value()))
     axes: list[Any] = [*[None] * layer_dims(variable), *others]
     axes += [None] * (ndim - len(axes))
-    for split, axis in splits:
+    for split, axis in place.splits:
         axes[split] = axis
     if dim is not None:
-        over = names_of(shard_axes(mesh))
-        if splits:  # of a device's part, if both split this dimension
-            over = (*names_of(axes[dim]), *(sharded_over(variable, mesh) or ()))
+        over = names_of(place.over or shard_axes(mesh))
+        if place.splits:  # of a device's part, if both split this dimension
+            over = (*names_of(axes[dim]), *over)
         axes[dim] = over[0] if len(over) == 1 else over
     while axes and axes[-1] is None:
         axes.pop()

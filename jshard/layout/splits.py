@@ -6,8 +6,8 @@ A module says which of its submodules have their columns or rows split over "ten
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -16,9 +16,7 @@ from jshard.errors import UserError, some_of
 from jshard.layout.layers import layer_dims
 from jshard.layout.variables import variables
 from jshard.mesh import EXPERT, TENSOR
-
-SPLITS = "splits"  # metadata key: (dimension from the end, axis) pairs of a parameter
-ON_FIRST = "on_first"  # metadata key: see Placement.on_first
+from jshard.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,59 +42,100 @@ class Split:
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def mark_splits(
-    model: nnx.Module,
-    mesh: Any,
-    by_path: Mapping[tuple[str, ...], Split],
-    is_parameter: Callable[[tuple, Any], bool],
-) -> None:
-    """Marks what "tensor" and "expert" split of a new model's parameters, in place.
+class Parts(NamedTuple):
+    """What devices have of one parameter (see ``Placement``).
 
-    The marks are the same on every mesh; one without an axis does not look at them.
+    Attributes:
+      splits: (dimension from the end, axis) pairs.
+      on_first: the axis on whose first device alone a layer gets the parameter.
+    """
+
+    splits: tuple[tuple[int, str], ...] = ()
+    on_first: str | None = None
+
+
+WHOLE = Parts()
+
+
+def find_splits(
+    state: TrainState, mesh: Any, by_path: Mapping[tuple[str, ...], Split]
+) -> dict[tuple, Parts]:
+    """Returns what "tensor" and "expert" split of a state's parameters, by path.
 
     Args:
-      model: concrete or traced.
+      state: concrete, abstract or traced.
       mesh: abstract or not.
       by_path: further modules' splits over "tensor".
-      is_parameter: an NNX filter.
 
     Raises:
       UserError: an axis does not divide what it splits, nothing is declared for it, or
         a declaration names no submodule.
     """
-    sizes = {axis: mesh.shape.get(axis, 1) for axis in (TENSOR, EXPERT)}
-    found = dict.fromkeys(sizes, False)
+    axes = {axis for axis in (TENSOR, EXPERT) if mesh.shape.get(axis, 1) > 1}
+    if not axes and not by_path:
+        return {}
+    model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
+    own = {
+        path for tree in state.model_arrays[:2] for path, _ in nnx.to_flat_state(tree)
+    }
+    paths = {id(v): path for path, v in variables(model) if path in own}
     _check_paths(model, by_path)
-    for path, variable in variables(model):
-        annotated = variable.get_metadata("out_sharding", None) or ()
-        for axis in {TENSOR, EXPERT} & set(annotated):
-            if axis in sizes and mesh.shape.get(axis):
-                name = ".".join(map(str, path))
-                raise UserError(
-                    f"mesh: {name!r} is annotated with the axis {axis!r}, which is not "
-                    "automatic: jshard splits what modules declare; give an automatic "
-                    "axis another name, or leave the annotation out"
-                )
+    _check_annotations(model, axes)
+    found: dict[tuple, Parts] = {}
     for path, module in list(nnx.iter_modules(model)):
         where = ".".join(map(str, path)) or type(module).__name__
         parameters = {
             ".".join(map(str, inner)): variable
             for inner, variable in variables(module)
-            if is_parameter((*path, *inner), variable)
+            if id(variable) in paths
         }
-        named = by_path.get(tuple(map(str, path)))
-        split = named or getattr(module, "tensor_split", None)
-        if split is not None:
-            _check_counts(split.counts, TENSOR, sizes[TENSOR], where)
-            for name, dim in _dims(split, parameters, where).items():
-                found[TENSOR] = True
-                _mark(parameters[name], dim, TENSOR, sizes[TENSOR], f"{where}.{name}")
-        if experts := getattr(module, "expert_split", None):
+        declared = by_path.get(tuple(map(str, path)))
+        declared = declared or getattr(module, "tensor_split", None)
+        chosen: list[tuple[str, str, int | None]] = []
+        if TENSOR in axes and declared is not None:
+            _check_counts(declared.counts, TENSOR, mesh.shape[TENSOR], where)
+            dims = _dims(declared, parameters, where)
+            chosen += [(name, TENSOR, dim) for name, dim in dims.items()]
+        if EXPERT in axes and (experts := getattr(module, "expert_split", None)):
             for name, variable in _of(experts, parameters, where).items():
-                found[EXPERT] = True
                 dim = layer_dims(variable) - np.ndim(variable.get_value())
-                _mark(variable, dim, EXPERT, sizes[EXPERT], f"{where}.{name}")
-    _check_declared(model, sizes, found)
+                chosen.append((name, EXPERT, dim))
+        for name, axis, dim in chosen:
+            variable = parameters[name]
+            at = paths[id(variable)]
+            parts = found.get(at, WHOLE)
+            if dim is None:
+                found[at] = parts._replace(on_first=axis)
+                continue
+            _check_size(variable, dim, axis, mesh.shape[axis], f"{where}.{name}")
+            found[at] = parts._replace(splits=(*parts.splits, (dim, axis)))
+    split = {axis for parts in found.values() for _, axis in parts.splits}
+    for axis in sorted(axes - split):
+        raise UserError(
+            f"mesh: {axis}={mesh.shape[axis]}, but {type(model).__name__} declares "
+            f"nothing that this axis splits: {_HOW[axis]}"
+        )
+    return found
+
+
+_HOW = {
+    TENSOR: "give its modules a tensor_split, or name them in "
+    "jshard.FSDP(tensor_splits=...) (docs/how_to/tensor.md)",
+    EXPERT: "give the module that holds its experts an expert_split "
+    "(docs/how_to/experts.md)",
+}
+
+
+def _check_annotations(model: nnx.Module, axes: set[str]) -> None:
+    for path, variable in variables(model):
+        annotated = variable.get_metadata("out_sharding", None) or ()
+        for axis in axes & set(annotated):
+            name = ".".join(map(str, path))
+            raise UserError(
+                f"mesh: {name!r} is annotated with the axis {axis!r}, which is not "
+                "automatic: jshard splits what modules declare; give an automatic "
+                "axis another name, or leave the annotation out"
+            )
 
 
 def _check_paths(model: nnx.Module, by_path: Mapping[tuple[str, ...], Any]) -> None:
@@ -117,23 +156,6 @@ def _check_paths(model: nnx.Module, by_path: Mapping[tuple[str, ...], Any]) -> N
             )
 
 
-def _check_declared(
-    model: nnx.Module, sizes: Mapping[str, int], found: Mapping[str, bool]
-) -> None:
-    how = {
-        TENSOR: "give its modules a tensor_split, or name them in "
-        "jshard.FSDP(tensor_splits=...) (docs/how_to/tensor.md)",
-        EXPERT: "give the module that holds its experts an expert_split "
-        "(docs/how_to/experts.md)",
-    }
-    for axis, size in sizes.items():
-        if size > 1 and not found[axis]:
-            raise UserError(
-                f"mesh: {axis}={size}, but {type(model).__name__} declares nothing "
-                f"that this axis splits: {how[axis]}"
-            )
-
-
 def _check_counts(counts: Mapping[str, int], axis: str, size: int, where: str) -> None:
     for name, count in counts.items():
         if count % size:
@@ -146,7 +168,7 @@ def _check_counts(counts: Mapping[str, int], axis: str, size: int, where: str) -
 def _dims(
     split: Split, parameters: Mapping[str, nnx.Variable], where: str
 ) -> dict[str, int | None]:
-    """Returns the split dimension of each parameter, or None for ``ON_FIRST``."""
+    """Returns the split dimension of each parameter, or None for ``on_first``."""
     dims: dict[str, int | None] = {}
     for name in _of(split.columns, parameters, where):
         if not name.endswith("lora_a"):  # the columns are those of lora_b
@@ -177,29 +199,12 @@ def _of(
     return chosen
 
 
-def _mark(
-    variable: nnx.Variable, dim: int | None, axis: str, size: int, name: str
+def _check_size(
+    variable: nnx.Variable, dim: int, axis: str, size: int, name: str
 ) -> None:
-    if dim is None:
-        variable.set_metadata(ON_FIRST, axis)
-        return
     shape = np.shape(variable.get_value())
     if shape[dim] % size:
         raise UserError(
             f"mesh: {axis}={size} does not divide dimension {dim} of {name!r}, "
             f"{list(shape[layer_dims(variable) :])}; choose a divisor"
         )
-    marked = variable.get_metadata(SPLITS, ())
-    variable.set_metadata(SPLITS, (*marked, (dim, axis)))
-
-
-def splits_of(variable: nnx.Variable, mesh: Any) -> tuple[tuple[int, str], ...]:
-    """Returns (dimension, axis) of each axis of a mesh that splits a parameter."""
-    marked = variable.get_metadata(SPLITS, ())
-    return tuple((dim, axis) for dim, axis in marked if mesh.shape.get(axis, 1) > 1)
-
-
-def on_first_of(variable: nnx.Variable, mesh: Any) -> str | None:
-    """Returns the axis of a mesh whose first device alone adds a parameter."""
-    axis = variable.get_metadata(ON_FIRST, None)
-    return axis if mesh.shape.get(axis, 1) > 1 else None

@@ -81,7 +81,10 @@ def make_job(
     options = parse_options(config.compiler_options)
     units = recipe.units(config) if recipe.units else ()
     policy = policy or make_policy(config)
-    fsdp = FSDP(mesh, policy, units=units, compiler_options=options)
+    splits = recipe.tensor_splits(config) if recipe.tensor_splits else None
+    fsdp = FSDP(
+        mesh, policy, units=units, tensor_splits=splits, compiler_options=options
+    )
     optimizer = returns.make_optimizer(recipe.make_optimizer, config)
     train_step = fsdp.train_step(recipe.loss_fn, optimizer)
     make_model = partial(recipe.make_model, config)

@@ -30,6 +30,7 @@ ARGUMENTS = {
     "predict_fn": ("model", "batch"),
     "sample_images": ("config",),
     "units": ("config",),
+    "tensor_splits": ("config",),
     "trainable": ("config",),
 }
 

@@ -19,8 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.describe import equations, product_flops
 from jshard.layout.specs import is_sharded, layer_dims
-from jshard.layout.splits import splits_of
-from jshard.mesh import TENSOR, shards_of
+from jshard.mesh import EXPERT, TENSOR, names_of, shards_of
 from jshard.plan.memory.memory import shard_bytes
 from jshard.plan.program import Program
 from jshard.plan.topology import GPU, GPUS_A_HOST
@@ -84,9 +83,8 @@ def state_size(state: TrainState) -> StateSize:
         for _, variable in nnx.to_flat_state(params):
             x = variable.get_value()
             if is_sharded(x.sharding.spec):
-                mesh = x.sharding.mesh
-                splits = splits_of(variable, mesh)  # of which a device has a part
-                size = x.size // math.prod(mesh.shape[axis] for _, axis in splits)
+                # Of what further axes split, a device gathers its part.
+                size = x.size // _parts(x.sharding)
                 elements += size
                 if dims := layer_dims(variable):
                     stacked += size
@@ -101,6 +99,15 @@ def state_size(state: TrainState) -> StateSize:
         sum(map(_nbytes, trained)),
         sum(map(shard_bytes, trained)),
     )
+
+
+def _parts(sharding: Any) -> int:
+    """Returns in how many parts "tensor" and "expert" split a sharded parameter.
+
+    They lead a dimension's axes there; all that only shard a parameter follow "fsdp".
+    """
+    firsts = [names_of(axes)[0] for axes in sharding.spec if axes]
+    return math.prod(sharding.mesh.shape[a] for a in firsts if a in (TENSOR, EXPERT))
 
 
 def memory_bound(size: StateSize, policy: Policy) -> int:
