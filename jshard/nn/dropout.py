@@ -11,12 +11,15 @@ from flax import nnx
 from jax import lax
 
 from jshard.comm.varying import vary
+from jshard.errors import UserError
 from jshard.layout.variables import is_variable
 from jshard.mesh import (
+    TENSOR,
     axes_of_examples,
     context_size,
     manual_axes,
     sequence_axes,
+    shared_axes,
 )
 
 
@@ -47,6 +50,7 @@ class Dropout(nnx.Module):
 
     Raises:
       ValueError: ``rate`` is out of range.
+      UserError: (when called) it is within ``jshard.tensor_parallel``, with the axis.
     """
 
     def __init__(self, rate: float, *, deterministic: bool = False, rngs: nnx.Rngs):
@@ -61,6 +65,11 @@ class Dropout(nnx.Module):
         """Drops values of ``x``, (batch, ...), and scales the rest by 1/(1-rate)."""
         if self.deterministic or self.rate == 0:
             return x
+        if TENSOR in shared_axes() and TENSOR not in sequence_axes():
+            raise UserError(
+                "Dropout: within tensor_parallel a device has some features of some "
+                "examples, so masks would depend on the mesh; drop behind it"
+            )
         count = self.count.get_value()
         self.count.set_value(count + 1)
         key = jax.random.fold_in(self.key.get_value(), count)

@@ -12,7 +12,6 @@ V columns of this device.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +22,9 @@ from jax import lax
 
 from jshard.comm.varying import is_float, vary
 from jshard.errors import UserError
-from jshard.mesh import TENSOR, on_gpus, sequence_axes, shared_axes, split_sequences
+from jshard.mesh import TENSOR, sequence_axes, shared_axes, split_sequences
+from jshard.nn.parts import in_parts
 from jshard.scopes import TENSOR_PARALLEL
-
-# Parts of the examples, on GPUs. Four hide no more than two (docs/log.md).
-_PARTS = 2
 
 
 def tensor_parallel(
@@ -55,42 +52,25 @@ def tensor_parallel(
     """
     if not splits_tokens():
         return fn(x_BTD, *args, **kwargs)
-    tokens = x_BTD.shape[:2]
-    # Examples are independent: where collectives run beside products, some are
-    # exchanged while others are computed with.
-    number = math.gcd(tokens[0], _PARTS) if on_gpus() else 1
-    inputs = (x_BTD, args, kwargs)
-    gathered: list[Any] = []
-    for index in range(number):
-        part = _part(inputs, tokens, index, number)
-        if gathered:  # one after the other: XLA would combine them, and wait for both
-            part, gathered[-1] = lax.optimization_barrier((part, gathered[-1]))
-        with jax.named_scope(TENSOR_PARALLEL):
-            gathered.append(jax.tree.map(functools.partial(_gathered, part), part))
     axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
-    results: list[Any] = []
-    for x_BSD, args, kwargs in gathered:
+
+    @jax.named_scope(TENSOR_PARALLEL)
+    def send(inputs: tuple) -> tuple:
+        return jax.tree.map(functools.partial(_gathered, inputs), inputs)
+
+    def compute(inputs: tuple) -> Any:
+        x_BSD, args, kwargs = inputs
         with split_sequences(axes):
             result = fn(x_BSD, *args, **kwargs)
         _check_result(result, x_BSD)
-        if results:
-            result, results[-1] = lax.optimization_barrier((result, results[-1]))
-        with jax.named_scope(TENSOR_PARALLEL):
-            results.append(jax.tree.map(_scattered, result))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+        return result
 
+    @jax.named_scope(TENSOR_PARALLEL)
+    def bring_back(result: Any) -> Any:
+        return jax.tree.map(_scattered, result)
 
-def _part(inputs: Any, tokens: tuple[int, int], index: int, number: int) -> Any:
-    """Returns one of several equal parts of the examples in ``inputs``."""
-    if number == 1:
-        return inputs
-    size = tokens[0] // number
-
-    def own(x: Any) -> Any:
-        of_tokens = jnp.shape(x)[:2] == tokens
-        return x[index * size : (index + 1) * size] if of_tokens else x
-
-    return jax.tree.map(own, inputs)
+    inputs = (x_BTD, args, kwargs)
+    return in_parts(send, compute, bring_back, inputs, x_BTD.shape[:2])
 
 
 def splits_tokens() -> bool:

@@ -26,6 +26,8 @@ WEIGHT = "weight"  # a split weight, whatever its shape or dtype
 FEATURES = "features"  # this device's heads, or hidden features
 PARTIAL = "partial"  # a sum over this device's features
 
+# Plain random streams draw other numbers on each device.
+_RANDOM = {"random_bits", "rng_bit_generator", "threefry2x32"}
 _PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 # Linear in an operand, and the same for each element or a matter of places.
 _MOVES = {
@@ -116,8 +118,8 @@ def _results(eqn: Any, kinds: list[str]) -> list[str]:
         return [_both(eqn, set(of)) for of in zip(*branches, strict=True)]
     if name == "optimization_barrier":
         return kinds
-    if name == "axis_index" and TENSOR in axes_of(eqn):
-        return [FEATURES]  # what is chosen by it differs, like features
+    if name in _RANDOM or (name == "axis_index" and TENSOR in axes_of(eqn)):
+        return [FEATURES] * results  # what is chosen by it differs, like features
     over_tensor = name in ("all_gather", "reduce_scatter", "psum", "psum_invariant")
     if over_tensor and TENSOR in axes_of(eqn):
         if name == "reduce_scatter" and kinds != [PARTIAL]:
@@ -143,6 +145,8 @@ def _result(eqn: Any, kinds: list[str]) -> str:
         if WEIGHT in found:
             return WEIGHT if name in _MOVES | {"mul", "div"} else FEATURES
         return WHOLE
+    if name == "select_n" and kinds[0] == FEATURES:
+        _refuse(eqn, "sums over split features are dropped on some devices alone")
     if name in ("add", "add_any", "sub", "concatenate", "select_n", "pad"):
         return _both(eqn, set(kinds[1:] if name == "select_n" else kinds))
     if name in _MOVES:

@@ -64,6 +64,18 @@ def test_split_features_train_as_whole_ones_on_one_device(case):
     trains_alike(*case)
 
 
+@pytest.mark.quick("tensor")
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor": 2}, {"tensor": 2, "context": 2, "remat": "none"}],
+    ids=["tensor", "both"],
+)
+def test_exchanges_in_parts_of_the_examples_compute_the_same(options, monkeypatch):
+    monkeypatch.setattr("jshard.nn.parts.on_gpus", lambda: True)
+    trains_alike("windows", True, "adamw", options)
+
+
 @pytest.mark.usefixtures("x64")
 def test_a_layer_exchanges_tokens_twice_a_pass_and_gathers_its_own_part():
     fsdp, state, train_step = start("untied llama", tensor=2, remat="none")
@@ -285,6 +297,21 @@ class Bounded(Residual):
         return jnp.tanh(self.down(jnp.tanh(self.up(x))))
 
 
+class Dropping(Residual):
+    make_dropout = nnx.Dropout
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = self.make_dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.down(jnp.tanh(self.up(x))))
+
+
+class DroppingAlike(Dropping):
+    make_dropout = jshard.Dropout
+
+
 class Open(Residual):
     def __call__(self, x):
         return self.up(x)[..., :16]
@@ -296,6 +323,8 @@ class Open(Residual):
     [
         (Residual, r"'add' puts what all devices have beside .*test_tensor.py:\d+"),
         (Bounded, "'tanh' is not linear in sums over split features"),
+        (Dropping, "sums over split features are dropped on some devices alone"),
+        (DroppingAlike, "Dropout: within tensor_parallel a device has some features"),
         (Open, "what is added up over devices is no sum over split features"),
     ],
 )

@@ -158,7 +158,8 @@ def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[s
 
     def takes(axis: str) -> bool:
         try:
-            mesh = meshes.make_mesh(devices=mesh_devices, **{axis: 2})
+            sizes: dict[str, Any] = {axis: 2}
+            mesh = meshes.make_mesh(devices=mesh_devices, **sizes)
             make_job(recipe, config, mesh.abstract_mesh).abstract_state()
         except UserError:
             return False
