@@ -21,6 +21,7 @@ import parity
 pytestmark = pytest.mark.usefixtures("x64")
 
 BOUND = 1e-9
+FLOAT16_BOUND = 5e-3
 MESHES = ((1, 1), (1, 2), (1, 8), (2, 4), (4, 2), (8, 1))  # replica, fsdp
 REMATS = ("full", "dots", "none", jshard.Names("hidden"))
 
@@ -32,7 +33,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "indivisible": {"d_model": 10, "d_hidden": 7},
     "padding": {"padding": True},
     "two_losses": {"two_losses": True},
-    "one_layer": {"layers": 1},
 }
 
 
@@ -56,11 +56,12 @@ class Case:
     indivisible: bool = False
     padding: bool = False
     two_losses: bool = False
-    one_layer: bool = False
+    layers: int = 3
 
     def variant(self) -> parity.Variant:
         chosen = [fields for name, fields in FLAGS.items() if getattr(self, name)]
-        return parity.Variant(**{k: v for fields in chosen for k, v in fields.items()})
+        flags = {k: v for fields in chosen for k, v in fields.items()}
+        return parity.Variant(layers=self.layers, **flags)
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -73,6 +74,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "unroll": (False, True),
     "units": (False, True),
     **dict.fromkeys(FLAGS, (False, True)),
+    "layers": (3, 1, 5),
 }
 
 
@@ -108,8 +110,55 @@ def product(names: str, *factors: Any) -> Any:
     return pytest.mark.parametrize(names, list(itertools.product(*factors)))
 
 
+# Several layers, whose weights are gathered again: what the default suite trains.
+ROWS = {
+    "one gather at a time": Case(mesh=(1, 8), dropout=True, layers=4),
+    "prefetch": Case(mesh=(1, 8), prefetch=True, first_k=1, remat="dots", layers=5),
+    "prefetch beside sums over copies": Case(
+        prefetch=True, first_k=1, reshard=2, keep_last=1, layers=5
+    ),
+    "micro-batches": Case(
+        mesh=(1, 4), accumulate=4, reshard_root=True, padding=True, two_losses=True
+    ),
+    "micro-batches on a hybrid mesh": Case(
+        accumulate=2, remat=jshard.Names("hidden"), tied=True, layers=4
+    ),
+    "one scatter a step": Case(defer=True, accumulate=2, frozen=True, layers=4),
+    "muon": Case(mesh=(4, 2), optimizer="muon", unroll=True, layers=4),
+    "units": Case(units=True, reshard=2, remat="none", indivisible=True, layers=4),
+}
+
+
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_training_follows_the_plain_run(case):
+    check(case)
+
+
+def test_float16_with_a_loss_scale_follows_the_plain_run():
+    precision = jshard.Precision(
+        param="float64", gather="float16", compute="float16", reduce="float16"
+    )
+    policy = jshard.Policy(
+        precision=precision,
+        loss_scale=True,
+        accumulate=2,
+        prefetch=True,
+        min_shard_elements=0,
+    )
+    variant, mesh = parity.Variant(layers=4), parity.make_mesh(2, 4)
+    tx = parity.optimizer("sgd")
+    got, want = (
+        parity.train(variant, tx, mesh, policy),
+        parity.reference(variant, "sgd"),
+    )
+    assert got.metrics["skipped_steps"].max() == 0
+    for name, values in want.metrics.items():
+        np.testing.assert_allclose(got.metrics[name], values, rtol=FLOAT16_BOUND)
+    assert parity.worst(got.params, want.params) <= FLOAT16_BOUND
+
+
 # Every optimizer and every flag on every mesh, too.
-@pytest.mark.quick("(4,2)-adamw")
+@pytest.mark.slow
 @parity.every_pair(**FACTORS)
 def test_training_follows_the_plain_run_for_every_pair_of_choices(case):
     check(Case(**case))
