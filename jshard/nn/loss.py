@@ -116,6 +116,10 @@ def as_loss(value: Any) -> Loss:
     )
 
 
+# Metrics that a step adds; those of a loss scale are taken without one, too.
+_OF_STEPS = ("loss", "grad_norm", "loss_scale", "skipped_steps")
+
+
 def split_result(result: Any) -> tuple[Loss, dict[str, Mean]]:
     """Splits what ``loss_fn`` returned into the loss and the named Means."""
     metrics: dict[str, Mean] = {}
@@ -132,7 +136,7 @@ def split_result(result: Any) -> tuple[Loss, dict[str, Mean]]:
                 f"loss_fn: metric {name!r} is a {type(value).__name__}; "
                 "it must be a jshard.Mean(total, count)"
             )
-        if name in ("loss", "grad_norm"):
+        if name in _OF_STEPS:
             raise UserError(f"loss_fn: metric name {name!r} is taken; choose another")
     return as_loss(result), metrics
 

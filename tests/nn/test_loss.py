@@ -257,6 +257,8 @@ def test_eval_step_gives_global_means_that_add():
         (lambda m: (m, {"z": m.total}), r"metric 'z' is a \w+; it must be a .*Mean"),
         (lambda m: (m, {"loss": m}), r"metric name 'loss' is taken"),
         (lambda m: (m, {"grad_norm": m}), r"metric name 'grad_norm' is taken"),
+        (lambda m: (m, {"loss_scale": m}), r"metric name 'loss_scale' is taken"),
+        (lambda m: (m, {"skipped_steps": m}), r"metric name 'skipped_steps' is taken"),
         (lambda m: Mean(m.total[None], m.count), r"total of shape \(1,\)"),
         (lambda m: Mean(m.total, jnp.ones(3)), r"count of shape \(3,\)"),
         (
