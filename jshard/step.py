@@ -20,7 +20,7 @@ from jshard.compat.jaxprs import trace_once, without_dead_code
 from jshard.errors import UserError
 from jshard.layout.layout import Layout
 from jshard.mesh import manual_axes
-from jshard.nn.dropout import fold_streams, merge_state, microbatch
+from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_streams
 from jshard.nn.loss import Loss, Mean, divide, map_means, split_result
 from jshard.nn.tensor import make_parallel
 from jshard.precision import at_least_float32
@@ -96,12 +96,14 @@ def train(
     )
 
     def run(params, frozen, state, batch, index):
-        model = build(params, frozen, fold_streams(state, index))
+        folded = fold_streams(state, index)
+        model = build(params, frozen, folded)
         with microbatch(index, accumulate):
             loss, metrics = split_result(loss_fn(model, batch))
         loss, metrics = _typed((loss, metrics))
         totals = [mean.total for _, mean in loss.terms]
-        return totals, (loss, metrics, _next_state(state, model))
+        after = unfold_streams(state, folded, _next_state(state, model))
+        return totals, (loss, metrics, after)
 
     if defer_scatter:
         both = (places, layout.places_of(frozen))

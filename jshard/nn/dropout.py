@@ -2,11 +2,13 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -119,32 +121,76 @@ def _device_index() -> jax.Array | int:
     return lax.axis_index(axes) if axes else 0
 
 
-def fold_streams(state: nnx.State, index: Any) -> nnx.State:
-    """Folds device and micro-batch index into the keys of plain NNX random streams.
+def _is_stream(variable: Any) -> bool:
+    """Returns whether a variable holds typed keys, other than those of Dropout."""
+    if not is_variable(variable) or isinstance(variable, DropoutKey):
+        return False
+    dtype = getattr(variable.get_value(), "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
-    Otherwise every device would draw the same mask for its different examples.
+
+def _fold(keys: jax.Array, *numbers: Any) -> jax.Array:
+    """Folds numbers into each of an array of keys."""
+
+    def one(key: jax.Array) -> jax.Array:
+        return functools.reduce(jax.random.fold_in, numbers, key)
+
+    return jax.vmap(one)(keys.reshape(-1)).reshape(keys.shape)
+
+
+def fold_streams(state: nnx.State, index: Any) -> nnx.State:
+    """Folds device and micro-batch index into the keys of plain random streams.
+
+    These are typed keys (``jax.random.key``) in Variables of any type. Otherwise every
+    device would draw the same mask for its different examples.
     """
     device = vary(jnp.asarray(_device_index(), jnp.uint32))
 
     def fold(variable: nnx.Variable) -> nnx.Variable:
-        if not isinstance(variable, nnx.RngKey):
+        if not _is_stream(variable):
             return variable
-        keys = variable.get_value()
-
-        def one(key):
-            return jax.random.fold_in(jax.random.fold_in(key, device), index)
-
-        return variable.copy(jax.vmap(one)(keys.reshape(-1)).reshape(keys.shape))
+        return variable.copy(_fold(variable.get_value(), device, index))
 
     return jax.tree.map(fold, state, is_leaf=is_variable)
+
+
+def unfold_streams(before: nnx.State, given: nnx.State, after: nnx.State) -> nnx.State:
+    """Returns ``after`` with keys that are the same on every device.
+
+    Keys keep their stored values, without what ``fold_streams`` folded in. A key that
+    the model replaced, as in ``self.key[...], key = jax.random.split(self.key[...])``,
+    is followed by a key that it does not have yet.
+
+    Args:
+      before: the model state as it is stored.
+      given: what ``fold_streams`` made of it.
+      after: the state after the forward.
+    """
+
+    def unfold(old: nnx.Variable, given: nnx.Variable, new: nnx.Variable) -> Any:
+        if isinstance(old, nnx.RngKey):  # counts tell its draws apart
+            return old
+        if not _is_stream(old):
+            return new
+        keys = old.get_value()
+        had, has = (jax.random.key_data(x.get_value()) for x in (given, new))
+        replaced = jnp.any((had != has).reshape(*keys.shape, -1), axis=-1)
+        replaced = vary(replaced.astype(jnp.uint32))
+        replaced = lax.pmax(replaced, manual_axes()) > 0
+        return old.copy(jnp.where(replaced, _fold(keys, _NEXT), keys))
+
+    return jax.tree.map(unfold, before, given, after, is_leaf=is_variable)
+
+
+_NEXT = np.uint32(2**32 - 1)  # no device and no micro-batch has this index
 
 
 def plain_streams(model: nnx.Module) -> list[str]:
     """Returns the paths of random streams whose draws depend on the mesh."""
     return [
-        ".".join(map(str, path[:-1]))
+        ".".join(map(str, path[:-1] if isinstance(value, nnx.RngKey) else path))
         for path, value in nnx.iter_graph(model)
-        if isinstance(value, nnx.RngKey)
+        if _is_stream(value)
     ]
 
 
@@ -153,15 +199,15 @@ def merge_state(
 ) -> nnx.State:
     """Returns the model state for the next micro-batch, or step if ``last``.
 
-    Keys keep their stored values, without what ``fold_streams`` folded in. Within a
-    step each micro-batch counts its draws from the same start, because its index is
-    already part of the masks.
+    Within a step each micro-batch draws from the same keys and counts, because its
+    index is already part of the masks.
     """
 
     def pick(old: nnx.Variable, new: nnx.Variable) -> nnx.Variable:
-        if isinstance(old, (nnx.RngKey, DropoutKey)):
+        if isinstance(old, DropoutKey):
             return old
-        if isinstance(old, (nnx.RngCount, DropoutCount)) and last is not True:
+        drawn = isinstance(old, (nnx.RngCount, DropoutCount)) or _is_stream(old)
+        if drawn and last is not True:
             return old.copy(jnp.where(last, new.get_value(), old.get_value()))
         return new
 

@@ -1,0 +1,113 @@
+"""Plain random streams: each device and micro-batch draws for its own examples."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+
+EXAMPLES, WIDTH, STEPS = 16, 4, 3
+BATCH = {
+    "x": np.ones((EXAMPLES, WIDTH), np.float32),
+    "is": np.eye(EXAMPLES, dtype=np.float32),  # which example a row is
+}
+
+
+class Stream(nnx.Module):
+    """A stream of NNX's."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.noise = rngs.noise.fork()
+
+    def draw(self) -> jax.Array:
+        return jax.random.uniform(self.noise())
+
+
+class Constant(nnx.Module):
+    """A key in a Variable, as authors of their own noise write it."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.key = nnx.Variable(rngs.noise())
+
+    def draw(self) -> jax.Array:
+        return jax.random.uniform(self.key[...])
+
+
+class Split(Constant):
+    """A key that the layer replaces whenever it draws."""
+
+    def draw(self) -> jax.Array:
+        self.key[...], key = jax.random.split(self.key[...])
+        return jax.random.uniform(key)
+
+
+class Noisy(nnx.Module):
+    """Adds the same noise to all examples of a device; returns the noise of each."""
+
+    def __init__(self, kind: type, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.source = kind(rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        noise = self.source.draw()
+        return self.linear(x) + noise, jnp.full(len(x), noise)
+
+
+class Model(nnx.Module):
+    """Noise in a Stack, a Unit and the root."""
+
+    def __init__(self, kind: type, rngs: nnx.Rngs):
+        self.stack = jshard.Stack(lambda r: Noisy(kind, r), 2, rngs=rngs)
+        self.unit = jshard.Unit(Noisy(kind, rngs))
+        self.root = Noisy(kind, rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, stacked = self.stack(x)
+        x, of_unit = self.unit(x)
+        x, of_root = self.root(x)
+        return x, jnp.stack([*stacked, of_unit, of_root])
+
+
+def loss_fn(model: Any, batch: dict[str, jax.Array]) -> Any:
+    """Shows the noise as metrics: one named mean for each place and example."""
+    x, noise = model(batch["x"])
+    seen = {
+        f"{place} {example}": jshard.Mean(row @ one, jnp.sum(one))
+        for place, row in enumerate(noise)
+        for example, one in enumerate(batch["is"].T)
+    }
+    return jshard.Mean(jnp.sum(x**2), x.size), seen
+
+
+def noise_of(kind: type, **knobs: Any) -> np.ndarray:
+    """The noise of a run on a hybrid mesh, (steps, places, examples)."""
+    policy = jshard.Policy(min_shard_elements=0, **knobs)
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
+    optimizer = optax.sgd(0.0)
+    state = fsdp.init(lambda rngs: Model(kind, rngs), optimizer)
+    step = fsdp.train_step(loss_fn, optimizer)
+    batch, seen = fsdp.shard_batch(BATCH), []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        names = [[f"{i} {e}" for e in range(EXAMPLES)] for i in range(4)]
+        seen.append([[float(metrics[name]) for name in row] for row in names])
+    return np.array(seen)
+
+
+@pytest.mark.parametrize("kind", [Stream, Constant, Split])
+def test_each_device_and_micro_batch_draws_noise_of_its_own(kind):
+    noise = noise_of(kind, accumulate=2)  # an example each
+    for place in range(4):
+        steps = noise[:, place] if kind is not Constant else noise[:1, place]
+        assert len(np.unique(steps)) == steps.size
+
+
+def test_a_key_that_is_never_replaced_draws_the_same_in_every_step():
+    noise = noise_of(Constant)
+    np.testing.assert_array_equal(noise[1:], noise[:-1])
+    assert len(np.unique(noise[0])) == 4 * 8  # a number for each place and device
