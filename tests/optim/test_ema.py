@@ -55,7 +55,7 @@ def averages(history: list[dict[tuple, Any]]) -> dict[tuple, Any]:
     return mean
 
 
-@pytest.mark.slow
+@pytest.mark.quick("2-4")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("replica", "accumulate"), [(1, 1), (2, 4)])
 def test_averages_are_those_of_the_parameters_of_every_step(replica, accumulate):

@@ -97,6 +97,49 @@ def test_a_step_that_overflows_changes_only_the_scale_and_the_step():
     assert [h["loss_scale"] for h in history][1:] == [2.0**15, 2.0**14]
 
 
+class Normalised(nnx.Module):
+    """A model with state: batch statistics, and a count of masks."""
+
+    def __init__(self, rngs):
+        self.linear = jshard.Unit(Model(rngs))
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = jshard.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_overflows_changes_no_averages_and_no_model_state(accumulate):
+    half = jshard.Precision(compute="float16", reduce="float16")
+    policy = dataclasses.replace(
+        POLICY, precision=half, ema_decay=0.9, accumulate=accumulate
+    )
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
+    optimizer = optax.adam(1e-2)
+    state = fsdp.init(Normalised, optimizer)
+    step = fsdp.train_step(loss_fn, optimizer)
+
+    def values(state):
+        kept = fsdp.unshard((state.params, state.ema, state.model_state))
+        return [np.asarray(x) for x in jax.tree.leaves(kept)]
+
+    good, bad = make_batches(2)
+    bad["y"] = bad["y"] + np.float32(np.inf)
+    seen = [values(state)]
+    for batch, skipped in ((good, 0), (bad, 1), (good, 1)):
+        state, metrics = step(state, fsdp.shard_batch(batch))
+        assert metrics["skipped_steps"] == skipped
+        seen.append(values(state))
+    start, first, after_overflow, last = seen
+    for unchanged, other in zip(after_overflow, first, strict=True):
+        np.testing.assert_array_equal(unchanged, other)
+    # All but the key of the masks moves in steps that are taken.
+    for before, after in ((start, first), (after_overflow, last)):
+        moved = [not np.array_equal(*pair) for pair in zip(before, after, strict=True)]
+        assert moved.count(False) == 1
+
+
 # Parameters in float16.
 
 HALF = jshard.Precision(param="float16", compute="float16", reduce="float16")
