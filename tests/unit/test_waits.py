@@ -1,0 +1,126 @@
+"""Each Unit's gather waits for the Unit before it, in the program that XLA is given.
+
+XLA may otherwise gather the weights of many Units at once, or take the backward's
+gathers for the forward's and keep full weights in between.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+import hlo
+import jshard
+from h100 import h100s
+from jshard.compat.jaxprs import open_inner, variables
+
+WIDTHS = (16, 24, 32, 40, 48)  # of features between Units: a weight tells its Unit
+SHAPES = list(itertools.pairwise(WIDTHS))
+DEVICES = 8
+# Without devices no collectives are put in order, as they are for CPUs.
+ABSTRACT = AbstractMesh(
+    (1, DEVICES), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2
+)
+
+
+class Chain(nnx.Module):
+    """Units that follow each other."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List(
+            jshard.Unit(nnx.Linear(*shape, rngs=rngs)) for shape in SHAPES
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
+    return jshard.Mean(jnp.sum(model(x) ** 2), x.shape[0])
+
+
+def traced(mesh: Any, **knobs: Any) -> Any:
+    policy = jshard.Policy(min_shard_elements=0, **knobs)
+    fsdp = jshard.FSDP(mesh, policy)
+    optimizer = optax.sgd(0.1)
+    state = fsdp.abstract_state(Chain, optimizer)
+    batch = jax.ShapeDtypeStruct((4 * DEVICES, WIDTHS[0]), jnp.float32)
+    return fsdp.train_step(loss_fn, optimizer).trace(state, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """A gather of a matrix, and how much must be computed before it."""
+
+    shape: tuple[int, ...]
+    products: int
+    slices: int  # of full weights: the parts that are kept
+
+
+def gathers(jaxpr: Any) -> list[Gather]:
+    """The gathers of a traced step, in order."""
+    found: list[Gather] = []
+    before: dict[Any, frozenset] = {}  # (name, id) of what a variable depends on
+
+    def of(*atoms: Any) -> frozenset:
+        return frozenset().union(*(before.get(x, ()) for x in variables(atoms)))
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if inner := open_inner(eqn):
+                pairs = zip(inner.invars, eqn.invars, strict=True)
+                before.update([(v, of(x)) for v, x in pairs])
+                walk(inner)
+                pairs = zip(eqn.outvars, inner.outvars, strict=True)
+                before.update([(v, of(x)) for v, x in pairs])
+                continue
+            name, needs = eqn.primitive.name, of(*eqn.invars)
+            shape = eqn.outvars[0].aval.shape
+            if name.startswith("all_gather") and len(shape) == 2:
+                count = Counter(kind for kind, _ in needs)
+                found.append(
+                    Gather(shape, count["dot_general"], count["dynamic_slice"])
+                )
+            before.update((v, needs | {(name, id(eqn))}) for v in eqn.outvars)
+
+    walk(jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_each_gather_waits_for_the_products_of_the_unit_before_it(remat):
+    step = traced(ABSTRACT, remat=remat)
+    forward = [Gather(shape, done, 0) for done, shape in enumerate(SHAPES)]
+    # Each Unit of the backward adds a product that the next one's gather waits for.
+    units = len(SHAPES)
+    backward = [Gather(shape, 2 * units - 1 - i, 0) for i, shape in enumerate(SHAPES)]
+    assert gathers(step.jaxpr.jaxpr) == [*forward, *reversed(backward)]
+
+
+def test_each_gather_waits_until_the_unit_before_it_has_kept_its_parts():
+    step = traced(ABSTRACT, reshard_after_forward=2)
+    forward = [Gather(shape, done, done) for done, shape in enumerate(SHAPES)]
+    found = gathers(step.jaxpr.jaxpr)
+    assert found[: len(SHAPES)] == forward
+    assert [x.products for x in found[len(SHAPES) :]] == [4, 5, 6, 7]
+
+
+@pytest.mark.h100
+def test_xla_merges_no_gathers_of_several_units():
+    program = traced(h100s(DEVICES), remat="none").lower().compile()
+    found = [
+        [array.shape for array in x.results if len(array.shape) == 2]
+        for x in hlo.collectives(str(program.as_text()))
+        if x.kind == "all-gather"
+    ]
+    # The backward does not read the first weight: nothing before it is trained.
+    assert sorted(found) == sorted([[shape] for shape in SHAPES + SHAPES[1:]])
