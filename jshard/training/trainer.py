@@ -47,8 +47,9 @@ class Trainer:
     Args:
       recipe: A file, or the name of a packaged recipe, as for `--config`; a module; or
         None, with the parts by keyword.
-      config: Keys to set over the recipe's, `{"optimizer.learning_rate": 1e-3}`. A
-        `ConfigDict`, or the dict without a recipe, is the whole config.
+      config: Keys to set over the recipe's, `{"optimizer.learning_rate": 1e-3}`;
+        without a recipe, those that every recipe has. A `ConfigDict` is the whole
+        config, with any keys of its own.
       workdir: The run's folder; by default runs/NAME-DATE-TIME.
       mesh: By default that of `config.mesh`.
       policy: By default that of `config.policy`.
