@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard.cli.paths import check_path
 from jshard.distributed import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp import FSDP as _FSDP
@@ -100,6 +101,8 @@ class Trainer:
         self._recipe, self._imports = open_parts(recipe, parts)
         self._is_within = False
         with self._within():
+            if workdir:
+                check_path("workdir", workdir)
             path = Path(workdir) if workdir else None
             self.config: Config = config_of(self._recipe, config, path)
         if mesh is not None:
