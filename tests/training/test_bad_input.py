@@ -279,9 +279,9 @@ def test_a_url_is_refused_wherever_a_path_is_expected(tmp_path, monkeypatch):
         for url in ("s3://bucket/run", "gs://bucket", Path("abfs://bucket/run")):
             with pytest.raises(UserError, match=f"{name}={url}: is a URL"):
                 ask(url)
-    for given in ({"path": URL}, {"path": "", "mixture": f"{URL}:1"}):
+    for path, mixture in ((URL, ""), ("", f"{URL}:1")):
         with pytest.raises(UserError, match=f"data.path={URL}: is a URL"):
-            text_data(split="train", sequence_length=8, seed=0, **given)
+            text_data(path, "train", mixture=mixture, sequence_length=8, seed=0)
     assert not list(tmp_path.iterdir())
 
 
