@@ -26,6 +26,7 @@ from pathlib import Path
 
 from jshard.cli.command import ArgumentParser, run_command, whole_number
 from jshard.cli.paths import path_problem
+from jshard.cli.terminal import leave_closed_terminal
 from jshard.distributed import cluster
 from jshard.errors import RunFailed, UserError
 
@@ -63,8 +64,9 @@ def main() -> None:
 
 def _launch(argv: list[str]) -> None:
     launcher = Launcher(*parse(argv))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: launcher.stop())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: launcher.stop(number))
     sys.exit(launcher.run())
 
 
@@ -160,6 +162,7 @@ class Launcher:
         self._each = options.num_processes // max(len(self._hosts), 1)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = False  # whether a signal asked the job to end
+        self._demanded = False  # whether that was SIGTERM or Ctrl-C
 
     def run(self) -> int:
         """Runs the job to its end, with restarts; returns its exit code."""
@@ -177,10 +180,18 @@ class Launcher:
             raise RunFailed(f"the job failed {restarts + 1} times: no more restarts")
         return 1
 
-    def stop(self) -> None:
-        """Asks all processes to save and stop; the second call kills them."""
-        self._send("KILL" if self._asked else "TERM")
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Asks all processes to save and stop, as a signal to this one does.
+
+        SIGHUP and SIGUSR1 are passed on. The second SIGTERM or SIGINT kills them.
+        """
         self._asked = True
+        if number in (signal.SIGHUP, signal.SIGUSR1):
+            leave_closed_terminal()
+            self._send(signal.Signals(number).name.removeprefix("SIG"))
+            return
+        self._send("KILL" if self._demanded else "TERM")
+        self._demanded = True
 
     def _run_once(self) -> int:
         """Runs the job once, on the first port that is free."""

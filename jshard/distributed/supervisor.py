@@ -18,17 +18,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from jshard.cli.terminal import leave_closed_terminal, outliving_terminal
 from jshard.distributed.cluster import Cluster
 from jshard.distributed.heartbeat import GRACE, PERIOD, SILENCE
 from jshard.distributed.status import PARENT_FD, STATUS_FD
 
-PASSED_ON = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LAST_LINES = 30  # of standard error, shown if nothing else explains the end
 HINT = 30.0  # seconds of waiting for other processes before a message
 SHOW_CURSOR = "\x1b[?25h\n"  # for terminals
@@ -80,7 +75,8 @@ class _Supervisor:
 
     def run(self) -> int:
         for number in PASSED_ON:
-            signal.signal(number, lambda number, frame: self._pass_on(number))
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: self._pass_on(number))
         for thread in self._threads:
             thread.start()
         why, last = "", time.monotonic()
@@ -112,6 +108,8 @@ class _Supervisor:
             print(f"jshard: {who}: still waiting for {self._all}", file=sys.stderr)
 
     def _pass_on(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         if self._worker.poll() is None:
             self._passed.add(number)
             self._worker.send_signal(number)
@@ -162,8 +160,9 @@ class _Supervisor:
                 cpp_error = from_cpp and line.startswith(("E", "F"))
             ours = line.startswith("jshard: process ")
             if not (from_cpp or cpp_error) and (self._index == 0 or ours):
-                sys.stderr.write(line)
-                sys.stderr.flush()
+                with outliving_terminal():
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
 
     def _explain(self, code: int, why: str) -> int:
         """Reports an end that the worker did not report; returns the exit code."""
