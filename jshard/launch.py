@@ -28,6 +28,7 @@ from jshard.cli.command import ArgumentParser, run_command, whole_number
 from jshard.cli.paths import path_problem
 from jshard.cli.terminal import leave_closed_terminal
 from jshard.distributed import cluster
+from jshard.distributed.supervisor import JOB_FAILED
 from jshard.errors import RunFailed, UserError
 
 ENDING = 75.0  # seconds for the other processes to end when one has failed
@@ -228,11 +229,15 @@ class Launcher:
                 settings[cluster.ANY_PORT] = "1"
             self._processes.append(self._start(host, words, settings))
         deadline = float("inf")
+        reported = False
         while any(process.poll() is None for process in self._processes):
             time.sleep(0.1)
             codes = {process.poll() for process in self._processes}
             if codes - {None, 0, 75}:
                 deadline = min(deadline, time.monotonic() + ENDING)
+                if not reported:
+                    self._tell_of_failure()
+                reported = True
             # Without process 0's port the other processes would wait for nothing.
             if cluster.PORT_TAKEN in codes or time.monotonic() > deadline:
                 self._kill()
@@ -249,6 +254,14 @@ class Launcher:
             if code in codes:
                 return code
         return max(codes) if set(codes) <= {0, 75} else 1
+
+    def _tell_of_failure(self) -> None:
+        """Says if a process was killed, and ends those that still wait for it."""
+        for index, process in enumerate(self._processes):
+            # As shells return it. Other signals are told by who gets them.
+            if process.poll() == 128 + signal.SIGKILL and not self._asked:
+                _say(f"error: process {index} was ended by SIGKILL")
+        self._send(JOB_FAILED.name.removeprefix("SIG"))
 
     def _start(
         self, host: str, words: Sequence[str], settings: Mapping[str, str]
