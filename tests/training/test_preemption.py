@@ -234,7 +234,7 @@ def step_until_signalled(name: str) -> tuple[int, str | None]:
     return step, preemption.signal_name
 
 
-@pytest.mark.quick("SIGTERM", "SIGUSR1")
+@pytest.mark.quick("SIGUSR1")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_to_one_process_stops_all_after_the_same_step(name, tmp_path):
     with Processes(2, 1, tmp_path) as processes:
