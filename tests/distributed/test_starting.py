@@ -76,12 +76,24 @@ def connect(start: Start) -> socket.socket:
             time.sleep(0.01)
 
 
+def come(start: Start, index: int, count: int) -> socket.socket:
+    """The connection of a process that has come."""
+    connection = connect(start)
+    me = {"process": index, "processes": count}
+    connection.sendall(json.dumps(me).encode() + b"\n")
+    welcome = connection.recv(len(rendezvous.WELCOME))
+    assert welcome == rendezvous.WELCOME
+    return connection
+
+
 def test_processes_meet_in_any_order_and_strangers_do_not_count():
-    start = Start((2, 3), (1, 3), (0, 3))
+    start = Start((2, 4), (1, 4), (0, 4))
     for text in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"process": "x"}\n', b"x" * 999):
         with connect(start) as stranger:
             stranger.sendall(text)
-    assert start.wait() == {0: None, 1: None, 2: None}
+    with come(start, 3, 4) as last:
+        assert start.wait() == {0: None, 1: None, 2: None}
+        last.sendall(rendezvous.JOINED)
     # The port is JAX's now.
     socket.create_server(("127.0.0.1", start.port)).close()
 
@@ -110,16 +122,6 @@ def test_processes_of_different_jobs_are_refused_in_one_line(clusters, said):
     assert any(str(end).startswith(said) for end in others)
     for end in others:
         assert isinstance(end, UserError) or end.code == 2
-
-
-def come(start: Start, index: int, count: int) -> socket.socket:
-    """The connection of a process that has come."""
-    connection = connect(start)
-    me = {"process": index, "processes": count}
-    connection.sendall(json.dumps(me).encode() + b"\n")
-    welcome = connection.recv(len(rendezvous.WELCOME))
-    assert welcome == rendezvous.WELCOME
-    return connection
 
 
 def test_a_process_that_ends_before_all_are_there_is_named_at_once():
