@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jshard.comm.varying import vary
 from jshard.errors import UserError
 from jshard.layout.variables import is_variable
 from jshard.mesh import (
@@ -144,7 +143,7 @@ def fold_streams(state: nnx.State, index: Any) -> nnx.State:
     These are typed keys (``jax.random.key``) in Variables of any type. Otherwise every
     device would draw the same mask for its different examples.
     """
-    device = vary(jnp.asarray(_device_index(), jnp.uint32))
+    device = jnp.asarray(_device_index(), jnp.uint32)
 
     def fold(variable: nnx.Variable) -> nnx.Variable:
         if not _is_stream(variable):
@@ -175,8 +174,7 @@ def unfold_streams(before: nnx.State, given: nnx.State, after: nnx.State) -> nnx
         keys = old.get_value()
         had, has = (jax.random.key_data(x.get_value()) for x in (given, new))
         replaced = jnp.any((had != has).reshape(*keys.shape, -1), axis=-1)
-        replaced = vary(replaced.astype(jnp.uint32))
-        replaced = lax.pmax(replaced, manual_axes()) > 0
+        replaced = lax.pmax(replaced.astype(jnp.uint32), manual_axes()) > 0
         return old.copy(jnp.where(replaced, _fold(keys, _NEXT), keys))
 
     return jax.tree.map(unfold, before, given, after, is_leaf=is_variable)
