@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from runs import POLICY, check_close, loss_fn
+from runs import check_close, loss_fn
 from zoo_layers import LAYERS, WIDTH, Residual, example
 
 pytestmark = [
