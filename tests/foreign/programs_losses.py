@@ -4,6 +4,8 @@ the loss, collectives that the user wrote."""
 # Layers take and return what they like.
 # pyright: reportIncompatibleMethodOverride=false
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,7 +17,7 @@ from compare import EXAMPLES, Phase, Program, linear, normal, program
 
 class Mlp(nnx.Module):
     def __init__(self, sizes, rngs):
-        pairs = zip(sizes, sizes[1:], strict=False)
+        pairs = itertools.pairwise(sizes)
         self.layers = nnx.List([linear(a, b, rngs) for a, b in pairs])
 
     def __call__(self, x):

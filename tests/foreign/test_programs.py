@@ -1,5 +1,6 @@
 """Every program trains as with plain Flax, on any number of devices."""
 
+import jax
 import pytest
 
 import programs_attributes
@@ -28,9 +29,18 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def x64_of_all_threads():
+    """64-bit precision where callbacks run, too, which is in threads of XLA."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 @pytest.mark.quick(*(case(name, *p.default) for name, p in PROGRAMS.items()))
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64_of_all_threads")
 @pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit")
 @pytest.mark.parametrize(("program", "devices", "units"), CASES)
 def test_it_trains_as_with_plain_flax(program: Program, devices: int, units: bool):
