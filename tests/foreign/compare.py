@@ -20,7 +20,8 @@ import jshard
 from parity import make_mesh
 
 STEPS = 3
-EXAMPLES = 24  # divides by 1, 2, 3, 4 and 8 devices
+# Both divide by 1, 2, 3, 4 and 8 devices; widths that do not are in the programs, too.
+EXAMPLES = WIDTH = 24
 BOUND = 1e-9
 
 
@@ -143,6 +144,8 @@ def sharded(
         tx = phase.optimizer
         states.append(fsdp.init(program.model, tx, wrt=phase.trained))
         steps.append(fsdp.train_step(_as_mean(phase.loss), tx))
+    params = jax.tree.leaves(states[0].params)
+    assert devices == 1 or not all(x.is_fully_replicated for x in params)
     state, losses, norms = states[0], [], []
     for batch in batches(program):
         for i, step in enumerate(steps):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from compare import linear, normal, program, squares
+from compare import WIDTH, linear, normal, program, squares
 
 
 def layers_of(layer):
@@ -27,12 +27,12 @@ def layers_of(layer):
 
 
 def layered(layer, loss, default):
-    return program(layers_of(layer), loss, normal(5), (layer,), default)
+    return program(layers_of(layer), loss, normal(WIDTH), (layer,), default)
 
 
 class Dense(nnx.Module):
     def __init__(self, rngs):
-        self.linear = linear(5, 5, rngs)
+        self.linear = linear(WIDTH, WIDTH, rngs)
 
     def __call__(self, x):
         return x + jnp.tanh(self.linear(x))
@@ -45,12 +45,12 @@ class Kinds(nnx.Module):
     """Complex, scalar, empty and integer ones, and one that nothing uses."""
 
     def __init__(self, rngs):
-        wave = rngs.normal((5, 7, 2), dtype=float)
+        wave = rngs.normal((5, WIDTH, 2), dtype=float)
         self.wave = nnx.Param(wave[..., 0] + 1j * wave[..., 1])
         self.scale = nnx.Param(jnp.asarray(0.5, dtype=float))
         self.empty = nnx.Param(jnp.zeros((3, 0), dtype=float))
-        self.order = nnx.Param(jnp.arange(7)[::-1])
-        self.unused = nnx.Param(jnp.ones((7, 3), dtype=float))
+        self.order = nnx.Param(jnp.arange(WIDTH)[::-1])
+        self.unused = nnx.Param(jnp.ones((WIDTH, 3), dtype=float))
 
     def __call__(self, x):
         y = jnp.abs(x @ self.wave[...])[:, self.order[...]] + self.empty[...].sum()
@@ -59,8 +59,8 @@ class Kinds(nnx.Module):
 
 class OddKinds(nnx.Module):
     def __init__(self, rngs):
-        self.kinds, self.unused = Kinds(rngs), linear(7, 3, rngs)
-        self.head = linear(7, 2, rngs)
+        self.kinds, self.unused = Kinds(rngs), linear(WIDTH, 3, rngs)
+        self.head = linear(WIDTH, 2, rngs)
 
     def __call__(self, x):
         return self.head(self.kinds(x))
@@ -79,7 +79,7 @@ class NumpyTable(Dense):
 
     def __init__(self, rngs):
         super().__init__(rngs)
-        self.table = np.sin(np.arange(5.0))
+        self.table = np.sin(np.arange(float(WIDTH)))
 
     def __call__(self, x):
         return super().__call__(x + self.table)
@@ -88,7 +88,9 @@ class NumpyTable(Dense):
 class DataTable(Dense):
     def __init__(self, rngs):
         super().__init__(rngs)
-        self.tables = nnx.data({"shift": np.linspace(0, 1, 5), "scale": np.float64(2)})
+        self.tables = nnx.data(
+            {"shift": np.linspace(0, 1, WIDTH), "scale": np.float64(2)}
+        )
 
     def __call__(self, x):
         return super().__call__(x * self.tables["scale"] + self.tables["shift"])
@@ -97,7 +99,7 @@ class DataTable(Dense):
 class JaxTable(Dense):
     def __init__(self, rngs):
         super().__init__(rngs)
-        self.table = jnp.cos(jnp.arange(5, dtype=float))
+        self.table = jnp.cos(jnp.arange(WIDTH, dtype=float))
 
     def __call__(self, x):
         return super().__call__(x * self.table)

@@ -13,14 +13,14 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
-from compare import linear, normal, program, squares
+from compare import WIDTH, linear, normal, program, squares
 
 
 class Activated(nnx.Module):
     """A layer with an activation of one's own."""
 
     def __init__(self, activation, rngs):
-        self.linear = linear(5, 5, rngs)
+        self.linear = linear(WIDTH, WIDTH, rngs)
         self.activation = activation
 
     def __call__(self, x):
@@ -30,7 +30,7 @@ class Activated(nnx.Module):
 class Network(nnx.Module):
     def __init__(self, activation, rngs):
         self.layers = nnx.List([Activated(activation, rngs) for _ in range(2)])
-        self.head = linear(5, 3, rngs)
+        self.head = linear(WIDTH, 3, rngs)
 
     def __call__(self, x):
         for layer in self.layers:
@@ -40,7 +40,7 @@ class Network(nnx.Module):
 
 def activated(activation, default):
     model = functools.partial(Network, activation)
-    return program(model, squares, normal(5), (Activated,), default)
+    return program(model, squares, normal(WIDTH), (Activated,), default)
 
 
 def like(x):
@@ -117,11 +117,11 @@ class Volume(nnx.Module):
 
     def __init__(self, rngs):
         jnp.linalg.cholesky(jnp.eye(2, dtype=float))  # JAX looks for LAPACK
-        self.linear = linear(5, 9, rngs)
+        self.linear = linear(5, WIDTH, rngs)
 
     def __call__(self, x):
         def one(row):
-            b = self.linear(row).reshape(3, 3)
+            b = self.linear(row).reshape(3, -1)
             return log_determinant(b @ b.T + jnp.eye(3))
 
         return lax.map(one, x)
@@ -134,7 +134,7 @@ class ConstantCarry(nnx.Module):
     """An exponential average from zero, and a count that no input reaches."""
 
     def __init__(self, rngs):
-        self.linear = linear(3, 4, rngs)
+        self.linear = linear(3, WIDTH, rngs)
 
     def __call__(self, x_BTD):
         def step(carry, x):
@@ -142,14 +142,14 @@ class ConstantCarry(nnx.Module):
             average = 0.5 * average + self.linear(x)
             return (average, count + 1), average / (1 + count)
 
-        start = jnp.zeros((len(x_BTD), 4)), 0
+        start = jnp.zeros((len(x_BTD), WIDTH)), 0
         (average, count), averages = lax.scan(step, start, x_BTD.swapaxes(0, 1))
         return average / count + jnp.tanh(averages).sum(0)
 
 
 class Loop(nnx.Module):
     def __init__(self, rngs):
-        self.inner, self.head = ConstantCarry(rngs), linear(4, 2, rngs)
+        self.inner, self.head = ConstantCarry(rngs), linear(WIDTH, 2, rngs)
 
     def __call__(self, x_BTD):
         return self.head(self.inner(x_BTD))
@@ -163,7 +163,7 @@ class Alternating(nnx.Module):
     """One layer or the other, by the number of the step: equal on every device."""
 
     def __init__(self, rngs):
-        self.even, self.odd = linear(5, 4, rngs), linear(5, 4, rngs)
+        self.even, self.odd = linear(5, WIDTH, rngs), linear(5, WIDTH, rngs)
         self.calls = Calls(jnp.zeros((), int))
 
     def __call__(self, x):
@@ -179,7 +179,7 @@ class Compiled(nnx.Module):
 
     class Layer(nnx.Module):
         def __init__(self, rngs):
-            self.linear = linear(5, 5, rngs)
+            self.linear = linear(WIDTH, WIDTH, rngs)
 
         @nnx.jit
         def __call__(self, x):
@@ -207,5 +207,5 @@ PROGRAMS = {
     "ffi": program(Volume, squares, normal(5), (nnx.Linear,), (2, False)),
     "constant-carry": program(Loop, squares, normal(6, 3), (ConstantCarry,), (3, True)),
     "branch": program(Alternating, squares, normal(5), (nnx.Linear,), (8, True)),
-    "jit": program(Compiled, squares, normal(5), (Compiled.Layer,), (2, True)),
+    "jit": program(Compiled, squares, normal(WIDTH), (Compiled.Layer,), (2, True)),
 }

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax import lax
 
-from compare import EXAMPLES, Phase, Program, linear, normal, program
+from compare import EXAMPLES, WIDTH, Phase, Program, linear, normal, program
 
 
 class Mlp(nnx.Module):
@@ -35,8 +35,8 @@ def mlp(*sizes):
 
 class Gan(nnx.Module):
     def __init__(self, rngs):
-        self.generator = Mlp((3, 6, 5), rngs)
-        self.discriminator = Mlp((5, 7, 1), rngs)
+        self.generator = Mlp((3, WIDTH, 5), rngs)
+        self.discriminator = Mlp((5, WIDTH, 1), rngs)
 
 
 def discriminator_loss(model, batch):
@@ -74,7 +74,7 @@ def gathered(x):
 
 class Clip(nnx.Module):
     def __init__(self, rngs):
-        self.image, self.text = Mlp((6, 8, 4), rngs), Mlp((3, 5, 4), rngs)
+        self.image, self.text = Mlp((6, WIDTH, 4), rngs), Mlp((3, WIDTH, 4), rngs)
         self.log_scale = nnx.Param(jnp.asarray(1.0, dtype=float))
 
     def __call__(self, batch):
@@ -121,7 +121,7 @@ def barlow_loss(model, batch):
 
 class Siamese(nnx.Module):
     def __init__(self, rngs):
-        self.tower = Mlp((4, 7, 5), rngs)
+        self.tower = Mlp((4, WIDTH, 5), rngs)
 
     def __call__(self, one, two):
         return jnp.sum((self.tower(one) - self.tower(two)) ** 2, axis=-1)
@@ -235,20 +235,20 @@ PROGRAMS = {
     "clip-whole": program(Clip, whole_clip_loss, pairs, (Mlp,), (4, False)),
     "barlow": program(Clip, barlow_loss, pairs, (Mlp,), (4, True)),
     "siamese": program(Siamese, siamese_loss, siamese_pairs, (Mlp,), (3, True)),
-    "maml": program(mlp(3, 5, 1), maml_loss, tasks, LAYERS, (2, True)),
+    "maml": program(mlp(3, WIDTH, 1), maml_loss, tasks, LAYERS, (2, True)),
     "gradient-penalty": program(
-        mlp(4, 6, 1), gradient_penalty, normal(4), LAYERS, (8, True)
+        mlp(4, WIDTH, 1), gradient_penalty, normal(4), LAYERS, (8, True)
     ),
     "physics-informed": program(
-        mlp(1, 6, 1), physics_informed, normal(1), LAYERS, (1, True)
+        mlp(1, WIDTH, 1), physics_informed, normal(1), LAYERS, (1, True)
     ),
     "score-matching": program(
-        mlp(4, 6, 1), score_matching, points_and_directions, LAYERS, (2, True)
+        mlp(4, WIDTH, 1), score_matching, points_and_directions, LAYERS, (2, True)
     ),
     "tangent": program(
-        mlp(4, 6, 4), tangent_loss, points_and_directions, LAYERS, (3, False)
+        mlp(4, WIDTH, 4), tangent_loss, points_and_directions, LAYERS, (3, False)
     ),
     "policy-gradient": program(
-        mlp(3, 6, 1), policy_gradient, episodes, LAYERS, (8, True)
+        mlp(3, WIDTH, 1), policy_gradient, episodes, LAYERS, (8, True)
     ),
 }

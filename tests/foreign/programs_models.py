@@ -13,17 +13,17 @@ from flax import nnx
 from jax import lax
 
 import jshard
-from compare import EXAMPLES, linear, normal, program, squares
+from compare import EXAMPLES, WIDTH, linear, normal, program, squares
 
 # A graph network: messages along edges, summed at their receivers.
 
-NODES, EDGES, FEATURES = 5, 9, 6
+NODES, EDGES, FEATURES = 5, 9, 8
 
 
 class MessagePassing(nnx.Module):
     def __init__(self, rngs):
-        self.message = linear(2 * FEATURES, 7, rngs)
-        self.update = linear(FEATURES + 7, FEATURES, rngs)
+        self.message = linear(2 * FEATURES, WIDTH, rngs)
+        self.update = linear(FEATURES + WIDTH, FEATURES, rngs)
 
     def __call__(self, nodes_NF, senders_E, receivers_E):
         pairs = jnp.concatenate([nodes_NF[senders_E], nodes_NF[receivers_E]], axis=-1)
@@ -68,7 +68,7 @@ def graph_loss(model, batch):
 
 
 class Recurrence(nnx.Module):
-    def __init__(self, rngs, d=5):
+    def __init__(self, rngs, d=WIDTH):
         self.decay = nnx.Param(jnp.linspace(-1, 1, d, dtype=float))
         self.angle = nnx.Param(jnp.linspace(0.1, 2, d, dtype=float))
         self.into, self.out = linear(4, d, rngs), linear(2 * d, 4, rngs)
@@ -93,7 +93,7 @@ class StateSpaceModel(nnx.Module):
         return x_BTD[:, -1]
 
 
-# A U-Net whose widths no number of devices divides.
+# A U-Net, of whose widths most divide by no number of devices.
 
 
 class Convolutions(nnx.Module):
@@ -114,8 +114,8 @@ class UNet(nnx.Module):
         self.down = nnx.Conv(5, 7, **two)
         self.middle = Convolutions(7, 7, rngs)
         self.up = nnx.ConvTranspose(7, 5, **two)
-        self.decode = Convolutions(10, 3, rngs)
-        self.head = nnx.Conv(3, 1, kernel_size=(1, 1), param_dtype=float, rngs=rngs)
+        self.decode = Convolutions(10, 8, rngs)
+        self.head = nnx.Conv(8, 1, kernel_size=(1, 1), param_dtype=float, rngs=rngs)
 
     def __call__(self, x_BHWC):
         skip = self.encode(x_BHWC)
@@ -128,8 +128,8 @@ class UNet(nnx.Module):
 
 class Lstm(nnx.Module):
     def __init__(self, rngs):
-        self.rnn: Any = nnx.RNN(nnx.LSTMCell(3, 6, param_dtype=float, rngs=rngs))
-        self.head = linear(6, 2, rngs)
+        self.rnn: Any = nnx.RNN(nnx.LSTMCell(3, WIDTH, param_dtype=float, rngs=rngs))
+        self.head = linear(WIDTH, 2, rngs)
 
     def __call__(self, x_BTD):
         return self.head(self.rnn(x_BTD)[:, -1])
@@ -170,7 +170,10 @@ fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
 
 class Cell(nnx.Module):
     def __init__(self, rngs):
-        self.of_state, self.of_input = linear(5, 5, rngs), linear(3, 5, rngs)
+        self.of_state, self.of_input = (
+            linear(WIDTH, WIDTH, rngs),
+            linear(3, WIDTH, rngs),
+        )
 
     def __call__(self, x, z):
         return jnp.tanh(0.2 * self.of_state(z) + self.of_input(x))
@@ -183,12 +186,12 @@ class Equilibrium(nnx.Module):
     def __call__(self, x):
         graphdef, params = nnx.split(self.cell)
         f = lambda inputs, z: nnx.merge(graphdef, inputs[0])(inputs[1], z)
-        return fixed_point(f, (params, x), jnp.zeros((len(x), 5)))
+        return fixed_point(f, (params, x), jnp.zeros((len(x), WIDTH)))
 
 
 class DeepEquilibriumModel(nnx.Module):
     def __init__(self, rngs):
-        self.layer, self.head = Equilibrium(rngs), linear(5, 2, rngs)
+        self.layer, self.head = Equilibrium(rngs), linear(WIDTH, 2, rngs)
 
     def __call__(self, x):
         return self.head(self.layer(x))
@@ -202,7 +205,7 @@ class Codebook(nnx.Variable):
 
 
 class Quantizer(nnx.Module):
-    def __init__(self, rngs, codes=7, d=3):
+    def __init__(self, rngs, codes=7, d=WIDTH):
         values = rngs.normal((codes, d), dtype=float)
         self.sums, self.counts = Codebook(values), Codebook(jnp.ones(codes))
         self.scale = nnx.Param(jnp.ones(d, dtype=float))
@@ -224,7 +227,7 @@ class Quantizer(nnx.Module):
 
 class VectorQuantized(nnx.Module):
     def __init__(self, rngs):
-        self.encoder, self.decoder = linear(5, 3, rngs), linear(3, 5, rngs)
+        self.encoder, self.decoder = linear(5, WIDTH, rngs), linear(WIDTH, 5, rngs)
         self.quantizer = Quantizer(rngs)
 
     def __call__(self, x):
@@ -245,7 +248,8 @@ class SpectralNorm(nnx.Module):
         normed = lambda layer: nnx.SpectralNorm(
             layer, n_steps=2, param_dtype=float, rngs=rngs
         )
-        self.first, self.second = normed(linear(5, 7, rngs)), normed(linear(7, 3, rngs))
+        self.first = normed(linear(5, WIDTH, rngs))
+        self.second = normed(linear(WIDTH, 3, rngs))
 
     def __call__(self, x):
         h = nnx.relu(self.first(x, update_stats=True))
@@ -255,7 +259,8 @@ class SpectralNorm(nnx.Module):
 class WeightNorm(nnx.Module):
     def __init__(self, rngs):
         normed = lambda layer: nnx.WeightNorm(layer, param_dtype=float, rngs=rngs)
-        self.first, self.second = normed(linear(5, 7, rngs)), normed(linear(7, 3, rngs))
+        self.first = normed(linear(5, WIDTH, rngs))
+        self.second = normed(linear(WIDTH, 3, rngs))
 
     def __call__(self, x):
         return self.second(nnx.relu(self.first(x)))
@@ -265,7 +270,7 @@ class Mlp(nnx.Module):
     """With the exact GELU, which is made of the error function."""
 
     def __init__(self, rngs):
-        self.up, self.down = linear(6, 13, rngs), linear(13, 6, rngs)
+        self.up, self.down = linear(6, WIDTH, rngs), linear(WIDTH, 6, rngs)
 
     def __call__(self, x):
         return x + self.down(jax.nn.gelu(self.up(x), approximate=False))
