@@ -133,16 +133,26 @@ def _plain_step(graphdef: Any, phase: Phase) -> Callable:
 
 
 def sharded(
-    program: Program, devices: int, *, units: bool, policy: jshard.Policy | None = None
+    program: Program,
+    devices: int,
+    *,
+    units: bool,
+    exists: bool = False,
+    accumulate: int = 1,
 ) -> Run:
-    """The program with jshard; four devices are two replicas."""
+    """The program with jshard; four devices are two replicas.
+
+    With ``exists`` the model is made before it is sharded.
+    """
     mesh = make_mesh(2, 2) if devices == 4 else make_mesh(1, devices)
-    policy = policy or jshard.Policy(min_shard_elements=0)
+    policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate)
     fsdp = jshard.FSDP(mesh, policy, units=program.units if units else ())
+    start = fsdp.shard if exists else fsdp.init
+    model: Any = program.model(nnx.Rngs(0)) if exists else program.model
     states, steps = [], []
     for phase in program.phases:
         tx = phase.optimizer
-        states.append(fsdp.init(program.model, tx, wrt=phase.trained))
+        states.append(start(model, tx, wrt=phase.trained))
         steps.append(fsdp.train_step(_as_mean(phase.loss), tx))
     params = jax.tree.leaves(states[0].params)
     assert devices == 1 or not all(x.is_fully_replicated for x in params)

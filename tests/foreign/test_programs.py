@@ -29,6 +29,14 @@ CASES = [
 ]
 
 
+pytestmark = [
+    pytest.mark.usefixtures("x64_of_all_threads"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+    pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit"),
+]
+
+
 @pytest.fixture
 def x64_of_all_threads():
     """64-bit precision where callbacks run, too, which is in threads of XLA."""
@@ -38,10 +46,35 @@ def x64_of_all_threads():
 
 
 @pytest.mark.quick(*(case(name, *p.default) for name, p in PROGRAMS.items()))
-@pytest.mark.usefixtures("x64_of_all_threads")
-@pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit")
 @pytest.mark.parametrize(("program", "devices", "units"), CASES)
 def test_it_trains_as_with_plain_flax(program: Program, devices: int, units: bool):
     check(program, devices, units=units)
+
+
+# Arrays in no Variable, and what one step leaves to the next.
+HELD = ("numpy-table", "data-table", "jax-table", "weight-norm", "vq", "branch")
+
+
+@pytest.mark.quick("data-table-2-units")
+@pytest.mark.parametrize(
+    ("name", "devices", "units"),
+    [
+        pytest.param(name, devices, units, id=case(name, devices, units))
+        for name in HELD
+        for devices in (2, 8)
+        for units in (False, True)
+    ],
+)
+def test_a_model_that_exists_trains_as_one_that_is_made(name, devices, units):
+    check(PROGRAMS[name], devices, units=units, exists=True)
+
+
+# What is no sum over examples alone has other values on a part of them.
+WHOLE = ("clip", "clip-whole", "barlow", "vq", "branch", "spectral-norm", "jit")
+
+
+@pytest.mark.quick("numpy-table-units", "attribute-units", "gan-root")
+@pytest.mark.parametrize("units", [False, True], ids=["root", "units"])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WHOLE])
+def test_it_trains_alike_on_a_few_examples_at_a_time(name, units):
+    check(PROGRAMS[name], 4, units=units, accumulate=3)
