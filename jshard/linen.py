@@ -118,7 +118,7 @@ class Model(nnx.Module):
         tree = {"params": _read(self.params, _value)}
         return self.module.apply(tree, *args, **kwargs)
 
-    def _in_step(self, units: Mapping[Path, Any], args: tuple, kwargs: dict) -> Any:
+    def _in_step(self, units: dict[Path, Any], args: tuple, kwargs: dict) -> Any:
         """Returns what ``module.apply`` does, each unit run on its own parameters.
 
         A unit's call reads its own shards, so what the module sees of them outside of

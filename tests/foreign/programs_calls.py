@@ -196,7 +196,8 @@ class Compiled(nnx.Module):
             return layer(x)
 
         x = count(self.calls, self.first, x)
-        return jax.jit(jnp.sin)(self.second(x)) * self.calls[...]
+        y = self.second(x)  # pyright: ignore[reportCallIssue]
+        return jax.jit(jnp.sin)(y) * self.calls[...]
 
 
 PROGRAMS = {

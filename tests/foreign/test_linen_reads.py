@@ -147,10 +147,12 @@ def test_a_warning_names_what_is_read_outside_and_nothing_else():
 
 
 @pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit")
-@pytest.mark.parametrize("where", ["decay", "reads"])
-def test_a_scanned_layer_read_outside_of_its_unit_is_an_error_that_names_it(where):
+@pytest.mark.parametrize(("decay", "reads"), [(True, False), (False, True)])
+def test_a_scanned_layer_read_outside_of_its_unit_is_an_error_that_names_it(
+    decay, reads
+):
     fsdp = fsdp_of((1, 8))
-    module = Transformer(scanned=True, **{where: True})
+    module = Transformer(decay, scanned=True, reads=reads)
     state = fsdp.abstract_state(wrapped(module), TX)
     step = fsdp.train_step(loss_fn, TX)
     named = r"parameter 'blocks\.block\.Dense_0\.bias', stacked by nn.scan, is read"
