@@ -105,6 +105,11 @@ def is_quantized(dtype: Any) -> bool:
     return dtype is not None and jnp.dtype(dtype).itemsize == 1
 
 
+def is_float(x: Any) -> bool:
+    """Returns whether ``x`` (array or abstract array) is float, thus differentiable."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def updated_in(param: Any) -> Any:
     """Returns the dtype of a parameter's gradient and optimizer state.
 

@@ -1,11 +1,11 @@
 """What one device does in a step, inside ``shard_map``.
 
-Counts are reduced first, then each micro-batch runs forward and backward. The backward
-starts from weight / global count, so that no sum over tokens ever grows large, and each
-gradient ends with the layout of its parameter.
+Each value belongs to one device, and nothing is summed over devices unless a line says
+so. Counts are reduced first, then each micro-batch runs forward and backward. The
+backward starts from weight / global count, so that no sum over tokens ever grows large,
+and each gradient ends with the layout of its parameter.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +14,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.comm.collectives import all_gather, all_reduce, reduce_scatter
-from jshard.comm.varying import vary, varying, zeros_like
+from jshard.comm.collectives import all_gather, all_reduce, scatter
 from jshard.compat.jaxprs import trace_once, without_dead_code
 from jshard.errors import UserError
 from jshard.layout.layout import Layout
+from jshard.layout.placement import Placement
 from jshard.mesh import manual_axes
 from jshard.nn.dropout import fold_streams, merge_state, microbatch
-from jshard.nn.loss import Loss, Mean, divide, map_means, split_result
+from jshard.nn.loss import Loss, Mean, divide, fold_weights, map_means, split_result
 from jshard.nn.tensor import make_parallel
 from jshard.precision import at_least_float32
 from jshard.state import ModelArrays
 from jshard.unit import modules
-from jshard.unit.equal_state import differing, of_first_device
+from jshard.unit.equal import differing
 
 # (params, frozen, model_state) -> a model whose units gather their shards
 Build = Callable[..., nnx.Module]
@@ -84,48 +84,38 @@ def train(
       batch: this device's examples, (examples, ...) each.
       scale: scales the loss in the backward; None is 1.
     """
-    params, frozen, model_state = arrays
     accumulate, defer_scatter = layout.policy.accumulate, layout.policy.defer_scatter
-    places = layout.places_of(params)
-    # Gradients of replicated parameters are summed once, at the end of the step; with
-    # accumulation, so are those of shards over "replica".
-    local = jax.tree.map(
-        lambda p, place: vary(p) if place.dim is None or accumulate > 1 else p,
-        params,
-        places,
-    )
+    shards, places = arrays.params, layout.places_of(arrays.params)
 
-    def run(params, frozen, state, batch, index):
+    def run(params, frozen, state, batch, index=0):
         model = build(params, frozen, fold_streams(state, index))
         with microbatch(index, accumulate):
-            loss, metrics = split_result(loss_fn(model, batch))
-        loss, metrics = _typed((loss, metrics))
-        totals = [mean.total for _, mean in loss.terms]
-        return totals, (loss, metrics, _next_state(state, model))
+            results = _checked(loss_fn(model, batch))
+        return *results, _next_state(state, model)
 
     if defer_scatter:
-        both = (places, layout.places_of(frozen))
-        local, frozen = jax.tree.map(all_gather, (params, frozen), both)
+        both = (places, layout.places_of(arrays.frozen))
+        params, frozen = jax.tree.map(all_gather, arrays[:2], both)
+        arrays, layout = ModelArrays(params, frozen, arrays[2]), layout.gathered()
     if accumulate == 1:
-        of_params = functools.partial(
-            run, frozen=frozen, state=model_state, batch=batch, index=0
+        forward = _traced(run, layout, arrays, batch)
+        of_params = lambda params: forward(params, *arrays[1:], batch)
+        _, pullback, (loss, metrics, after) = jax.vjp(
+            of_params, arrays.params, has_aux=True
         )
-        _, pullback, (loss, metrics, after) = jax.vjp(of_params, local, has_aux=True)
         counts = [lax.psum(mean.count, manual_axes()) for _, mean in loss.terms]
         (grads,) = pullback(_seeds(loss, counts, scale))
-        inputs = (local, frozen, model_state, batch, 0)
-        after = merge_state(model_state, _typed_as(model_state, after, run, inputs))
+        after = merge_state(arrays.model_state, after)
     else:
-        zeros = jax.tree.map(lambda x, p: zeros_like(x).astype(p.dtype), local, params)
-        # The mesh types that a barrier gives, so that micro-batches are traced once.
-        local, frozen = jax.tree.map(vary, (local, frozen))
-        arrays = ModelArrays(local, frozen, model_state)
-        grads, loss, metrics, after = _accumulate(
-            run, accumulate, arrays, batch, zeros, scale
-        )
+        dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
+        zeros = jax.tree.map(lambda x, d: jnp.zeros(x.shape, d), arrays.params, dtypes)
+        micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+        first = jax.tree.map(lambda x: x[0], micro)
+        forward = _traced(run, layout, arrays, first, jnp.uint32(0))
+        grads, loss, metrics, after = _accumulate(forward, arrays, micro, zeros, scale)
     if defer_scatter:
-        grads = jax.tree.map(reduce_scatter, grads, places, params)
-    grads = jax.tree.map(all_reduce, grads, params)
+        grads = jax.tree.map(scatter, grads, places)
+    grads = jax.tree.map(_sum_at_end, grads, places, shards)
     if scale is not None:
         # In float16 the scale may overflow, and the quotient underflow.
         grads = jax.tree.map(lambda g: at_least_float32(g) / scale, grads)
@@ -135,31 +125,130 @@ def train(
 
 
 def evaluate(
-    loss_fn: Callable[[Any, Any], Any], build: Build, arrays: ModelArrays, batch: Any
+    loss_fn: Callable[[Any, Any], Any],
+    layout: Layout,
+    build: Build,
+    arrays: ModelArrays,
+    batch: Any,
 ) -> tuple[Loss, dict[str, Mean]]:
     """Returns the loss and the named Means, with global totals and counts."""
-    params, frozen, model_state = arrays
-    model = build(params, frozen, fold_streams(model_state, 0))
-    return _global(_typed(split_result(loss_fn(model, batch))))
+
+    def run(params, frozen, state, batch):
+        model = build(params, frozen, fold_streams(state, 0))
+        return *_checked(loss_fn(model, batch)), None
+
+    _, (loss, metrics, _) = _traced(run, layout, arrays, batch)(*arrays, batch)
+    return _global((loss, metrics))
+
+
+def predict(
+    fn: Callable[[Any, Any], Any],
+    layout: Layout,
+    build: Build,
+    arrays: ModelArrays,
+    batch: Any,
+) -> Any:
+    """Returns ``fn(model, batch)`` of this device's examples."""
+
+    def run(params, frozen, state, batch):
+        return fn(build(params, frozen, state), batch)
+
+    run, _, jaxpr = trace_once(run, *arrays, batch)
+    _differing(jaxpr, layout, arrays, batch)
+    return run(*arrays, batch)
+
+
+def _traced(
+    run: Callable, layout: Layout, arrays: ModelArrays, batch: Any, *index: Any
+) -> Callable:
+    """Traces ``run`` once, and checks what must be equal on all devices.
+
+    Args:
+      run: ``run(params, frozen, state, batch, *index)`` returns the loss, the named
+        Means, the weights of terms that the step computes, and the next state or None.
+      layout: of the parameters in ``arrays``.
+      arrays: as one device has them.
+      batch: its examples.
+      *index: the micro-batch.
+
+    Returns:
+      ``forward``, with the arguments of ``run``, which returns the totals of the loss's
+      terms, and (loss, metrics, next state).
+
+    Raises:
+      UserError: a weight, or a part of the next state, may differ by device.
+    """
+    run, shapes, jaxpr = trace_once(run, *arrays, batch, *index)
+    differs = _differing(jaxpr, layout, arrays, batch, *index)
+    _, _, of_weights, of_state = jax.tree.unflatten(jax.tree.structure(shapes), differs)
+    if any(of_weights):
+        raise UserError(
+            "loss_fn: a weight of the loss is computed from a device's own examples; "
+            "reduce what it is computed from with jshard.pmean, or multiply the total "
+            "of the Mean by it"
+        )
+    if of_state is not None:
+        equal = jax.tree.map(lambda _: False, arrays.model_state)
+        _check_state(merge_state(equal, of_state))
+
+    def forward(*args: Any) -> tuple[list, tuple]:
+        loss, metrics, _, after = run(*args)
+        return [mean.total for _, mean in loss.terms], (loss, metrics, after)
+
+    return forward
+
+
+def _differing(
+    jaxpr: Any, layout: Layout, arrays: ModelArrays, batch: Any, *index: Any
+) -> list[bool]:
+    """Returns whether each result of a step's program may differ by device.
+
+    Raises:
+      UserError: collectives run under a condition that does.
+    """
+    params = [*jax.tree.leaves(layout.places_of(arrays.params))]
+    params += jax.tree.leaves(layout.places_of(arrays.frozen))
+    axes: list[tuple[str, ...]] = [place.differs_over() for place in params]
+    axes += [()] * len(jax.tree.leaves(arrays.model_state))
+    axes += [manual_axes()] * len(jax.tree.leaves(batch))
+    axes += [()] * len(index)
+    names = [
+        ".".join(map(str, path))
+        for part in arrays[:2]
+        for path, _ in nnx.to_flat_state(part)
+    ]
+    return differing(jaxpr, axes, names)
+
+
+def _check_state(differs: nnx.State) -> None:
+    """Raises UserError if any part of the next model state may differ by device."""
+    for path, variable in nnx.to_flat_state(differs):
+        if any(jax.tree.leaves(variable)):
+            name = ".".join(map(str, path))
+            raise UserError(
+                f"model state {name!r} may end the step different on each device; "
+                "reduce what it is computed from with jshard.pmean (nnx.BatchNorm: "
+                "leave axis_name out; callbacks: keep their results out of the state)"
+            )
 
 
 def _accumulate(
-    run: Callable,
-    number: int,
+    forward: Callable,
     arrays: ModelArrays,
-    batch: Any,
+    micro: Any,
     zeros: nnx.State,
     scale: jax.Array | None,
 ) -> tuple[nnx.State, Loss, dict[str, Mean], nnx.State]:
     """Scans micro-batches; adds up gradients, in the dtypes of ``zeros``, and Means.
 
-    ``run(params, frozen, state, batch, index)`` runs one micro-batch of ``number``.
+    ``forward(params, frozen, state, batch, index)`` runs one of ``micro``,
+    (micro-batches, examples, ...) each.
     """
-    micro = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+    number = len(jax.tree.leaves(micro)[0])
     indices = jnp.arange(number, dtype=jnp.uint32)
-    first = (*arrays, jax.tree.map(lambda x: x[0], micro), indices[0])
-    traced, (_, (loss, metrics, _)) = trace_once(run, *first)
-    counts = _count(traced, arrays, micro, indices)
+    counts = _count(forward, arrays, micro, indices)
+    first = jax.tree.map(lambda x: x[0], micro)
+    _, (loss, metrics, _) = jax.eval_shape(forward, *arrays, first, indices[0])
 
     def body(carry, slices):
         sums, state = carry
@@ -169,10 +258,9 @@ def _accumulate(
         (params, frozen), batch = lax.optimization_barrier((arrays[:2], batch))
         rest = (frozen, state, batch, index)
         _, pullback, (loss, metrics, after) = jax.vjp(
-            lambda params: traced(params, *rest), params, has_aux=True
+            lambda params: forward(params, *rest), params, has_aux=True
         )
         (grads,) = pullback(_seeds(loss, counts, scale))
-        after = _typed_as(state, after, traced, (params, *rest))
         means = [mean for _, mean in loss.terms]
         sums = jax.tree.map(
             lambda s, x: s + x.astype(s.dtype), sums, (grads, means, metrics)
@@ -181,7 +269,7 @@ def _accumulate(
         return (sums, merge_state(state, after, last=last)), [w for w, _ in loss.terms]
 
     start = jax.tree.map(
-        lambda s: vary(jnp.zeros(s.shape, s.dtype)),
+        lambda s: jnp.zeros(s.shape, s.dtype),
         ([mean for _, mean in loss.terms], metrics),
     )
     start = ((zeros, *start), arrays.model_state)
@@ -191,7 +279,7 @@ def _accumulate(
 
 
 def _count(
-    run: Callable, arrays: ModelArrays, micro: Any, indices: jax.Array
+    forward: Callable, arrays: ModelArrays, micro: Any, indices: jax.Array
 ) -> list[jax.Array]:
     """Returns the global counts of the loss's terms, by a pass for counts only."""
 
@@ -200,7 +288,7 @@ def _count(
         leaves, tree = jax.tree.flatten((*arrays, batch, index))
 
         def of_leaves(*leaves):
-            _, (loss, *_) = run(*jax.tree.unflatten(tree, leaves))
+            _, (loss, *_) = forward(*jax.tree.unflatten(tree, leaves))
             return [mean.count for _, mean in loss.terms]
 
         return None, without_dead_code(of_leaves)(*leaves)
@@ -217,12 +305,23 @@ def _seeds(
     for (weight, mean), count in zip(loss.terms, counts, strict=True):
         seed = divide(weight, count)
         seed = seed if scale is None else seed * scale
-        seeds.append(vary(seed.astype(mean.total.dtype)))
+        seeds.append(seed.astype(mean.total.dtype))
     return seeds
 
 
-def _typed(tree: Any) -> Any:
-    """Types totals and counts as arrays that vary by device; checks their shapes."""
+def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:
+    """Returns a shard's gradient, summed over devices unless its unit did that."""
+    if place.sum_at == "step":
+        grad = all_reduce(grad, place)
+    return grad.astype(shard.dtype)
+
+
+def _checked(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
+    """Returns the loss, the named Means, and the weights that the step computes.
+
+    Raises:
+      UserError: ``loss_fn`` returned something else, or Means of no scalars.
+    """
 
     def fix(mean: Any) -> Any:
         if not isinstance(mean, Mean):
@@ -233,23 +332,24 @@ def _typed(tree: Any) -> Any:
                 "loss_fn: a Mean needs scalars, got total of shape "
                 f"{total.shape} and count of shape {count.shape}; sum them first"
             )
-        return Mean(vary(at_least_float32(total)), vary(at_least_float32(count)))
+        return Mean(at_least_float32(total), at_least_float32(count))
 
-    return map_means(fix, tree)
+    loss, metrics = split_result(result)
+    loss, weights = fold_weights(loss)
+    return *map_means(fix, (loss, metrics)), weights
 
 
 def _global(tree: Any) -> Any:
     """Sums totals and counts over all devices."""
-
-    def fix(x: Any) -> Any:
-        if isinstance(x, Mean):
-            return Mean(
-                lax.psum(x.total, manual_axes()), lax.psum(x.count, manual_axes())
-            )
-        # A weight is the same everywhere, even where it is typed as varying.
-        return lax.pmean(vary(x), manual_axes()) if varying(x) else x
-
-    return map_means(fix, tree)
+    axes = manual_axes()
+    return map_means(
+        lambda x: (
+            Mean(lax.psum(x.total, axes), lax.psum(x.count, axes))
+            if isinstance(x, Mean)
+            else x
+        ),
+        tree,
+    )
 
 
 def _next_state(before: nnx.State, model: nnx.Module) -> nnx.State:
@@ -257,40 +357,3 @@ def _next_state(before: nnx.State, model: nnx.Module) -> nnx.State:
     after = dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))))
     kept = [(path, after[path]) for path, _ in nnx.to_flat_state(before)]
     return nnx.from_flat_state(kept)
-
-
-def _typed_as(
-    before: nnx.State, after: nnx.State, run: Callable, inputs: tuple
-) -> nnx.State:
-    """Returns ``after``, made by ``run(*inputs)``, with the mesh types of ``before``.
-
-    Raises:
-      UserError: ``after`` differs by device where ``before`` does not.
-    """
-    flat = dict(nnx.to_flat_state(after))
-    retyped = [
-        path
-        for path, variable in nnx.to_flat_state(before)
-        if varying(flat[path].get_value()) - varying(variable.get_value())
-        and not isinstance(variable, (nnx.RngKey, nnx.RngCount))
-    ]
-    if not retyped:
-        return after
-
-    def values(*inputs: Any) -> list[jax.Array]:
-        state = dict(nnx.to_flat_state(run(*inputs)[1][2]))
-        return [state[path].get_value() for path in retyped]
-
-    # Of (params, frozen, state, batch, index) only the batch differs by device.
-    given = zip(inputs, (False, False, False, True, False), strict=True)
-    differs = differing(values, *given)
-    for path, differ in zip(retyped, differs, strict=True):
-        if differ:
-            name = ".".join(map(str, path))
-            raise UserError(
-                f"model state {name!r} ends the step different on each device; reduce "
-                "what it is computed from with jshard.pmean (nnx.BatchNorm: leave "
-                "axis_name out)"
-            )
-        flat[path] = flat[path].copy(of_first_device(flat[path].get_value()))
-    return nnx.from_flat_state(list(flat.items()))

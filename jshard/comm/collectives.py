@@ -1,9 +1,9 @@
 """All-gathers of parameters and their transposes, with the dtypes on the wire.
 
-Everything here runs inside ``shard_map``: an array is one device's local part, and its
-type says over which mesh axes it varies. A gradient has the type of its parameter, so
-it is summed over exactly those axes over which the parameter does *not* vary, on HSDP
-meshes too.
+Everything here runs inside ``shard_map(check_vma=False)``: an array is one device's
+own, and nothing is summed over devices unless a line here says so. The gradient of a
+full weight is that of one device's examples. ``scatter`` sums it over the axes that
+shard the parameter, and ``all_reduce`` over those on which devices have the same shard.
 """
 
 from typing import Any
@@ -15,16 +15,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jshard.comm import quantized
-from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
-from jshard.mesh import FSDP, manual_axes, shard_axes
+from jshard.mesh import FSDP, manual_axes, names_of, shard_axes
 from jshard.precision import is_quantized
 from jshard.scopes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if dtype is None or not is_float(x) else x.astype(dtype)
+    return x if dtype is None else x.astype(dtype)
 
 
 @jax.named_scope(ALL_GATHER)
@@ -35,20 +34,20 @@ def all_gather(
 
     With a scale it is in float8 instead, divided by the scale.
     """
-    shard = place.fetched(vary(shard))
+    shard = place.fetched(shard)
     if scale is not None:
         values = quantized.to_float8(shard, scale, place.gather)
         for dim, axes in _gathers(place, values.ndim):
             values = quantized.gather_float8(values, dim, axes)
         return values
-    quantize = is_quantized(place.gather) and is_float(shard)
-    full = shard if is_quantized(place.gather) else _cast(shard, place.gather)
+    quantized_gather = is_quantized(place.gather)
+    full = shard if quantized_gather else _cast(shard, place.gather)
     for dim, axes in _gathers(place, full.ndim):
-        if quantize:
+        if quantized_gather:
             full = quantized.all_gather(full, dim, place.gather, axes)
         else:
             full = lax.all_gather(full, axes, axis=dim, tiled=True)
-    return on_first(_cast(full, place.compute), place)
+    return on_first(full.astype(place.compute or shard.dtype), place)
 
 
 def _gathers(place: Placement, ndim: int) -> list[tuple[int, Any]]:
@@ -89,7 +88,10 @@ def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
 
 @jax.named_scope(ALL_GATHER)
 def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
-    """The inverse of ``split``: an all-gather within each group."""
+    """The inverse of ``split``: an all-gather within each group.
+
+    The result has the dtype ``place.compute``.
+    """
     if place.dim is None:
         return part
     dim, axes, group = part.ndim + place.dim, place.axes(), min(group, place.shards())
@@ -103,22 +105,13 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     return _cast(part, place.compute)
 
 
-def reduce_scatter(
-    grad: jax.Array, place: Placement, shard: jax.Array | jax.ShapeDtypeStruct
-) -> jax.Array:
-    """Returns the gradient of this device's shard, from that of the full parameter.
-
-    A reduce-scatter over "fsdp", then an all-reduce of the shard over "replica" (not if
-    the shard varies there: such gradients accumulate before they are reduced). The
-    gradient of a replicated parameter is only all-reduced. Of ``shard`` only dtype and
-    mesh type are read.
-    """
-    return all_reduce(scatter(grad, place), shard)
-
-
 @jax.named_scope(REDUCE_SCATTER)
 def scatter(grad: jax.Array, place: Placement) -> jax.Array:
-    """The first half of ``reduce_scatter``: sums a sharded parameter over "fsdp"."""
+    """Sums the gradient of a full parameter over the devices that shard it.
+
+    Each device gets the part of its shard. A replicated parameter's gradient is only
+    cast.
+    """
     grad = on_first(_cast(grad, place.reduce), place)
     if place.dim is None or place.shards() == 1:
         return grad
@@ -129,15 +122,24 @@ def scatter(grad: jax.Array, place: Placement) -> jax.Array:
 
 
 @jax.named_scope(ALL_REDUCE)
-def all_reduce(grad: jax.Array, shard: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """The second half of ``reduce_scatter``: sums over axes ``shard`` does not vary on.
+def all_reduce(grad: jax.Array, place: Placement) -> jax.Array:
+    """Sums a shard's gradient over the devices that have the same shard.
 
-    The result has the dtype and the mesh type of ``shard``.
+    It is sent in the dtype of the sum.
     """
-    have, want = varying(grad), varying(shard)
-    summed = tuple(axis for axis in manual_axes() if axis in have - want)
-    grad = lax.psum(grad, summed) if summed else grad
-    return vary(grad.astype(shard.dtype), tuple(want))
+    if place.sum is not None:
+        grad = grad.astype(jnp.promote_types(grad.dtype, place.sum))
+    return lax.psum(grad, place.sum_over) if place.sum_over else grad
+
+
+def all_reduce_in_unit(grad: jax.Array, place: Placement, dtype: Any) -> jax.Array:
+    """Returns ``all_reduce`` if the unit does it, else ``grad``, in the shard's dtype.
+
+    Otherwise the step sums what all of its backwards have added up.
+    """
+    if place.sum_at == "unit":
+        grad = all_reduce(grad, place)
+    return grad.astype(dtype)
 
 
 def _reduce_scatter_in(grad: jax.Array, dim: int, axes: Any, dtype: Any) -> jax.Array:
@@ -150,15 +152,15 @@ def _reduce_scatter_in(grad: jax.Array, dim: int, axes: Any, dtype: Any) -> jax.
 
 
 def gather_leaf(shard: jax.Array, place: Placement) -> jax.Array:
-    """``all_gather`` whose transpose is ``reduce_scatter``, each in its own dtype."""
-    abstract = abstract_like(shard)
+    """``all_gather`` whose transpose scatters and sums, each in its own dtype."""
+    dtype = shard.dtype
 
     @jax.custom_vjp
     def run(shard):
         return all_gather(shard, place)
 
     def backward(_, grad):
-        return (reduce_scatter(grad, place, abstract),)
+        return (all_reduce_in_unit(scatter(grad, place), place, dtype),)
 
     run.defvjp(lambda shard: (run(shard), None), backward)
     return run(shard)
@@ -181,7 +183,16 @@ def placements(
                 f"over both axes, so name {sharded} in place of {FSDP!r}"
             )
         dim = dims[0] - len(param.shape) if dims else None
-        return Placement(dim, gather=dtype, reduce=reduce_dtype)
+        others = set(manual_axes()) - set(names_of(sharded) if dims else ())
+        real = jnp.issubdtype(param.dtype, jnp.floating)
+        return Placement(
+            dim,
+            gather=dtype if real else None,
+            compute=dtype if real else None,
+            reduce=reduce_dtype if real else None,
+            sum_over=tuple(axis for axis in manual_axes() if axis in others),
+            sum_at="unit",
+        )
 
     return jax.tree.map(place, params, specs)
 
@@ -191,7 +202,9 @@ def gather(
 ) -> Any:
     """All-gathers a pytree of shards; the transpose is a reduce-scatter.
 
-    For use inside ``shard_map`` over a mesh with an "fsdp" axis.
+    For use inside ``shard_map(check_vma=False)`` over a mesh with an "fsdp" axis.
+    Take derivatives inside it, too: the gradient of each leaf is then complete, the sum
+    of all devices' gradients.
 
     Args:
       params: pytree of local shards.
@@ -215,4 +228,4 @@ def pmean(x: Any) -> Any:
     axes = manual_axes()
     if not axes:
         return x
-    return jax.tree.map(lambda v: lax.pmean(vary(v), axes), x)
+    return jax.tree.map(lambda v: lax.pmean(v, axes), x)

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.collectives import all_reduce
-from jshard.comm.varying import abstract_like, vary, varying
+from jshard.comm.collectives import all_reduce_in_unit
 from jshard.layout.placement import Placement
 from jshard.mesh import REPLICA, shard_axes
 from jshard.precision import is_quantized
@@ -61,7 +60,8 @@ def look_up(
     Returns:
       (..., D), in the dtype that ``read`` returns.
     """
-    abstract, devices = abstract_like(shard_VC), lax.axis_size(shard_axes())
+    shape, dtype = shard_VC.shape, shard_VC.dtype
+    devices = lax.axis_size(shard_axes())
 
     @jax.custom_vjp
     def run(shard_VC, ids_T):
@@ -71,7 +71,7 @@ def look_up(
     def forward(shard_VC, ids_T):
         # XLA would combine an all-gather with those of weights and wait for them.
         ids_A = lax.all_to_all(jnp.tile(ids_T, devices), shard_axes(), 0, 0, tiled=True)
-        table_VC = vary(place.fetched(shard_VC))
+        table_VC = place.fetched(shard_VC)
         if place.gather is not None and not is_quantized(place.gather):
             table_VC = table_VC.astype(place.gather)
         table_VC = table_VC.astype(place.compute or table_VC.dtype)
@@ -87,16 +87,14 @@ def look_up(
         grad_TD = grad_TD.astype(_narrower(grad_TD.dtype, place.reduce))
         grad_AC = lax.all_to_all(grad_TD, shard_axes(), 1, 0, tiled=True)
         wide = jnp.promote_types(grad_AC.dtype, jnp.float32)
-        zeros_VC = vary(jnp.zeros(abstract.shape, wide))
-        grad_VC = zeros_VC.at[ids_A].add(grad_AC.astype(wide))
+        grad_VC = jnp.zeros(shape, wide).at[ids_A].add(grad_AC.astype(wide))
         # The all-reduce over replicas, if there is one, has the dtype of gradients.
-        if REPLICA not in varying(abstract) and lax.axis_size(REPLICA) > 1:
+        if place.sum_at == "unit" and lax.axis_size(REPLICA) > 1:
             grad_VC = grad_VC.astype(place.sum or place.reduce or grad_AC.dtype)
-        return all_reduce(grad_VC, abstract), None
+        return all_reduce_in_unit(grad_VC, place, dtype), None
 
     run.defvjp(forward, backward)
-    ids_T = vary(jnp.ravel(ids))
-    return run(shard_VC, ids_T).reshape(*ids.shape, -1)
+    return run(shard_VC, jnp.ravel(ids)).reshape(*ids.shape, -1)
 
 
 def _narrower(dtype: Any, wanted: Any) -> Any:

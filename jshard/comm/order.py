@@ -45,6 +45,7 @@ from jshard.compat.jaxprs import (
     scan_sizes,
     shard_map_again,
     variables,
+    while_parts,
     without_unused,
 )
 from jshard.errors import UserError
@@ -60,8 +61,7 @@ _OPENED = _LOOPS_AND_BRANCHES | CALLS.keys()  # the chain goes through these
 def in_order(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``fn`` with its collectives in one order, for ``jit`` on CPUs.
 
-    Take derivatives inside ``fn``, not of the returned function, which has lost the
-    types that say over which mesh axes values vary.
+    Take derivatives inside ``fn``, not of the returned function.
 
     Args:
       fn: a function of pytrees of arrays. One of these must be an integer scalar, such
@@ -139,8 +139,8 @@ def _select(here: jax.Array, x: jax.Array) -> jax.Array:
 def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> Results:
     """Runs a jaxpr on one device's values, each collective after the previous one.
 
-    Everything is traced again, because the original inner jaxprs are typed with the
-    axes over which values vary.
+    Loops and calls are traced again, because a user's own ``shard_map`` may have typed
+    the original inner jaxprs with the axes over which values vary.
     """
     env = _environment(jaxpr, inputs)
     last: list[jax.Array] = []  # results of the previous collective
@@ -316,16 +316,16 @@ def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Result
         state = (list(values[:num_carry]), token)
         (carry, token), ys = lax.scan(step, state, list(values[num_carry:]), **static)
         return [*carry, *ys], token
-    first, second = params["cond_nconsts"], params["body_nconsts"]
+    goes_on_jaxpr, body_jaxpr, first, second = while_parts(eqn)
     cond_consts, body_consts = values[:first], values[first:][:second]
 
     def goes_on(state: Any) -> jax.Array:
-        (predicate,), _ = run(params["cond_jaxpr"], [*cond_consts, *state[0]], state[1])
+        (predicate,), _ = run(goes_on_jaxpr, [*cond_consts, *state[0]], state[1])
         return predicate
 
     def body(state: Any) -> Any:
         inputs = [*body_consts, *state[0]]
-        values, token = _passed_on(run(params["body_jaxpr"], inputs, state[1]))
+        values, token = _passed_on(run(body_jaxpr, inputs, state[1]))
         # Under vmap, the loop of each example ends at its own iteration.
         if batched:
             left = goes_on(state)
@@ -335,7 +335,7 @@ def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Result
             ]
         return values, token
 
-    batched = params["cond_jaxpr"].out_avals[0].shape
+    batched = goes_on_jaxpr.out_avals[0].shape
     any_goes_on = (lambda state: jnp.any(goes_on(state))) if batched else goes_on
     return lax.while_loop(any_goes_on, body, (list(values[first + second :]), token))
 

@@ -182,12 +182,22 @@ def scan_body(eqn: Any) -> core.Jaxpr:
     return getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
 
 
+def while_parts(eqn: Any) -> tuple[core.ClosedJaxpr, core.ClosedJaxpr, int, int]:
+    """Returns a ``while``'s condition and body, and how many constants each takes.
+
+    The inputs are the constants of the condition, those of the body, and the carry.
+    """
+    params = eqn.params
+    numbers = params["cond_nconsts"], params["body_nconsts"]
+    return params["cond_jaxpr"], params["body_jaxpr"], *numbers
+
+
 def _same_rank(outside: Any, inside: Any) -> bool:
     return outside.aval.ndim == inside.aval.ndim
 
 
-def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any]:
-    """Returns a callable that reuses one trace, and the abstract values it returns.
+def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any, core.Jaxpr]:
+    """Returns a callable that reuses one trace, its abstract results, and its jaxpr.
 
     ``fn`` is a function of pytrees, and ``args`` have the structure, shapes and dtypes
     of all later calls.
@@ -199,7 +209,7 @@ def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any]:
         leaves = core.jaxpr_as_fun(traced)(*jax.tree.leaves(args))
         return jax.tree.unflatten(structure, leaves)
 
-    return call, jax.tree.unflatten(structure, traced.out_avals)
+    return call, jax.tree.unflatten(structure, traced.out_avals), traced.jaxpr
 
 
 def without_dead_code(fn: Callable) -> Callable:

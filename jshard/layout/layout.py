@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -20,8 +21,9 @@ from jshard.layout.specs import (
     sharded_over,
 )
 from jshard.layout.splits import WHOLE, Parts, Split, find_splits
+from jshard.mesh import axes_of, names_of, shard_axes
 from jshard.policy import Policy
-from jshard.precision import is_quantized
+from jshard.precision import Precision, is_quantized
 from jshard.state import ModelArrays, TrainState
 
 Path = tuple[Any, ...]  # The path of a variable in the model.
@@ -174,11 +176,17 @@ class Layout:
 
     def gathered(self) -> Self:
         """Returns the layout of a device's parameters after they are gathered."""
-        whole = {
-            path: Placement(None, trainable=place.trainable, float8=place.float8)
+        gathered = {
+            path: Placement(
+                None,
+                trainable=place.trainable,
+                float8=place.float8,
+                splits=place.splits,
+                on_first=place.on_first,
+            )
             for path, place in self.places.items()
         }
-        return dataclasses.replace(self, places=whole)
+        return dataclasses.replace(self, places=gathered)
 
 
 def _places(
@@ -191,22 +199,33 @@ def _places(
 ) -> dict[Path, Placement]:
     places = {}
     for path, variable in nnx.to_flat_state(params):
+        dtype = variable.get_value().dtype
         precision = policy.precision_at(path)
+        if not jnp.issubdtype(dtype, jnp.floating):  # complex, or integers
+            precision = Precision()
         parts = found.get(path, WHOLE)
         dim = sharded_dim(variable, policy, mesh, parts)
         gather = precision.gather
         if isinstance(variable, nnx.LoRAParam) and is_quantized(gather):
             gather = precision.compute
+        over = sharded_over(parts, mesh)
+        apart = {axis for _, axis in parts.splits}
+        apart |= set() if dim is None else set(names_of(over or shard_axes(mesh)))
+        # A replicated parameter's gradient is summed once, at the end of the step, and
+        # so is what micro-batches add up.
+        once = dim is None or policy.accumulate > 1 or policy.defer_scatter
         places[path] = Placement(
             dim,
-            gather,
-            precision.compute,
-            precision.reduce,
-            precision.sum,
-            trainable,
+            gather=gather,
+            compute=precision.compute or dtype,
+            reduce=precision.reduce,
+            sum=precision.sum,
+            sum_over=tuple(axis for axis in axes_of(mesh) if axis not in apart),
+            sum_at="step" if once else "unit",
+            trainable=trainable,
             hosted=policy.offload == "all" and dim is not None,
             float8=precision.products is not None,
-            over=sharded_over(parts, mesh),
+            over=over,
             splits=parts.splits,
             on_first=parts.on_first,
         )

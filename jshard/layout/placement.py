@@ -1,16 +1,21 @@
-"""The placement of one parameter: its sharding, memory and communication dtypes."""
+"""The placement of one parameter: its sharding, its memory and its collectives."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from jshard.mesh import shard_axes
+from jshard.mesh import names_of, shard_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The sharding, memory and communication dtypes of one parameter.
+    """The sharding, memory and collectives of one parameter.
+
+    Inside a step a value belongs to one device, and so does the gradient of a gathered
+    weight: a parameter's gradient is the sum of the devices' gradients. A
+    reduce-scatter sums over the axes that shard ``dim``, and an all-reduce over
+    ``sum_over``.
 
     Attributes:
       dim: the sharded dimension, counted from the end (-1 is the last), so that it is
@@ -22,10 +27,13 @@ class Placement:
       on_first: an axis on whose first device alone the layer gets the parameter, and
         zeros elsewhere: a bias that is added to partial sums.
       gather: the dtype communicated by the all-gather; None for the parameter's dtype.
-      compute: the dtype passed to the layer; None for the gathered dtype.
+      compute: the dtype passed to the layer; None for the parameter's dtype.
       reduce: the dtype communicated by the reduce-scatter; None for the gradient's
         dtype.
-      sum: the dtype of the sums over "fsdp"; None for the communicated dtype.
+      sum: the dtype of all sums over devices; None for the communicated dtype.
+      sum_over: the axes over which devices have different gradients of the same shard.
+      sum_at: when these are summed: after each backward of the unit, or once at the
+        end of the step.
       trainable: whether a gradient is computed and reduce-scattered.
       hosted: whether shards are in host memory (``memory_kinds.typed_as_device``).
       float8: whether products with it may be in float8 (``Precision.products``).
@@ -38,6 +46,8 @@ class Placement:
     compute: Any = None
     reduce: Any = None
     sum: Any = None
+    sum_over: tuple[str, ...] = ()
+    sum_at: Literal["unit", "step"] = "step"
     trainable: bool = True
     hosted: bool = False
     float8: bool = False
@@ -57,6 +67,12 @@ class Placement:
     def shards(self) -> int:
         """Returns the number of shards along ``dim``, inside ``shard_map``."""
         return 1 if self.dim is None else jax.lax.axis_size(self.axes())
+
+    def differs_over(self) -> tuple[str, ...]:
+        """Returns the axes over which devices have different parts of the parameter."""
+        over = names_of(self.axes()) if self.dim is not None else ()
+        apart = (axis for _, axis in self.splits)
+        return (*over, *apart, *names_of(self.on_first))
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

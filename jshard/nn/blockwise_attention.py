@@ -18,8 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.comm.varying import vary, varying
-
 BLOCK = 1024  # tokens; (B, N, 1024, 1024) scores exist at a time (docs/log.md)
 
 
@@ -148,8 +146,8 @@ def _put(x: jax.Array, block: jax.Array, start: Any, axis: int = 1) -> jax.Array
 
 
 def _full(like: jax.Array, shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
-    """Returns a constant in a wide dtype, with the mesh type of ``like``."""
-    return vary(jnp.full(shape, value, _wide(like.dtype)), sorted(varying(like)))
+    """Returns a constant in the wide dtype of ``like``."""
+    return jnp.full(shape, value, _wide(like.dtype))
 
 
 def _of_pair(pairs: _Pairs, start: Any, inputs: Any) -> Any:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.varying import vary
 from jshard.mesh import context_size, sequence_axes, split_sequences
 from jshard.scopes import EXCHANGE
 
@@ -84,8 +83,7 @@ def on_whole_sequences(
         q_BSNH, k_BSKH, v_BSKH = (_to_heads(x, axes) for x in (q_BTNH, k_BTKH, v_BTKH))
         segment_ids_BS = segment_ids_BT
         if segment_ids_BT is not None:
-            ids_BT = vary(segment_ids_BT)
-            segment_ids_BS = lax.all_gather(ids_BT, axes, axis=1, tiled=True)
+            segment_ids_BS = lax.all_gather(segment_ids_BT, axes, axis=1, tiled=True)
     with split_sequences(()):
         y_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
     with jax.named_scope(EXCHANGE):
@@ -95,4 +93,4 @@ def on_whole_sequences(
 
 def _to_heads(x_BTNH: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Exchanges all heads of a part of the sequence for some heads of all of it."""
-    return lax.all_to_all(vary(x_BTNH), axes, 2, 1, tiled=True)
+    return lax.all_to_all(x_BTNH, axes, 2, 1, tiled=True)

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.varying import is_float, vary, varying
 from jshard.errors import UserError
 from jshard.mesh import TENSOR, on_gpus, sequence_axes
 from jshard.nn.loss import Mean
+from jshard.precision import is_float
 
 
 def cross_entropy(
@@ -65,17 +65,13 @@ def cross_entropy(
     options.check(head_DV)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     weights_BT = jnp.asarray(weights_BT, wide)
-    flat = (
+    flat = [
         x_BTD.reshape(-1, x_BTD.shape[-1]),
         head_DV,
         targets_BT.reshape(-1).astype(jnp.int32),
         weights_BT.reshape(-1),
-    )
-    # Inside ``shard_map`` a gradient must vary over the same axes as its input. The
-    # transpose of ``vary`` sums over the axes that are added here.
-    axes = frozenset().union(*map(varying, flat))
-    total = _total(options, [vary(x, sorted(axes)) for x in flat])
-    return Mean(total, jnp.sum(weights_BT))
+    ]
+    return Mean(_total(options, flat), jnp.sum(weights_BT))
 
 
 class _Options(NamedTuple):
@@ -141,7 +137,7 @@ def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tup
             dx_CD = lax.psum_scatter(dx_CD, TENSOR, scatter_dimension=0, tiled=True)
         return dhead_DV, (loss_C, dx_CD)
 
-    zeros_DV = vary(jnp.zeros(head_DV.shape, wide), sorted(varying(head_DV)))
+    zeros_DV = jnp.zeros(head_DV.shape, wide)
     chunks = tuple(_in_chunks(chunk, x) for x in (x_ND, targets_N, weights_N * scale))
     dhead_DV, (losses, dx) = lax.scan(body, zeros_DV, chunks)
     loss_N, dx_ND = losses.reshape(-1)[:N], dx.reshape(-1, D)[:N]
@@ -210,7 +206,7 @@ def _largest(x_N: jax.Array, split: bool) -> jax.Array:
 def _own_tokens(x_C: jax.Array) -> jax.Array:
     """Returns this device's part of an array of the tokens of all."""
     size = x_C.shape[0] // lax.axis_size(TENSOR)
-    return lax.dynamic_slice_in_dim(vary(x_C), lax.axis_index(TENSOR) * size, size)
+    return lax.dynamic_slice_in_dim(x_C, lax.axis_index(TENSOR) * size, size)
 
 
 def _logsumexp_in_one_pass(logits_CV: jax.Array) -> jax.Array:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.comm.varying import vary
 from jshard.errors import UserError
 from jshard.layout.variables import is_variable
 from jshard.mesh import (
@@ -124,7 +123,7 @@ def fold_streams(state: nnx.State, index: Any) -> nnx.State:
 
     Otherwise every device would draw the same mask for its different examples.
     """
-    device = vary(jnp.asarray(_device_index(), jnp.uint32))
+    device = jnp.asarray(_device_index(), jnp.uint32)
 
     def fold(variable: nnx.Variable) -> nnx.Variable:
         if not isinstance(variable, nnx.RngKey):

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.comm.varying import vary, zeros_like
 from jshard.errors import UserError
 from jshard.mesh import EXPERT, manual_axes, on_gpus
 from jshard.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
@@ -144,7 +143,6 @@ class _Route(NamedTuple):
 def _route(
     expert_M: jax.Array, order_M: jax.Array, tokens_E: jax.Array, devices: int
 ) -> _Route:
-    expert_M, order_M, tokens_E = map(vary, (expert_M, order_M, tokens_E))
     start_E = jnp.cumsum(tokens_E) - tokens_E
     place_M = jnp.argsort(order_M) - start_E[expert_M]
     most = jnp.max(tokens_E)
@@ -166,7 +164,7 @@ def _in_rounds(
 ) -> jax.Array:
     """Returns the weighted results of all choices, (M, D)."""
     graphdef, state = nnx.split(modules)
-    inputs = jax.tree.map(vary, _Inputs(state, x_ND, weight_NK.astype(x_ND.dtype)))
+    inputs = _Inputs(state, x_ND, weight_NK.astype(x_ND.dtype))
     choices, experts = len(route.order_M), len(route.tokens_E)
     first, further = capacities(choices, experts, capacity)
 
@@ -259,7 +257,7 @@ def _further_rounds(
             _, pullback = jax.vjp(results, inputs)
             return jax.tree.map(jnp.add, sums, *pullback(dy_MD))
 
-        sums = jax.tree.map(zeros_like, inputs)
+        sums = jax.tree.map(jnp.zeros_like, inputs)
         return dy_MD, _loop(first, size, route.most, one, sums), None
 
     adding = jax.custom_vjp(add)
@@ -279,7 +277,7 @@ def _loop(
     def body(state: Any) -> Any:
         return state[0] + size, one(*state)
 
-    start = zeros_like(end) + begin
+    start = jnp.full_like(end, begin)
     return lax.while_loop(lambda state: state[0] < end, body, (start, init))[1]
 
 

@@ -66,8 +66,6 @@ class Mean(_Sum):
     count: Any
 
     def __mul__(self, weight: Any) -> "Loss":
-        if isinstance(weight, Tracer):  # possibly learned: keep its gradient
-            return as_loss(Mean(weight * self.total, self.count))
         return Loss(((weight, self),))
 
     def compute(self) -> Any:
@@ -89,14 +87,27 @@ class Loss(_Sum):
     terms: tuple[tuple[Any, Mean], ...]
 
     def __mul__(self, weight: Any) -> "Loss":
-        scaled = (mean * (weight * w) for w, mean in self.terms)
-        return Loss(tuple(term for loss in scaled for term in loss.terms))
+        return Loss(tuple((weight * w, mean) for w, mean in self.terms))
 
     def compute(self) -> Any:
         """Returns the weighted sum; nan, not 0, if no term counted anything."""
         value = sum(weight * mean.compute() for weight, mean in self.terms)
         counted = functools.reduce(operator.or_, (m.count > 0 for _, m in self.terms))
         return jnp.where(counted, value, jnp.nan)
+
+
+def fold_weights(loss: Loss) -> tuple[Loss, list[jax.Array]]:
+    """Multiplies weights that a step computes, and may learn, into their totals.
+
+    Returns the loss, whose weights are constants, and the weights that are none.
+    """
+    terms = [
+        (1.0, Mean(weight * mean.total, mean.count))
+        if isinstance(weight, Tracer)
+        else (weight, mean)
+        for weight, mean in loss.terms
+    ]
+    return Loss(tuple(terms)), [w for w, _ in loss.terms if isinstance(w, Tracer)]
 
 
 def as_loss(value: Any) -> Loss:

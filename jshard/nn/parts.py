@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.varying import is_float
 from jshard.mesh import on_gpus
+from jshard.precision import is_float
 
 _PARTS = 2  # four hide no more (docs/log.md)
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.comm.varying import is_float, vary
 from jshard.errors import UserError
 from jshard.mesh import TENSOR, sequence_axes, shared_axes, split_sequences
 from jshard.nn.parts import in_parts
+from jshard.precision import is_float
 from jshard.scopes import TENSOR_PARALLEL
 
 
@@ -82,7 +82,7 @@ def _gathered(inputs: tuple, x: Any) -> Any:
     x_BTD, *_ = inputs
     if jnp.shape(x)[:2] != x_BTD.shape[:2]:
         return x
-    return lax.all_gather(vary(x), TENSOR, axis=1, tiled=True)
+    return lax.all_gather(x, TENSOR, axis=1, tiled=True)
 
 
 def _check_result(result: Any, x_BSD: jax.Array) -> None:
@@ -95,7 +95,7 @@ def _check_result(result: Any, x_BSD: jax.Array) -> None:
 
 
 def _scattered(y_BSD: jax.Array) -> jax.Array:
-    return lax.psum_scatter(vary(y_BSD), TENSOR, scatter_dimension=1, tiled=True)
+    return lax.psum_scatter(y_BSD, TENSOR, scatter_dimension=1, tiled=True)
 
 
 def own_columns(layer: nnx.Linear, sizes: Sequence[int]) -> nnx.Linear:
@@ -149,8 +149,8 @@ def with_all_columns(
     Returns:
       All columns of this device's tokens, (B, T, V times the devices of "tensor").
     """
-    x_BSD = lax.all_gather(vary(x_BTD), TENSOR, axis=1, tiled=True)
-    return lax.all_to_all(vary(fn(x_BSD)), TENSOR, 1, 2, tiled=True)
+    x_BSD = lax.all_gather(x_BTD, TENSOR, axis=1, tiled=True)
+    return lax.all_to_all(fn(x_BSD), TENSOR, 1, 2, tiled=True)
 
 
 def make_parallel(model: nnx.Module, paths: Sequence[tuple]) -> None:

@@ -7,7 +7,12 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.compat.jaxprs import open_inner, scan_body, scan_sizes
+from jshard.compat.jaxprs import (
+    open_inner,
+    scan_body,
+    scan_sizes,
+    while_parts,
+)
 
 # rule(eqn, bits of the inputs) -> bits of the outputs, or None for those that follow
 # from the equation's inner jaxpr or, without one, from all of its inputs.
@@ -22,8 +27,9 @@ def dependencies(
 ) -> list[int]:
     """Returns the union of the bits of the inputs that each output depends on.
 
-    Calls are analysed inside, and scans up to a fixed point. Each output of any other
-    equation with an inner jaxpr depends on all inputs of that equation.
+    Calls and branches are analysed inside, and loops up to a fixed point; what a branch
+    or a loop returns depends on its condition, too. Each output of any other equation
+    with an inner jaxpr depends on all inputs of that equation.
 
     Args:
       jaxpr: the program.
@@ -39,20 +45,32 @@ def dependencies(
         return 0 if isinstance(atom, core.Literal) else env.get(atom, 0)
 
     for eqn in jaxpr.eqns:
-        out = _equation(eqn, list(map(read, eqn.invars)), rule)
+        out = through(eqn, list(map(read, eqn.invars)), rule)
         env.update(zip(eqn.outvars, out, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _equation(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
+def union(bits: Sequence[int]) -> int:
+    """Returns all bits that are in any of ``bits``."""
+    return functools.reduce(operator.or_, bits, 0)
+
+
+def through(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
     """Returns the bits of an equation's outputs, given those of its inputs."""
     if (out := rule(eqn, entering)) is not None:
         return out
-    if eqn.primitive.name == "scan":
+    name = eqn.primitive.name
+    if name == "scan":
         return _scan(eqn, entering, rule)
+    if name == "while":
+        return loop(eqn, entering, rule)[1]
+    if name == "cond":
+        index, *others = entering
+        branches = [dependencies(b.jaxpr, others, rule) for b in eqn.params["branches"]]
+        return [index | union(bits) for bits in zip(*branches, strict=True)]
     if (inner := open_inner(eqn)) is not None:
         return dependencies(inner, entering, rule)
-    return [functools.reduce(operator.or_, entering, 0)] * len(eqn.outvars)
+    return [union(entering)] * len(eqn.outvars)
 
 
 def _scan(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
@@ -64,3 +82,17 @@ def _scan(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
         if merged == entering[carry]:
             return out
         entering = [*entering[:num_consts], *merged, *entering[carry.stop :]]
+
+
+def loop(eqn: Any, entering: list[int], rule: Rule) -> tuple[int, list[int]]:
+    """Returns the bits of a ``while`` loop's condition, and of its results."""
+    goes_on, body, num_goes_on, num_body = while_parts(eqn)
+    of_goes_on, rest = entering[:num_goes_on], entering[num_goes_on:]
+    of_body, carry = rest[:num_body], rest[num_body:]
+    while True:
+        (condition,) = dependencies(goes_on.jaxpr, [*of_goes_on, *carry], rule)
+        out = dependencies(body.jaxpr, [*of_body, *carry], rule)
+        merged = [a | b | condition for a, b in zip(carry, out, strict=True)]
+        if merged == carry:
+            return condition, carry
+        carry = merged

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.comm.quantized import tensor_scale
-from jshard.comm.varying import is_float, vary
 from jshard.layout.placement import Placement
 from jshard.mesh import shard_axes
+from jshard.precision import is_float
 from jshard.unit.linearize import TracedLayer
 from jshard.unit.parameters import Parameters
 from jshard.unit.products import E4M3, multiplied_only
@@ -61,4 +61,4 @@ def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:
     over = [range(1 if stacked else 0, x.ndim) for x in magnitudes]
     largest = [jnp.max(x, axis=tuple(o)) for x, o in zip(magnitudes, over, strict=True)]
     together = jnp.stack([x.astype(jnp.float32) for x in largest], axis=-1)
-    return tensor_scale(lax.pmax(vary(together), shard_axes()), E4M3)
+    return tensor_scale(lax.pmax(together, shard_axes()), E4M3)

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard.comm.collectives import placements
-from jshard.comm.varying import vary
 from jshard.policy import Reshard, UnitPolicy, check_remat
-from jshard.unit.loop_types import typed_loops
 from jshard.unit.parameters import Parameters
 from jshard.unit.partition import Static
 from jshard.unit.stack import make_scan, split_aux
@@ -28,7 +26,9 @@ def scan_layers(
 ) -> Any:
     """Applies stacked layers to ``carry``, gathering one layer's weights at a time.
 
-    For plain pytrees, inside ``shard_map`` over a mesh with an "fsdp" axis.
+    For plain pytrees, inside ``shard_map(check_vma=False)`` over a mesh with an "fsdp"
+    axis. Take derivatives inside it, too: gradients of ``stacked_params`` are then
+    complete, and those of ``carry`` and ``args`` are this device's own.
 
     Args:
       fn: ``fn(params, carry, *args)``: one layer with full weights, which returns the
@@ -63,12 +63,8 @@ def scan_layers(
         after, aux, has_aux = split_aux(fn(params, carry, *args), carry)
         return after, (aux, Static(has_aux))
 
-    own = Parameters(
-        [vary(s) if p.dim is None else s for s, p in zip(shards, places, strict=True)],
-        places,
-    )
+    own = Parameters(shards, places)
     policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
-    with typed_loops():
-        run = make_scan(layer, own, [], carry, leaves, policy, Parameters())
-        carry, (aux, has_aux), _ = run()
+    run = make_scan(layer, own, [], carry, leaves, policy, Parameters())
+    carry, (aux, has_aux), _ = run()
     return (carry, aux) if has_aux.value else carry

@@ -5,11 +5,10 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jshard.comm.collectives import all_reduce, gather_leaf, scatter
-from jshard.comm.varying import vary
+from jshard.comm.collectives import all_reduce_in_unit, gather_leaf, scatter
 from jshard.errors import UserError
 from jshard.unit.modules import Parts, Stack, Unit, prepare_layers
-from jshard.unit.parameters import Parameters, scales, unshard
+from jshard.unit.parameters import scales, unshard
 from jshard.unit.partition import select
 from jshard.unit.unit import barrier, map_present
 
@@ -46,7 +45,7 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
     if not (parts := _parts(unit)):
         return unit, x
     shards, places = list(parts.own.shards), list(parts.own.places)
-    types, trained = parts.own.types(), parts.own.trained
+    dtypes, trained = [shard.dtype for shard in shards], parts.own.trained
 
     @jax.custom_vjp
     def gather_before(shards, x):
@@ -56,10 +55,10 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
         grads, x_ct = cotangents
         scattered = map_present(scatter, select(grads, trained), places)
         scattered, x_ct = barrier(scattered, x_ct)
-        return map_present(all_reduce, scattered, types), x_ct
+        return map_present(all_reduce_in_unit, scattered, places, dtypes), x_ct
 
     gather_before.defvjp(lambda *inputs: (gather_before(*inputs), None), backward)
-    weights, x = gather_before(shards, vary(x))
+    weights, x = gather_before(shards, x)
     return parts.module(weights), x  # pyright: ignore[reportReturnType]
 
 
@@ -74,8 +73,7 @@ def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
     """
     if not (parts := _parts(unit)):
         return unit, stack(x, *args)
-    following = Parameters(list(map(vary, parts.own.shards)), parts.own.places)
-    run, finish = prepare_layers(stack, x, args, following)
+    run, finish = prepare_layers(stack, x, args, parts.own)
     out, weights = finish(*run())
     return parts.module(weights), out  # pyright: ignore[reportReturnType]
 

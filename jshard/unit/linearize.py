@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jshard.comm.varying import abstract_like, is_float, vary, varying
 from jshard.compat.jaxprs import needed_for, run_used
 from jshard.layout.placement import Placement
 from jshard.policy import INPUTS, Offload
+from jshard.precision import is_float
 from jshard.unit import products
 from jshard.unit.dataflow import dependencies
+from jshard.unit.parameters import abstract
 from jshard.unit.partial_sums import check_partial_sums
 from jshard.unit.partition import merge, select
 from jshard.unit.products import Weight
@@ -75,8 +76,7 @@ class TracedLayer:
                 float8.append(None)
                 continue
             scale = scales[next(following)]
-            zeros = jnp.zeros(grad.shape, grad.dtype)
-            weights[i] = vary(zeros, sorted(varying(values)))
+            weights[i] = jnp.zeros(grad.shape, grad.dtype)
             float8.append(Weight(values, scale, None, i))
         return inputs._replace(weights=weights), float8
 
@@ -106,7 +106,7 @@ def trace_layer(
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(traced.jaxpr, places)
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
-    args = [*inputs.args, *map(abstract_like, traced.consts)]
+    args = [*inputs.args, *abstract(traced.consts)]
     return TracedLayer(
         inputs._replace(args=args), traced.jaxpr, list(traced.consts), outputs
     )
@@ -158,8 +158,7 @@ class LinearizedLayer:
             closed = core.ClosedJaxpr(run.jaxpr, inputs[len(leaves) :])
             return core.jaxpr_as_fun(closed)(*inputs[: len(leaves)])
 
-        consts = map(abstract_like, self.consts)
-        jaxpr = jax.make_jaxpr(hoisted)(*leaves, *consts).jaxpr
+        jaxpr = jax.make_jaxpr(hoisted)(*leaves, *abstract(self.consts)).jaxpr
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
         self._leaves_device = [
             isinstance(remat, Offload)

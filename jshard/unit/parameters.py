@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.comm.collectives import all_gather
-from jshard.comm.varying import abstract_like, is_float
 from jshard.layout.placement import Placement
+from jshard.precision import is_float
 
 # unshard(shards, places, scales) -> full weights. A partial: it adds no stack frame.
 unshard: Callable[..., Any] = functools.partial(jax.tree.map, all_gather)
@@ -24,6 +25,21 @@ def scales(shards: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
         None if shard is None or place.scale is None else shards[-1][place.scale]
         for shard, place in zip(shards, places, strict=True)
     ]
+
+
+def abstract(tree: Any, *, layer: bool = False) -> Any:
+    """Returns a pytree of arrays as abstract arrays of a step.
+
+    With ``layer``, these are of one layer of stacked arrays (L, ...).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape[1:] if layer else x.shape, x.dtype, sharding=sharding
+        ),
+        tree,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +57,11 @@ class Parameters:
 
     def types(self, *, layer: bool = False) -> list[jax.ShapeDtypeStruct]:
         """Returns the abstract shards, or those of a single layer if ``layer``."""
-        return [abstract_like(shard, layer=layer) for shard in self.shards]
+        return abstract(list(self.shards), layer=layer)
 
     def weight_types(self, *, layer: bool = False) -> list[jax.ShapeDtypeStruct]:
         """Returns the abstract full weights, or those of one layer if ``layer``."""
         places = list(self.places)
         unshard_own = lambda shards: unshard(shards, places, scales(shards, places))
         traced = jax.make_jaxpr(unshard_own)(self.types(layer=layer))
-        return list(map(abstract_like, traced.out_avals))
+        return abstract(traced.out_avals)

@@ -10,19 +10,14 @@ ones of the backward, before there are gradients to scatter.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.varying import vary
-from jshard.compat.jax_functions import inner
 from jshard.compat.xla_options import GATHERS_LATE
 from jshard.mesh import REPLICA
 from jshard.unit.parameters import Parameters
 from jshard.unit.segments import Layers, StackArrays, Sums, layer_of
 from jshard.unit.unit import barrier, unshard_after
-
-scan: Callable[..., Any] = inner(lax.scan)  # JAX's own: its carry is typed already
 
 
 def forward(
@@ -62,7 +57,7 @@ def forward(
 
     weights, carry = arrays.unshard(start, carry)
     state = (jnp.int32(start), weights, carry)
-    (_, weights, carry), out = scan(
+    (_, weights, carry), out = lax.scan(
         step, state, None, length=stop - start - 1, unroll=unroll
     )
     arriving, (carry, weights) = unshard_after(
@@ -122,8 +117,7 @@ def backward(
             sums = layers.put(index + 2, reduced, sums)
         parts = segment.in_loop.scatter(grads)
         # The next all-reduce waits for this one: otherwise XLA would combine them.
-        awaited = (parts, own, jax.tree.map(vary, reduced))
-        (parts, own, _), carry_ct = barrier(awaited, sums.carry)
+        (parts, own, _), carry_ct = barrier((parts, own, reduced), sums.carry)
         sums = sums._replace(carry=carry_ct)
         if not delayed:
             sums, parts = layers.finish(index + 1, parts, sums), None
@@ -146,7 +140,7 @@ def backward(
         index -= 1
     if index > start:
         carried = (jnp.int32(index), *state)
-        (_, *state), _ = scan(
+        (_, *state), _ = lax.scan(
             step, carried, None, length=index - start, unroll=segment.unroll
         )
     _, grads, parts, sums = one_layer(segment.peeled, start, *state)

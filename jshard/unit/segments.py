@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.varying import vary, varying
-from jshard.mesh import manual_axes
 from jshard.policy import Offload, UnitPolicy
 from jshard.unit.linearize import Inputs, LinearizedLayer, TracedLayer
 from jshard.unit.parameters import Parameters, scales, unshard
@@ -48,10 +46,8 @@ def communicates(own: Parameters) -> bool:
     With ``defer_scatter``, weights are gathered once per step, so layers need none.
     """
     return any(
-        place.shards() > 1 or (trained and set(varying(shard)) != set(manual_axes()))
-        for shard, place, trained in zip(
-            own.types(layer=True), own.places, own.trained, strict=True
-        )
+        place.shards() > 1 or (trained and place.sum_at == "unit")
+        for place, trained in zip(own.places, own.trained, strict=True)
     )
 
 
@@ -182,7 +178,7 @@ class Layers:
     ) -> tuple[Any, tuple[Any, Any]]:
         """Runs one layer; returns the new carry, and (ys, what its backward needs)."""
         (out, ys), saved = unit.forward(self._inputs(unit, index, weights, carry))
-        return carry_like(out, carry), (ys, saved)
+        return out, (ys, saved)
 
     def transpose(
         self,
@@ -215,11 +211,6 @@ class Layers:
         consts = self.consts[0 if unit is self.segment.in_loop else 1]
         xs, args = layer_of(self.arrays.xs, index), [*self.arrays.args, *consts]
         return Inputs(weights, xs, carry, args)
-
-
-def carry_like(outputs: Any, carry: Any) -> Any:
-    """Casts a layer's outputs to the mesh types of its inputs."""
-    return jax.tree.map(lambda o, c: vary(o, sorted(varying(c))), outputs, carry)
 
 
 def layer_of(stacked: Any, index: Any) -> Any:

@@ -13,33 +13,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.collectives import all_reduce, scatter
-from jshard.comm.varying import abstract_like, is_float, vary, zeros_like
-from jshard.compat.jax_functions import inner
+from jshard.comm.collectives import all_reduce_in_unit, scatter
 from jshard.errors import UserError
 from jshard.mesh import on_gpus
 from jshard.policy import UnitPolicy
+from jshard.precision import is_float
 from jshard.scopes import LAYERS
 from jshard.unit import pipeline
 from jshard.unit.float8 import in_float8
 from jshard.unit.linearize import Inputs, differentiable, trace_layer
-from jshard.unit.parameters import Parameters, scales, unshard
+from jshard.unit.parameters import Parameters, abstract, scales, unshard
 from jshard.unit.partition import select
 from jshard.unit.segments import (
     Layers,
     Segment,
     StackArrays,
     Sums,
-    carry_like,
     communicates,
     layer_of,
     make_segments,
 )
 from jshard.unit.unit import barrier, map_present, unshard_after
-
-# JAX's own functions: their values are typed already (loop_types.py).
-scan: Callable[..., Any] = inner(lax.scan)
-call_vjp: Callable[..., Any] = inner(jax.custom_vjp.__call__)
 
 
 def make_scan(
@@ -69,12 +63,11 @@ def make_scan(
     Raises:
       UserError: a layer changes the carry's shapes or dtypes.
     """
-    carry, args = jax.tree.map(vary, carry), [vary(x) for x in args]
     inputs = Inputs(
         own.weight_types(layer=True),
-        [abstract_like(x, layer=True) for x in xs],
-        jax.tree.map(abstract_like, carry),
-        list(map(abstract_like, args)),
+        abstract(list(xs), layer=True),
+        abstract(carry),
+        abstract(list(args)),
     )
     traced = trace_layer(fn, inputs, own.places)
     check_carry(carry, traced.outputs[0])
@@ -89,9 +82,7 @@ def make_scan(
     shards, next_shards = list(own.shards), list(following.shards)
     consts = [segment.consts() for segment in segments]
     args = [*args, *traced.consts]
-    return functools.partial(
-        call_vjp, run, shards, list(xs), carry, args, consts, next_shards
-    )
+    return functools.partial(run, shards, list(xs), carry, args, consts, next_shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +103,7 @@ class _Passes:
         arrays = self._arrays(shards, xs, args)
 
         def run(index, weights, carry):
-            out, ys = traced(Inputs(weights, layer_of(xs, index), carry, args))
-            return carry_like(out, carry), ys
+            return traced(Inputs(weights, layer_of(xs, index), carry, args))
 
         bounds, unroll = (0, length), self.segments[0].unroll
         if any(segment.prefetch for segment in self.segments):
@@ -193,7 +183,9 @@ class _Passes:
                 sums, _ = pipeline.backward(layers, own_saved, ys_ct, sums, [])
             else:
                 sums = _scan_backward(layers, own_saved, ys_ct, sums)
-        parts = map_present(all_reduce, parts, self.following.types())
+        dtypes = [shard.dtype for shard in self.following.shards]
+        places = self.following.places
+        parts = map_present(all_reduce_in_unit, parts, places, dtypes)
         return sums.shards, sums.xs, sums.carry, sums.args, None, parts
 
     def _arrays(self, shards, xs, args):
@@ -216,7 +208,7 @@ def _scan_forward(run, arrays, bounds, carry, *, unroll):
         return (following, carry), out
 
     state = (arrays.cursor(start), carry)
-    (_, carry), out = scan(body, state, None, length=stop - start, unroll=unroll)
+    (_, carry), out = lax.scan(body, state, None, length=stop - start, unroll=unroll)
     return carry, out
 
 
@@ -239,7 +231,7 @@ def _scan_backward(layers, saved, ys_ct, sums):
 
     ys_ct = jax.tree.map(lambda ct: ct[slice(*bounds)], ys_ct)
     state = (arrays.cursor(segment.stop - 1), sums)
-    (_, sums), _ = scan(
+    (_, sums), _ = lax.scan(
         body,
         state,
         (saved, ys_ct),
@@ -277,4 +269,5 @@ def split_aux(result: Any, carry: Any) -> tuple[Any, Any, bool]:
 
 
 def _zeros(arrays: Sequence[jax.Array], wanted: Iterable[bool]) -> list[Any]:
-    return [zeros_like(x) if w else None for x, w in zip(arrays, wanted, strict=True)]
+    pairs = zip(arrays, wanted, strict=True)
+    return [jnp.zeros_like(x) if w else None for x, w in pairs]

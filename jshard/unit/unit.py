@@ -8,7 +8,8 @@ holds one shard of each of the unit's parameters.
                kept = reshard(weights)                   drop, or keep a part or all
     backward   weights = unshard_again(kept or shards)   all-gather
                grads = transpose(weights, residuals, cotangents)
-               reduce_scatter(grads)                     reduce-scatter, then all-reduce
+               scatter(grads)                            reduce-scatter
+               all_reduce(grads)                         over replicas
 
 ``run_unit`` does this for one unit. ``stack.py`` scans it over the layers of a Stack,
 and ``pipeline.py`` overlaps each layer's collectives with its neighbours' computation.
@@ -24,10 +25,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.comm.collectives import all_gather, all_reduce, join, scatter, split
-from jshard.comm.varying import abstract_like, is_float, vary, varying
+from jshard.comm.collectives import (
+    all_gather,
+    all_reduce_in_unit,
+    join,
+    scatter,
+    split,
+)
 from jshard.layout.placement import Placement
-from jshard.mesh import manual_axes
 from jshard.policy import Reshard, UnitPolicy
 from jshard.unit.float8 import in_float8
 from jshard.unit.linearize import (
@@ -36,8 +41,8 @@ from jshard.unit.linearize import (
     differentiable,
     trace_layer,
 )
-from jshard.unit.parameters import Parameters, scales, unshard
-from jshard.unit.partition import merge, select
+from jshard.unit.parameters import Parameters, abstract, scales, unshard
+from jshard.unit.partition import select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +92,26 @@ class ShardedLayer:
         return source, arrived
 
     def scatter(self, grads: Sequence[Any]) -> list[Any]:
-        """Sums gradients of full weights over "fsdp"; the first half of the reduction.
+        """Sums gradients of full weights over the devices that shard the parameters.
 
         None, which stands for a parameter without a gradient, stays None.
         """
         return map_present(scatter, grads, self.places)
 
     def all_reduce(self, grads: Sequence[Any]) -> list[Any]:
-        """Sums over "replica", in the dtypes of the shards; the second half."""
-        return map_present(all_reduce, grads, self.types)
+        """Sums over replicas, where this is not left to the end of the step.
+
+        The results have the dtypes of the shards.
+        """
+        dtypes = [shard.dtype for shard in self.types]
+        return map_present(all_reduce_in_unit, grads, self.places, dtypes)
 
 
-def map_present(fn: Callable, values: Sequence[Any], others: Sequence[Any]) -> list:
-    """Maps ``fn(value, other)`` over the values that are not None."""
+def map_present(fn: Callable, values: Sequence[Any], *others: Sequence[Any]) -> list:
+    """Maps ``fn(value, *others)`` over the values that are not None."""
     return [
-        None if value is None else fn(value, other)
-        for value, other in zip(values, others, strict=True)
+        None if value is None else fn(value, *rest)
+        for value, *rest in zip(values, *others, strict=True)
     ]
 
 
@@ -122,11 +131,8 @@ def run_unit(
       inputs: the arguments of the call.
       policy: remat and reshard.
     """
-    inputs = [vary(x) if is_float(x) else x for x in inputs]
-    xs_types, input_types = (list(map(abstract_like, x)) for x in (xs, inputs))
-    traced = trace_layer(
-        fn, Inputs(own.weight_types(), xs_types, input_types, []), own.places
-    )
+    types = Inputs(own.weight_types(), abstract(xs), abstract(inputs), [])
+    traced = trace_layer(fn, types, own.places)
     own, traced = in_float8(own, traced)
     layer = LinearizedLayer(traced, own.trained, policy.remat, prevent_cse=True)
     unit = ShardedLayer(layer, own.places, own.types(), policy.reshard_after_forward)
@@ -171,12 +177,7 @@ def barrier(tree: Any, arrived: Any) -> tuple[Any, Any]:
 
     Without it XLA could gather the weights of many units before the first one runs, or
     merge the backward's gathers with the forward's and keep the weights in between.
-
-    A barrier types its results as varying over all axes. Arrays of ``arrived`` that are
-    not typed so bypass it.
     """
     if not jax.tree.leaves(tree):
         return tree, arrived
-    varies = jax.tree.map(lambda x: set(varying(x)) == set(manual_axes()), arrived)
-    tree, passed = lax.optimization_barrier((tree, select(arrived, varies)))
-    return tree, merge(passed, arrived)
+    return lax.optimization_barrier((tree, arrived))

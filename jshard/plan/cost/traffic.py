@@ -14,7 +14,6 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.comm.varying import is_float
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.specs import LOOKED_UP
@@ -23,7 +22,7 @@ from jshard.plan.cost.cost import Transfer, transfer
 from jshard.plan.hlo.hlo import Computation, Module
 from jshard.plan.topology import GPU
 from jshard.policy import Policy, UnitPolicy
-from jshard.precision import is_quantized
+from jshard.precision import is_float, is_quantized
 from jshard.state import TrainState
 from jshard.unit.segments import spans
 

@@ -1,0 +1,142 @@
+"""Finds what may differ by device in a step's program, by reading it.
+
+In a step each value belongs to one device. What leaves the step as one value of all
+devices (model state, the weights of a loss's terms) must therefore be equal on all of
+them, and so must the condition of a branch or loop with collectives inside: a device
+that takes another branch would wait for ever, or exchange another layer's weights. A
+dataflow analysis of the jaxpr tells over which mesh axes each value may differ.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from jax import lax
+
+from jshard.compat.collective_primitives import COLLECTIVES, SUMS, axes_of, groups_of
+from jshard.compat.jaxprs import has, line_of, open_inner
+from jshard.errors import UserError
+from jshard.mesh import manual_axes
+from jshard.unit.dataflow import dependencies, loop, through, union
+
+# Primitives that run code which JAX knows nothing of, or that draw from a state of the
+# device: results may differ by device even if their inputs do not.
+_OPAQUE = {"ffi_call", "io_callback", "pure_callback", "rng_uniform"}
+
+# Primitives through which a parameter's shard reaches its gather.
+_PASS_ON = {
+    "convert_element_type",
+    "device_put",
+    "dynamic_slice",
+    "host_array_as_device_array",
+    "optimization_barrier",
+    "reshape",
+    "squeeze",
+}
+
+
+def differing(
+    jaxpr: Any, inputs: Sequence[Iterable[str]], names: Sequence[str]
+) -> list[bool]:
+    """Returns whether each output of a step's program may differ by device.
+
+    Args:
+      jaxpr: the program of one device, traced inside ``shard_map``.
+      inputs: the mesh axes over which each of its inputs differs.
+      names: the names of the first inputs, which are parameters.
+
+    Raises:
+      UserError: collectives run under a condition that may differ by device, or a unit
+        is differentiated in forward mode.
+    """
+    axes = [axis for axis in manual_axes() if lax.axis_size(axis) > 1]
+    bits = {axis: 1 << i for i, axis in enumerate(axes)}
+
+    def over(names: Iterable[Any]) -> int:
+        return sum(bits[axis] for axis in axes if axis in names)
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        name, results = eqn.primitive.name, len(eqn.outvars)
+        if name == "custom_lin":
+            raise UserError(
+                f"{line_of(eqn)}: forward-mode differentiation (jax.jvp, jax.jacfwd, "
+                "jax.linearize) of a jshard unit, or another function with a "
+                "custom_vjp; use jax.vjp or jax.grad, which nest, or call what "
+                "jshard.gathered(unit) returns"
+            )
+        if name in COLLECTIVES or name == "axis_index":
+            own = over(axes_of(eqn))
+            equals = name in SUMS or name.startswith("all_gather")
+            if equals and not groups_of(eqn):
+                return [x & ~own for x in entering]
+            return [union(entering) | own] * results
+        if name == "optimization_barrier":
+            return entering
+        if name in _OPAQUE:
+            return [over(axes)] * results
+        if name == "cond" and entering[0] and has(eqn, COLLECTIVES):
+            _refuse(eqn, jaxpr, names)
+        if name == "while" and has(eqn, COLLECTIVES):
+            condition, out = loop(eqn, entering, rule)
+            if condition:
+                _refuse(eqn, jaxpr, names)
+            return out
+        return None
+
+    return list(map(bool, dependencies(jaxpr, list(map(over, inputs)), rule)))
+
+
+def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
+    name = _gathered_in(eqn, jaxpr, names)
+    if name is None:
+        raise UserError(
+            f"{line_of(eqn)}: a branch or loop has collectives inside, and its "
+            "condition may differ by device, so that some devices would wait for the "
+            "others; make it equal on all devices (jshard.pmean of what it is computed from), "
+            "or move the collectives out"
+        )
+    module, _, _ = name.rpartition(".")
+    raise UserError(
+        f"{line_of(eqn)}: a branch or loop calls {module or 'a unit'!r}, which gathers "
+        f"{name!r} with all devices, and its condition may differ by device; call what "
+        "jshard.gathered(module) returned before the branch, or make the condition "
+        "equal on all devices (jshard.pmean of what it is computed from)"
+    )
+
+
+def _gathered_in(outer: Any, jaxpr: Any, names: Sequence[str]) -> str | None:
+    """Returns the name of a parameter that is gathered inside the equation ``outer``.
+
+    Each parameter has a bit, which shards keep on their way to a gather.
+    """
+
+    def inside(eqn: Any, entering: list[int]) -> list[int] | None:
+        name = eqn.primitive.name
+        if name.startswith("all_gather") and union(entering):
+            raise _Found(union(entering))
+        if open_inner(eqn) is not None or name in ("scan", "while", "cond"):
+            return None
+        return [union(entering) if name in _PASS_ON else 0] * len(eqn.outvars)
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        if eqn is outer:
+            through(eqn, entering, inside)
+        name = eqn.primitive.name
+        if name.startswith("all_gather"):
+            return [0] * len(eqn.outvars)
+        return inside(eqn, entering)
+
+    bits = [1 << i for i in range(len(names))]
+    bits += [0] * (len(jaxpr.invars) - len(bits))
+    try:
+        dependencies(jaxpr, bits, rule)
+    except _Found as found:
+        return names[found.bits.bit_length() - 1]
+    return None
+
+
+class _Found(Exception):
+    """The bits of the parameters that a gather reads."""
+
+    def __init__(self, bits: int):
+        super().__init__(bits)
+        self.bits = bits
