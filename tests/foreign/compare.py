@@ -46,7 +46,8 @@ class Program:
       model: makes the model from random streams.
       phases: optimizers, which take turns on each batch.
       batch: makes a batch of ``EXAMPLES`` examples, in NumPy.
-      units: types that jshard makes Units of, without a change to the model.
+      units: types that jshard makes Units of, without a change to the model; none for
+        what a Unit refuses.
       default: (devices, whether with units) of the test that is not slow.
     """
 

@@ -246,7 +246,7 @@ PROGRAMS = {
         mlp(4, WIDTH, 1), score_matching, points_and_directions, LAYERS, (2, True)
     ),
     "tangent": program(
-        mlp(4, WIDTH, 4), tangent_loss, points_and_directions, LAYERS, (3, False)
+        mlp(4, WIDTH, 4), tangent_loss, points_and_directions, (), (3, False)
     ),
     "policy-gradient": program(
         mlp(3, WIDTH, 1), policy_gradient, episodes, LAYERS, (8, True)

@@ -1,8 +1,12 @@
 """Every program trains as with plain Flax, on any number of devices."""
 
+import dataclasses
+
 import jax
 import pytest
+from flax import nnx
 
+import jshard
 import programs_attributes
 import programs_calls
 import programs_losses
@@ -17,15 +21,22 @@ PROGRAMS = {
 }
 
 
+# Without units, and with them.
+CHOICES = [
+    (name, units)
+    for name, program in PROGRAMS.items()
+    for units in ([False, True] if program.units else [False])
+]
+
+
 def case(name: str, devices: int, units: bool) -> str:
     return f"{name}-{devices}-{'units' if units else 'root'}"
 
 
 CASES = [
-    pytest.param(program, devices, units, id=case(name, devices, units))
-    for name, program in PROGRAMS.items()
+    pytest.param(PROGRAMS[name], devices, units, id=case(name, devices, units))
+    for name, units in CHOICES
     for devices in (1, 2, 3, 4, 8)
-    for units in (False, True)
 ]
 
 
@@ -73,8 +84,20 @@ def test_a_model_that_exists_trains_as_one_that_is_made(name, devices, units):
 WHOLE = ("clip", "clip-whole", "barlow", "vq", "branch", "spectral-norm", "jit")
 
 
-@pytest.mark.quick("numpy-table-units", "attribute-units", "gan-root")
-@pytest.mark.parametrize("units", [False, True], ids=["root", "units"])
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WHOLE])
+@pytest.mark.quick("numpy-table-4-units", "attribute-4-units", "gan-4-root")
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        pytest.param(name, units, id=case(name, 4, units))
+        for name, units in CHOICES
+        if name not in WHOLE
+    ],
+)
 def test_it_trains_alike_on_a_few_examples_at_a_time(name, units):
     check(PROGRAMS[name], 4, units=units, accumulate=3)
+
+
+def test_a_forward_derivative_through_a_unit_is_refused_in_words():
+    tangent = dataclasses.replace(PROGRAMS["tangent"], units=(nnx.Linear,))
+    with pytest.raises(jshard.UserError, match="forward-mode differentiation"):
+        check(tangent, 2, units=True)
