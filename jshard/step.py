@@ -26,6 +26,7 @@ from jshard.nn.tensor import make_parallel
 from jshard.precision import at_least_float32
 from jshard.state import ModelArrays
 from jshard.unit import modules
+from jshard.unit.calls import own_containers
 from jshard.unit.equal import differing
 
 # (params, frozen, model_state) -> a model whose units gather their shards
@@ -51,6 +52,7 @@ def builder(
         params: nnx.State, frozen: nnx.State, model_state: nnx.State
     ) -> nnx.Module:
         model = nnx.merge(graphdef, params, frozen, model_state, copy=True)
+        own_containers(model)
         if training:
             model.train()
         else:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jshard.comm import quantized
+from jshard.compat.jaxprs import is_typed
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.mesh import FSDP, manual_axes, names_of, shard_axes
@@ -174,6 +175,11 @@ def placements(
     ``specs`` has the structure of ``params`` and includes a stack's layer dimension.
     """
     sharded = shard_axes()
+    if any(map(is_typed, jax.tree.leaves(params))):
+        raise UserError(
+            "jshard.gather and scan_layers write the sums over devices out; call them "
+            "in jax.shard_map(..., check_vma=False), and differentiate inside it"
+        )
 
     def place(param: Any, spec: PartitionSpec) -> Placement:
         dims = [i for i, axis in enumerate(spec) if axis == sharded]

@@ -196,6 +196,15 @@ def _same_rank(outside: Any, inside: Any) -> bool:
     return outside.aval.ndim == inside.aval.ndim
 
 
+def is_typed(x: Any) -> bool:
+    """Returns whether ``x`` has a type that says over which mesh axes it varies.
+
+    ``shard_map(check_vma=True)``, JAX's default, gives inputs that are split this type.
+    """
+    kind = jax.typeof(x).manual_axis_type
+    return kind is not None and bool(kind.varying)
+
+
 def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any, core.Jaxpr]:
     """Returns a callable that reuses one trace, its abstract results, and its jaxpr.
 
@@ -207,7 +216,7 @@ def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any, core.Jaxpr]:
 
     def call(*args: Any) -> Any:
         leaves = core.jaxpr_as_fun(traced)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(structure, leaves)
+        return jax.tree.unflatten(structure, map(jnp.asarray, leaves))
 
     return call, jax.tree.unflatten(structure, traced.out_avals), traced.jaxpr
 

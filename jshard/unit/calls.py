@@ -1,12 +1,23 @@
-"""Calls a module's method and collects the Variables that it changed."""
+"""Calls a module's method as a function: what it changes leaves as a result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from flax import nnx
 
-from jshard.layout.variables import is_variable, reachable, variables
-from jshard.unit.shards import is_shard
+from jshard.compat.flax_modules import is_pytree
+from jshard.errors import UserError
+from jshard.layout.layers import mark_layers
+from jshard.layout.variables import is_variable, reachable
+from jshard.unit.shards import is_shard, show
+
+# (path of a module, name of an attribute) -> its new value
+Changes = dict[tuple[tuple[str, ...], str], Any]
+
+
+class _Absent:
+    """The value of an attribute that was deleted."""
 
 
 def variables_in(tree: Any) -> list[nnx.Variable]:
@@ -15,30 +26,133 @@ def variables_in(tree: Any) -> list[nnx.Variable]:
     return [variable for variable in found if not is_shard(variable)]
 
 
-def call_method(method: Callable, module: nnx.Module, args: tuple, kwargs: dict) -> Any:
+def call_method(
+    method: Callable, module: nnx.Module, args: tuple, kwargs: dict
+) -> tuple[Any, Changes, dict[int, Any]]:
     """Calls ``method(module, *args, **kwargs)`` and collects what it changed.
 
     Returns:
-      The result; the changed part of the module's state, without parameters; and a dict
-      from index in ``variables_in((args, kwargs))`` to new value, for the Variables in
-      the arguments that changed.
+      The result; the attributes of the module and its submodules that were set, created
+      or deleted, or whose Variable has another value; and a dict from index in
+      ``variables_in((args, kwargs))`` to new value, for the Variables in the arguments
+      that changed.
+
+    Raises:
+      UserError: an attribute was set to what JAX cannot return from a traced function.
     """
     passed = variables_in((args, kwargs))
-    before = {
-        path: variable.get_value()
-        for path, variable in variables(module)
-        if not is_shard(variable)
-    }
-    passed_before = [variable.get_value() for variable in passed]
+    passed_before = [variable.get_raw_value() for variable in passed]
+    own_containers(module)
+    before = {path: (m, _contents(m)) for path, m in _modules(module)}
     result = method(module, *args, **kwargs)
-    state = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
-        if path in before and variable.get_value() is not before[path]
-    ]
+    changes: Changes = {}
+    for path, (own, old) in before.items():
+        new = _contents(own)
+        for name in dict.fromkeys((*old, *new)):
+            if name in old and name in new and _same(old[name], new[name]):
+                continue
+            value = vars(own).get(name, _Absent())
+            _check_attribute(value, own, name)
+            changes[path, name] = value
     changed = {
         i: variable.get_value()
         for i, variable in enumerate(passed)
-        if variable.get_value() is not passed_before[i]
+        if variable.get_raw_value() is not passed_before[i]
     }
-    return result, nnx.from_flat_state(state), changed
+    return result, changes, changed
+
+
+def own_containers(module: nnx.Module) -> None:
+    """Copies the lists, dicts and sets that a merged module shares with its structure.
+
+    What a call appends to them would otherwise be there in the next trace, too.
+    """
+    for _, own in _modules(module):
+        for name, value in vars(own).items():
+            if isinstance(value, (list, dict)):
+                vars(own)[name] = jax.tree.map(lambda x: x, value, is_leaf=_is_opaque)
+            elif isinstance(value, set):
+                vars(own)[name] = set(value)
+
+
+def _is_opaque(x: Any) -> bool:
+    return not isinstance(x, (list, dict, tuple))
+
+
+def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None:
+    """Makes the changes that ``call_method`` returned, in place.
+
+    ``layers`` says that the module is a Stack, and the new values are of its layers,
+    stacked.
+    """
+    modules = dict(_modules(module))
+    for (path, name), value in changes.items():
+        owner = modules[path]
+        old = vars(owner).get(name)
+        if isinstance(value, _Absent):
+            delattr(owner, name)
+        elif is_variable(old) and is_variable(value):
+            sharded = is_shard(old)
+            old.set_raw_value(value.get_raw_value())
+            if sharded:
+                show(old)
+        else:
+            if is_variable(value) and layers:
+                mark_layers(value, outer=[(*path, name)])
+            # Flax takes a list or dict for a constant unless it is told otherwise.
+            holds_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
+            setattr(owner, name, nnx.data(value) if holds_arrays else value)
+
+
+def _modules(
+    module: Any, path: tuple[str, ...] = (), seen: frozenset[int] = frozenset()
+) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
+    """Yields ``module`` and all modules within it, with their paths."""
+    yield path, module
+    seen |= {id(module)}
+    for name, value in vars(module).items():
+        inside = isinstance(value, nnx.Pytree) and not is_variable(value)
+        if inside and id(value) not in seen:
+            yield from _modules(value, (*path, name), seen)
+
+
+def _contents(module: nnx.Module) -> dict[str, tuple[Any, list[Any]]]:
+    """Returns what tells whether an attribute has changed: objects, by identity."""
+    return {
+        name: _parts(value)
+        for name, value in vars(module).items()
+        if not name.startswith(("_pytree__", "_object__"))
+    }
+
+
+def _parts(value: Any) -> tuple[Any, list[Any]]:
+    """Returns the structure of a value, to be compared, and its objects."""
+    if is_variable(value):
+        structure, leaves = _parts(value.get_raw_value())
+        return (type(value), structure), leaves
+    if isinstance(value, dict):
+        inside: Any = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inside = value
+    else:
+        return None, [value]
+    parts = list(map(_parts, inside))
+    keys = tuple(value) if isinstance(value, dict) else ()
+    structure = (type(value), keys, *(of for of, _ in parts))
+    return structure, [leaf for _, leaves in parts for leaf in leaves]
+
+
+def _same(old: tuple[Any, list[Any]], new: tuple[Any, list[Any]]) -> bool:
+    if old[0] != new[0] or len(old[1]) != len(new[1]):
+        return False
+    return all(a is b for a, b in zip(old[1], new[1], strict=True))
+
+
+def _check_attribute(value: Any, module: nnx.Module, name: str) -> None:
+    for x in reachable(value, stop=lambda x: False):
+        if isinstance(x, nnx.Module) and not is_pytree(type(x)):
+            raise UserError(
+                f"{type(module).__name__}.{name} is set, within a jshard unit, to a "
+                f"{type(x).__name__}, which is no pytree, so its arrays cannot leave "
+                "the unit; make it where the model is made"
+            )

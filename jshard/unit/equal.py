@@ -91,8 +91,8 @@ def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
         raise UserError(
             f"{line_of(eqn)}: a branch or loop has collectives inside, and its "
             "condition may differ by device, so that some devices would wait for the "
-            "others; make it equal on all devices (jshard.pmean of what it is computed from), "
-            "or move the collectives out"
+            "others; make the condition equal on all devices (jshard.pmean of what it "
+            "is computed from), or move the collectives out"
         )
     module, _, _ = name.rpartition(".")
     raise UserError(

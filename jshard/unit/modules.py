@@ -30,7 +30,7 @@ from jshard.layout.variables import is_variable, reachable, variables
 from jshard.policy import Policy, Reshard, UnitPolicy
 from jshard.precision import set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
-from jshard.unit.calls import call_method, variables_in
+from jshard.unit.calls import apply_changes, call_method, variables_in
 from jshard.unit.parameters import Parameters
 from jshard.unit.partition import Static, combine, partition
 from jshard.unit.shards import hide, is_shard, shard_of, show
@@ -318,9 +318,8 @@ def _run_unit(
         module = parts.module(weights, rest)
         return partition(call_method(method, module, args, kwargs))
 
-    result, state, changed = combine(*run_unit(call, own, rest, inputs, policy))
-    if state:
-        nnx.update(unit, state)
+    result, changes, changed = combine(*run_unit(call, own, rest, inputs, policy))
+    apply_changes(unit, changes, layers=False)
     for i, value in changed.items():
         passed[i].set_value(value)
     return result
@@ -345,7 +344,7 @@ def prepare_layers(
 
     def layer(weights, rest, carry, extra):
         module = parts.module(weights, rest)
-        result, state, changed = call_method(
+        result, changes, changed = call_method(
             type(module).__call__, module, (carry, *combine(extra, arguments)), {}
         )
         if changed:
@@ -354,12 +353,11 @@ def prepare_layers(
                 "say); give each layer its own, as a part of the layer"
             )
         after, aux, has_aux = split_aux(result, carry)
-        return after, (aux, state, Static(has_aux))
+        return after, (aux, *partition(changes), Static(has_aux))
 
     def finish(carry, ys, weights=()):
-        aux, state, has_aux = ys
-        if state:
-            nnx.update(stack, state)
+        aux, arrays, rest, has_aux = ys
+        apply_changes(stack, combine(arrays, rest), layers=True)
         return (carry, aux) if has_aux.value else carry, weights
 
     policy = stack.unit_policy

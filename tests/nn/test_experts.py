@@ -88,19 +88,31 @@ def on_mesh(shape: tuple[int, ...], capacity: float, remat: str, params: Any) ->
 
     def step(number: Any, params: Any, x_BTD: Any, out_BTD: Any) -> Any:
         def local(params: Any, x_BTD: Any) -> Any:
-            total, aux = objective(graphdef, remat, params, x_BTD, out_BTD)
-            return jax.lax.psum(total, AXES), aux
+            return objective(graphdef, remat, params, x_BTD, out_BTD)
 
-        (value, (y_BTD, chosen_E)), grads = jax.value_and_grad(
+        (total, (y_BTD, chosen_E)), (of_params, of_x) = jax.value_and_grad(
             local, argnums=(0, 1), has_aux=True
         )(params, x_BTD)
-        return value, y_BTD, jax.lax.pmean(chosen_E, AXES), grads
+        # Each device's own: of experts that are split, over the others alone.
+        of_params = jax.tree.map(
+            lambda g, spec: jax.lax.psum(g, [a for a in AXES if a not in spec]),
+            of_params,
+            specs,
+        )
+        grads = of_params, of_x
+        return (
+            jax.lax.psum(total, AXES),
+            y_BTD,
+            jax.lax.pmean(chosen_E, AXES),
+            grads,
+        )
 
     run = jax.shard_map(
         step,
         mesh=mesh,
         in_specs=(P(), specs, batch, batch),
         out_specs=(P(), batch, P(), (specs, batch)),
+        check_vma=False,
     )
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     x_BTD, out_BTD = (place(x, batch) for x in tokens())

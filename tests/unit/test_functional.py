@@ -56,6 +56,8 @@ def sharded(mesh: jax.sharding.Mesh, apply: Any, specs: Any = SPECS) -> Any:
         value, grads = jax.value_and_grad(
             lambda params, scale: loss(apply(params, scale, x)), argnums=(0, 1)
         )(params, scale)
+        # What is not gathered has each device's own gradient.
+        grads = grads[0], jax.lax.psum(grads[1], AXES)
         return jax.lax.psum(value, AXES), grads
 
     return jax.jit(
@@ -64,6 +66,7 @@ def sharded(mesh: jax.sharding.Mesh, apply: Any, specs: Any = SPECS) -> Any:
             mesh=mesh,
             in_specs=(specs, P(), P(AXES)),
             out_specs=(P(), (specs, P())),
+            check_vma=False,
         )
     )
 
