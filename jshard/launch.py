@@ -26,7 +26,9 @@ from pathlib import Path
 
 from jshard.cli.command import ArgumentParser, run_command, whole_number
 from jshard.cli.paths import path_problem
+from jshard.cli.terminal import leave_closed_terminal
 from jshard.distributed import cluster
+from jshard.distributed.supervisor import JOB_FAILED
 from jshard.errors import RunFailed, UserError
 
 ENDING = 75.0  # seconds for the other processes to end when one has failed
@@ -63,8 +65,9 @@ def main() -> None:
 
 def _launch(argv: list[str]) -> None:
     launcher = Launcher(*parse(argv))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: launcher.stop())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: launcher.stop(number))
     sys.exit(launcher.run())
 
 
@@ -160,6 +163,7 @@ class Launcher:
         self._each = options.num_processes // max(len(self._hosts), 1)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = False  # whether a signal asked the job to end
+        self._demanded = False  # whether that was SIGTERM or Ctrl-C
 
     def run(self) -> int:
         """Runs the job to its end, with restarts; returns its exit code."""
@@ -177,10 +181,18 @@ class Launcher:
             raise RunFailed(f"the job failed {restarts + 1} times: no more restarts")
         return 1
 
-    def stop(self) -> None:
-        """Asks all processes to save and stop; the second call kills them."""
-        self._send("KILL" if self._asked else "TERM")
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Asks all processes to save and stop, as a signal to this one does.
+
+        SIGHUP and SIGUSR1 are passed on. The second SIGTERM or SIGINT kills them.
+        """
         self._asked = True
+        if number in (signal.SIGHUP, signal.SIGUSR1):
+            leave_closed_terminal()
+            self._send(signal.Signals(number).name.removeprefix("SIG"))
+            return
+        self._send("KILL" if self._demanded else "TERM")
+        self._demanded = True
 
     def _run_once(self) -> int:
         """Runs the job once, on the first port that is free."""
@@ -217,11 +229,15 @@ class Launcher:
                 settings[cluster.ANY_PORT] = "1"
             self._processes.append(self._start(host, words, settings))
         deadline = float("inf")
+        reported = False
         while any(process.poll() is None for process in self._processes):
             time.sleep(0.1)
             codes = {process.poll() for process in self._processes}
             if codes - {None, 0, 75}:
                 deadline = min(deadline, time.monotonic() + ENDING)
+                if not reported:
+                    self._tell_of_failure()
+                reported = True
             # Without process 0's port the other processes would wait for nothing.
             if cluster.PORT_TAKEN in codes or time.monotonic() > deadline:
                 self._kill()
@@ -238,6 +254,14 @@ class Launcher:
             if code in codes:
                 return code
         return max(codes) if set(codes) <= {0, 75} else 1
+
+    def _tell_of_failure(self) -> None:
+        """Says if a process was killed, and ends those that still wait for it."""
+        for index, process in enumerate(self._processes):
+            # As shells return it. Other signals are told by who gets them.
+            if process.poll() == 128 + signal.SIGKILL and not self._asked:
+                _say(f"error: process {index} was ended by SIGKILL")
+        self._send(JOB_FAILED.name.removeprefix("SIG"))
 
     def _start(
         self, host: str, words: Sequence[str], settings: Mapping[str, str]

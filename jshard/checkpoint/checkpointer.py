@@ -35,6 +35,7 @@ from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS
+from jshard.cli.paths import check_path
 from jshard.compat import orbax_noise
 from jshard.errors import UserError
 from jshard.state import TrainState
@@ -92,7 +93,7 @@ class Checkpointer:
       report: Called with the ``Save`` when a save has ended, in another thread.
 
     Raises:
-      UserError: The folder cannot be written.
+      UserError: The folder cannot be written, or is a URL.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Checkpointer:
                 f"Checkpointer: keep={keep} must be at least 1, and "
                 f"keep_every={keep_every} at least 0"
             )
+        check_path("Checkpointer: folder", folder)
         self.folder = Path(folder).absolute()
         self._keep, self._keep_every = keep, keep_every
         self._best, self._highest = best, highest

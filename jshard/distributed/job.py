@@ -11,6 +11,7 @@ import jax
 
 from jshard.distributed.cluster import ANY_PORT, PORT_TAKEN, Cluster
 from jshard.distributed.peers import Peers
+from jshard.distributed.rendezvous import gathered
 from jshard.distributed.status import end_with_parent, report
 from jshard.distributed.watched import Watched
 from jshard.errors import Preempted, UserError
@@ -31,7 +32,9 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
       cluster: from `find_cluster`; None is a single process.
 
     Raises:
-      UserError: the coordinator's port is taken.
+      UserError: the coordinator's port is taken, or processes were started with
+        different numbers of processes, or with the same rank.
+      RunFailed: another process ended at its start, or did not come in five minutes.
       SystemExit: with 75, in all but process 0, when the job is preempted; with 98 if
         the port is taken and jshard.launch can pick another.
     """
@@ -40,8 +43,9 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
         return
     end_with_parent()
     report(phase="waiting")
-    _initialize(cluster)
-    peers = _Distributed(cluster)
+    with gathered(cluster, _listen(cluster)):
+        _initialize(cluster)
+        peers = _Distributed(cluster)
     try:
         with peers.telling():
             yield peers
@@ -66,21 +70,32 @@ def _bind_address(coordinator: str | None) -> str | None:
     return coordinator if host in LOOPBACK and not given else None
 
 
+def _listen(cluster: Cluster) -> socket.socket | None:
+    """Listens on the coordinator's port, where JAX would abort in C++ if it cannot.
+
+    None in all but process 0, and where JAX finds the coordinator.
+    """
+    if cluster.process_id or cluster.coordinator is None:
+        return None
+    bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    host = (bound or _bind_address(cluster.coordinator) or "").rpartition(":")[0]
+    host, port = host.strip("[]"), int(cluster.coordinator.rpartition(":")[2])
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=1024, dualstack_ipv6=both
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and ANY_PORT in os.environ:
+            sys.exit(PORT_TAKEN)
+        raise UserError(
+            f"--coordinator={cluster.coordinator}: process 0 cannot listen there: "
+            f"{os.strerror(error.errno or 0)}"
+        ) from error
+
+
 def _initialize(cluster: Cluster) -> None:
-    if cluster.process_id == 0 and cluster.coordinator:
-        # Checked first, as JAX would abort in C++.
-        port = int(cluster.coordinator.rpartition(":")[2])
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        try:
-            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE and ANY_PORT in os.environ:
-                sys.exit(PORT_TAKEN)
-            raise UserError(
-                f"--coordinator={cluster.coordinator}: process 0 cannot listen there: "
-                f"{os.strerror(error.errno or 0)}"
-            ) from error
     jax.distributed.initialize(
         cluster.coordinator,
         cluster.num_processes,

@@ -18,17 +18,13 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from jshard.cli.terminal import leave_closed_terminal, outliving_terminal
 from jshard.distributed.cluster import Cluster
 from jshard.distributed.heartbeat import GRACE, PERIOD, SILENCE
 from jshard.distributed.status import PARENT_FD, STATUS_FD
 
-PASSED_ON = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+JOB_FAILED = signal.SIGUSR2  # by jshard.launch: another process has ended
 LAST_LINES = 30  # of standard error, shown if nothing else explains the end
 HINT = 30.0  # seconds of waiting for other processes before a message
 SHOW_CURSOR = "\x1b[?25h\n"  # for terminals
@@ -73,6 +69,7 @@ class _Supervisor:
         self._waiting_since: float | None = None  # for the other processes
         self._peer_died = False  # by what C++ wrote
         self._passed: set[int] = set()  # signals
+        self._in_vain = False  # whether the launcher said that another process ended
         self._threads = [
             threading.Thread(target=self._read_status, args=[status], daemon=True),
             threading.Thread(target=self._read_errors, daemon=True),
@@ -80,7 +77,9 @@ class _Supervisor:
 
     def run(self) -> int:
         for number in PASSED_ON:
-            signal.signal(number, lambda number, frame: self._pass_on(number))
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: self._pass_on(number))
+        signal.signal(JOB_FAILED, lambda number, frame: self._give_up())
         for thread in self._threads:
             thread.start()
         why, last = "", time.monotonic()
@@ -112,9 +111,17 @@ class _Supervisor:
             print(f"jshard: {who}: still waiting for {self._all}", file=sys.stderr)
 
     def _pass_on(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         if self._worker.poll() is None:
             self._passed.add(number)
             self._worker.send_signal(number)
+
+    def _give_up(self) -> None:
+        """Ends a worker that has not joined: another process of the job has ended."""
+        if self._heard is None:
+            self._in_vain = True
+            self._worker.kill()
 
     def _overdue(self) -> str:
         """Returns why the worker must be killed, or an empty text."""
@@ -162,13 +169,16 @@ class _Supervisor:
                 cpp_error = from_cpp and line.startswith(("E", "F"))
             ours = line.startswith("jshard: process ")
             if not (from_cpp or cpp_error) and (self._index == 0 or ours):
-                sys.stderr.write(line)
-                sys.stderr.flush()
+                with outliving_terminal():
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
 
     def _explain(self, code: int, why: str) -> int:
         """Reports an end that the worker did not report; returns the exit code."""
         if "ending" in self._status:
             return self._status["ending"]
+        if self._in_vain:  # the launcher or that process has said why
+            return 1
         if not why and code >= 0 and not self._peer_died:
             self._show_errors(code)
             return code

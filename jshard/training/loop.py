@@ -19,6 +19,7 @@ from jshard.training.preemption import Preemption
 from jshard.training.profile import Profile
 from jshard.training.progress import ProgressDisplay, format_duration
 from jshard.training.recipe import Recipe
+from jshard.training.run_folder.lock import check_unlocked
 from jshard.training.run_folder.metrics import RunFolder, finish_folder
 from jshard.training.run_folder.saving import Saving
 from jshard.training.run_folder.start import STOPPED
@@ -83,8 +84,10 @@ def train(
     """
     started, hooks = started or time.time(), hooks or Hooks()
     job, config, workdir, peers = setup.job, setup.config, setup.workdir, setup.peers
-    start = setup.find_start()
     writes = jax.process_index() == 0
+    if writes:
+        check_unlocked(workdir)
+    start = setup.find_start()
     if start.step >= config.steps or start.stopped:
         if writes:
             finish_folder(workdir)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import UserError
 from jshard.training.config.config import Config, check, complete, flatten, nearest
+from jshard.training.config.shared_keys import SHARED
 from jshard.training.data.iterables import Once
 from jshard.training.make_config import make_config
 from jshard.training.recipe import (
@@ -99,7 +100,7 @@ def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
     Args:
       recipe: The recipe.
       config: Keys to set, as a dict, nested or with dots; or a `ConfigDict`, the whole
-        config.
+        config, which may have keys of its own without a recipe, too.
       workdir: The run's folder, if there may be a run to resume.
 
     Raises:
@@ -109,12 +110,25 @@ def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
     if config is not None and not isinstance(config, Mapping | ConfigDict):
         raise UserError(f"Trainer: config={config!r} must be a dict or a ConfigDict")
     if isinstance(config, ConfigDict) or not has_own:
-        given = config if isinstance(config, ConfigDict) else _nested(config or {})
+        given = config
+        if not isinstance(config, ConfigDict):
+            given = _nested(config or {})
+            _refuse_unknown(flatten(config or {}))
         whole = complete(given, recipe.name, "Trainer(config=...)")
         check(whole)
         return whole
     texts = {key: _text(value) for key, value in flatten(config or {}).items()}
     return make_config(recipe, texts, workdir)
+
+
+def _refuse_unknown(keys: Iterable[str]) -> None:
+    """Raises a UserError for a key that is not one of those of every recipe."""
+    for key in keys:
+        if key not in SHARED:
+            raise UserError(
+                f"Trainer(config=...): unknown key {key!r}{nearest(key, SHARED)}; keys "
+                "of your own go in an ml_collections.ConfigDict, the whole config"
+            )
 
 
 def _nested(config: Mapping[str, Any]) -> ConfigDict:

@@ -9,20 +9,30 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
+from jshard.cli.terminal import leave_closed_terminal, outliving_terminal
+
+DEMANDS = (signal.SIGINT, signal.SIGTERM)
+# Of a closed terminal, and a scheduler's warning. They may come more than once, as to a
+# process and to its parent, which passes them on.
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1)
+
 
 class Preemption:
-    """Handles SIGTERM and SIGINT (Ctrl-C) while a run trains; a context manager.
+    """Handles SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1 while a run trains.
 
-    The first signal asks the run to finish its step, save and stop. A second one ends
-    the process, with exit code 143 or 130. Both are answered at once, even while the
-    main thread waits for the compiler or the devices. A signal that is ignored, like
-    Ctrl-C in a shell's background jobs, stays ignored.
+    A context manager. The first signal asks the run to finish its step, save and stop.
+    A second SIGTERM or SIGINT ends the process, with exit code 143 or 130; SIGHUP and
+    SIGUSR1 never do. All are answered at once, even while the main thread waits for the
+    compiler or the devices. A signal that is ignored, like Ctrl-C in a shell's
+    background jobs or SIGHUP under nohup, stays ignored, and the program's own handlers
+    of SIGHUP and SIGUSR1 stay. SIGQUIT ends a process as ever, which is its use.
 
     With several processes, a SIGTERM to any of them stops all: JAX handles it in C++,
     and within about a second the processes agree on a step to stop after. A Python
     handler would silently replace JAX's, so there is none for SIGTERM, and:
 
-    - The first Ctrl-C becomes a SIGTERM; the second ends that process.
+    - The first Ctrl-C, SIGHUP or SIGUSR1 becomes a SIGTERM; the second Ctrl-C ends
+      that process.
     - A second SIGTERM does nothing. A process that waits for a dead one ends by
       SIGKILL, or by Ctrl-C twice.
     - Nothing else may handle SIGTERM after `jax.distributed.initialize`.
@@ -34,7 +44,7 @@ class Preemption:
     def __init__(self, *, saves: bool = True, exits: bool = True) -> None:
         self.signal_name: str | None = None
         self._exits = exits
-        self._signals = 0
+        self._demands = 0  # as the main thread has seen
         self._reaction = f"finishing the step{' and saving' if saves else ''}"
         self._alone = jax.process_count() == 1
 
@@ -53,13 +63,14 @@ class Preemption:
         self._handlers = {}
         if threading.current_thread() is not threading.main_thread():
             return self  # Python handles signals in the main thread only
-        numbers = [signal.SIGINT, signal.SIGTERM] if self._alone else [signal.SIGINT]
-        self._handlers = {
-            number: handler
-            for number in numbers
+        for number in (*DEMANDS, *WARNINGS):
+            handler = signal.getsignal(number)
             # None: installed outside of Python, which could not restore it.
-            if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
-        }
+            kept = handler in (signal.SIG_IGN, None)
+            if number in WARNINGS:
+                kept = handler != signal.SIG_DFL
+            if not kept and (self._alone or number != signal.SIGTERM):
+                self._handlers[number] = handler
         # A Python handler runs once the main thread is back in Python. What is written
         # to this pipe reaches another thread at once.
         self._pipe = os.pipe()
@@ -73,8 +84,8 @@ class Preemption:
 
     def _handle(self, number: int, frame: object) -> None:
         """Runs in the main thread, once it is back in Python."""
-        self._signals += 1
-        if self._signals > 1 and not self._exits:
+        self._demands += number in DEMANDS
+        if self._demands > 1 and number in DEMANDS and not self._exits:
             raise KeyboardInterrupt
 
     def __exit__(self, *exception: object) -> None:
@@ -88,19 +99,25 @@ class Preemption:
         os.close(self._pipe[0])
 
     def _listen(self) -> None:
+        demands = 0
         while number := os.read(self._pipe[0], 1):
             if number[0] not in self._handlers:
                 continue
             name = signal.Signals(number[0]).name
-            if self.signal_name is not None and not self._exits:
-                continue
-            if self.signal_name is not None:
+            if number[0] == signal.SIGHUP:
+                leave_closed_terminal()
+            demands += number[0] in DEMANDS
+            if demands > 1 and number[0] in DEMANDS and self._exits:
                 # Not print: the main thread may hold its lock.
                 os.write(2, f"jshard: {name} again: exiting\n".encode())
                 os._exit(128 + number[0])
+            if self.signal_name is not None:
+                continue
             self.signal_name = name
-            again = "exits at once" if self._exits else "gives up this step"
-            message = f"jshard: {name}: {self._reaction}; once more {again}"
-            print(message, file=sys.stderr, flush=True)
             if not self._alone:
                 os.kill(os.getpid(), signal.SIGTERM)
+            again = "exits at once" if self._exits else "gives up this step"
+            more = f"; once more {again}" * (number[0] in DEMANDS)
+            message = f"jshard: {name}: {self._reaction}{more}"
+            with outliving_terminal():
+                print(message, file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from jshard.cli.terminal import outliving_terminal
 from jshard.formatting import format_count, format_duration
 
 _STEPS = ("step", "computing", "data")  # the phases between steps
@@ -74,11 +75,12 @@ class ProgressDisplay:
 
     def say(self, text: str) -> None:
         """Prints text that stays on the screen."""
-        if self._is_live:
-            self._live.refresh()  # or what follows the text would be an old line
-            self._console.print(text, markup=False)
-        elif self._enabled:
-            print(text, flush=True)
+        with outliving_terminal():
+            if self._is_live:
+                self._live.refresh()  # or what follows the text would be an old line
+                self._console.print(text, markup=False)
+            elif self._enabled:
+                print(text, flush=True)
 
     def at(self, phase: str, step: int) -> None:
         """Notes what the run does now, in or after which step."""
@@ -90,7 +92,8 @@ class ProgressDisplay:
                 self._waits[self._phase] = waited + now - self._since
             self._phase, self._since = phase, now
         if self._is_live and self._before_first:
-            self._live.refresh()
+            with outliving_terminal():
+                self._live.refresh()
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Takes the metrics of a step that was started, arrays on the devices."""
@@ -194,7 +197,8 @@ class ProgressDisplay:
         if self._is_live:
             self._phase = ""
             self._live.transient = not self._done  # otherwise its last state stays
-            self._live.stop()
+            with outliving_terminal():
+                self._live.stop()
 
 
 class _Console(Console):

@@ -52,6 +52,7 @@ class StepLog(AbstractContextManager):
         self._steps, self._log_every, self._started = steps, log_every, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
         self._under_way = collections.deque()
+        self._ahead = 0  # steps under way that were complete when the last was read
         self._times: list[float] = []  # of the steps since the display's last line
         self._newest: dict[str, float] = {}
 
@@ -84,8 +85,7 @@ class StepLog(AbstractContextManager):
         """Writes the lines of the oldest steps; shows the last of them, at least."""
         oldest = [self._under_way.popleft() for _ in range(count)]
         read = [(step, self._inputs.values(step, x), more) for step, x, more in oldest]
-        # Of several that are read at once, each gets the same time.
-        speed = self._throughput.measure(count) if count else {}
+        speed = self._measure(count) if count else {}
         for step, values, more in read:
             values |= self._throughput.seen(step)
             if step == self._steps.start:  # mostly compilation: no sign of the speed
@@ -106,6 +106,20 @@ class StepLog(AbstractContextManager):
             except BaseException:
                 self._under_way.clear()  # steps after one that failed say nothing
                 raise
+
+    def _measure(self, count: int) -> dict[str, float]:
+        """Returns the speed of steps that were read, which is the same for each.
+
+        Others may be complete, too: on CPUs a step can be as soon as it is dispatched,
+        and where data are slow, before the next one is. Each counts once.
+        """
+        ahead = 0
+        for _, metrics, _ in self._under_way:
+            if not all(x.is_ready() for x in metrics.values()):
+                break
+            ahead += 1
+        steps, self._ahead = count + ahead - self._ahead, ahead
+        return self._throughput.measure(steps, drained=not self._under_way)
 
     def __exit__(self, kind: Any = None, *exception: object) -> None:
         try:

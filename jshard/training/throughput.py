@@ -39,27 +39,45 @@ class Throughput:
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._flops = flops_per_token if self._unit == "tokens" else None
         self._peak = peak * mesh.size if peak else None
+        self._step_time = 0.0  # of the steps that were measured last
         self.restart()
 
     def restart(self) -> None:
         """Restarts the clock, so that time spent outside of steps is not counted."""
-        self._since = time.perf_counter()
+        self._began = self._since = time.perf_counter()
+        self._steps = 0  # complete since then
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stops the clock within it."""
         began = time.perf_counter()
         yield
-        self._since += time.perf_counter() - began
+        pause = time.perf_counter() - began
+        self._began += pause
+        self._since += pause
 
     def seen(self, step: int) -> dict[str, float]:
         """Returns how many tokens or examples the first steps of a run have read."""
         return {f"{self._unit}_seen": step * self._items}
 
-    def measure(self, steps: int = 1) -> dict[str, float]:
-        """Returns the metrics of steps that end now, and restarts the clock."""
-        began, self._since = self._since, time.perf_counter()
-        return self.speed((self._since - began) / steps)
+    def measure(self, steps: int, *, drained: bool = False) -> dict[str, float]:
+        """Returns the metrics of steps that are complete now.
+
+        Args:
+          steps: How many have become complete since the last call. With 0, which the
+            first call after a restart must not give, the metrics are those of before.
+          drained: Whether no step is under way any more. What is left then took less
+            time than a step does, as its data came before, so that the mean of all
+            steps since the restart is measured.
+        """
+        now = time.perf_counter()
+        self._steps += steps
+        if drained:
+            self._step_time = (now - self._began) / self._steps
+        elif steps:
+            self._step_time = (now - self._since) / steps
+            self._since = now
+        return self.speed(self._step_time)
 
     def speed(self, step_time: float) -> dict[str, float]:
         """Returns the metrics of steps that take so many seconds each."""

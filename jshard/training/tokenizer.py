@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jshard.checkpoint import untrusted
+from jshard.cli.paths import check_path
 from jshard.errors import UserError
 from jshard.training.pieces import PieceTokenizer, python_pieces
 
@@ -158,6 +159,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
       UserError: `path` holds no tokenizer or a larger one, or the `tokenizers` library
         is missing.
     """
+    check_path("data.tokenizer", path)
     tokenizer = _load(str(path))
     if path and vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(

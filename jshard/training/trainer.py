@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard.cli.paths import check_path
 from jshard.distributed import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp import FSDP as _FSDP
@@ -47,8 +48,9 @@ class Trainer:
     Args:
       recipe: A file, or the name of a packaged recipe, as for `--config`; a module; or
         None, with the parts by keyword.
-      config: Keys to set over the recipe's, `{"optimizer.learning_rate": 1e-3}`. A
-        `ConfigDict`, or the dict without a recipe, is the whole config.
+      config: Keys to set over the recipe's, `{"optimizer.learning_rate": 1e-3}`;
+        without a recipe, those that every recipe has. A `ConfigDict` is the whole
+        config, with any keys of its own.
       workdir: The run's folder; by default runs/NAME-DATE-TIME.
       mesh: By default that of `config.mesh`.
       policy: By default that of `config.policy`.
@@ -99,6 +101,8 @@ class Trainer:
         self._recipe, self._imports = open_parts(recipe, parts)
         self._is_within = False
         with self._within():
+            if workdir:
+                check_path("workdir", workdir)
             path = Path(workdir) if workdir else None
             self.config: Config = config_of(self._recipe, config, path)
         if mesh is not None:

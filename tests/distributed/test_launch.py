@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -159,7 +160,9 @@ def test_bad_input_is_not_started_again(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+)
 def test_a_signal_to_the_launcher_saves_and_stops_all(number, whole, tmp_path):
     write_recipe(tmp_path, slowly)
     options = ["--num_processes=2", "--max_restarts=3"]
@@ -269,6 +272,50 @@ def test_a_connection_to_a_dead_host_is_given_up(tmp_path, monkeypatch):
     since = time.monotonic()
     assert launcher.run() == 1
     assert time.monotonic() - since < 10
+
+
+LISTENING = """\
+#!/bin/sh
+for name in HUP USR1 TERM; do
+  trap "echo $name >> {heard}; exit 75" $name
+done
+echo started >> {heard}
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (signal.SIGHUP, "HUP"),
+        (signal.SIGUSR1, "USR1"),
+        (signal.SIGTERM, "TERM"),
+        (signal.SIGINT, "TERM"),
+    ],
+)
+def test_the_launcher_passes_signals_on(number, name, tmp_path, monkeypatch):
+    heard, script = tmp_path / "heard", tmp_path / "python"
+    script.write_text(LISTENING.format(heard=heard))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    numbers = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    # As in a terminal: a job in the background of a shell ignores some.
+    before = {n: signal.signal(n, signal.SIG_DFL) for n in numbers}
+
+    def send() -> None:
+        while not heard.exists() or heard.read_text().count("started") < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        with pytest.raises(SystemExit) as end:
+            jshard.launch._launch(["--num_processes=2", "--", "--config=x"])
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert end.value.code == 75
+    assert heard.read_text().split() == ["started"] * 2 + [name] * 2
 
 
 def test_a_signal_between_two_tries_is_the_end(tmp_path, monkeypatch):

@@ -20,17 +20,21 @@ import jshard.tokenize
 import jshard.train
 import jshard.training.loop
 from jobs import environment
+from jshard.cli.paths import path_problem
 from jshard.errors import UserError
 from jshard.knob import Knob
 from jshard.training.config.command_line import override
 from jshard.training.config.config import SHARED, check, complete, declarations, flatten
 from jshard.training.recipe import find_recipe, open_recipe, packaged_recipes
+from jshard.training.text import text_data
+from jshard.training.tokenizer import load_tokenizer
 
 # Names like llama3_8b.py stand for llama.py's (tests/recipes/test_llama.py).
 FILES = {file.name for file in packaged_recipes().glob("*.py")}
 FORMER = {f"llama{s}.py" for s in ("2_7b", "2_13b", "3_8b", "3_70b", "3_405b")}
 RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - FORMER - {"llama.py"})
 LONG = "x" * 5000
+URL = "gs://bucket/folder"
 
 
 @contextlib.contextmanager
@@ -42,7 +46,7 @@ def config_of(name: str) -> Iterator:
 def bad_values(key: Knob) -> list[str]:
     """What a key cannot be, by its declaration alone."""
     if key.kind is Path:
-        return [LONG, f"{LONG}/{LONG}"]
+        return [LONG, f"{LONG}/{LONG}", URL]
     if key.kind in (str, tuple) and not key.choices:
         return []  # any text is one
     if key.kind is bool or key.choices:
@@ -168,24 +172,24 @@ def test_the_planner_refuses_the_same(refused):
 
 OPTIONS = {
     jshard.train: {
-        "config": ("", LONG, "nosuch"),
-        "workdir": ("", LONG),
+        "config": ("", LONG, "nosuch", URL),
+        "workdir": ("", LONG, URL, "s3://bucket", "hf://me/run"),
         "coordinator": ("", "a", "a:", "a:0", "a:65536", "a:many", f"{LONG}:1", ":7"),
         "num_processes": ("", "0", "-1", "many", "nan", "1e3", "1" + "0" * 20, LONG),
         "process_id": ("", "-1", "2", "many", "nan", "1" + "0" * 20, LONG),
         "local_device_ids": ("", "a", "-1", "0,0", "0,", "1" + "0" * 20, LONG),
     },
     jshard.plan.command_line: {
-        "config": ("", LONG, "nosuch"),
+        "config": ("", LONG, "nosuch", URL),
         "topology": (
             *("", "h100", "h100:", "h100:0", "h100:-8", "h100:9", "h1000:8", LONG),
             *("h100:many", "h100:" + "9" * 20, "h100:" + "9" * 5000),
         ),
-        "constants": ("", LONG, "/", "/nosuch"),
-        "json": ("", LONG, "/", "/nosuch/file"),
-        "html": ("", LONG, "/", "/nosuch/file"),
-        "trace": ("", LONG, "/", "/nosuch/file"),
-        "hlo": ("", LONG, "/", "/nosuch/file"),
+        "constants": ("", LONG, "/", "/nosuch", URL),
+        "json": ("", LONG, "/", "/nosuch/file", URL),
+        "html": ("", LONG, "/", "/nosuch/file", URL),
+        "trace": ("", LONG, "/", "/nosuch/file", URL),
+        "hlo": ("", LONG, "/", "/nosuch/file", URL),
         "search": ("nosuch", LONG),
         "limit": ("", "0", "-1", "many", "²", "9" * 5000),
     },
@@ -197,17 +201,17 @@ OPTIONS = {
         "max_restarts": ("", "-1", "many", "1" + "0" * 20),
         "min_hosts": ("", "0", "-1", "3", "many", "1" + "0" * 20),
     },
-    jshard.inspect: {"PATH": ("", "/nosuch", LONG, "/dev/null")},
+    jshard.inspect: {"PATH": ("", "/nosuch", LONG, "/dev/null", URL)},
     jshard.export: {
-        "PATH": ("", "/nosuch", LONG, "/dev/null"),
-        "output": (LONG,),
+        "PATH": ("", "/nosuch", LONG, "/dev/null", URL),
+        "output": (LONG, URL),
         "dtype": ("", "int8", "nosuch", LONG),
         "max_shard_size": ("", "0GB", "-1GB", "nan", "5", LONG),
     },
     jshard.tokenize: {
-        "PATH": ("", LONG),
-        "tokenizer": ("", "/nosuch", "/dev/null", LONG),
-        "output": ("", LONG),
+        "PATH": ("", LONG, URL),
+        "tokenizer": ("", "/nosuch", "/dev/null", LONG, URL),
+        "output": ("", LONG, URL),
         "workers": ("", "0", "-1", "many", "nan", "1" + "0" * 20, LONG),
     },
 }
@@ -261,6 +265,29 @@ def test_a_bad_value_of_any_option_is_one_line_that_names_it(
     if option != "PATH":
         words = [f"--{option[:-1]}x=1"]
         refused(command, words, *words, "PATH", "required")
+
+
+def test_a_url_is_refused_wherever_a_path_is_expected(tmp_path, monkeypatch):
+    """It would be a folder named "gs:" on this machine's disk."""
+    monkeypatch.chdir(tmp_path)
+    asks = {
+        "workdir": lambda path: jshard.Trainer("gpt.py", workdir=path),
+        "Checkpointer: folder": jshard.Checkpointer,
+        "data.tokenizer": load_tokenizer,
+    }
+    for name, ask in asks.items():
+        for url in ("s3://bucket/run", "gs://bucket", Path("abfs://bucket/run")):
+            with pytest.raises(UserError, match=f"{name}={url}: is a URL"):
+                ask(url)
+    for path, mixture in ((URL, ""), ("", f"{URL}:1")):
+        with pytest.raises(UserError, match=f"data.path={URL}: is a URL"):
+            text_data(path, "train", mixture=mixture, sequence_length=8, seed=0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["a:b", "./gs:/x", "C/x://y", "~/x", "gpt.py:/x"])
+def test_other_paths_with_colons_are_allowed(path):
+    assert path_problem(path) == ""
 
 
 @pytest.mark.parametrize("key", sorted(SHARED))

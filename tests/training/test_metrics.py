@@ -236,19 +236,21 @@ def test_a_process_that_is_not_the_first_writes_nothing(tmp_path):
 
 
 def test_speed_counts_all_tokens_over_the_wall_time_since_the_restart(monkeypatch):
-    now = iter([100.0, 107.0, 109.0, 110.0])
+    now = iter([100.0, 107.0, 109.0, 110.0, 111.0, 113.0])
     monkeypatch.setattr(speed.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(speed, "peak_flops", lambda kind: 1000.0)
     mesh = jshard.make_mesh()
     batch = {"weights": np.ones((8, 16)), "inputs": np.ones((8, 16), np.int32)}
     throughput = Throughput(batch, mesh, flops_per_token=10.0)
     throughput.restart()
-    assert throughput.measure()["step_time"] == 2.0  # since the restart
-    assert throughput.measure() == {
+    assert throughput.measure(1)["step_time"] == 2.0  # since the restart
+    assert throughput.measure(1) == {
         "step_time": 1.0,
         "tokens_per_second": 128.0,
         "mfu": 128.0 * 10 / (1000 * mesh.size),
     }
+    assert throughput.measure(0)["step_time"] == 1.0  # that of before
+    assert throughput.measure(1, drained=True)["step_time"] == 2.0  # of all three
 
 
 @pytest.mark.parametrize(("flops", "peak"), [(None, 1000.0), (10.0, None)])
@@ -256,7 +258,7 @@ def test_mfu_is_left_out_where_flops_or_peak_are_not_known(flops, peak, monkeypa
     monkeypatch.setattr(speed, "peak_flops", lambda kind: peak)
     batch = {"inputs": np.ones((8, 16), np.int32)}
     throughput = Throughput(batch, jshard.make_mesh(), flops)
-    assert throughput.measure().keys() == {"step_time", "tokens_per_second"}
+    assert throughput.measure(1).keys() == {"step_time", "tokens_per_second"}
 
 
 def test_images_with_labels_are_counted_as_examples():

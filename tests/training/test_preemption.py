@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 import jshard
+from failures import slowly
+from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
 from jshard.train import main
-from jshard.training.preemption import Preemption
+from jshard.training.preemption import WARNINGS, Preemption
 from processes import Processes
+from resumable import RECIPE
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -43,7 +46,10 @@ def wait_for_request(preemption):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_a_request_and_one_line(number, listening, capsys):
     with Preemption() as preemption:
         assert not preemption.requested(1)
@@ -52,10 +58,25 @@ def test_the_first_signal_is_a_request_and_one_line(number, listening, capsys):
         wait_for_request(preemption)
         assert preemption.requested(2)
     assert preemption.signal_name == number.name
+    more = "" if number in WARNINGS else "; once more exits at once"
     assert capsys.readouterr().err == (
-        f"jshard: {number.name}: finishing the step and saving; once more exits at "
-        "once\n"
+        f"jshard: {number.name}: finishing the step and saving{more}\n"
     )
+
+
+@pytest.mark.parametrize("exits", [True, False])
+@pytest.mark.parametrize("number", WARNINGS)
+def test_a_warning_may_come_again_and_before_sigterm(number, exits, capsys):
+    """To a process and to its parent, which passes it on; later the time is up."""
+    before = signal.getsignal(number)
+    with Preemption(exits=exits) as preemption:
+        for again in (number, number, signal.SIGHUP, signal.SIGTERM, number):
+            send(again)
+            wait_for_request(preemption)
+            time.sleep(0.02)
+    assert preemption.signal_name == number.name
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert signal.getsignal(number) == before
 
 
 def test_signals_are_given_back(listening):
@@ -76,14 +97,19 @@ def test_signals_are_given_back(listening):
 
 def test_a_signal_that_is_ignored_stays_ignored(listening):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by nohup
     with Preemption() as preemption:
         send(signal.SIGINT)
+        send(signal.SIGHUP)
+        time.sleep(0.05)
+        assert not preemption.requested(1)
         send(signal.SIGTERM)
         wait_for_request(preemption)
     assert preemption.signal_name == "SIGTERM"
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
-def test_other_signals_are_no_request():
+def test_a_signal_that_the_program_handles_itself_is_no_request():
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
     try:
@@ -94,6 +120,33 @@ def test_other_signals_are_no_request():
             assert not preemption.requested(1)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+IN_TERMINAL = """\
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_exits_75(command, tmp_path):
+    (tmp_path / "tiny.py").write_text(slowly(RECIPE))
+    keys = {"steps": 1000, "eval_every": 0, "checkpoint.every": 1000}
+    words = [f"--config.{key}={value}" for key, value in keys.items()]
+    options = command(tmp_path, "--config=tiny.py", "--workdir=run", *words)
+    python, *rest = options["args"]
+    terminal, end = os.openpty()
+    options |= {"args": [python, "-c", IN_TERMINAL, *rest], "text": False}
+    options |= dict.fromkeys(("stdin", "stdout", "stderr"), end)
+    with subprocess.Popen(**options, start_new_session=True) as process:
+        os.close(end)
+        shown = b""
+        while b"loss" not in shown:
+            shown += os.read(terminal, 1000)
+        os.close(terminal)
+        assert process.wait(timeout=60) == 75
+    (step,) = find_steps(tmp_path / "run/checkpoints")
+    assert 0 < step < 1000
 
 
 def test_in_another_thread_signals_are_left_alone():
@@ -181,8 +234,8 @@ def step_until_signalled(name: str) -> tuple[int, str | None]:
     return step, preemption.signal_name
 
 
-@pytest.mark.quick("SIGTERM")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.quick("SIGUSR1")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_to_one_process_stops_all_after_the_same_step(name, tmp_path):
     with Processes(2, 1, tmp_path) as processes:
         ends = processes.call(step_until_signalled, name)

@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -220,6 +221,37 @@ def test_a_long_runs_curve_is_thinned_and_keeps_its_last_step():
     (line,) = json.loads(page.text["script"][0])["lines"].values()
     assert len(line) <= 600
     assert line[-1] == [100_000, 1.0]
+
+
+def chart_of(page: Page, number: int) -> dict[str, Any]:
+    return json.loads(page.text["script"][number])
+
+
+@pytest.mark.parametrize("name", ["tokens_per_second", "mfu"])
+def test_the_chart_of_a_rate_leaves_out_what_is_no_rate_of_training(name, tmp_path):
+    rates = [22e3 + 100 * (step % 7) for step in range(1, 101)]
+    rates[9::10] = [479e3] * 10  # by a clock that ran on while steps were read
+    rates[50] = 20.0
+    page = write_run(
+        tmp_path, [{"step": n, name: rate} for n, rate in enumerate(rates, 1)]
+    )
+    low, high = chart_of(page, 0)["y"][:2]
+    assert 20e3 < low <= 22e3 < 22.6e3 <= high < 24e3
+    (line,) = chart_of(page, 0)["lines"].values()
+    assert len(line) == 89
+    title = "MFU" if name == "mfu" else "Tokens per second"
+    assert f"{title}, without 11 of 100 steps" in page.text["figcaption"]
+
+
+def test_the_chart_of_a_rate_that_changes_has_all_of_it(tmp_path):
+    rates = [20e3] * 50 + [9e3] * 50
+    page = write_run(
+        tmp_path,
+        [{"step": n, "tokens_per_second": rate} for n, rate in enumerate(rates, 1)],
+    )
+    (line,) = chart_of(page, 0)["lines"].values()
+    assert len(line) == 100
+    assert "Tokens per second" in page.text["figcaption"]
 
 
 values = st.floats(-(2.0**127), 2.0**127, width=32)

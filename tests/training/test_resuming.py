@@ -1,6 +1,7 @@
 """Whole runs that go on where their folder's checkpoints end, or say why not."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import jshard
 from checkpoints import data_file, flip_bit, remount, small_disk
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
-from jshard.errors import Preempted, RunFailed
+from jshard.errors import Preempted, RunFailed, UserError
 from jshard.export import export
 from jshard.training.progress import ProgressDisplay
-from resumable import read_metrics, train
+from jshard.training.run_folder.lock import lock_folder
+from resumable import RECIPE, read_metrics, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -242,6 +244,38 @@ def test_metrics_that_are_deleted_while_the_run_goes_on_come_back(
 
 
 # Runs that must not.
+
+
+def test_a_folder_in_which_another_run_trains_is_refused_as_that(run):
+    """Its newest checkpoint is incomplete only because it is being replaced."""
+    flip_bit(data_file(run / "checkpoints/10"))
+    flip_bit(data_file(run / "checkpoints/8"))
+    said = rf"another process \({os.getpid()}\) is training in --workdir={run}"
+    with lock_folder(run), pytest.raises(UserError, match=said):
+        train(run.parent, steps=20)
+    with pytest.raises(UserError, match="damaged"):
+        train(run.parent, steps=20)
+
+
+@pytest.mark.parametrize("every", [4, 0])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_run_whose_folder_is_deleted_fails_and_says_so(again, every, tmp_path):
+    def delete(trainer, step, metrics):
+        if step == 6:
+            (tmp_path / "run").rename(tmp_path / "gone")
+            if again:
+                (tmp_path / "run").mkdir()
+
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    trainer = jshard.Trainer(
+        tmp_path / "tiny.py",
+        config={"steps": 10, "eval_every": 0, "checkpoint.every": every},
+        workdir=tmp_path / "run",
+        on_step=delete,
+    )
+    with pytest.raises(RunFailed, match=r"run was deleted, moved or replaced while"):
+        trainer.fit()
+    assert int(trainer.state.step) == (8 if every else 10)
 
 
 @pytest.mark.parametrize(

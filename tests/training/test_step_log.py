@@ -2,14 +2,16 @@
 
 import threading
 import time
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import jshard
 from jshard.errors import UserError
-from jshard.training import schedule
+from jshard.training import schedule, step_log, throughput
 from jshard.training.run_folder.background import Background
 from test_trainer import ROWS, make
 
@@ -57,6 +59,111 @@ def test_a_hook_cannot_return_what_the_line_has_already(name, tmp_path):
     with pytest.raises(UserError, match=said):
         trainer.fit()
     assert len(steps(trainer)) == 1
+
+
+# Times.
+
+
+class Clock:
+    """Stands in for the module `time`, and for the devices of a run."""
+
+    def __init__(self, data: float, compute: float, *, inline: bool):
+        self.now = self.busy_until = 0.0
+        self._data, self._compute, self._inline = data, compute, inline
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def step(self) -> dict[str, "Metric"]:
+        """Reads a batch and dispatches a step; inline ones are complete then."""
+        self.now += self._data
+        self.busy_until = max(self.now, self.busy_until) + self._compute
+        metric = Metric(self, self.busy_until)
+        if self._inline:
+            self.wait(self.busy_until)
+        return {"loss": metric}
+
+    def wait(self, until: float) -> None:
+        self.now = max(self.now, until)
+
+
+class Metric:
+    """An array of a step that is complete at some time."""
+
+    def __init__(self, clock: Clock, complete: float):
+        self._clock, self._complete = clock, complete
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def is_ready(self) -> bool:
+        return self._clock.now >= self._complete
+
+    def __float__(self) -> float:
+        self._clock.wait(self._complete)
+        return 1.0
+
+
+class Written:
+    """What a StepLog has of a run, its folder and its display."""
+
+    def __init__(self):
+        self.times: dict[int, float] = {}
+
+    def values(self, step, metrics):
+        return {name: float(x) for name, x in metrics.items()}
+
+    def check(self, step, values):
+        pass
+
+    def write(self, step, values):
+        if "step_time" in values:
+            self.times[step] = values["step_time"]
+
+    log = write
+
+
+@pytest.mark.parametrize(
+    ("data", "compute", "inline", "takes"),
+    [
+        (0.001, 1.0, False, 1.0),
+        (0.001, 1.0, True, 1.0),
+        (1.0, 0.001, False, 1.0),
+        (1.0, 0.9, False, 1.0),
+        (0.9, 1.0, False, 1.0),
+        (1.0, 1.0, True, 2.0),
+    ],
+    ids=["devices", "inline", "data", "data-even", "devices-even", "inline-both"],
+)
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 10])
+def test_step_times_are_those_of_training_around_evaluations(
+    every, data, compute, inline, takes, monkeypatch
+):
+    """Whatever a step waits for, and however many are under way."""
+    clock, run = Clock(data, compute, inline=inline), Written()
+    monkeypatch.setattr(throughput, "time", clock)
+    monkeypatch.setattr(step_log, "time", clock)
+    speed = throughput.Throughput({"inputs": ROWS[:16]}, jshard.make_mesh())
+    fakes: Any = run
+    with step_log.StepLog(
+        fakes, speed, fakes, fakes, steps=range(1, 41), log_every=1, started=0.0
+    ) as log:
+        for step in range(1, 41):
+            log.add(step, clock.step())
+            if step == 1 or step % every == 0:
+                assert log.finish()["loss"] == 1.0
+                clock.now += 100.0  # evaluates
+                speed.restart()
+    assert sorted(run.times) == list(range(2, 41))
+    # The first step waits for its data and for the devices, whose end is noticed when
+    # the third is dispatched.
+    for step, seconds in run.times.items():
+        first = step == 2 or (step - 1) % every == 0
+        longest = data + compute + takes if first else 1.5 * takes
+        assert 0.6 * takes < seconds <= 1.001 * longest, (step, seconds)
 
 
 # Schedules.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jshard.cli.paths import check_path
 from jshard.errors import UserError
 from jshard.training.data.encoded import Encoded, encode_files
 from jshard.training.data.records import with_records
@@ -104,6 +105,7 @@ def split_corpus(
         pieces = _tokenized(pieces, tokenizer, text_key)
         return _hold_out_files(pieces, _chosen(pieces, validation_fraction))
 
+    check_path("data.path", path)
     root = Path(path).expanduser()
     _check_exists(root)
     is_file = root.is_file()

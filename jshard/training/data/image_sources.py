@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import grain
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from jshard.cli.paths import check_path
 from jshard.errors import UserError, some_of
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -119,6 +120,7 @@ def find_images(path: str, split: str, classes: int) -> ImageSource:
       UserError: There are no images, the splits have different classes, or there are
         too many.
     """
+    check_path("--config.data.path", path)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"--config.data.path={path}: is not a folder")
@@ -152,6 +154,7 @@ def write_records(path: str, output: str, images_per_file: int = 10_000) -> None
       output: The folder to write to.
       images_per_file: The most images of a file.
     """
+    check_path("output", output)
     target = Path(output).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     for split in _SPLITS:

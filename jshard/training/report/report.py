@@ -149,6 +149,12 @@ def _charts(series: _Series, references: Mapping[str, float]) -> Iterator[str]:
             continue
         if name.endswith(_NO_CHART_SUFFIX):
             continue
+        if name == "mfu" or name.endswith("_per_second"):
+            usual = _usual(points)
+            left_out = len(points) - len(usual)
+            note = f", without {left_out} of {len(points)} steps" * bool(left_out)
+            yield line_chart(f"{_title(name)}{note}", {"training": usual})
+            continue
         lines = {
             "training": points,
             "validation": series.get(f"eval_{name}", ()),
@@ -158,6 +164,17 @@ def _charts(series: _Series, references: Mapping[str, float]) -> Iterator[str]:
             yield line_chart("Loss", lines, references=references, wide=True)
         else:
             yield line_chart(_title(name), lines)
+
+
+def _usual(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Returns the rates that training has, without those of stalls and wrong clocks.
+
+    One of them would make the curve of all others flat.
+    """
+    if len(points) < 4:
+        return points
+    lower, _, upper = statistics.quantiles((y for _, y in points), method="inclusive")
+    return [(x, y) for x, y in points if lower / 2 <= y <= 2 * upper]
 
 
 def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]:

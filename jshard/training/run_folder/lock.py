@@ -8,6 +8,8 @@ from typing import IO
 
 from jshard.errors import UserError
 
+_FILE = ".lock"
+
 
 def lock_folder(folder: Path) -> IO[str]:
     """Locks a run's folder for this process, by its file `.lock`.
@@ -19,16 +21,12 @@ def lock_folder(folder: Path) -> IO[str]:
     Raises:
       UserError: Another process has locked the folder.
     """
-    lock = (folder / ".lock").open("a+", encoding="utf-8")
+    lock = (folder / _FILE).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         with lock:
-            lock.seek(0)
-            process = lock.read().strip()
-        raise UserError(
-            f"another process ({process}) is training in --workdir={folder}"
-        ) from None
+            raise _locked(folder, lock) from None
     except OSError as error:  # some network file systems have no locks
         warnings.warn(
             f"{folder} cannot be locked ({error.strerror}): make sure that only one "
@@ -39,3 +37,25 @@ def lock_folder(folder: Path) -> IO[str]:
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raises a UserError if another process has locked a folder, which may not exist.
+
+    What is read there meanwhile would be incomplete, like a checkpoint that is being
+    replaced.
+    """
+    try:
+        with (folder / _FILE).open("r", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _locked(folder, lock) from None
+    except OSError:  # nothing to lock yet, or no locks: `lock_folder` tells
+        return
+
+
+def _locked(folder: Path, lock: IO[str]) -> UserError:
+    lock.seek(0)
+    process = lock.read().strip()
+    return UserError(f"another process ({process}) is training in --workdir={folder}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import time
 import warnings
@@ -90,6 +91,8 @@ class RunFolder(AbstractContextManager):
             path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as undo:
                 self._lock = undo.enter_context(lock_folder(path))
+                self._place = os.open(path, os.O_RDONLY)
+                undo.callback(os.close, self._place)
                 self._open(resume_from, lines)
                 undo.pop_all()
         except OSError as error:
@@ -190,10 +193,29 @@ class RunFolder(AbstractContextManager):
 
         A checkpoint calls this first: a resumed run does not repeat the steps up to it,
         so that lines lost in a power cut would stay lost.
+
+        Raises:
+          RunFailed: The folder is gone.
         """
         if self._enabled:
+            self._check_there()
             self._warn(max(self._metrics.sync(), self._events.sync()))
             self._loggers.flush()
+
+    def _is_there(self) -> bool:
+        try:
+            same = os.path.samestat(os.fstat(self._place), self.path.stat())
+        except OSError:
+            return False
+        return same and (self.path / "config.json").exists()
+
+    def _check_there(self) -> None:
+        """Raises RunFailed if what is saved from now on could not be resumed."""
+        if not self._is_there():
+            raise RunFailed(
+                f"{self.path} was deleted, moved or replaced while the run trained in "
+                "it: checkpoints that are saved there now could not be resumed"
+            )
 
     def _warn(self, problem: str) -> None:
         """Warns of a full disk, once until it has room again."""
@@ -232,15 +254,20 @@ class RunFolder(AbstractContextManager):
         """Closes the files, writes the report and unlocks the folder.
 
         Raises:
-          RunFailed: The disk is still full.
+          RunFailed: The disk is still full, or the folder is gone.
         """
         if not self._enabled:
             return
         failed = kind is not None and not issubclass(kind, Preempted)
         self._loggers.close(failed=failed)
-        with self._lock, self._failing_as_one_line():
+        with ExitStack() as last, self._failing_as_one_line():
+            last.enter_context(self._lock)
+            last.callback(os.close, self._place)
             problem = max(self._metrics.close(), self._events.close())
-            write_report(self.path)
+            if kind is None:
+                self._check_there()
+            if self._is_there():  # otherwise an error says so
+                write_report(self.path)
             if problem:
                 raise RunFailed(
                     f"cannot write to {self.path}: {problem}; the last metrics are lost"
@@ -251,6 +278,7 @@ class RunFolder(AbstractContextManager):
         try:
             yield
         except OSError as error:
+            self._check_there()
             raise RunFailed(f"cannot write to {self.path}: {_why(error)}") from error
 
 
