@@ -49,6 +49,7 @@ class Program:
       units: types that jshard makes Units of, without a change to the model; none for
         what a Unit refuses.
       default: (devices, whether with units) of the test that is not slow.
+      remat: of jshard's policy.
     """
 
     model: Callable[[nnx.Rngs], nnx.Module]
@@ -56,6 +57,7 @@ class Program:
     batch: Callable[[np.random.Generator], Any]
     units: tuple[type, ...]
     default: tuple[int, bool]
+    remat: str = "full"
 
 
 def program(
@@ -65,9 +67,10 @@ def program(
     units: tuple[type, ...],
     default: tuple[int, bool],
     trained: Any = nnx.Param,
+    remat: str = "full",
 ) -> Program:
     """A program with one optimizer."""
-    return Program(model, (Phase(loss, trained),), batch, units, default)
+    return Program(model, (Phase(loss, trained),), batch, units, default, remat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +149,7 @@ def sharded(
     With ``exists`` the model is made before it is sharded.
     """
     mesh = make_mesh(2, 2) if devices == 4 else make_mesh(1, devices)
-    policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate)
+    policy = jshard.Policy(program.remat, min_shard_elements=0, accumulate=accumulate)
     fsdp = jshard.FSDP(mesh, policy, units=program.units if units else ())
     start = fsdp.shard if exists else fsdp.init
     model: Any = program.model(nnx.Rngs(0)) if exists else program.model

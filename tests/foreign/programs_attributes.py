@@ -66,9 +66,9 @@ class OddKinds(nnx.Module):
         return self.head(self.kinds(x))
 
 
-def real(path, leaf):
-    """What jshard trains; a complex parameter stays as it is, like an integer one."""
-    return isinstance(leaf, nnx.Param) and jnp.issubdtype(leaf.dtype, jnp.floating)
+def inexact(path, leaf):
+    """What has a gradient; an integer parameter stays as it is."""
+    return isinstance(leaf, nnx.Param) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 # Arrays that are in no Variable.
@@ -191,7 +191,7 @@ def appended_loss(model, x):
 
 PROGRAMS = {
     "kinds": program(
-        OddKinds, squares, normal(5), (Kinds, nnx.Linear), (3, True), real
+        OddKinds, squares, normal(5), (Kinds, nnx.Linear), (3, True), inexact
     ),
     "numpy-table": layered(NumpyTable, squares, (2, True)),
     "data-table": layered(DataTable, squares, (8, False)),

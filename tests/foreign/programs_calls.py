@@ -38,9 +38,10 @@ class Network(nnx.Module):
         return self.head(x)
 
 
-def activated(activation, default):
+def activated(activation, default, remat="full"):
     model = functools.partial(Network, activation)
-    return program(model, squares, normal(WIDTH), (Activated,), default)
+    units = (Activated,)
+    return program(model, squares, normal(WIDTH), units, default, remat=remat)
 
 
 def like(x):
@@ -202,7 +203,7 @@ class Compiled(nnx.Module):
 
 PROGRAMS = {
     "pure-callback": activated(pure_callback, (4, True)),
-    "io-callback": activated(ordered_callback, (2, False)),
+    "io-callback": activated(ordered_callback, (2, True), remat="none"),
     "debug-callback": activated(debug_callback, (3, True)),
     "pallas": activated(pallas_swish, (8, True)),
     "ffi": program(Volume, squares, normal(5), (nnx.Linear,), (2, False)),

@@ -97,6 +97,12 @@ def test_it_trains_alike_on_a_few_examples_at_a_time(name, units):
     check(PROGRAMS[name], 4, units=units, accumulate=3)
 
 
+def test_an_io_callback_in_a_layer_that_is_recomputed_is_refused_in_words():
+    again = dataclasses.replace(PROGRAMS["io-callback"], remat="full")
+    with pytest.raises(jshard.UserError, match=r"io_callback .* remat='none'"):
+        check(again, 2, units=True)
+
+
 def test_a_forward_derivative_through_a_unit_is_refused_in_words():
     tangent = dataclasses.replace(PROGRAMS["tangent"], units=(nnx.Linear,))
     with pytest.raises(jshard.UserError, match="forward-mode differentiation"):
