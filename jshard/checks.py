@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -15,6 +14,7 @@ from jshard.layout.layout import Layout
 from jshard.layout.variables import variables
 from jshard.mesh import devices_of_a_sequence, named_sizes, shards_of
 from jshard.policy import Policy
+from jshard.precision import is_float
 from jshard.state import TrainState
 from jshard.unit.modules import Stack, is_unit, root_variables
 
@@ -61,7 +61,7 @@ def check_trained(params: nnx.State) -> None:
                 "nnx.Param variables, or types of your own that hold weights"
             )
         for value in jax.tree.leaves(variable):
-            if not jnp.issubdtype(value.dtype, jnp.floating):
+            if not is_float(value):
                 raise UserError(
                     f"wrt selects {name!r} of {value.dtype}; only floating-point "
                     "parameters can be trained"

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jshard.compat.flax_modules import is_pytree, unrecorded
 from jshard.errors import UserError
 from jshard.layout.specs import is_annotated
-from jshard.layout.variables import reachable, variables
+from jshard.layout.variables import expose_arrays, reachable, variables
 from jshard.unit.calls import variables_in
 
 _LINEN = "a Flax Linen module; wrap it in jshard.linen.Model (docs/how_to/linen.md)"
@@ -64,6 +64,7 @@ def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:
             )
         _check_is_new(model)
         _expose_parameters(model)
+        expose_arrays(model)
         return model
 
     return make

@@ -15,14 +15,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 
+from jshard.comm.collectives import gather_leaf
+from jshard.compat.jaxprs import needed_for
 from jshard.errors import UserError
 from jshard.layout.layers import layer_dims, mark_layers
 from jshard.layout.variables import variables
+from jshard.unit.dataflow import dependencies
 from jshard.unit.modules import Unit
-from jshard.unit.shards import shard_of, with_array
+from jshard.unit.partition import combine, partition
+from jshard.unit.shards import is_shard, shard_of, with_array
 
 Path = tuple[str, ...]
+
+# The name of a layer's shards where its unit takes them from a loop.
+_LAYER = "jshard.linen: shards of a layer"
 
 # Whether a unit is being run: modules inside of it are its own.
 _IN_UNIT = ContextVar("_IN_UNIT", default=False)
@@ -102,15 +111,51 @@ class Model(nnx.Module):
             path: functools.reduce(getattr, path, self.params)
             for path in self.unit_paths
         }
-        in_step = any(unit.unit_policy is not None for unit in units.values())
-        read = _outside_of_units if in_step else _value
         if self.streams is not None:
             kwargs["rngs"] = {name: stream() for name, stream in self.streams.items()}
-        tree = {"params": _read(self.params, read)}
-        if not in_step:
-            return self.module.apply(tree, *args, **kwargs)
-        with linen.intercept_methods(_runner(self.unit_types, units)):
-            return self.module.apply(tree, *args, **kwargs)
+        if any(unit.unit_policy is not None for unit in units.values()):
+            return self._in_step(units, args, kwargs)
+        tree = {"params": _read(self.params, _value)}
+        return self.module.apply(tree, *args, **kwargs)
+
+    def _in_step(self, units: dict[Path, Any], args: tuple, kwargs: dict) -> Any:
+        """Returns what ``module.apply`` does, each unit run on its own parameters.
+
+        A unit's call reads its own shards, so what the module sees of them outside of
+        the unit is mostly not read, and stands for what is gathered only if it is.
+        """
+        sharded = [
+            (path, variable)
+            for path, variable in variables(self.params)
+            if is_shard(variable)
+        ]
+
+        def run(arrays: list[jax.Array]) -> Any:
+            seen = {id(v): x for (_, v), x in zip(sharded, arrays, strict=True)}
+            read = lambda v: seen[id(v)] if id(v) in seen else v.get_value()
+            tree = {"params": _read(self.params, read)}
+            with linen.intercept_methods(_runner(self.unit_types, units)):
+                return partition(self.module.apply(tree, *args, **kwargs))
+
+        outside = [_outside_of_units(variable) for _, variable in sharded]
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(outside)
+        stacked = [layer_dims(variable) > 0 for _, variable in sharded]
+        for (path, _), leaks in zip(
+            sharded, _leaks(traced.jaxpr, stacked), strict=True
+        ):
+            if leaks:
+                raise UserError(
+                    f"jshard.linen: parameter {'.'.join(path)!r}, stacked by nn.scan, "
+                    "is read outside of its unit, where there is only a shard; read it "
+                    "in a method of the unit, or leave that type out of units="
+                )
+        _, used = needed_for(traced.jaxpr, [True] * len(traced.out_avals))
+        for i, (_, variable) in enumerate(sharded):
+            shard = shard_of(variable)
+            if used[i] and not stacked[i] and shard is not None:
+                outside[i] = shard.whole()
+        leaves = core.jaxpr_as_fun(traced)(*outside)
+        return combine(*jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
 class _Parameters(nnx.Module):
@@ -144,22 +189,33 @@ def _value(variable: nnx.Variable) -> Any:
     return variable.get_value()
 
 
-def _outside_of_units(variable: nnx.Variable) -> Any:
-    """Returns what the module sees of a parameter outside of its unit.
+def _outside_of_units(variable: nnx.Variable) -> jax.Array:
+    """Returns what stands for a sharded parameter outside of its unit.
 
-    A unit's call reads its own parameters. Before that Linen may look at shapes, so
-    there are zeros in their place, which are never computed with. Under ``nn.scan``
-    the loop takes the shards of a layer.
+    Linen may look at shapes, so there are zeros in its place. Under ``nn.scan`` the
+    loop takes the shards of a layer.
     """
     shard = shard_of(variable)
-    if shard is None:
-        return variable.get_value()
+    assert shard is not None
     if layer_dims(variable):
         return shard.array
-    shape = list(shard.array.shape)
-    if shard.place.dim is not None:
-        shape[shard.place.dim] *= shard.place.shards()
-    return jnp.zeros(shape, shard.array.dtype)
+    whole = jax.eval_shape(lambda x: gather_leaf(x, shard.place), shard.array)
+    return jnp.zeros(whole.shape, whole.dtype)
+
+
+def _leaks(jaxpr: core.Jaxpr, stacked: list[bool]) -> list[bool]:
+    """Returns which of the inputs that are stacked are read outside of their units.
+
+    A unit takes its shards by their name (``_with_arrays``). Every other way from a
+    stacked parameter to an output is a read.
+    """
+
+    def rule(eqn: Any, _: list[int]) -> list[int] | None:
+        return [0] if eqn.params.get("name") == _LAYER else None
+
+    bits = [is_stacked << i for i, is_stacked in enumerate(stacked)]
+    found = functools.reduce(operator.or_, dependencies(jaxpr, bits, rule), 0)
+    return [bool(found >> i & 1) for i in range(len(stacked))]
 
 
 def _recorder(units: tuple[type, ...], found: dict[Path, Any]) -> Callable:
@@ -201,7 +257,7 @@ def _with_arrays(unit: Any, arrays: Any) -> Any:
     layer = []
     for path, variable in flat:
         array = functools.reduce(operator.getitem, path, arrays)
-        layer.append((path, with_array(variable, array)))
+        layer.append((path, with_array(variable, checkpoint_name(array, _LAYER))))
     return nnx.merge(graphdef, nnx.from_flat_state(layer))
 
 

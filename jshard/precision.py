@@ -45,18 +45,19 @@ class Precision:
     reduce: Any = knob(
         None, "dtype in which gradients are sent; None is that of compute", **_FLOATING
     )
-    """It applies to each unit's reduce-scatter. Gradients that are accumulated first
-    (over micro-batches, or for the all-reduce over replicas) are sent in the
-    parameter's dtype."""
+    """It applies to what each unit sends. Gradients that are accumulated over
+    micro-batches, and those of replicated parameters, are sent in the parameter's
+    dtype at the end of the step."""
 
     sum: Any = knob(
         None,
         "dtype in which gradients are summed; None is that of reduce",
         **_FLOATING,
     )
-    """A reduce-scatter sums in the dtype it sends. For another dtype an all-to-all of
-    as many bytes takes its place, and each device sums what it receives: bfloat16 is
-    sent, without its rounding in the sums."""
+    """A collective sums in the dtype it sends. For another dtype an all-to-all of as
+    many bytes takes the place of a reduce-scatter, and each device sums what it
+    receives: bfloat16 is sent, without its rounding in the sums. An all-reduce over
+    replicas, or in plain data parallelism, is sent in this dtype."""
 
     products: Any = knob(
         None,

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -87,6 +88,69 @@ def test_a_wire_dtype_of_its_own_leaves_the_computation_alone():
     seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=dtypes))
     assert set(seen.values()) == {"float32"}
     assert results(jaxpr, "all_gather") == {"bf16"}
+
+
+@pytest.mark.parametrize("gather", ["bfloat16", "int8"])
+def test_without_a_compute_dtype_a_layer_sees_the_one_it_declares(gather):
+    dtypes = jshard.Precision(gather=gather)
+    seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=dtypes))
+    assert set(seen.values()) == {"float32"}
+    assert results(jaxpr, "all_gather") >= {{"bfloat16": "bf16", "int8": "i8"}[gather]}
+
+
+class Scale(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(WIDTH))
+
+    def __call__(self, x):
+        return jnp.sum(x * self.scale[...].astype(jnp.float32), axis=-1)
+
+
+@pytest.mark.parametrize("replica", [8, 2, 1])
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_gradients_are_summed_in_the_dtype_asked_for_over_replicas_too(replica, dtype):
+    # A device's gradient of 2 is below the spacing of bfloat16 at 1024.
+    x = np.full((8, WIDTH), 2, np.float32)
+    x[0] = 1024
+    precision = jshard.Precision(reduce="bfloat16", sum=dtype)
+    policy = jshard.Policy(min_shard_elements=0, precision=precision)
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), policy, units=(Scale,))
+    tx = optax.sgd(1.0)
+    state = fsdp.init(lambda rngs: nnx.Sequential(Scale(rngs)), tx)
+    loss = lambda model, x: jshard.Mean(jnp.sum(model(x)), 1 / 8)
+    state, _ = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(x))
+    (scale,) = jax.tree.leaves(fsdp.unshard(state.params))
+    exact = 1 - (1024 + 7 * 2)
+    assert np.all(scale == exact) == (dtype == "float32")
+
+
+class Waves(nnx.Module):
+    """A complex parameter beside a real one."""
+
+    def __init__(self, rngs):
+        self.waves = nnx.Param(jnp.full(WIDTH, 0.5 + 0.25j))
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.abs(self.waves[...] * self.dense(x)) ** 2
+
+
+@pytest.mark.parametrize("gather", ["bfloat16", "int8"])
+def test_complex_parameters_keep_their_imaginary_part(gather):
+    precision = jshard.Precision(gather=gather, compute="bfloat16", sum="float32")
+    policy = jshard.Policy(min_shard_elements=0, precision=precision)
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy, units=(Waves,))
+    tx = optax.sgd(0.1)
+    make_model = lambda rngs: nnx.Sequential(Waves(rngs))
+    state = fsdp.init(make_model, tx)
+    x = np.linspace(-1, 1, 16 * WIDTH, dtype=np.float32).reshape(16, WIDTH)
+    loss = lambda model, x: jshard.Mean(jnp.sum(model(x)), len(x))
+    state, _ = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(x))
+    got = fsdp.unshard(state.params)["layers"][0]["waves"].get_value()
+    graphdef, params = nnx.split(make_model(nnx.Rngs(jax.random.key(0))))
+    plain = lambda params: loss(nnx.merge(graphdef, params), x).compute()
+    grad = jax.grad(plain)(params)["layers"][0]["waves"].get_value()
+    np.testing.assert_allclose(got, 0.5 + 0.25j - 0.1 * grad, rtol=0.02)
 
 
 def test_parameters_and_optimizer_state_have_the_parameter_dtype():

@@ -47,15 +47,22 @@ def made_by(eqns: Iterable[Any]) -> set[Any]:
     return {v for eqn in eqns for v in eqn.outvars}
 
 
-def contains(jaxpr: core.Jaxpr, names: set[str]) -> bool:
-    """Returns whether a jaxpr has one of these primitives at any nesting level."""
-    return any(has(eqn, names) for eqn in jaxpr.eqns)
+def find(jaxpr: core.Jaxpr, names: set[str]) -> Any:
+    """Returns the first equation of one of these primitives, nested or not, or None."""
+    found = (_find_in(eqn, names) for eqn in jaxpr.eqns)
+    return next((eqn for eqn in found if eqn is not None), None)
+
+
+def _find_in(eqn: Any, names: set[str]) -> Any:
+    if eqn.primitive.name in names:
+        return eqn
+    found = (find(inner, names) for inner in core.jaxprs_in_params(eqn.params))
+    return next((eqn for eqn in found if eqn is not None), None)
 
 
 def has(eqn: Any, names: set[str]) -> bool:
     """Returns whether an equation is or contains one of these primitives."""
-    inner = core.jaxprs_in_params(eqn.params)
-    return eqn.primitive.name in names or any(contains(j, names) for j in inner)
+    return _find_in(eqn, names) is not None
 
 
 def read(env: dict[Any, Any], atoms: Iterable[Any]) -> list[Any]:
@@ -243,6 +250,14 @@ def needed_for(
 ) -> tuple[core.Jaxpr, list[bool]]:
     """Keeps what some outputs need; returns it, and which inputs it still uses."""
     return pe.dce_jaxpr(jaxpr, list(outputs))
+
+
+def without_effects(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Returns a jaxpr whose callbacks are only needed for what they return.
+
+    ``needed_for`` keeps others, ``jax.debug.print`` say.
+    """
+    return jaxpr.replace(eqns=[eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns])
 
 
 def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -17,6 +17,25 @@ def variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
     return ((path, v) for path, v in nnx.iter_graph(module) if is_variable(v))
 
 
+def set_attribute(module: nnx.Module, name: str, value: Any) -> None:
+    """Sets an attribute, and tells Flax if it holds arrays.
+
+    Flax takes traced arrays, lists and dicts for constants unless it is told.
+    """
+    arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
+    setattr(module, name, nnx.data(value) if arrays else value)
+
+
+def expose_arrays(model: nnx.Module) -> None:
+    """Tells Flax of all arrays that a new model holds outside of Variables."""
+    for module in reachable(model, stop=lambda x: False):
+        if isinstance(module, nnx.Module):
+            for name, value in list(vars(module).items()):
+                if not name.startswith("_pytree__") and not is_variable(value):
+                    if not isinstance(value, nnx.Pytree):
+                        set_attribute(module, name, value)
+
+
 def reachable(start: Any, stop: Callable[[Any], bool]) -> list[Any]:
     """Returns all objects reachable from ``start``, itself included.
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard.compat.jaxprs import contains, evaluate, has, made_by, read_by, variables
+from jshard.compat.jaxprs import evaluate, find, has, made_by, read_by, variables
 from jshard.layout.specs import shard_dim
 from jshard.mesh import axes_of, shard_axes, shards_of
 
@@ -36,7 +36,7 @@ def map_layers(
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
     closed, result = jax.make_jaxpr(fn, return_shape=True)(*layer)
     jaxpr, leaves = closed.jaxpr, jax.tree.leaves(args)
-    if shards_of(mesh) == 1 or not contains(jaxpr, _PRODUCTS):
+    if shards_of(mesh) == 1 or find(jaxpr, _PRODUCTS) is None:
         return jax.vmap(fn)(*args)
 
     before, whole, after = _split(jaxpr)

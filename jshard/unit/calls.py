@@ -9,7 +9,7 @@ from flax import nnx
 from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
 from jshard.layout.layers import mark_layers
-from jshard.layout.variables import is_variable, reachable
+from jshard.layout.variables import is_variable, reachable, set_attribute
 from jshard.unit.shards import is_shard, show
 
 # (path of a module, name of an attribute) -> its new value
@@ -99,9 +99,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
         else:
             if is_variable(value) and layers:
                 mark_layers(value, outer=[(*path, name)])
-            # Flax takes a list or dict for a constant unless it is told otherwise.
-            holds_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
-            setattr(owner, name, nnx.data(value) if holds_arrays else value)
+            set_attribute(owner, name, value)
 
 
 def _modules(

@@ -97,9 +97,9 @@ def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
     module, _, _ = name.rpartition(".")
     raise UserError(
         f"{line_of(eqn)}: a branch or loop calls {module or 'a unit'!r}, which gathers "
-        f"{name!r} with all devices, and its condition may differ by device; call what "
-        "jshard.gathered(module) returned before the branch, or make the condition "
-        "equal on all devices (jshard.pmean of what it is computed from)"
+        f"{name!r} with all devices, and its condition may differ by device; gather it "
+        "before (full = jshard.gathered(module)) and call that inside, or make the "
+        "condition equal on all devices (jshard.pmean of what it is computed from)"
     )
 
 

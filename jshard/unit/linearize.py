@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jshard.compat.jaxprs import needed_for, run_used
+from jshard.compat.jaxprs import (
+    find,
+    line_of,
+    needed_for,
+    run_used,
+    without_effects,
+)
+from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.policy import INPUTS, Offload
 from jshard.precision import is_float
@@ -130,6 +137,12 @@ class LinearizedLayer:
         prevent_cse: bool,
     ):
         note_names(traced.jaxpr, remat)
+        if remat != "none" and (eqn := find(traced.jaxpr, {"io_callback"})):
+            raise UserError(
+                f"{line_of(eqn)}: an io_callback in a unit whose backward computes it "
+                "again, which JAX refuses; use jax.pure_callback, or remat='none' for "
+                "this unit (policy.overrides)"
+            )
         self.traced = traced
         fn = checkpoint(traced.run, remat, prevent_cse=prevent_cse)
 
@@ -192,6 +205,8 @@ class LinearizedLayer:
             self._source.append(index)
         self._kept = list(kept)
         self._forward = needed_for(jaxpr, [True] * prefix + first)
+        # The forward has printed and called back already.
+        jaxpr = without_effects(jaxpr)
         self._rebuild = needed_for(jaxpr, [False] * prefix + lost)
         self.reads = self._rebuild[1][: len(inputs.weights)]
 

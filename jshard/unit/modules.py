@@ -26,7 +26,12 @@ from jshard.errors import UserError
 from jshard.layout.layers import mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.tables import is_table, mark_table
-from jshard.layout.variables import is_variable, reachable, variables
+from jshard.layout.variables import (
+    expose_arrays,
+    is_variable,
+    reachable,
+    variables,
+)
 from jshard.policy import Policy, Reshard, UnitPolicy
 from jshard.precision import set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
@@ -106,7 +111,9 @@ class Stack(nnx.Module, pytree=False):
         @nnx.split_rngs(splits=num_layers)
         @nnx.scan(in_axes=0, out_axes=0)
         def make(rngs: nnx.Rngs) -> nnx.Module:
-            return make_layer(rngs)
+            layer = make_layer(rngs)
+            expose_arrays(layer)
+            return layer
 
         layers = make(rngs)
         for path, variable in variables(layers):

@@ -26,7 +26,6 @@ from jshard.compat import (
     collective_primitives,
     flax_modules,
     host_arrays,
-    jax_functions,
     jaxprs,
     orbax_files,
     orbax_noise,
@@ -118,42 +117,6 @@ def test_absent_gpus_are_compiled_for():
         lowered = jax.jit(lambda x: x + 1).trace(x).lower(lowering_platforms=("cpu",))
         compiled = absent_gpus.compile_lowered(lowered, mesh)
         assert "num_partitions=8" in (compiled.as_text() or "")
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lax.scan,
-        lax.while_loop,
-        lax.cond,
-        lax.switch,
-        jax.custom_vjp.__call__,
-        jax.custom_jvp.__call__,
-    ],
-    ids=lambda function: function.__qualname__,
-)
-def test_jax_functions_can_be_made_to_call_others(function):
-    with otherwise(f"loops cannot be typed: {function} is wrapped in another way"):
-        jax_functions.replace_inner(function, lambda *args: args)
-        try:
-            assert function(1, 2) == (1, 2)
-        finally:
-            jax_functions.replace_inner(function, jax_functions.inner(function))
-        with pytest.raises(Exception, match=r".+") as failed:
-            function(1, 2)
-        assert failed.value  # it is JAX's own again
-
-
-def test_rules_of_custom_derivatives_can_be_others():
-    function: Any = jax.custom_vjp(lambda x: x)
-    function.defvjp(lambda x: (x, None), lambda _, g: (g,))
-    with otherwise("custom derivatives keep their rules in other attributes"):
-        assert function.fun(3.0) == 3.0
-        assert list(function.nondiff_argnums) == []
-        bwd = function.bwd
-        assert bwd is not None
-        twice = jax_functions.with_rules(function, bwd=lambda *r: (2 * bwd(*r)[0],))
-        assert jax.grad(lambda x: twice(x))(1.0) == 2 * jax.grad(function)(1.0)
 
 
 def test_host_arrays_pass_for_device_arrays():

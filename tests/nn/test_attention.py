@@ -32,7 +32,9 @@ def over(device: AbstractDevice, function: Any) -> Any:
     auto = (AxisType.Auto,)
     mesh = AbstractMesh((8,), ("fsdp",), auto, abstract_device=device)
     spec = PartitionSpec("fsdp")
-    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
 
 
 @pytest.fixture

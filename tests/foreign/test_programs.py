@@ -1,0 +1,109 @@
+"""Every program trains as with plain Flax, on any number of devices."""
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+import jshard
+import programs_attributes
+import programs_calls
+import programs_losses
+import programs_models
+from compare import Program, check
+
+PROGRAMS = {
+    **programs_models.PROGRAMS,
+    **programs_losses.PROGRAMS,
+    **programs_calls.PROGRAMS,
+    **programs_attributes.PROGRAMS,
+}
+
+
+# Without units, and with them.
+CHOICES = [
+    (name, units)
+    for name, program in PROGRAMS.items()
+    for units in ([False, True] if program.units else [False])
+]
+
+
+def case(name: str, devices: int, units: bool) -> str:
+    return f"{name}-{devices}-{'units' if units else 'root'}"
+
+
+CASES = [
+    pytest.param(PROGRAMS[name], devices, units, id=case(name, devices, units))
+    for name, units in CHOICES
+    for devices in (1, 2, 3, 4, 8)
+]
+
+
+pytestmark = [
+    pytest.mark.usefixtures("x64_of_all_threads"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+    pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit"),
+]
+
+
+@pytest.fixture
+def x64_of_all_threads():
+    """64-bit precision where callbacks run, too, which is in threads of XLA."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.quick(*(case(name, *p.default) for name, p in PROGRAMS.items()))
+@pytest.mark.parametrize(("program", "devices", "units"), CASES)
+def test_it_trains_as_with_plain_flax(program: Program, devices: int, units: bool):
+    check(program, devices, units=units)
+
+
+# Arrays in no Variable, and what one step leaves to the next.
+HELD = ("numpy-table", "data-table", "jax-table", "weight-norm", "vq", "branch")
+
+
+@pytest.mark.quick("data-table-2-units")
+@pytest.mark.parametrize(
+    ("name", "devices", "units"),
+    [
+        pytest.param(name, devices, units, id=case(name, devices, units))
+        for name in HELD
+        for devices in (2, 8)
+        for units in (False, True)
+    ],
+)
+def test_a_model_that_exists_trains_as_one_that_is_made(name, devices, units):
+    check(PROGRAMS[name], devices, units=units, exists=True)
+
+
+# What is no sum over examples alone has other values on a part of them.
+WHOLE = ("clip", "clip-whole", "barlow", "vq", "branch", "spectral-norm", "jit")
+
+
+@pytest.mark.quick("numpy-table-4-units", "attribute-4-units", "gan-4-root")
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        pytest.param(name, units, id=case(name, 4, units))
+        for name, units in CHOICES
+        if name not in WHOLE
+    ],
+)
+def test_it_trains_alike_on_a_few_examples_at_a_time(name, units):
+    check(PROGRAMS[name], 4, units=units, accumulate=3)
+
+
+def test_an_io_callback_in_a_layer_that_is_recomputed_is_refused_in_words():
+    again = dataclasses.replace(PROGRAMS["io-callback"], remat="full")
+    with pytest.raises(jshard.UserError, match=r"io_callback .* remat='none'"):
+        check(again, 2, units=True)
+
+
+def test_a_forward_derivative_through_a_unit_is_refused_in_words():
+    tangent = dataclasses.replace(PROGRAMS["tangent"], units=(nnx.Linear,))
+    with pytest.raises(jshard.UserError, match="forward-mode differentiation"):
+        check(tangent, 2, units=True)
