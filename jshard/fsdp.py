@@ -46,7 +46,7 @@ from jshard.mesh import (
 from jshard.nn.loss import Means
 from jshard.optim.update import check_state, first_fields, next_state
 from jshard.policy import Policy
-from jshard.state import ModelArrays, Step, TrainState
+from jshard.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
 from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
 from jshard.unit.remat import checked_names
@@ -244,8 +244,8 @@ class FSDP:
 
         Raises:
           UserError: (when called) the number of examples does not divide, the loss is
-            not made of Means, or state and policy disagree about averages or a loss
-            scale.
+            not made of Means, state and policy disagree about averages or a loss
+            scale, or the state was donated before.
         """
         policy = self.policy
 
@@ -334,7 +334,7 @@ class FSDP:
     def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
         options = self.compiler_options or None
         jitted = jax.jit(self._in_order(step), compiler_options=options, **kwargs)
-        return Paced(jitted) if self._on_cpus else jitted  # pyright: ignore[reportReturnType]
+        return CheckedStep(Paced(jitted) if self._on_cpus else jitted)  # pyright: ignore[reportReturnType]
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn
@@ -390,7 +390,12 @@ class FSDP:
         return place_examples(local_batch, self.mesh)
 
     def model(self, state: TrainState) -> nnx.Module:
-        """Returns an ordinary module over the state's global, sharded arrays."""
+        """Returns an ordinary module over the state's global, sharded arrays.
+
+        Raises:
+          UserError: the state was donated to a train step.
+        """
+        check_kept(state)
         model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
         for _, module in list(nnx.iter_modules(model)):
             of_one_device(module)
@@ -400,7 +405,11 @@ class FSDP:
         """Returns the full values on the host, as a tree of numpy arrays.
 
         Typed random keys become their key data.
+
+        Raises:
+          UserError: the tree is of a state that was donated to a train step.
         """
+        check_kept(tree)
         return jax.tree.map(transfer.fetch, tree)
 
     def describe(

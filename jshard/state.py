@@ -1,11 +1,13 @@
 """TrainState: everything that a step reads and writes, as one pytree."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from jshard.errors import UserError
 
@@ -91,6 +93,17 @@ class TrainState:
         return dataclasses.replace(self, params=params)
 
 
+def check_kept(tree: Any) -> None:
+    """Raises UserError if arrays of a state, or of a part of it, were donated."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise UserError(
+                "the state was donated to a train step, which reused its memory; go on "
+                "with the state that the step returned: "
+                "state, metrics = train_step(state, batch)"
+            )
+
+
 Result = TypeVar("Result", covariant=True)
 
 
@@ -100,3 +113,25 @@ class Step(jax.stages.Wrapped, Protocol[Result]):
     def __call__(self, state: TrainState, batch: Any) -> Result:
         """Runs the step."""
         ...
+
+
+class CheckedStep:
+    """A jitted step that refuses a state that was donated.
+
+    JAX itself may end the process (SIGSEGV: 0.10.2, eight CPU devices). Other
+    attributes are those of the jitted function.
+    """
+
+    def __init__(self, jitted: Any):
+        """Wraps what ``jax.jit`` returned, or behaves like it."""
+        self._jitted = jitted
+        functools.update_wrapper(self, jitted)
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        """Runs the step; raises UserError if the state was donated before."""
+        check_kept(state)
+        return self._jitted(state, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the jitted function."""
+        return getattr(self._jitted, name)

@@ -38,7 +38,7 @@ from jshard.checkpoint.stored_arrays import ARRAYS
 from jshard.cli.paths import check_path
 from jshard.compat import orbax_noise
 from jshard.errors import UserError
-from jshard.state import TrainState
+from jshard.state import TrainState, check_kept
 
 _SHARE = ".part-{}.json"  # a file in the folder of a save: one process's checksums
 _CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it
@@ -153,7 +153,11 @@ class Checkpointer:
           frozen_from: What the frozen parameters were read from, a path as
             ``restore.find_parameters`` returns it: they are left out, and read from
             there again. None saves them.
+
+        Raises:
+          UserError: The state was donated to a train step.
         """
+        check_kept(state)
         step = int(state.step)
         jax.block_until_ready(state)
         start = time.perf_counter()
