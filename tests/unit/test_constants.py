@@ -84,7 +84,7 @@ def plain(model: nnx.Module) -> Any:
     return history
 
 
-@pytest.mark.quick("Table-init-4-True", "Table-from-3-False", "Normed-init-2-False")
+@pytest.mark.quick("Table-init-4-2-True", "Table-from-2-1-False", "Normed-init-2-1-False")
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(("devices", "accumulate"), [(4, 2), (2, 1), (1, 1), (8, 1)])
 @pytest.mark.parametrize("start", ["init", "from"])
