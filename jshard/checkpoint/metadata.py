@@ -16,6 +16,7 @@ from jshard.checkpoint.tensor_names import stack_paths
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.layout.layers import layer_dims
+from jshard.layout.variables import is_variable
 from jshard.nn.dropout import is_random
 from jshard.nn.lora import ALPHA
 from jshard.state import TrainState
@@ -68,6 +69,7 @@ def variables_by_name(state: TrainState) -> dict[str, nnx.Variable]:
         for kind in ("params", "frozen", "model_state", "ema")
         if (tree := getattr(state, kind)) is not None
         for path, variable in nnx.to_flat_state(tree)
+        if is_variable(variable)  # rather than a plain array
     }
 
 

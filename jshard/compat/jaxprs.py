@@ -229,7 +229,10 @@ def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any, core.Jaxpr]:
 
 
 def without_dead_code(fn: Callable) -> Callable:
-    """Returns ``fn``, a function of flat arrays, with dead code removed."""
+    """Returns ``fn``, a function of flat arrays, with dead code removed.
+
+    Callbacks that return nothing which is needed are dead, too.
+    """
 
     def run(*leaves: Any) -> list[Any]:
         traced = jax.make_jaxpr(fn)(*leaves)
@@ -239,6 +242,7 @@ def without_dead_code(fn: Callable) -> Callable:
             return core.jaxpr_as_fun(closed)(*leaves)
 
         jaxpr = jax.make_jaxpr(hoisted)(traced.consts, leaves).jaxpr
+        jaxpr = without_effects(jaxpr)
         jaxpr, used = needed_for(jaxpr, [True] * len(jaxpr.outvars))
         return run_used(jaxpr, used, [*traced.consts, *leaves])
 

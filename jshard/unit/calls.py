@@ -88,7 +88,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
     modules = dict(_modules(module))
     for (path, name), value in changes.items():
         owner = modules[path]
-        old = vars(owner).get(name)
+        old: Any = vars(owner).get(name)
         if isinstance(value, _Absent):
             delattr(owner, name)
         elif is_variable(old) and is_variable(value):

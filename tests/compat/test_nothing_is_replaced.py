@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from jax.extend import core
 
 import jshard
 from zoo_layers import Residual, example
@@ -30,7 +31,7 @@ def public() -> dict[tuple, Any]:
                 found[module, name, "code"] = value.__code__
                 for i, cell in enumerate(value.__closure__ or ()):
                     found[module, name, i] = cell.cell_contents
-            elif isinstance(value, jax.extend.core.Primitive):
+            elif isinstance(value, core.Primitive):
                 found[module, name, "bind"] = vars(value).get("bind")
             elif isinstance(value, type):
                 for attribute, member in vars(value).items():

@@ -30,7 +30,8 @@ class Sows(Dense):
         return x + y
 
     def read(self):
-        return sum(map(jnp.sum, nnx.pop(self, nnx.Intermediate)["aux"].get_value()))
+        sown: Any = nnx.pop(self, nnx.Intermediate)
+        return sum(map(jnp.sum, sown["aux"].get_value()))
 
 
 class SetsAnAttribute(Dense):
@@ -230,6 +231,7 @@ def test_the_layers_of_a_stack_leave_what_they_would_leave_one_by_one(devices, l
 @pytest.mark.parametrize("units", [(), (Sows,)], ids=["plain", "unit"])
 def test_flax_captures_what_is_sown_in_a_unit(units):
     def loss(model, x):
+        captured: Any
         y, captured = nnx.capture(model, nnx.Intermediate)(x)
         aux = sum(map(jnp.sum, captured["inner"]["aux"].get_value()))
         return jshard.Mean(jnp.sum(y**2), len(x)) + 0.1 * jshard.Mean(aux, 1)
@@ -239,6 +241,7 @@ def test_flax_captures_what_is_sown_in_a_unit(units):
     step = fsdp.train_step(loss, optax.sgd(0.1))
     _, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
     model = Twice(Sows(nnx.Rngs(jax.random.key(0))))
+    captured: Any
     y, captured = nnx.capture(model, nnx.Intermediate)(example())
     aux = sum(map(jnp.sum, captured["inner"]["aux"].get_value())) / 8
     want = jnp.sum(y**2) / len(y) + 0.1 * aux

@@ -275,6 +275,7 @@ def test_a_learned_weight_trains_as_on_one_device(accumulate):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
     state, step = fsdp.init(Learned, TX), fsdp.train_step(loss, TX)
     state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
+    params: Any
     graphdef, params = nnx.split(Learned(nnx.Rngs(jax.random.key(0))))
 
     def plain(params):
