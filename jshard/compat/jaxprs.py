@@ -264,12 +264,20 @@ def without_effects(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=[eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns])
 
 
-def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Removes equations and constants that are never read; keeps all inputs."""
-    used = [True] * len(closed.jaxpr.outvars)
-    inner, consts, _ = pe.dce_jaxpr_consts(closed.jaxpr, used, instantiate=True)
+def with_outputs(
+    closed: core.ClosedJaxpr, wanted: Sequence[bool]
+) -> core.ClosedJaxpr:
+    """Keeps some outputs of a program, and what these need; keeps all inputs."""
+    inner, consts, _ = pe.dce_jaxpr_consts(
+        closed.jaxpr, list(wanted), instantiate=True
+    )
     live = [x for x, is_used in zip(closed.consts, consts, strict=True) if is_used]
     return core.ClosedJaxpr(inner, live)
+
+
+def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Removes equations and constants that are never read; keeps all inputs."""
+    return with_outputs(closed, [True] * len(closed.jaxpr.outvars))
 
 
 def run_used(jaxpr: Any, used: Sequence[bool], inputs: Sequence[Any]) -> list[Any]:

@@ -89,6 +89,8 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
     for (path, name), value in changes.items():
         owner = modules[path]
         old: Any = vars(owner).get(name)
+        if is_variable(value) and value.get_raw_value() is None:
+            continue  # a weight that is unchanged (``trace_layer``)
         if isinstance(value, _Absent):
             delattr(owner, name)
         elif is_variable(old) and is_variable(value):

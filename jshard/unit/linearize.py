@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jshard.compat.jaxprs import (
+    CALLS,
     find,
     line_of,
     needed_for,
     run_used,
+    with_outputs,
     without_effects,
 )
 from jshard.errors import UserError
@@ -108,15 +110,35 @@ def trace_layer(
 ) -> TracedLayer:
     """Traces ``fn(weights, xs, carry, args)``, which returns a pytree of arrays.
 
-    ``places`` are the placements of the weights.
+    ``places`` are the placements of the weights. A weight that is returned as it is
+    leaves as None: transforms of Flax (``nnx.remat``) set all that a module has, changed
+    or not, and full weights must not outlive the layer.
     """
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(traced.jaxpr, places)
-    outputs = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+    unchanged = _returned_weights(traced.jaxpr, len(inputs.weights))
+    outputs = jax.tree.unflatten(
+        jax.tree.structure(shapes),
+        [None if u else x for x, u in zip(traced.out_avals, unchanged, strict=True)],
+    )
+    if any(unchanged):
+        traced = with_outputs(traced, [not u for u in unchanged])
     args = [*inputs.args, *abstract(traced.consts)]
     return TracedLayer(
         inputs._replace(args=args), traced.jaxpr, list(traced.consts), outputs
     )
+
+
+def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
+    """Returns which outputs are one of the first inputs, unchanged."""
+    computed = 1 << number
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        return None if eqn.primitive.name in CALLS else [computed] * len(eqn.outvars)
+
+    bits = [1 << i for i in range(number)]
+    bits += [computed] * (len(jaxpr.invars) - number)
+    return [0 < bit < computed for bit in dependencies(jaxpr, bits, rule)]
 
 
 class LinearizedLayer:

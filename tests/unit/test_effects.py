@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard.unit.shards import shard_of
 from runs import POLICY, compare
 from zoo_layers import LAYERS, WIDTH, Dense, example
 
@@ -246,3 +247,25 @@ def test_flax_captures_what_is_sown_in_a_unit(units):
     aux = sum(map(jnp.sum, captured["inner"]["aux"].get_value())) / 8
     want = jnp.sum(y**2) / len(y) + 0.1 * aux
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-9)
+
+
+class Recomputed(Dense):
+    """A transform of Flax sets all that the module has, changed or not."""
+
+    @nnx.remat
+    def __call__(self, x):
+        return x + jnp.tanh(super().__call__(x))
+
+
+def test_weights_that_a_transform_of_flax_returns_do_not_outlive_their_unit():
+    found = []
+
+    def loss(model, x):
+        y = model(x)
+        found.append(shard_of(model.inner.kernel))
+        return jshard.Mean(jnp.sum(y**2), len(x))
+
+    fsdp = jshard.FSDP(jshard.make_mesh(), POLICY, units=(Recomputed,))
+    state = fsdp.init(lambda rngs: Twice(Recomputed(rngs)), optax.sgd(0.1))
+    fsdp.eval_step(loss)(state, fsdp.shard_batch(np.asarray(example())))
+    assert found[0] is not None
