@@ -156,7 +156,9 @@ def export(
                 own = set(names)
                 wanted = {key: x for key, x in tensors.items() if x.name in own}
                 framework = "pt" if mapped else "flax"
-                write_tensors(folder / file, exported.read(step, wanted), framework)
+                write_tensors(
+                    folder / file, exported.read(step, about, wanted), framework
+                )
             if len(files) > 1:
                 write_index(folder, files, sizes)
             if format == "peft":

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.described import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import checkpoint_parser, run_command
@@ -191,9 +190,7 @@ def _group(name: str, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _bytes(array: dict[str, Any]) -> int:
-    dtype = array["dtype"]
-    itemsize = 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
-    return math.prod(array["shape"]) * itemsize
+    return math.prod(array["shape"]) * itemsize(array["dtype"])
 
 
 if __name__ == "__main__":

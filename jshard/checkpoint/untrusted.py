@@ -4,18 +4,33 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 MOST_JSON = 2**25  # bytes of a file; the index of the largest models has 9 MB
+_DEEPEST = 100  # levels; what reads the values may recurse, and Python's limit is 1000
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parses JSON; also raises ValueError where it is nested too deeply."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level for inner in _members(outer)]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
+
+
+def _members(value: Any) -> Iterable[Any]:
+    """Returns the values in a JSON object or array."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def read_json(file: Path) -> Any:

@@ -71,7 +71,7 @@ def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
 def description(step: Path, names: list[str], config: dict[str, Any]) -> None:
     """Rewrites what a checkpoint says of its arrays and its config."""
     about = json.loads((step / "description.json").read_text())
-    array = {"shape": [4, 2], "dtype": "float32"}
+    array = {"shape": [4, 2], "dtype": "float32", "layer_dims": 0, "random": False}
     arrays = dict.fromkeys(names, array) | {"opt.count": array | {"shape": []}}
     about |= {"arrays": arrays, "config": config}
     (step / "description.json").write_text(json.dumps(about))
