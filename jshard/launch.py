@@ -26,6 +26,7 @@ from pathlib import Path
 
 from jshard.cli.command import ArgumentParser, run_command, whole_number
 from jshard.cli.paths import path_problem
+from jshard.cli.terminal import show
 from jshard.distributed import cluster
 from jshard.errors import RunFailed, UserError
 
@@ -297,7 +298,7 @@ class Launcher:
 
 
 def _say(text: str) -> None:
-    print(f"jshard: {text}", file=sys.stderr, flush=True)
+    show(f"jshard: {text}", error=True)
 
 
 if __name__ == "__main__":

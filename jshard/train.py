@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from jshard.cli.command import run_command
+from jshard.cli.terminal import show
 from jshard.distributed import find_cluster, has_parent, join, supervise
 from jshard.errors import UserError
 from jshard.training.config.command_line import help_text, parse_arguments
@@ -39,7 +40,7 @@ def _train(argv: list[str]) -> None:
     if arguments.recipe is None:
         if not arguments.help:
             raise UserError("which recipe? for example --config=gpt.py; see --help")
-        print(help_text(), end="")
+        show(help_text(), end="")
         return
     path = find_recipe(arguments.recipe)
     cluster = None if arguments.help else find_cluster(arguments.options)
@@ -49,7 +50,7 @@ def _train(argv: list[str]) -> None:
     with join(cluster) as peers, open_recipe(path) as recipe:
         if arguments.help:
             config = complete(recipe.get_config(), recipe.name)
-            print(help_text(config, recipe.name), end="")
+            show(help_text(config, recipe.name), end="")
             return
         workdir = arguments.options.get("workdir")
         config = make_config(

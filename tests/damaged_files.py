@@ -229,8 +229,8 @@ def checkpoint_reader(folder: Path):
     def read() -> None:
         problems = []
         for use in (
-            lambda: inspect.show(step),
-            lambda: inspect.show(step, full=True),
+            lambda: inspect.describe(step),
+            lambda: inspect.describe(step, full=True),
             lambda: exports(False),
             lambda: exports(True),
             export_all,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from jshard.cli.command import ArgumentParser, file_path
+from jshard.cli.terminal import show
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.distributed.heartbeat import SILENCE
 from jshard.training.platform import cache_compilations, choose_platform
@@ -103,4 +104,4 @@ def started(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
 def note(text: str) -> None:
     """Prints a line on standard error, once for all processes."""
     if jax.process_index() == 0:
-        print(f"jshard: {text}", file=sys.stderr, flush=True)
+        show(f"jshard: {text}", error=True)

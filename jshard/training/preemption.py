@@ -2,12 +2,13 @@
 
 import os
 import signal
-import sys
 import threading
 from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
+
+from jshard.cli.terminal import show
 
 
 class Preemption:
@@ -101,6 +102,6 @@ class Preemption:
             self.signal_name = name
             again = "exits at once" if self._exits else "gives up this step"
             message = f"jshard: {name}: {self._reaction}; once more {again}"
-            print(message, file=sys.stderr, flush=True)
+            show(message, error=True)
             if not self._alone:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -44,7 +44,7 @@ def test_a_run_leaves_config_metrics_events_notes_and_a_report(finished):
         "report",
     ]
     assert json.loads((workdir / "config.json").read_text())["steps"] == 6
-    assert "&lt;1&gt;�[2J" in (workdir / "report.html").read_text()  # the sample
+    assert r"&lt;1&gt;\x1b[2J" in (workdir / "report.html").read_text()  # the sample
 
 
 def test_a_line_of_metrics_says_what_its_step_did_and_how_fast(finished):
@@ -69,7 +69,7 @@ def test_a_run_that_is_not_in_a_terminal_prints_one_plain_line_for_each_log(fini
     assert not any("\x1b" in line for line in lines)
     steps = [line.split()[1] for line in lines if line.startswith("step ")]
     assert steps == [f"{step}/6" for step in (1, 2, 3, 3, 4, 6, 6, 6)]
-    assert lines[lines.index("sample:") + 1] == "<1>�[2J"
+    assert lines[lines.index("sample:") + 1] == r"<1>\x1b[2J"
     assert lines[-1].endswith(f"report: runs/{workdir.name}/report.html")
 
 
