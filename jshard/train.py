@@ -46,12 +46,14 @@ def _train(argv: list[str]) -> None:
     cluster = None if arguments.help else find_cluster(arguments.options)
     if cluster is not None and not has_parent():
         sys.exit(supervise(cluster, [sys.executable, *sys.orig_argv[1:]]))
-    choose_platform()
+    platform = choose_platform()
     with join(cluster) as peers, open_recipe(path) as recipe:
         if arguments.help:
             config = complete(recipe.get_config(), recipe.name)
             show(help_text(config, recipe.name), end="")
             return
+        if platform and peers.index == 0:
+            show(f"jshard: {platform}", error=True)
         workdir = arguments.options.get("workdir")
         config = make_config(
             recipe, arguments.overrides, Path(workdir) if workdir else None

@@ -82,12 +82,14 @@ def started(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
     job = find_cluster({name: text for name, text in given.items() if text is not None})
     if job is not None and not has_parent():
         sys.exit(supervise(job, [sys.executable, *sys.orig_argv[1:]]))
-    choose_platform()
+    platform = choose_platform()
     cache_compilations()
     with contextlib.ExitStack() as stack:
         if job is not None:
             peers = stack.enter_context(join(job))
             peers.limit(SILENCE, 0)  # a long text is one phase
+        if platform:
+            note(platform)
         model = stack.enter_context(
             open_model(
                 arguments.model,
