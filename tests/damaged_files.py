@@ -207,8 +207,7 @@ def checkpoint_reader(folder: Path):
     safetensors.numpy.save_file(weights | vectors, base / SINGLE)
     config = {"model": {"width": 4}, "checkpoint": {"restore": str(base)}}
     with Checkpointer(folder / "run") as checkpointer:
-        metrics = {"loss": np.float32(1.5)}
-        checkpointer.save(state, metrics=metrics, config=config, frozen_from=base)
+        checkpointer.save(state, metrics={"loss": 1.5}, config=config, frozen_from=base)
     step, out = folder / "run/0", folder / "out"
     content = json.loads((step / metadata.FILE).read_text())
 

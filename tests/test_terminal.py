@@ -5,7 +5,6 @@ import importlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import jshard
@@ -91,7 +90,7 @@ def step(tmp_path) -> Path:
     """A checkpoint whose every text is hostile."""
     state = at_step(trained(make_fsdp(2, 4), steps=0), 8)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        metrics = {f"loss{HOSTILE}": np.float32(1)}
+        metrics = {f"loss{HOSTILE}": 1.0}
         config = {f"key{HOSTILE}": f"\nstep 99 {HOSTILE}"}
         checkpointer.save(state, metrics=metrics, config=config)
     step = tmp_path / "checkpoints/8"

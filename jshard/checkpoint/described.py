@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -99,11 +98,12 @@ def _layers(name: str, array: Any) -> int:
 
 
 def _check_frozen(entry: Any) -> None:
-    path = entry.get("path") if isinstance(entry, Mapping) else None
-    is_path = isinstance(path, str) and path and _is_unicode(path)
-    _expect(bool(is_path), f"{FROZEN_FROM} has no path")
-    _expect(not path_problem(path), f"the path of {FROZEN_FROM} {path_problem(path)}")
-    sums = entry.get("bit_sums")
+    _expect(isinstance(entry, dict), f"{FROZEN_FROM} is no JSON object")
+    path, sums = entry.get("path"), entry.get("bit_sums")
+    if not isinstance(path, str) or not path or not _is_unicode(path):
+        raise ValueError(f"{FROZEN_FROM} has no path")
+    if problem := path_problem(path):
+        raise ValueError(f"the path of {FROZEN_FROM} {problem}")
     fine = isinstance(sums, dict) and all(
         isinstance(x, str) and len(x.split()) == 2 for x in sums.values()
     )
