@@ -29,10 +29,11 @@ from jshard.checkpoint.safetensors_file import DTYPES, find_tensors
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.cli.command import expected_ending
 from jshard.errors import RunFailed
+from jshard.training.chat import load_chat
 from jshard.training.data.corpus import split_corpus
 from jshard.training.data.records import cut, read_records, with_records
 from jshard.training.tokenizer import FileTokenizer
-from small_tokenizer import make_tokenizer
+from small_tokenizer import CHATML, make_tokenizer
 
 MOST_MEMORY = 2**25
 
@@ -321,6 +322,21 @@ def token_numbers_reader(folder: Path):
     return tokenizer_reader(folder, "config.json")
 
 
+def chat_reader(folder: Path):
+    """A template, which another process compiles, and a conversation to write."""
+    pytest.importorskip("jinja2")
+    file, _, _ = tokenizer_reader(folder)
+    tokenizer = FileTokenizer(file)
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+
+    def read() -> None:
+        load_chat.cache_clear()
+        load_chat(tokenizer).encode({"messages": turns}, "here")
+
+    damaged = changed_bytes(CHATML.encode(), len(CHATML))
+    return folder / "chat_template.jinja", damaged, read
+
+
 READERS = (
     tensors_reader,
     tensors_header_reader,
@@ -337,16 +353,29 @@ READERS = (
     tokenizer_reader,
     tokenizer_config_reader,
     token_numbers_reader,
+    chat_reader,
 )
 
 JSON_READERS = (
     index_reader,
     manifest_reader,
     description_reader,
-    checkpoint_reader,
     config_reader,
+    checkpoint_reader,
     records_reader,
     dataset_reader,
     tokenizer_reader,
     tokenizer_config_reader,
+)
+
+# Of files that are read as a whole.
+WHOLE_READERS = (
+    index_reader,
+    manifest_reader,
+    description_reader,
+    config_reader,
+    tokenizer_reader,
+    tokenizer_config_reader,
+    token_numbers_reader,
+    chat_reader,
 )

@@ -40,12 +40,26 @@ def read_json(file: Path) -> Any:
       OSError: It cannot be read, or it is a pipe or a device, which may never end.
       ValueError: It is not JSON, or larger or nested deeper than what is meant here.
     """
+    return parse_json(_read(file))
+
+
+def read_text(file: Path) -> str:
+    """Reads a text file.
+
+    Raises:
+      OSError: It cannot be read, or it is a pipe or a device, which may never end.
+      ValueError: It is not UTF-8, or larger than what is meant here.
+    """
+    return _read(file).decode()
+
+
+def _read(file: Path) -> bytes:
     status = file.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.EINVAL, "not a regular file", str(file))
     if status.st_size > MOST_JSON:
         raise ValueError(f"{status.st_size:,} bytes, more than {MOST_JSON:,}")
-    return parse_json(file.read_bytes())
+    return file.read_bytes()
 
 
 def path_inside(folder: Path, name: Any) -> Path:
