@@ -129,9 +129,11 @@ LLAMA = {
 @pytest.mark.parametrize("key", list(LLAMA)[1:])
 def test_a_value_of_another_type_is_one_line(key, value, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {key: value}))
-    with open_recipe(find_recipe("llama.py:3-8b")) as recipe:
-        with pytest.raises(UserError, match=r"config\.json|model\.") as refused:
-            make_config(recipe, {"model.from": str(tmp_path)})
+    with (
+        open_recipe(find_recipe("llama.py:3-8b")) as recipe,
+        pytest.raises(UserError, match=r"config\.json|model\.") as refused,
+    ):
+        make_config(recipe, {"model.from": str(tmp_path)})
     assert "\n" not in str(refused.value)
 
 
