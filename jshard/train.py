@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from jshard.cli.command import run_command
+from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
 from jshard.distributed import find_cluster, has_parent, join, supervise
 from jshard.errors import UserError
@@ -60,6 +61,7 @@ def _train(argv: list[str]) -> None:
         )
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
+        start_devices()
         # A slow import, left until the mistakes above have been reported.
         from jshard.training.trainer import Trainer
 

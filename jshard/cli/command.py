@@ -20,6 +20,7 @@ from typing import NoReturn
 import jax
 
 from jshard.cli.paths import path_problem
+from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
@@ -126,6 +127,7 @@ def read_text(option: str, file: Path) -> str:
 def checkpoint_parser(name: str, description: str) -> ArgumentParser:
     """Returns the parser of a command that reads a checkpoint and computes nothing."""
     jax.config.update("jax_platforms", "cpu")  # the run itself may be using the GPU
+    start_devices()
     parser = ArgumentParser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument(
         "path",

@@ -6,6 +6,7 @@ keeps its standard error as it is.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -69,6 +70,12 @@ def without_remarks() -> Iterator[None]:
                 sys.stderr.flush()
             os.dup2(before, 2)  # ends the filter's input; `with` waits for its end
             os.close(before)
+
+
+def start_devices() -> None:
+    """Creates JAX's devices, without the remarks of a CUDA plugin on absent GPUs."""
+    with without_remarks():
+        importlib.import_module("jax").devices()
 
 
 def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from jshard.cli.command import ArgumentParser, file_path
+from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.distributed.heartbeat import SILENCE
@@ -88,6 +89,7 @@ def started(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
         if job is not None:
             peers = stack.enter_context(join(job))
             peers.limit(SILENCE, 0)  # a long text is one phase
+        start_devices()
         if platform:
             note(platform)
         model = stack.enter_context(
