@@ -5,7 +5,6 @@ An encoder-decoder answers them instead.
 
 import argparse
 import json
-import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from jshard.formatting import format_bytes, printable
 from jshard.generation import Generator, Sampling, generate
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder
+from jshard.layout.capacity import host_bytes
 from jshard.training.model_command import model_parser, note, started
 from jshard.training.tokenizer import Tokenizer
 from jshard.training.trained_model import TrainedModel
@@ -194,7 +194,7 @@ def _memory(devices: Sequence[Any]) -> int:
     stats = devices[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         return limit
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return host_bytes() // len(devices)
 
 
 def texts_of(
