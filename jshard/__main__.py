@@ -2,6 +2,7 @@
 
 from jshard.cli.command import run_command
 from jshard.cli.commands import COMMANDS
+from jshard.cli.terminal import show
 from jshard.errors import UserError
 
 
@@ -16,9 +17,9 @@ def _list(argv: list[str]) -> None:
             raise UserError(f"{word} is a command of its own: python -m jshard.{word}")
         if word not in ("--help", "-h"):
             raise UserError(f"unknown argument {word!r}; python -m jshard lists all")
-    print("usage: python -m jshard.COMMAND [--help] ...\n")
+    show("usage: python -m jshard.COMMAND [--help] ...\n")
     for name, does in COMMANDS.items():
-        print(f"  {name:<10} {does}")
+        show(f"  {name:<10} {does}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from jshard.formatting import one_line
+
 
 def some_of(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
     """Joins the first few texts, and says how many more there are."""
@@ -14,7 +16,7 @@ class _OneLine(Exception):
     """An error that a notebook shows as its line alone, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:  # asked for by IPython
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {one_line(str(self))}"]
 
 
 class UserError(_OneLine, ValueError):

@@ -23,7 +23,9 @@ from jshard.checkpoint.safetensors_write import (
     write_tensors,
 )
 from jshard.cli.command import checkpoint_parser, file_path, run_command
+from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
+from jshard.formatting import one_line
 from jshard.training.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -156,7 +158,9 @@ def export(
                 own = set(names)
                 wanted = {key: x for key, x in tensors.items() if x.name in own}
                 framework = "pt" if mapped else "flax"
-                write_tensors(folder / file, exported.read(step, wanted), framework)
+                write_tensors(
+                    folder / file, exported.read(step, about, wanted), framework
+                )
             if len(files) > 1:
                 write_index(folder, files, sizes)
             if format == "peft":
@@ -178,7 +182,7 @@ def export(
         where = error.filename or output
         raise UserError(f"cannot export: {where}: {error.strerror}") from error
     done = f"exported step {about['step']}: {len(sizes)} tensors in {output}"
-    print("; ".join((done, *notes)))
+    show(one_line("; ".join((done, *notes))))
 
 
 def _left_out(about: Mapping[str, Any]) -> list[str]:

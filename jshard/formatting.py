@@ -1,4 +1,31 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and texts of strangers as terminals may show them."""
+
+import unicodedata
+
+_JOINERS = "\u200c\u200d"  # between letters of some scripts, and between emoji
+
+
+def printable(text: str) -> str:
+    """Escapes what would control a terminal; keeps line ends and tabs.
+
+    Names, configs and samples may be a stranger's, or of a model that is barely
+    trained. Escaped are control characters, marks that reverse the direction of text,
+    and halves of characters.
+    """
+    return "".join(c if _is_shown(c) or c in "\n\t" else _escape(c) for c in text)
+
+
+def one_line(text: str) -> str:
+    """Escapes what would control a terminal, and makes spaces of line ends."""
+    return " ".join(printable(text).split("\n")).replace("\t", "\\t")
+
+
+def _is_shown(c: str) -> bool:
+    return c.isprintable() or c in _JOINERS or unicodedata.category(c) == "Zs"
+
+
+def _escape(c: str) -> str:
+    return repr(c)[1:-1]
 
 
 def format_bytes(n: float) -> str:

@@ -31,6 +31,7 @@ from jshard.comm.pacing import Paced
 from jshard.compat import xla_options
 from jshard.given import check_optimizer, check_unit_types, existing, from_seed
 from jshard.layout import transfer
+from jshard.layout.capacity import check_capacity
 from jshard.layout.initial_values import make, mark_stacked, prepare
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import check_memory, on_device, typed_as_device
@@ -124,12 +125,13 @@ class FSDP:
           wrt: an NNX filter that selects the parameters to train.
 
         Raises:
-          UserError: ``wrt`` selects no parameters of the model, or an override of the
-            policy matches no module.
+          UserError: ``wrt`` selects no parameters of the model, an override of the
+            policy matches no module, or the memory is too small for the state.
         """
         create = self._creator(from_seed(make_model), optimizer, wrt)
         seed_array = jnp.asarray(seed, jnp.uint32)
         abstract = self._abstract(create, seed_array)
+        check_capacity(abstract, self.mesh.local_devices)
         leaves, structure = jax.tree.flatten(abstract)
 
         # Only the arrays: each call of make_model may make other functions
@@ -165,6 +167,7 @@ class FSDP:
         merge, values = existing(model)
         create = self._creator(merge, optimizer, wrt)
         abstract = self._abstract(create, values)
+        check_capacity(abstract, self.mesh.local_devices)
 
         def start(step: jax.Array, params: nnx.State) -> list[jax.Array]:
             params = jax.tree.map(on_device, params)

@@ -5,7 +5,6 @@ An encoder-decoder answers them instead.
 
 import argparse
 import json
-import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -22,11 +21,13 @@ from jshard.cli.command import (
     run_command,
     whole_number,
 )
+from jshard.cli.terminal import show
 from jshard.errors import UserError
-from jshard.formatting import format_bytes
+from jshard.formatting import format_bytes, printable
 from jshard.generation import Generator, Sampling, generate
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder
+from jshard.layout.capacity import host_bytes
 from jshard.training.model_command import model_parser, note, started
 from jshard.training.tokenizer import Tokenizer
 from jshard.training.trained_model import TrainedModel
@@ -81,7 +82,7 @@ def run_generate(argv: list[str]) -> None:
                 text = continuation(tokenizer, before[:0] if answers else before, after)
                 if arguments.format == "jsonl":
                     entry = {"prompt": prompt, "text": text, "tokens": after}
-                    _write(f"{json.dumps(entry, ensure_ascii=False)}\n")
+                    _print(f"{_json(entry)}\n")
                 elif answers:
                     _print(f"{text}\n")
                 else:
@@ -193,7 +194,7 @@ def _memory(devices: Sequence[Any]) -> int:
     stats = devices[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         return limit
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return host_bytes() // len(devices)
 
 
 def texts_of(
@@ -218,14 +219,15 @@ def continuation(tokenizer: Tokenizer, prompt: np.ndarray, tokens: list[int]) ->
     return whole[len(before) :]
 
 
+def _json(entry: dict[str, Any]) -> str:
+    """Returns JSON with letters as they are, and escaped what terminals act on."""
+    text = json.dumps(entry, ensure_ascii=False)
+    return "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text)
+
+
 def _print(text: str) -> None:
-    # A barely trained model may generate control sequences of the terminal.
-    _write("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))
-
-
-def _write(text: str) -> None:
     if jax.process_index() == 0:  # the others have the same text
-        print(text, end="", flush=True)
+        show(text, end="")
 
 
 class _Command(types.ModuleType):

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.described import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import checkpoint_parser, run_command
+from jshard.cli.terminal import show
 from jshard.errors import UserError
-from jshard.formatting import format_bytes
+from jshard.formatting import format_bytes, one_line
 from jshard.training.config.config import flatten
 
 _WIDTH = 88  # characters of a line's text
@@ -48,11 +48,11 @@ def _inspect(argv: list[str]) -> None:
     try:
         if is_step(path):
             folders = [path]
-            print(show(path, full=arguments.full))
+            show(describe(path, full=arguments.full))
         else:
             folder = checkpoints_folder(path)
             folders = [step_folder(folder, step) for step in find_steps(folder)]
-            print(f"{folder}: {len(folders)} checkpoints, the newest is shown")
+            show(f"{folder}: {len(folders)} checkpoints, the newest is shown")
             problems = _show_all(folders, full=arguments.full)
             if problems and not arguments.verify:
                 what = f"{len(problems)} of {len(folders)} checkpoints cannot be shown"
@@ -72,14 +72,14 @@ def _show_all(folders: list[Path], *, full: bool) -> list[str]:
     for folder in folders:
         try:
             about, size, _ = _read(folder)
-            newest = show(folder, full=full)
+            newest = describe(folder, full=full)
         except UserError as error:
             problems.append(str(error))
-            print(f"  {folder.name}  cannot be shown: {error}")
+            show(one_line(f"  {folder.name}  cannot be shown: {error}"))
         else:
-            print(f"  {folder.name}  {size}, saved {about['created']}")
+            show(one_line(f"  {folder.name}  {size}, saved {about['created']}"))
     if newest:
-        print(newest)
+        show(newest)
     return problems
 
 
@@ -90,7 +90,7 @@ def _verify(folders: list[Path]) -> None:
             damage = find_damage(folder)
         except UserError as error:  # a newer jshard wrote it
             damage = str(error)
-        print(f"{folder}: {damage or 'intact'}", flush=True)
+        show(one_line(f"{folder}: {damage or 'intact'}"))
         damaged += bool(damage)
     if damaged:
         raise UserError(f"{damaged} of {len(folders)} checkpoints damaged")
@@ -106,7 +106,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], str, int]:
     return about, format_bytes(size), len(files)
 
 
-def show(folder: Path, *, full: bool = False) -> str:
+def describe(folder: Path, *, full: bool = False) -> str:
     """Describes the checkpoint in a step's folder without reading its arrays.
 
     It fits a screen: equal arrays of several layers are a line, and so is a moment of
@@ -139,7 +139,7 @@ def show(folder: Path, *, full: bool = False) -> str:
         count = sum(math.prod(array["shape"]) for array in members)
         total = format_bytes(sum(map(_bytes, members)))
         lines.append(f"{name:<11} {count:,} in {len(members)} arrays, {total}")
-    return "\n".join([*lines, "", *_table(arrays, full)])
+    return "\n".join(map(one_line, [*lines, "", *_table(arrays, full)]))
 
 
 def _wrapped(text: str, full: bool) -> list[str]:
@@ -191,9 +191,7 @@ def _group(name: str, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _bytes(array: dict[str, Any]) -> int:
-    dtype = array["dtype"]
-    itemsize = 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
-    return math.prod(array["shape"]) * itemsize
+    return math.prod(array["shape"]) * itemsize(array["dtype"])
 
 
 if __name__ == "__main__":

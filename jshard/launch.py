@@ -26,7 +26,7 @@ from pathlib import Path
 
 from jshard.cli.command import ArgumentParser, run_command, whole_number
 from jshard.cli.paths import path_problem
-from jshard.cli.terminal import leave_closed_terminal
+from jshard.cli.terminal import leave_closed_terminal, show
 from jshard.distributed import cluster
 from jshard.distributed.supervisor import JOB_FAILED
 from jshard.errors import RunFailed, UserError
@@ -321,7 +321,7 @@ class Launcher:
 
 
 def _say(text: str) -> None:
-    print(f"jshard: {text}", file=sys.stderr, flush=True)
+    show(f"jshard: {text}", error=True)
 
 
 if __name__ == "__main__":

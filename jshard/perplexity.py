@@ -16,6 +16,7 @@ from jshard.cli.command import (
     run_command,
     whole_number,
 )
+from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.generation.prompts import context_length, is_encoder_decoder
 from jshard.training.model_command import model_parser, started
@@ -61,11 +62,9 @@ def run_perplexity(argv: list[str]) -> None:
 
 
 def _print(nats: float, scored: int, context: int, stride: int) -> None:
-    print(
-        f"{nats:.6f} nats a token, perplexity {math.exp(nats):.4f}: {scored:,} tokens"
-    )
+    show(f"{nats:.6f} nats a token, perplexity {math.exp(nats):.4f}: {scored:,} tokens")
     if scored > context:
-        print(
+        show(
             f"in windows of {context} tokens, {stride} apart: all tokens but the first "
             f"{context} are predicted from {context - stride} or more before them"
         )

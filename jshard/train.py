@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 
 from jshard.cli.command import run_command
+from jshard.cli.quiet import start_devices
+from jshard.cli.terminal import show
 from jshard.distributed import find_cluster, has_parent, join, supervise
 from jshard.errors import UserError
 from jshard.training.config.command_line import help_text, parse_arguments
@@ -39,24 +41,27 @@ def _train(argv: list[str]) -> None:
     if arguments.recipe is None:
         if not arguments.help:
             raise UserError("which recipe? for example --config=gpt.py; see --help")
-        print(help_text(), end="")
+        show(help_text(), end="")
         return
     path = find_recipe(arguments.recipe)
     cluster = None if arguments.help else find_cluster(arguments.options)
     if cluster is not None and not has_parent():
         sys.exit(supervise(cluster, [sys.executable, *sys.orig_argv[1:]]))
-    choose_platform()
+    platform = choose_platform()
     with join(cluster) as peers, open_recipe(path) as recipe:
         if arguments.help:
             config = complete(recipe.get_config(), recipe.name)
-            print(help_text(config, recipe.name), end="")
+            show(help_text(config, recipe.name), end="")
             return
+        if platform and peers.index == 0:
+            show(f"jshard: {platform}", error=True)
         workdir = arguments.options.get("workdir")
         config = make_config(
             recipe, arguments.overrides, Path(workdir) if workdir else None
         )
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
+        start_devices()
         # A slow import, left until the mistakes above have been reported.
         from jshard.training.trainer import Trainer
 

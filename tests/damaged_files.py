@@ -7,25 +7,33 @@ damage, a strategy for its content, and what reads it.
 import copy
 import gzip
 import json
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
+from flax import nnx
 from hypothesis import strategies as st
 
 import jshard
-from jshard.checkpoint import huggingface, manifest, metadata
+from jshard import export, inspect
+from jshard.checkpoint import exported, huggingface, manifest, metadata, peft
+from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.safetensors_file import DTYPES, find_tensors
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.cli.command import expected_ending
+from jshard.errors import RunFailed
+from jshard.training.chat import load_chat
 from jshard.training.data.corpus import split_corpus
 from jshard.training.data.records import cut, read_records, with_records
 from jshard.training.tokenizer import FileTokenizer
-from small_tokenizer import make_tokenizer
+from small_tokenizer import CHATML, make_tokenizer
 
 MOST_MEMORY = 2**25
 
@@ -82,7 +90,7 @@ def read_or_refuse(read: Callable[[], object]) -> None:
     tracemalloc.start()
     try:
         read()
-    except jshard.UserError as error:
+    except (jshard.UserError, RunFailed) as error:
         ending = expected_ending(error)
     else:
         ending = 0, ""
@@ -140,6 +148,7 @@ def manifest_reader(folder: Path):
 
 
 def description_reader(folder: Path):
+    array = {"shape": [2, 3], "dtype": "float32", "layer_dims": 0, "random": False}
     content = {
         "created": "2026-01-01",
         "step": 3,
@@ -149,10 +158,91 @@ def description_reader(folder: Path):
         "metrics": {"loss": 1.5},
         "config": {},
         "stacks": ["blocks"],
-        "arrays": {"params.w": {"shape": [2, 3], "dtype": "float32", "layer_dims": 0}},
+        "arrays": {"params.w": array, "opt.w": {"shape": [], "dtype": "int32"}},
     }
     strategy = changed_json(content).map(str.encode)
     return folder / metadata.FILE, strategy, lambda: metadata.read(folder)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(4, 4, rngs=rngs)
+
+
+class Adapted(nnx.Module):
+    """Layers in a Stack with adapters, which train, beside what is frozen."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = jshard.Stack(Layer, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        jshard.add_lora(self, rank=2, alpha=4.0, targets=("up",), rngs=rngs)
+
+
+PLACES = {
+    **{
+        f"blocks.{i}.up.kernel": FileTensor((f"layers.{i}.weight",), transposed=True)
+        for i in range(2)
+    },
+    **{f"blocks.{i}.up.bias": FileTensor((f"layers.{i}.bias",)) for i in range(2)},
+    **{
+        f"norm.{ours}": FileTensor((f"norm.{theirs}",))
+        for ours, theirs in (
+            ("scale", "weight"),
+            ("bias", "bias"),
+            ("mean", "running_mean"),
+            ("var", "running_var"),
+        )
+    },
+}
+
+
+def checkpoint_reader(folder: Path):
+    """The description of a checkpoint that leaves out what is frozen, used by all."""
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(ema_decay=0.9))
+    state = fsdp.init(Adapted, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    base = folder / "base"
+    base.mkdir()
+    weights = {f"layers.{i}.weight": np.ones((4, 4), np.float32) for i in range(2)}
+    names = {name for place in PLACES.values() for name in place.names}
+    vectors = dict.fromkeys(names - weights.keys(), np.ones(4, np.float32))
+    safetensors.numpy.save_file(weights | vectors, base / SINGLE)
+    config = {"model": {"width": 4}, "checkpoint": {"restore": str(base)}}
+    with Checkpointer(folder / "run") as checkpointer:
+        checkpointer.save(state, metrics={"loss": 1.5}, config=config, frozen_from=base)
+    step, out = folder / "run/0", folder / "out"
+    content = json.loads((step / metadata.FILE).read_text())
+
+    def exports(ema: bool) -> None:
+        about = metadata.read(step)
+        chosen = exported.Exported(about, "bfloat16", ema)
+        for tensors in (chosen.merged(PLACES), chosen.adapters(PLACES)):
+            exported.read(step, about, tensors)
+        peft.write_config(folder, about, PLACES)
+
+    def export_all() -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        manifest.write(
+            step, manifest.read(step) | manifest.checksum(step, metadata.FILE)
+        )
+        export.export(step, out)
+
+    def read() -> None:
+        problems = []
+        for use in (
+            lambda: inspect.describe(step),
+            lambda: inspect.describe(step, full=True),
+            lambda: exports(False),
+            lambda: exports(True),
+            export_all,
+        ):
+            try:
+                use()
+            except (jshard.UserError, RunFailed) as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+
+    return step / metadata.FILE, changed_json(content).map(str.encode), read
 
 
 def config_reader(folder: Path):
@@ -232,12 +322,28 @@ def token_numbers_reader(folder: Path):
     return tokenizer_reader(folder, "config.json")
 
 
+def chat_reader(folder: Path):
+    """A template, which another process compiles, and a conversation to write."""
+    pytest.importorskip("jinja2")
+    file, _, _ = tokenizer_reader(folder)
+    tokenizer = FileTokenizer(file)
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+
+    def read() -> None:
+        load_chat.cache_clear()
+        load_chat(tokenizer).encode({"messages": turns}, "here")
+
+    damaged = changed_bytes(CHATML.encode(), len(CHATML))
+    return folder / "chat_template.jinja", damaged, read
+
+
 READERS = (
     tensors_reader,
     tensors_header_reader,
     index_reader,
     manifest_reader,
     description_reader,
+    checkpoint_reader,
     config_reader,
     token_reader,
     token_index_reader,
@@ -247,6 +353,7 @@ READERS = (
     tokenizer_reader,
     tokenizer_config_reader,
     token_numbers_reader,
+    chat_reader,
 )
 
 JSON_READERS = (
@@ -254,8 +361,21 @@ JSON_READERS = (
     manifest_reader,
     description_reader,
     config_reader,
+    checkpoint_reader,
     records_reader,
     dataset_reader,
     tokenizer_reader,
     tokenizer_config_reader,
+)
+
+# Of files that are read as a whole.
+WHOLE_READERS = (
+    index_reader,
+    manifest_reader,
+    description_reader,
+    config_reader,
+    tokenizer_reader,
+    tokenizer_config_reader,
+    token_numbers_reader,
+    chat_reader,
 )

@@ -12,6 +12,7 @@ import pytest
 import jshard
 from jshard.cli.commands import COMMANDS
 from jshard.cli.quiet import has_accelerator, is_command
+from tiny_runs import RECIPE
 
 REPOSITORY = Path(__file__).parents[1]
 WATCHED = """
@@ -38,16 +39,21 @@ def run(tmp_path):
     (tmp_path / "jax_cuda12_plugin/__init__.py").touch()
     plugin = tmp_path / "jax_plugins/xla_cuda12/__init__.py"
     plugin.parent.mkdir(parents=True)
-    plugin.write_text("def initialize(): raise RuntimeError('no CUDA')")
+    plugin.write_text(
+        "import jax\n"
+        "def initialize():\n"
+        "    if 'cuda' in (jax.config.jax_platforms or 'cuda'):\n"
+        "        raise RuntimeError('no CUDA')\n"
+    )
     chosen = ("JAX_", "XLA_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
     environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{tmp_path}"
 
-    def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_python(*words: str, **chosen: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *words],
             cwd=tmp_path,
-            env=environment,
+            env=environment | chosen,
             capture_output=True,
             text=True,
             check=False,
@@ -61,11 +67,33 @@ def test_importing_starts_nothing_redirects_nothing_and_leaves_orbax_alone(run):
     assert (done.returncode, done.stdout) == (0, "1 Checkpointer\n"), done.stderr
 
 
-def test_a_script_sees_no_traceback_of_a_cuda_plugin_without_a_gpu(run):
-    done = run("-c", "import jshard, jax; print(jax.devices())")
-    assert (done.stderr, done.stdout) == ("", "[CpuDevice(id=0)]\n")
-    without = run("-c", "import jax; jax.devices()")
-    assert "no CUDA" in without.stderr  # there was something to keep away
+def test_a_program_hears_of_a_failing_cuda_plugin_what_jax_says(run):
+    program = "import jax; print(jax.devices())"
+    done, without = run("-c", f"import jshard; {program}"), run("-c", program)
+    assert "RuntimeError: no CUDA" in done.stderr
+    assert done.stderr == without.stderr
+    assert done.stdout == "[CpuDevice(id=0)]\n"
+
+
+def test_a_command_says_in_one_line_that_a_cuda_plugin_failed_and_why(run, tmp_path):
+    (tmp_path / "r.py").write_text(f"import jax; jax.devices()\n{RECIPE}")
+    words = ("-m", "jshard.train", "--config=r.py", "--config.stepz=3")
+    done = run(*words)
+    note, error = done.stderr.splitlines()
+    assert note == (
+        "jshard: note: a CUDA plugin is installed but cannot be used (no GPU is "
+        "visible, not even as /dev/nvidia0): computing on the CPU"
+    )
+    assert "did you mean steps?" in error
+    # Asked for GPUs, JAX says why there are none.
+    done = run(*words, JAX_PLATFORMS="cuda,cpu")
+    assert done.stderr.splitlines()[0] == (
+        "jshard: note: a CUDA plugin is installed but cannot be used (no CUDA): "
+        "computing on the CPU"
+    )
+    assert "Traceback" not in done.stderr
+    done = run(*words, JAX_PLATFORMS="cpu")  # the user knows
+    assert "CUDA" not in done.stderr
 
 
 @pytest.mark.parametrize(

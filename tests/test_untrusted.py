@@ -15,6 +15,7 @@ import jshard
 from damaged_files import (
     JSON_READERS,
     READERS,
+    WHOLE_READERS,
     json_text,
     manifest_reader,
     read_or_refuse,
@@ -58,8 +59,8 @@ def test_json_that_is_nested_deeply(reader, tmp_path):
     read_or_refuse(read)
 
 
-@pytest.mark.parametrize("reader", JSON_READERS[:4])
-def test_json_that_never_ends(reader, tmp_path):
+@pytest.mark.parametrize("reader", WHOLE_READERS)
+def test_a_file_that_never_ends_or_is_none(reader, tmp_path):
     file, _, read = reader(tmp_path)
     file.unlink(missing_ok=True)
     file.symlink_to("/dev/zero")
@@ -70,6 +71,9 @@ def test_json_that_never_ends(reader, tmp_path):
     file.unlink()
     with file.open("wb") as stream:  # 1 TiB of holes
         stream.truncate(2**40)
+    read_or_refuse(read)
+    file.unlink()
+    file.mkdir()
     read_or_refuse(read)
 
 

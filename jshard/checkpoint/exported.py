@@ -16,9 +16,8 @@ from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.huggingface import is_huggingface
 from jshard.checkpoint.merge import SIDES, Adapter, adapters
 from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensors
-from jshard.checkpoint.stored_arrays import ARRAYS
+from jshard.checkpoint.stored_arrays import open_stored
 from jshard.checkpoint.tensor_names import Index, tensor_names
-from jshard.compat.orbax_files import open_array
 from jshard.errors import UserError, some_of
 
 # Each further thread would hold another chunk; one saturates a disk.
@@ -78,6 +77,10 @@ class Exported:
                         "--ema: the checkpoint has no averages; train with "
                         "--config.policy.ema_decay=0.999, for example"
                     )
+            if array["dtype"].startswith("key<"):
+                raise UserError(f"{stored} holds random keys: safetensors cannot")
+            if arrays[source]["shape"] != array["shape"]:
+                raise UserError(f"{source} has another shape than {stored}")
             kind = self._dtype(array["dtype"])
             size = math.prod(array["shape"]) // len(layers) * kind.itemsize
             for layer, name in layers.items():
@@ -85,6 +88,11 @@ class Exported:
                 if place is None:
                     unknown.append(name)
                     continue
+                if not place.is_for(array["shape"][len(layer) :]):
+                    raise UserError(
+                        f"{stored} of shape {array['shape']} is not what the recipe's "
+                        f"map has for {name}: the run was of another model"
+                    )
                 for i, name in enumerate(place.names):
                     index = (*layer, i) if len(place.names) > 1 else layer
                     part = size // len(place.names)
@@ -109,9 +117,14 @@ class Exported:
         if frozen.KEY in self.about:
             found |= self._left_out(places, found)
         for kernel, adapter in adapters(self.about, ema=self.ema).items():
-            (name,) = places[kernel].names
-            key = _key(name, places[kernel])
-            found[key] = found[key]._replace(adapter=adapter)
+            place = places.get(kernel, _NOWHERE)
+            keys = [_key(name, place) for name in place.names]
+            if len(keys) != 1 or keys[0] not in found:
+                raise UserError(
+                    f"the checkpoint's adapter {adapter.a} is for {kernel}, which is "
+                    "not among the weights to write"
+                )
+            found[keys[0]] = found[keys[0]]._replace(adapter=adapter)
         return found
 
     def adapters(self, places: Places) -> Tensors:
@@ -120,6 +133,7 @@ class Exported:
         Raises:
           UserError: There are none, or Hugging Face's files have no place for one.
         """
+        adapters(self.about, ema=self.ema)  # checks them
         names = peft.file_names(self._adapters(), places)
         if not names:
             raise UserError("--format=peft: the checkpoint has no adapters")
@@ -151,6 +165,11 @@ class Exported:
                 if there not in stored:
                     raise UserError(f"--format=huggingface: {source} lacks {there}")
                 tensor = stored[there]
+                if tensor.dtype not in DTYPES or not place.is_part_of(tensor.shape):
+                    raise UserError(
+                        f"--format=huggingface: {there} of {source} is "
+                        f"{tensor.dtype}{list(tensor.shape)}, which the model's is not"
+                    )
                 kind = self._dtype(str(jnp.dtype(DTYPES[tensor.dtype])))
                 size = math.prod(tensor.shape) // place.part[1] * kind.itemsize
                 found[key] = Tensor(name, tensor, (), place, kind, size)
@@ -186,13 +205,23 @@ def sizes(tensors: Tensors) -> dict[str, int]:
     return found
 
 
-def read(step: Path, tensors: Tensors) -> dict[str, np.ndarray]:
+def read(
+    step: Path, about: Mapping[str, Any], tensors: Tensors
+) -> dict[str, np.ndarray]:
     """Reads tensors from a checkpoint, casting them as they are copied.
 
     The layers of an array are read together, because a stored chunk may span them all.
 
+    Args:
+      step: The checkpoint's folder.
+      about: Its metadata.
+      tensors: What to read.
+
     Returns:
       The tensors by their names in the files, of which all parts must be given.
+
+    Raises:
+      UserError: The checkpoint's arrays are gone, or not as its metadata says.
     """
     found: dict[str, np.ndarray] = {}
     for source, group in itertools.groupby(tensors, lambda name: tensors[name].source):
@@ -203,17 +232,14 @@ def read(step: Path, tensors: Tensors) -> dict[str, np.ndarray]:
                 found[name] = np.array(part, tensors[name].dtype)
             continue
         first, last = tensors[names[0]], tensors[names[-1]]
+        store = open_stored(step, about, source, _ONE_THREAD)
+        if first.layer:
+            store = store[first.layer[0] : last.layer[0] + 1]
+        store = store.transpose(first.place.axes(store.ndim))
         try:
-            store = open_array(step / ARRAYS, source, _ONE_THREAD)
-            if first.layer:
-                store = store[first.layer[0] : last.layer[0] + 1]
-            store = store.transpose(first.place.axes(store.ndim))
             values = tensorstore.cast(store, first.dtype).read().result()
-        except (FileNotFoundError, ValueError) as error:
-            raise UserError(
-                f"cannot read {source} of {step}, which was intact a moment ago: has "
-                f"the run deleted it? ({error})"
-            ) from error
+        except ValueError as error:
+            raise UserError(f"cannot read {source} of {step}: {error}") from error
         for name in names:
             layer = tensors[name].layer
             if layer:
@@ -221,8 +247,12 @@ def read(step: Path, tensors: Tensors) -> dict[str, np.ndarray]:
             found[name] = values[(*layer, ...)]
     for name, tensor in tensors.items():
         if tensor.adapter is not None:
-            added = tensor.adapter.read(step, _ONE_THREAD)
+            added = tensor.adapter.read(step, about, _ONE_THREAD)
             added = added.T if tensor.place.transposed else added
+            if added.shape != found[name].shape:
+                raise UserError(
+                    f"the adapter {tensor.adapter.a} has another shape than {name}"
+                )
             found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
     return _joined(tensors, found)
 

@@ -1,6 +1,6 @@
 """Where the files of a model keep an array."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 
@@ -40,6 +40,23 @@ class FileTensor(NamedTuple):
         found = [shape[axis] for axis in self.axes(len(shape))]
         found[:1] = [size * self.part[1] for size in found[:1]]
         return tuple(found)
+
+    def is_for(self, shape: Sequence[int]) -> bool:
+        """Returns whether an array of this shape can be stored so."""
+        count = len(self.names)
+        inner = shape[count > 1 :]
+        stacked = count <= 1 or (len(shape) > 0 and shape[0] == count)
+        return stacked and len(inner) >= self._least_dims
+
+    def is_part_of(self, shape: Sequence[int]) -> bool:
+        """Returns whether a tensor of the files of this shape can have the array."""
+        count = self.part[1]
+        divided = count == 1 or (len(shape) > 0 and shape[0] % count == 0)
+        return divided and len(shape) >= self._least_dims
+
+    @property
+    def _least_dims(self) -> int:
+        return 4 if self.convolution else 2 if self.transposed else 0
 
     def axes(self, ndim: int) -> list[int]:
         """Returns the order of an array's dimensions in the files."""

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.checkpoint import metadata
+from jshard.checkpoint.described import FROZEN_FROM as KEY
 from jshard.comm.order import in_order
 from jshard.errors import UserError, some_of
 from jshard.layout.memory_kinds import on_device
 from jshard.state import TrainState
-
-KEY = "frozen_from"  # in a checkpoint's metadata
 
 
 def is_frozen(name: str) -> bool:

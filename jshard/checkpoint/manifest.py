@@ -103,10 +103,7 @@ def read(folder: Path) -> dict[str, Any]:
         if content["format"] <= FORMAT:
             for name in content["files"]:
                 path_inside(folder, name)
-            return {
-                name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
-                for name, file in content["files"].items()
-            }
+            return {name: _checked(file) for name, file in content["files"].items()}
     except OSError as error:
         raise ManifestError(f"{FILE} cannot be read ({error.strerror})") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -115,6 +112,14 @@ def read(folder: Path) -> dict[str, Any]:
         f"{folder} was written by a newer jshard (format {content['format']}; "
         f"this one reads up to {FORMAT}): upgrade jshard"
     )
+
+
+def _checked(file: Any) -> dict[str, Any]:
+    """Returns the entry of a file; raises ValueError if it is none."""
+    size, digest = file["bytes"], file["sha256"]
+    if type(size) is not int or not 0 <= size < 2**63 or not isinstance(digest, str):
+        raise ValueError("no size and checksum of a file")
+    return {"bytes": size, "sha256": digest}
 
 
 def _linked(folder: Path, names: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.described import checked
 from jshard.checkpoint.tensor_names import stack_paths
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
@@ -95,7 +96,7 @@ def describe(
         "versions": versions(),
         "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else {},
         "processes": jax.process_count(),
-        "metrics": dict(metrics),
+        "metrics": {name: float(value) for name, value in metrics.items()},
         "config": dict(config),
         "stacks": stack_paths(state),
         "arrays": described,
@@ -120,25 +121,8 @@ def read(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         why = f"{FILE} is not JSON ({error})"
     else:
-        if _is_complete(content):
-            return content
-        why = f"{FILE} describes no checkpoint"
+        try:
+            return checked(content)
+        except ValueError as error:
+            why = f"{FILE} describes no checkpoint: {error}"
     raise UserError(f"checkpoint {folder} is damaged: {why}")
-
-
-def _is_complete(content: Any) -> bool:
-    dicts = ("versions", "mesh", "metrics", "config", "arrays")
-    return (
-        isinstance(content, dict)
-        and all(type(content.get(key)) is int for key in ("step", "processes"))
-        and isinstance(content.get("created"), str)
-        and all(isinstance(content.get(key), dict) for key in dicts)
-        and all(
-            isinstance(array, dict)
-            and isinstance(array.get("dtype"), str)
-            and isinstance(array.get("shape"), list)
-            and all(type(size) is int and size >= 0 for size in array["shape"])
-            and type(array.get("layer_dims", 0)) is int
-            for array in content["arrays"].values()
-        )
-    )

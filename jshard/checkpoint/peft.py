@@ -94,7 +94,9 @@ def write_config(
     stored = [name for name in names if name.endswith(".lora_a")]
     tensors = [tensor for name in stored for tensor in names[name].values()]
     entry = about["arrays"][stored[0]]
-    model = about["config"].get("checkpoint", {}).get("restore") or None
+    given = about["config"].get("checkpoint")
+    model = given.get("restore") if isinstance(given, dict) else None
+    model = model if isinstance(model, str) and model else None
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -8,6 +8,7 @@ otherwise ``100.replaced``, was complete at some time.
 """
 
 import logging
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -18,6 +19,7 @@ from jshard.checkpoint.atomic import sync_folder
 SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"
 SOUND = ".sound"  # a file in a save's folder, removed when any process fails
 
+_LAST = 2**31 - 1  # steps are int32
 _QUIET = 1.0  # seconds without late writes, after which none are expected
 _LATEST = 20.0  # seconds after which late writes are no longer waited for
 
@@ -27,7 +29,13 @@ def find_steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     names = {path.name.removesuffix(REPLACED) for path in folder.iterdir()}
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if _is_step(name))
+
+
+def _is_step(name: str) -> bool:
+    """Returns whether a folder is named as jshard names those of steps."""
+    found = re.fullmatch("0|[1-9][0-9]{0,9}", name)
+    return found is not None and int(name) <= _LAST
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.older_names import renamed, stored_names
+from jshard.compat.orbax_files import open_array
 from jshard.errors import UserError, some_of
 from jshard.nn.dropout import is_random
 from jshard.state import TrainState
@@ -59,6 +60,29 @@ def match_parameters(
     return targets, {
         key: (names.get(name, name), entry) for key, (name, entry) in sources.items()
     }
+
+
+def open_stored(folder: Path, about: Mapping[str, Any], name: str, context: Any) -> Any:
+    """Opens an array of a step, to be read chunk by chunk.
+
+    Raises:
+      UserError: The step has no such array, or not as its description says.
+    """
+    described = about["arrays"][name]
+    try:
+        store = open_array(folder / ARRAYS, name, context)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(
+            f"cannot read {name} of {folder}, which was intact a moment ago: has the "
+            f"run deleted it? ({error})"
+        ) from error
+    shape, dtype = list(store.shape), store.dtype.name
+    if (shape, dtype) != (described["shape"], described["dtype"]):
+        raise UserError(
+            f"checkpoint {folder} is damaged: {name} is {dtype}{shape}, and "
+            f"{metadata.FILE} says {described['dtype']}{described['shape']}"
+        )
+    return store
 
 
 def check(

@@ -4,18 +4,33 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 MOST_JSON = 2**25  # bytes of a file; the index of the largest models has 9 MB
+_DEEPEST = 100  # levels; what reads the values may recurse, and Python's limit is 1000
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parses JSON; also raises ValueError where it is nested too deeply."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level for inner in _members(outer)]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
+
+
+def _members(value: Any) -> Iterable[Any]:
+    """Returns the values in a JSON object or array."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def read_json(file: Path) -> Any:
@@ -25,12 +40,26 @@ def read_json(file: Path) -> Any:
       OSError: It cannot be read, or it is a pipe or a device, which may never end.
       ValueError: It is not JSON, or larger or nested deeper than what is meant here.
     """
+    return parse_json(_read(file))
+
+
+def read_text(file: Path) -> str:
+    """Reads a text file.
+
+    Raises:
+      OSError: It cannot be read, or it is a pipe or a device, which may never end.
+      ValueError: It is not UTF-8, or larger than what is meant here.
+    """
+    return _read(file).decode()
+
+
+def _read(file: Path) -> bytes:
     status = file.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.EINVAL, "not a regular file", str(file))
     if status.st_size > MOST_JSON:
         raise ValueError(f"{status.st_size:,} bytes, more than {MOST_JSON:,}")
-    return parse_json(file.read_bytes())
+    return file.read_bytes()
 
 
 def path_inside(folder: Path, name: Any) -> Path:

@@ -20,8 +20,11 @@ from typing import NoReturn
 import jax
 
 from jshard.cli.paths import path_problem
+from jshard.cli.quiet import start_devices
+from jshard.cli.terminal import show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
+from jshard.formatting import one_line, printable
 
 
 def run_command(command: Callable[[list[str]], None]) -> None:
@@ -48,7 +51,7 @@ def run_command(command: Callable[[list[str]], None]) -> None:
         if described is None:
             raise
         line, lines = described
-        print(lines, end="", file=sys.stderr)
+        show(lines, error=True, end="")
         _exit(1, f"error: {line}")
 
 
@@ -62,23 +65,18 @@ def _reader_left() -> bool:
 def expected_ending(error: BaseException) -> tuple[int, str] | None:
     """Returns the exit code and message of an error that is no bug, None for others."""
     if isinstance(error, Preempted):
-        return 75, str(error)
+        return 75, one_line(str(error))
     if isinstance(error, UserError):
-        return 2, f"error: {_one_line(str(error))}"
+        return 2, f"error: {one_line(str(error))}"
     if isinstance(error, RunFailed):
-        return 130 if isinstance(error, Interrupted) else 1, f"error: {error}"
+        code = 130 if isinstance(error, Interrupted) else 1
+        return code, f"error: {one_line(str(error))}"
     cause: BaseException | None = error
     while cause is not None:  # JAX's C++ turns Ctrl-C into an error of its own
         if isinstance(cause, KeyboardInterrupt):
             return 130, "error: interrupted"
         cause = cause.__cause__
     return None
-
-
-def _one_line(text: str) -> str:
-    """Escapes what would control the terminal: texts may quote a stranger's file."""
-    text = text.replace("\n", " ")
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -129,6 +127,7 @@ def read_text(option: str, file: Path) -> str:
 def checkpoint_parser(name: str, description: str) -> ArgumentParser:
     """Returns the parser of a command that reads a checkpoint and computes nothing."""
     jax.config.update("jax_platforms", "cpu")  # the run itself may be using the GPU
+    start_devices()
     parser = ArgumentParser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument(
         "path",
@@ -141,13 +140,12 @@ def checkpoint_parser(name: str, description: str) -> ArgumentParser:
 
 def _format_warning(message, category, filename, lineno, line=None) -> str:
     if category is UserWarning:  # ours, for the user; others keep their location
-        return f"jshard: warning: {message}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+        return f"jshard: warning: {one_line(str(message))}\n"
+    return printable(f"{filename}:{lineno}: {category.__name__}: {message}\n")
 
 
 def _exit(code: int, message: str) -> NoReturn:
-    line = " ".join(message.splitlines())
     # By mistake a user may have passed the text of a whole file.
-    line = re.sub(r"(\S{80})\S{300,}(\S{20})", r"\1...\2", line)
-    print("jshard:", line, file=sys.stderr)
+    line = re.sub(r"(\S{80})\S{300,}(\S{20})", r"\1...\2", one_line(message))
+    show(f"jshard: {line}", error=True)
     sys.exit(code)

@@ -24,6 +24,8 @@ def path_problem(path: str | Path) -> str:
         )
     if "\0" in text:
         return "holds a zero byte, which no path does"
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        return "begins with the name of an unknown user"
     parts = os.fsencode(os.path.expanduser(text)).split(os.fsencode(os.sep))
     if max(map(len, parts)) > 255 or sum(len(part) + 1 for part in parts) > 4000:
         return "is too long for a path"

@@ -1,11 +1,12 @@
-"""Hides messages about absent GPUs, which JAX's CUDA plugin prints.
+"""Shortens what JAX's CUDA plugin prints about absent GPUs to one line.
 
-The first ones come from C++ while JAX is imported, so ``jshard`` imports this module
-before JAX. Only jshard's commands filter them: a program that imports ``jshard`` keeps
-its standard error as it is.
+The first messages come from C++ while JAX is imported, so ``jshard`` imports this
+module before JAX. Only jshard's commands filter them: a program that imports ``jshard``
+keeps its standard error as it is.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jshard.cli.commands import COMMANDS
-from jshard.compat.plugin_log import LOGGER, is_about_absent_gpu
+from jshard.compat.plugin_log import LOGGER, in_one_line
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _SCRIPTS = tuple(f"jshard-{name}" for name in COMMANDS)
@@ -41,6 +42,11 @@ def has_accelerator() -> bool:
     return any(next(Path("/dev").glob(name), None) for name in devices)
 
 
+def has_cuda_plugin() -> bool:
+    """Returns whether JAX's CUDA plugin is installed."""
+    return any(map(importlib.util.find_spec, _PLUGINS))
+
+
 @contextlib.contextmanager
 def without_remarks() -> Iterator[None]:
     """Hides XLA's informational lines from standard error within it.
@@ -48,7 +54,7 @@ def without_remarks() -> Iterator[None]:
     Only if the plugin is installed and there is no GPU. The filter is another process,
     so that what XLA prints before it aborts is not lost.
     """
-    if not any(map(importlib.util.find_spec, _PLUGINS)) or has_accelerator():
+    if not has_cuda_plugin() or has_accelerator():
         yield
         return
     before = os.dup(2)
@@ -66,6 +72,12 @@ def without_remarks() -> Iterator[None]:
             os.close(before)
 
 
+def start_devices() -> None:
+    """Creates JAX's devices, without the remarks of a CUDA plugin on absent GPUs."""
+    with without_remarks():
+        importlib.import_module("jax").devices()
+
+
 def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     """Returns whether a process runs one of jshard's commands.
 
@@ -78,9 +90,8 @@ def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     return bool(argv) and Path(argv[0]).name in _SCRIPTS
 
 
-logging.getLogger(LOGGER).addFilter(
-    lambda record: not is_about_absent_gpu(record) or has_accelerator()
-)
-if "jax" not in sys.modules and is_command(sys.argv, sys.orig_argv):
-    with without_remarks():
-        importlib.import_module("jax")
+if is_command(sys.argv, sys.orig_argv):
+    logging.getLogger(LOGGER).addFilter(in_one_line)
+    if "jax" not in sys.modules:
+        with without_remarks():
+            importlib.import_module("jax")

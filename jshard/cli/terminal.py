@@ -1,4 +1,4 @@
-"""A terminal that is closed under a process, which goes on to save its state."""
+"""What commands print, and a terminal that is closed under a process."""
 
 import contextlib
 import errno
@@ -6,6 +6,20 @@ import os
 import sys
 import termios
 from collections.abc import Iterator
+
+from jshard.formatting import printable
+
+
+def show(text: str, *, error: bool = False, end: str = "\n") -> None:
+    """Prints text, which may quote names, values and samples of strangers.
+
+    Args:
+      text: What to print; it may have several lines.
+      error: To standard error instead of standard output.
+      end: What to print after it.
+    """
+    stream = sys.stderr if error else sys.stdout
+    print(printable(text), end=end, file=stream, flush=True)
 
 
 def leave_closed_terminal() -> None:

@@ -264,13 +264,9 @@ def without_effects(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=[eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns])
 
 
-def with_outputs(
-    closed: core.ClosedJaxpr, wanted: Sequence[bool]
-) -> core.ClosedJaxpr:
+def with_outputs(closed: core.ClosedJaxpr, wanted: Sequence[bool]) -> core.ClosedJaxpr:
     """Keeps some outputs of a program, and what these need; keeps all inputs."""
-    inner, consts, _ = pe.dce_jaxpr_consts(
-        closed.jaxpr, list(wanted), instantiate=True
-    )
+    inner, consts, _ = pe.dce_jaxpr_consts(closed.jaxpr, list(wanted), instantiate=True)
     live = [x for x, is_used in zip(closed.consts, consts, strict=True) if is_used]
     return core.ClosedJaxpr(inner, live)
 

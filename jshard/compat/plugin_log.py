@@ -1,4 +1,4 @@
-"""Recognizes JAX's log record for a CUDA plugin that finds no GPU.
+"""Shortens JAX's log record of a CUDA plugin that fails.
 
 This module must not import JAX, because it is used before JAX is imported.
 """
@@ -7,14 +7,19 @@ import logging
 
 # The logger of the JAX module that initializes the plugins.
 LOGGER = "jax._src.xla_bridge"
+FAILED = "a CUDA plugin is installed but cannot be used"
 
 
-def is_about_absent_gpu(record: logging.LogRecord) -> bool:
-    """Returns whether a record of ``LOGGER`` reports that the CUDA plugin failed.
+def in_one_line(record: logging.LogRecord) -> bool:
+    """Makes one line, with the reason, of a record that the CUDA plugin failed.
 
-    If the plugin is installed on a machine without a GPU, every start logs such a
-    record with a traceback. Tested with JAX 0.10.2, 0.11.2 and 0.12.0.1. If it breaks,
-    users see the traceback.
+    A filter for ``LOGGER`` that lets every record through. If the plugin is installed
+    on a machine without a usable GPU, every start logs such a record with a traceback.
+    Tested with JAX 0.10.2, 0.11.2 and 0.12.0.1. If it breaks, users see the traceback.
     """
     failed = "Jax plugin configuration error" in str(record.msg)
-    return failed and "xla_cuda" in str(record.args)
+    if failed and "xla_cuda" in str(record.args) and record.exc_info:
+        why = " ".join(str(record.exc_info[1]).split())
+        record.msg = f"jshard: note: {FAILED} ({why}): computing on the CPU"
+        record.args, record.exc_info, record.exc_text = (), None, None
+    return True

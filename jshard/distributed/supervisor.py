@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from jshard.cli.terminal import leave_closed_terminal, outliving_terminal
+from jshard.cli.terminal import leave_closed_terminal, outliving_terminal, show
 from jshard.distributed.cluster import Cluster
 from jshard.distributed.heartbeat import GRACE, PERIOD, SILENCE
 from jshard.distributed.status import PARENT_FD, STATUS_FD
@@ -108,7 +108,7 @@ class _Supervisor:
         if self._heard is None and since is not None and now - since > HINT:
             self._waiting_since = None
             who = f"process {self._index}"
-            print(f"jshard: {who}: still waiting for {self._all}", file=sys.stderr)
+            show(f"jshard: {who}: still waiting for {self._all}", error=True)
 
     def _pass_on(self, number: int) -> None:
         if number == signal.SIGHUP:
@@ -183,16 +183,16 @@ class _Supervisor:
             self._show_errors(code)
             return code
         if -code in self._passed:  # before the worker handled signals
-            print(f"jshard: {signal.Signals(-code).name}: ended", file=sys.stderr)
+            show(f"jshard: {signal.Signals(-code).name}: ended", error=True)
             return 128 - code
         where = self._status.get("place", "its start")
         places = self._status.get("places")
         last = f"; the last places: {places}" if places else ""
         who = f"process {self._index}, at {where},"
         why = why or self._reason(-code)
-        print(f"jshard: error: {who} {why}{last}", file=sys.stderr)
+        show(f"jshard: error: {who} {why}{last}", error=True)
         if "log" in self._status:
-            print(f"jshard: see {self._status['log']}", file=sys.stderr)
+            show(f"jshard: see {self._status['log']}", error=True)
         elif not self._peer_died:
             self._show_errors(code)
         return 1

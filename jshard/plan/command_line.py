@@ -19,6 +19,7 @@ import jax
 from jshard.checkpoint.atomic import replace_file
 from jshard.cli.command import run_command
 from jshard.cli.quiet import without_remarks
+from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.plan import topology
 from jshard.plan.constants import find_constants
@@ -94,7 +95,7 @@ def _plan_or_refuse(argv: list[str]) -> None:
     try:
         _plan(argv)
     except DoesNotFit as error:
-        print(f"jshard: error: {error}", file=sys.stderr)
+        show(f"jshard: error: {error}", error=True)
         sys.exit(DOES_NOT_FIT)
 
 
@@ -109,7 +110,7 @@ def _plan(argv: list[str]) -> None:
             raise UserError(
                 "which recipe? for example --config=llama.py:3-8b; see --help"
             )
-        print(USAGE, end="")
+        show(USAGE, end="")
         return
     path = find_recipe(arguments.recipe)
     if not arguments.help:
@@ -129,7 +130,7 @@ def _plan(argv: list[str]) -> None:
         with without_remarks():
             if arguments.help:
                 config = complete(recipe.get_config(), recipe.name)
-                print(help_text(config, recipe.name, USAGE), end="")
+                show(help_text(config, recipe.name, USAGE), end="")
                 return
             config = make_config(recipe, arguments.overrides)
             make_cpu_devices(config.mesh.cpu_devices)
@@ -139,7 +140,7 @@ def _plan(argv: list[str]) -> None:
                     f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
                 )
             plan = plan_recipe(recipe, config, where or "", speed)
-        print("\n".join(terminal.lines(plan)))
+        show("\n".join(terminal.lines(plan)))
         for name, content in _FILES.items():
             if name in options:
                 _write(name, options[name], content(plan))
@@ -172,9 +173,9 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
             report=search_output.report,
         )
     for warning in found.warnings:
-        print(f"jshard: warning: {warning}", file=sys.stderr)
+        show(f"jshard: warning: {warning}", error=True)
     command = lambda candidate: candidate.command(recipe, overrides)
-    print("\n".join(search_output.lines(found, command, allowed)))
+    show("\n".join(search_output.lines(found, command, allowed)))
     if "json" in options:
         _write("json", options["json"], json.dumps(found.as_dict(), indent=1) + "\n")
     if not found.best:

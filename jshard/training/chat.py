@@ -4,17 +4,18 @@ A template is a Jinja program that writes a conversation as one text. Its enviro
 that of Hugging Face's transformers, so that it writes the same text here.
 """
 
-import datetime
 import functools
 import hashlib
-import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jshard.checkpoint.untrusted import read_text
 from jshard.errors import UserError, some_of
+from jshard.training.template import Template, TemplateError
 from jshard.training.tokenizer import FileTokenizer, read_json
 
 _FILE = "chat_template.jinja"
@@ -84,7 +85,9 @@ class Chat:
         """
         messages, tools = _checked(record, where), record.get("tools") or None
         if self._marked:
-            text, spans = self._split(self._render(messages, tools, False, where))
+            text, spans = self._split(
+                self._render(messages, tools, False, where), where
+            )
         else:
             text = self._render(messages, tools, False, where)
             spans = self._answers(messages, tools, text, where)
@@ -118,11 +121,16 @@ class Chat:
             spans.append((len(before), max(len(after.rstrip()), len(before))))
         return spans
 
-    def _split(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+    def _split(self, text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
         """Removes marks, and returns the text and the spans that they enclosed."""
         begin, end = self._marks
         plain, *parts = text.split(begin)
         spans = []
+        if end in plain or any(part.count(end) != 1 for part in parts):
+            raise UserError(
+                f"{where}: {self._where} marks an answer within another, or writes a "
+                "part of one"
+            )
         for part in parts:
             answer, rest = part.split(end)
             spans.append((len(plain), len(plain) + len(answer)))
@@ -136,15 +144,15 @@ class Chat:
         add_generation_prompt: bool,
         where: str,
     ) -> str:
+        variables = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokenizer.special_tokens,
-            )
-        except Exception as error:  # of the template: whatever its operations raise
+            return self._template.render(variables | self._tokenizer.special_tokens)
+        except TemplateError as error:
             raise UserError(f"{where}: {self._where} refuses it: {error}") from error
 
 
@@ -157,19 +165,30 @@ def load_chat(tokenizer: FileTokenizer) -> Chat:
     """
     folder = tokenizer.file.parent
     file = folder / _FILE
-    if file.exists():
-        return Chat(tokenizer, file.read_text(encoding="utf-8"), str(file))
+    if (template := _read(file)) is not None:
+        return Chat(tokenizer, template, str(file))
     name = "tokenizer_config.json"
     found = read_json(folder, [name]).get("chat_template")
     if isinstance(found, list):  # several, each with a name
-        found = {each.get("name"): each.get("template") for each in found}
-        found = found.get("default")
+        several = [each for each in found if isinstance(each, dict)]
+        named = [x.get("template") for x in several if x.get("name") == "default"]
+        found = named[0] if named else None
     if not isinstance(found, str):
         raise UserError(
             f"{folder}: has no chat template, neither {_FILE} nor in {name}; put the "
             "one of the model's chat version there"
         )
     return Chat(tokenizer, found, str(folder / name))
+
+
+def _read(file: Path) -> str | None:
+    """Returns the text of a template's file; None if there is none."""
+    try:
+        return read_text(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
 
 
 def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
@@ -188,63 +207,15 @@ def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
     return messages
 
 
-def _compile(template: str, where: str, marks: tuple[str, str]) -> Any:
+def _compile(template: str, where: str, marks: tuple[str, str]) -> Template:
     try:
-        import jinja2  # pyright: ignore[reportMissingImports]
-        import jinja2.ext  # pyright: ignore[reportMissingImports]
-        import jinja2.nodes  # pyright: ignore[reportMissingImports]
-        import jinja2.sandbox  # pyright: ignore[reportMissingImports]
+        return Template(template, marks)
     except ImportError as error:
         raise UserError(
             f"{where}: chat templates need jinja2: pip install 'jshard[text]'"
         ) from error
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}answer{% endgeneration %}`."""
-
-        tags = {"generation"}  # noqa: RUF012  # read from the class
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call: Any = self.call_method("_mark")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Callable[[], str]) -> str:
-            return marks[0] + caller() + marks[1]
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
+    except TemplateError as error:
         raise UserError(f"{where}: not a Jinja template: {error}") from error
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own, leaves `<` and `'` as they are."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _tags(template: str) -> set[str]:

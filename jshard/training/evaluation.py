@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jshard.errors import RunFailed, UserError
+from jshard.formatting import printable
 from jshard.fsdp import FSDP
 from jshard.state import TrainState
 from jshard.training.config.config import Config, nearest
@@ -104,6 +105,6 @@ def prepare_sample(
         tokens = predict_step(state, batch)
         text = decode(np.asarray(tokens.addressable_shards[0].data)[0])
         # A barely trained model may generate control sequences of the terminal.
-        return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+        return printable(text)
 
     return sample

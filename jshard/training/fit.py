@@ -15,9 +15,10 @@ from jax.extend import core
 from jshard.describe import product_flops, traffic
 from jshard.errors import UserError
 from jshard.formatting import format_bytes
+from jshard.layout.capacity import state_bytes
 from jshard.training.config.config import Config, flatten
 from jshard.training.config.shared_keys import FIT, FITTED
-from jshard.training.memory import state_bytes, step_bytes
+from jshard.training.memory import step_bytes
 
 T = TypeVar("T")
 

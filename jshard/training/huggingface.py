@@ -14,6 +14,7 @@ An attribute `timm` is such a module for the folders of timm.
 import functools
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +27,8 @@ from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import path_problem
 from jshard.errors import UserError, some_of
-from jshard.training.config.config import Config
+from jshard.knob import Knob
+from jshard.training.config.config import Config, declarations
 from jshard.training.keys import Key
 
 FROM = "from"  # the key in the group `model`
@@ -104,9 +106,25 @@ def take_architecture(
         found = _recorded(workdir, folder)
     if found is None:
         found = read_architecture(path, huggingface)
+    declared = declarations(config)
+    for key, value in found.items():
+        _check_type(declared.get(f"model.{key}"), key, value, path)
     with config.unlocked():
         for key, value in found.items():
             _set(config.model, key, value)
+
+
+def _check_type(declared: Knob | None, key: str, value: Any, folder: Path) -> None:
+    """Raises UserError where a number or a truth value of the recipe is none there."""
+    if declared is None or value is None or declared.kind not in (int, float, bool):
+        return
+    wanted = bool if declared.kind is bool else int | float
+    fits = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
+    if not fits or abs(value) > sys.float_info.max:
+        raise UserError(
+            f"{folder / folders.CONFIG}: model.{key} is {str(value)[:80]!r} there, not "
+            f"{'true or false' if wanted is bool else 'a number'}"
+        )
 
 
 def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[str, Any]:
@@ -124,6 +142,8 @@ def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[st
         raise UserError(
             f"{folder / folders.CONFIG} is not complete: {error!r}"
         ) from error
+    except (ValueError, ArithmeticError) as error:  # of a number that is none
+        raise UserError(f"{folder / folders.CONFIG}: {error}") from error
 
 
 def _recorded(workdir: Path, folder: str) -> dict[str, Any] | None:

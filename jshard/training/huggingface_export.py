@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from jshard.checkpoint import huggingface as folders
 from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.untrusted import read_json
+from jshard.cli.paths import path_problem
 from jshard.errors import UserError
-from jshard.training.huggingface import FROM, model_of, require_map
+from jshard.training.config.config import flatten
+from jshard.training.huggingface import SOURCE, model_of, require_map
 from jshard.training.recipe import find_recipe, open_recipe
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -57,9 +59,14 @@ def find_model(
             why = "--format=huggingface needs names"
             mapped = require_map(recipe.huggingface, recipe.name, why)
         model = model_of(config)
-        return MappedModel(
-            mapped.tensors(model), mapped.write_config(model), _sources(config)
-        )
+        try:
+            tensors, written = mapped.tensors(model), mapped.write_config(model)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"checkpoint {step}: its config.model is not one of {recipe.name}: "
+                f"{error!r}"
+            ) from error
+        return MappedModel(tensors, written, _sources(config))
 
 
 def find_recipe_of(step: Path, config: Mapping[str, Any], given: str | None) -> str:
@@ -91,12 +98,10 @@ def find_recipe_of(step: Path, config: Mapping[str, Any], given: str | None) -> 
 
 def _sources(config: Mapping[str, Any]) -> list[Path]:
     """Returns the folders that the run had its tokenizer and its weights from."""
-    given = (
-        config.get("data", {}).get("tokenizer"),
-        config.get("checkpoint", {}).get("restore"),
-        config["model"].get(FROM),
-    )
+    flat = flatten(config)
+    given = map(flat.get, ("data.tokenizer", "checkpoint.restore", SOURCE))
     texts = [text for text in given if isinstance(text, str) and text]
+    texts = [text for text in texts if not path_problem(text)]
     paths = [Path(text).expanduser() for text in texts]
     found = [path.parent if path.is_file() else path for path in paths]
     return list(dict.fromkeys(found))  # often the same

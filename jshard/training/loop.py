@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
+from jshard.cli.terminal import show
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
+from jshard.formatting import format_duration, one_line
 from jshard.training import returns
 from jshard.training.config.config import Config
 from jshard.training.config.profiled_steps import profiled_steps
@@ -17,7 +19,7 @@ from jshard.training.hooks import Hooks
 from jshard.training.inputs import Inputs
 from jshard.training.preemption import Preemption
 from jshard.training.profile import Profile
-from jshard.training.progress import ProgressDisplay, format_duration
+from jshard.training.progress import ProgressDisplay
 from jshard.training.recipe import Recipe
 from jshard.training.run_folder.lock import check_unlocked
 from jshard.training.run_folder.metrics import RunFolder, finish_folder
@@ -94,9 +96,7 @@ def train(
         if not start.held:
             setup.state = None  # the folder's is newer
         why = f", stopped: {start.stopped}" if start.stopped else ""
-        print(
-            f"nothing to do: {workdir} is at step {start.step} of {config.steps}{why}"
-        )
+        show(f"nothing to do: {workdir} is at step {start.step} of {config.steps}{why}")
         return
 
     # Everything that can be wrong is found before the folder is written to.
@@ -254,4 +254,4 @@ def train(
         if hooks.error is not None:
             raise hooks.error
     took = format_duration(time.time() - started)
-    display.say(f"done in {took}, report: {workdir / 'report.html'}")
+    display.say(one_line(f"done in {took}, report: {workdir / 'report.html'}"))

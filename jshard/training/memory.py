@@ -7,8 +7,6 @@ arrays, and read arrays that are in memory.
 """
 
 import dataclasses
-import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +15,7 @@ from jax.extend import core
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes
 from jshard.errors import UserError
-from jshard.layout.memory_kinds import HOST
+from jshard.layout.capacity import host_bytes
 
 # Of what an allocator may hand out; the rest is for batches that wait, for metrics, and
 # for gaps between arrays.
@@ -68,8 +66,7 @@ def usable_bytes(devices: Sequence[Any]) -> int:
       UserError: The devices do not say how much memory they have.
     """
     if devices[0].platform == "cpu":  # they share the machine's memory
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(_OF_RAM * total) // len(devices)
+        return int(_OF_RAM * host_bytes()) // len(devices)
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
     if not min(limits):
         raise UserError(
@@ -92,15 +89,6 @@ def compiled_bytes(compiled: jax.stages.Compiled, space: str = "") -> int:
         for kind in ("argument", "output", "alias", "temp")
     )
     return arguments + outputs - aliases + temporary
-
-
-def state_bytes(state: Any) -> int:
-    """Returns the bytes of an abstract state in the memory of one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(state)
-        if x.sharding.memory_kind != HOST
-    )
 
 
 def step_bytes(jaxpr: core.Jaxpr) -> int:

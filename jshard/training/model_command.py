@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import jax
 
 from jshard.cli.command import ArgumentParser, file_path
+from jshard.cli.quiet import start_devices
+from jshard.cli.terminal import show
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.distributed.heartbeat import SILENCE
 from jshard.training.platform import cache_compilations, choose_platform
@@ -81,12 +83,15 @@ def started(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
     job = find_cluster({name: text for name, text in given.items() if text is not None})
     if job is not None and not has_parent():
         sys.exit(supervise(job, [sys.executable, *sys.orig_argv[1:]]))
-    choose_platform()
+    platform = choose_platform()
     cache_compilations()
     with contextlib.ExitStack() as stack:
         if job is not None:
             peers = stack.enter_context(join(job))
             peers.limit(SILENCE, 0)  # a long text is one phase
+        start_devices()
+        if platform:
+            note(platform)
         model = stack.enter_context(
             open_model(
                 arguments.model,
@@ -103,4 +108,4 @@ def started(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
 def note(text: str) -> None:
     """Prints a line on standard error, once for all processes."""
     if jax.process_index() == 0:
-        print(f"jshard: {text}", file=sys.stderr, flush=True)
+        show(f"jshard: {text}", error=True)

@@ -8,19 +8,30 @@ from pathlib import Path
 
 import jax
 
-from jshard.cli.quiet import has_accelerator
+from jshard.cli.quiet import has_accelerator, has_cuda_plugin
+from jshard.compat.plugin_log import FAILED
 from jshard.errors import UserError
 
 
-def choose_platform() -> None:
+def choose_platform() -> str:
     """Selects the CPU on machines without an accelerator.
 
     Otherwise JAX prints a traceback if the CUDA plugin is installed.
+
+    Returns:
+      What to tell the user where a GPU was expected, as in a container that was started
+      without them; empty if none was.
     """
     unset = not os.environ.get("JAX_PLATFORMS")
     if sys.platform == "linux" and unset and not has_accelerator():
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
         jax.config.update("jax_platforms", "cpu")
+        if has_cuda_plugin():
+            return (
+                f"note: {FAILED} (no GPU is visible, not even as /dev/nvidia0): "
+                "computing on the CPU"
+            )
+    return ""
 
 
 def make_cpu_devices(count: int) -> None:

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import sys
 import threading
 from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
 
-from jshard.cli.terminal import leave_closed_terminal, outliving_terminal
+from jshard.cli.terminal import leave_closed_terminal, outliving_terminal, show
 
 DEMANDS = (signal.SIGINT, signal.SIGTERM)
 # Of a closed terminal, and a scheduler's warning. They may come more than once, as to a
@@ -120,4 +119,4 @@ class Preemption:
             more = f"; once more {again}" * (number[0] in DEMANDS)
             message = f"jshard: {name}: {self._reaction}{more}"
             with outliving_terminal():
-                print(message, file=sys.stderr, flush=True)
+                show(message, error=True)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from jshard.cli.terminal import outliving_terminal
-from jshard.formatting import format_count, format_duration
+from jshard.cli.terminal import outliving_terminal, show
+from jshard.formatting import format_count, format_duration, one_line, printable
 
 _STEPS = ("step", "computing", "data")  # the phases between steps
 _LONG = 2.0  # seconds from which on one of these is shown
@@ -78,9 +78,9 @@ class ProgressDisplay:
         with outliving_terminal():
             if self._is_live:
                 self._live.refresh()  # or what follows the text would be an old line
-                self._console.print(text, markup=False)
+                self._console.print(printable(text), markup=False)
             elif self._enabled:
-                print(text, flush=True)
+                show(text)
 
     def at(self, phase: str, step: int) -> None:
         """Notes what the run does now, in or after which step."""
@@ -165,6 +165,7 @@ class ProgressDisplay:
         while len(parts) > 1 and len("  ".join([step, *parts])) > width:
             parts.pop()
         room = min(_BAR, width - len("  ".join([step, "", *parts])))
+        parts = [one_line(part) for part in parts]
         line = Text(step, no_wrap=True, overflow="ellipsis")
         if room >= 5:
             full = round(room * share)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.distributed import Peers
+from jshard.layout.capacity import check_capacity
 from jshard.mesh import rows_of_process
 from jshard.policy import Policy
 from jshard.state import TrainState
@@ -133,4 +134,5 @@ def set_up(
     else:
         job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
     state = job.abstract_state()
+    check_capacity(state, job.fsdp.mesh.local_devices)
     return Setup(job, state, workdir, peers, chosen, experts, hosts)

@@ -197,6 +197,8 @@ def _open(file: Path) -> Any:
             f"{file}: reading it needs the tokenizers library: pip install "
             "'jshard[text]'"
         ) from error
+    if not file.is_file():  # a pipe may never end
+        raise UserError(f"{file}: not a tokenizer: it is no file")
     if (size := file.stat().st_size) > _MOST:
         raise UserError(f"{file}: not a tokenizer: it has {size:,} bytes")
     try:

@@ -234,7 +234,7 @@ def open_model(
     found = find_recipe_of(step, about["config"], recipe)
     with open_recipe(found) as opened:
         config = complete(opened.get_config(), opened.name)
-        _take(config, about["config"])
+        _take(config, about["config"], step)
         # What the run was given may be relative to another folder.
         config.checkpoint.restore = str(base or "")
         yield TrainedModel(
@@ -262,13 +262,25 @@ def _check_averages(path: Path, fine: bool) -> None:
         )
 
 
-def _take(config: Any, stored: Mapping[str, Any]) -> None:
-    """Sets the keys of a recipe's config to the values that a run had."""
+def _take(config: Any, stored: Mapping[str, Any], step: Path) -> None:
+    """Sets the keys of a recipe's config to the values that a run had.
+
+    Raises:
+      UserError: The checkpoint in `step` has a value where the recipe has a group of
+        keys, or a group where it has a value.
+    """
     with config.unlocked(), config.ignore_type():
         for name, value in stored.items():
             if name not in config:
                 continue  # of an older jshard
-            if isinstance(config[name], ConfigDict):
-                _take(config[name], value)
+            is_group = isinstance(config[name], ConfigDict)
+            if is_group != isinstance(value, Mapping):
+                raise UserError(
+                    f"checkpoint {step}: its config has {name}={str(value)[:80]}, and "
+                    f"the recipe has {'a group' if is_group else 'a value'} there: the "
+                    "run was of another recipe"
+                )
+            if is_group:
+                _take(config[name], value, step)
             else:
                 config[name] = tuple(value) if isinstance(value, list) else value

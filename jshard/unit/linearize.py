@@ -110,9 +110,9 @@ def trace_layer(
 ) -> TracedLayer:
     """Traces ``fn(weights, xs, carry, args)``, which returns a pytree of arrays.
 
-    ``places`` are the placements of the weights. A weight that is returned as it is
-    leaves as None: transforms of Flax (``nnx.remat``) set all that a module has, changed
-    or not, and full weights must not outlive the layer.
+    ``places`` are the placements of the weights. In the outputs, None stands for a
+    weight that is returned unchanged: transforms of Flax (``nnx.remat``) set all that a
+    module has, and full weights must not outlive the layer.
     """
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(traced.jaxpr, places)

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from exports import WIDTH, abstract, commands, init, save
 from jshard import export
-from jshard.checkpoint import exported
+from jshard.checkpoint import stored_arrays
 from jshard.checkpoint.safetensors_read import load_safetensors
 from jshard.errors import UserError
 
@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, command, tmp_path):
 
 
 def test_a_checkpoint_that_disappears(run, command, monkeypatch, tmp_path):
-    monkeypatch.setattr(exported, "ARRAYS", "elsewhere")
+    monkeypatch.setattr(stored_arrays, "ARRAYS", "elsewhere")
     code, _, err = command(run[0], "--output", tmp_path / "out")
     assert code == 2
     assert "has the run deleted it?" in err

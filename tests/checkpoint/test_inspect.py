@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jshard
 from checkpoints import at_step, data_file, flip_bit, make_fsdp, trained
 from jshard import inspect
+from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.cli import command
 
@@ -68,10 +71,27 @@ def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
         assert part in out
 
 
+def test_metrics_that_are_arrays_and_those_of_older_checkpoints(
+    run, monkeypatch, capsys
+):
+    step = run / "checkpoints/8"
+    metrics: dict[str, Any] = {"eval_loss": jnp.float32(0.125), "x": np.float64(2)}
+    about = metadata.describe(
+        trained(make_fsdp(2, 4), steps=0), config={}, metrics=metrics
+    )
+    assert about["metrics"] == {"eval_loss": 0.125, "x": 2.0}
+    older = json.loads((step / "description.json").read_text())
+    older["metrics"] = {"eval_loss": "0.125"}  # as JSON had those of JAX
+    (step / "description.json").write_text(json.dumps(older))
+    code, out, _ = shown(monkeypatch, capsys, step)
+    assert code == 0
+    assert "eval_loss 0.125" in out
+
+
 def description(step: Path, names: list[str], config: dict[str, Any]) -> None:
     """Rewrites what a checkpoint says of its arrays and its config."""
     about = json.loads((step / "description.json").read_text())
-    array = {"shape": [4, 2], "dtype": "float32"}
+    array = {"shape": [4, 2], "dtype": "float32", "layer_dims": 0, "random": False}
     arrays = dict.fromkeys(names, array) | {"opt.count": array | {"shape": []}}
     about |= {"arrays": arrays, "config": config}
     (step / "description.json").write_text(json.dumps(about))

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from mapped import RECIPE, write_folder, write_tensor_files
 
+from jshard.errors import UserError
+from jshard.training.make_config import make_config
+from jshard.training.recipe import find_recipe, open_recipe
 from tiny_runs import RECIPE as UNMAPPED
 from tiny_runs import expect_one_line
 
@@ -103,6 +106,35 @@ def test_a_folder_that_cannot_be_read(case, train, tmp_path):
     run = train(tmp_path, "--config=tiny.py", *words, "--workdir=run", recipe=RECIPE)
     expect_one_line(run, 2, said.replace("{hf}", str(hf)))
     assert not (tmp_path / "run").exists()
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    "value", ["x", [], [1], {}, {"a": 1}, 10**400], ids=lambda x: str(x)[:9]
+)
+@pytest.mark.parametrize("key", list(LLAMA)[1:])
+def test_a_value_of_another_type_is_one_line(key, value, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {key: value}))
+    with (
+        open_recipe(find_recipe("llama.py:3-8b")) as recipe,
+        pytest.raises(UserError, match=r"config\.json|model\.") as refused,
+    ):
+        make_config(recipe, {"model.from": str(tmp_path)})
+    assert "\n" not in str(refused.value)
 
 
 def test_a_model_that_differs_from_the_folders(train, tmp_path):

@@ -312,7 +312,7 @@ def test_a_llama_3_lists_its_keys_trains_in_small_and_resumes_by_its_former_name
         assert config["recipe"] == called
         assert f"<h1>{called}</h1>" in (tmp_path / "run/report.html").read_text()
         newest = step_folder(tmp_path / "run/checkpoints", steps)
-        assert f"recipe={called}, " in inspect.show(newest)
+        assert f"recipe={called}, " in inspect.describe(newest)
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     losses = [x["loss"] for x in map(json.loads, lines) if "loss" in x]
     assert len(losses) == 3

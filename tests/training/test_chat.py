@@ -1,13 +1,18 @@
 """Chats as training data: their text, their tokens, and those of answers."""
 
+import datetime
+import gc
 import json
+import os
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import jshard.training.template
 from jshard.errors import UserError
 from jshard.training.chat import load_chat
 from jshard.training.data.token_files import write_token_files
@@ -114,6 +119,96 @@ def test_templates_of_tokenizer_config(tmp_path):
 def test_a_bad_chat_is_one_line(chat, template, record, message):
     with pytest.raises(UserError, match=message):
         chat(template).encode(record, "here")
+
+
+LONG = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LONG, "jinja refuses it: it takes more than 1 s"),
+        ("{{ 7 ** (10 ** 9) }}", "takes more than 1 s"),  # in C, which holds the GIL
+        ("{{ '%99999999999d' % 1 }}", "jinja refuses it: "),
+        ("{{ 'a' * 99999999999 }}", "jinja refuses it: MemoryError"),
+        (
+            "{{ messages[0].role[0] * 99999999 }}",
+            "it: a text of 99,999,999 charac",
+        ),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth"),
+        ("{{ " + "(" * 9999, "jinja: not a Jinja template: "),
+        ("{% if 1 %}" * 999, "jinja: not a Jinja template: "),
+        ("{{ 1 " + "+ 1" * 99999 + "}}", "jinja: not a Jinja template: "),
+        (
+            MARKED.replace("{{ eos", "{% generation %}{% endgeneration %}{{ eos"),
+            "marks an answer within another",
+        ),
+        ("{{ ''.__class__.__mro__ }}", "refuses it: .*unsafe"),
+    ],
+)
+def test_a_hostile_template_is_one_line_in_time(chat, template, message, monkeypatch):
+    monkeypatch.setattr(jshard.training.template, "_SECONDS", 1.0)
+    with pytest.raises(UserError, match=message) as refused:
+        chat(template).encode(CAPITALS, "here")
+    assert len(str(refused.value)) < 600
+
+
+def test_a_template_goes_on_after_one_text_that_took_too_long(chat, monkeypatch):
+    monkeypatch.setattr(jshard.training.template, "_SECONDS", 1.0)
+    slow = chat("{% if messages | length > 2 %}" + LONG + "{% endif %}hello")
+    with pytest.raises(UserError, match="takes more than"):
+        slow.render([{}] * 3)
+    assert slow.render([{}]) == "hello"
+
+
+def test_the_process_of_a_template_ends_with_it(chat):
+    one = chat("hello")
+    process = one._template._process
+    assert process.poll() is None
+    load_chat.cache_clear()
+    del one
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_values_that_json_lacks_are_written_as_text(chat):
+    day = datetime.date(2026, 1, 2)
+    message = {"role": "user", "content": day, "n": np.arange(2), "x": float("nan")}
+    record = types.MappingProxyType(message)
+    found = chat(
+        "{% for m in messages %}{{ m.content }} {{ m.n }} {{ m.x }}{% endfor %}"
+    )
+    assert found.render([record]) == "2026-01-02 [0, 1] nan"
+
+
+def a_pipe(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file: file.mkdir(), "chat_template.jinja: cannot be read: .*directory"),
+        (a_pipe, "chat_template.jinja: cannot be read: .*not a regular file"),
+        (lambda file: file.write_bytes(b"\xff"), "cannot be read: .*utf-8"),
+        (lambda file: file.symlink_to("/dev/zero"), "not a regular file"),
+    ],
+)
+def test_what_is_no_template_s_file_is_one_line(make, message, tmp_path):
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    make(folder / "chat_template.jinja")
+    with pytest.raises(UserError, match=message):
+        load_chat(load_tokenizer(folder))
+
+
+@pytest.mark.parametrize(
+    "template", [3, {}, [3], [[]], [{}], [{"name": []}], [{"name": "default"}]]
+)
+def test_a_template_of_another_kind_is_one_line(template, tmp_path):
+    folder = make_tokenizer(tmp_path / "tokenizer", chat_template=template)
+    with pytest.raises(UserError, match="has no chat template"):
+        load_chat(load_tokenizer(folder))
 
 
 def test_a_missing_template_is_one_line(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 import jshard
 from jshard.distributed import Peers
+from jshard.layout.capacity import state_bytes
 from jshard.plan.planning import plan_recipe
 from jshard.training import fitted_job
 from jshard.training.config.command_line import override
@@ -20,7 +21,6 @@ from jshard.training.job import abstract_batch, make_job, make_mesh
 from jshard.training.loop import run
 from jshard.training.memory import (
     compiled_bytes,
-    state_bytes,
     step_bytes,
     usable_bytes,
 )

@@ -1,9 +1,9 @@
 """A search on the terminal: its progress and result."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from jshard.formatting import format_bytes
+from jshard.cli.terminal import show
+from jshard.formatting import format_bytes, one_line
 from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, Candidate
 from jshard.plan.search.results import Outcome, Search
 
@@ -17,7 +17,7 @@ def report(done: int, total: int, outcome: Outcome) -> None:
         figures = f"{outcome.rate:,.0f}/s in {format_bytes(outcome.memory)}"
         notes = " (cached)" * outcome.cached + " (does not fit)" * (not outcome.fits)
         line = f"{figures}: {outcome.candidate}{notes}"
-    print(f"[{done}/{total}] {line}", file=sys.stderr, flush=True)
+    show(one_line(f"[{done}/{total}] {line}"), error=True)
 
 
 def lines(

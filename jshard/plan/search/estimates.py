@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.describe import equations, product_flops
+from jshard.layout.capacity import state_bytes
 from jshard.layout.specs import is_sharded, layer_dims
 from jshard.mesh import EXPERT, TENSOR, names_of, shards_of
 from jshard.plan.memory.memory import shard_bytes
@@ -26,7 +27,6 @@ from jshard.plan.topology import GPU, GPUS_A_HOST
 from jshard.policy import Policy
 from jshard.precision import Precision
 from jshard.state import TrainState
-from jshard.training.memory import state_bytes
 
 
 @dataclasses.dataclass(frozen=True)

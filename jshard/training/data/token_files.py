@@ -33,6 +33,7 @@ from rich.progress import (
 )
 
 from jshard.checkpoint.atomic import replace_file, sync_folder
+from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
 from jshard.training.chat import load_chat
 from jshard.training.data.corpus import (
@@ -115,7 +116,7 @@ def write_token_files(
         about["chat_template"] = load_chat(loaded).digest
     folder = output / UNFINISHED
     if not _begin(output, folder, about):
-        print(f"{output} is complete already")
+        show(f"{output} is complete already")
         return
     missing = [part for part in parts if _find(folder, part.name) is None]
     write = functools.partial(
@@ -133,12 +134,12 @@ def write_token_files(
         raise UserError(f"{inputs[0]}: has no text")
     _finish(folder, output, {**about, "tokens": tokens, "documents": documents})
     size = sum(part.size for part in missing) / 1e6
-    print(
+    show(
         f"tokenized {size:,.1f} MB in {seconds:,.1f} s, {size / seconds:.2f} MB/s; "
         f"{output} holds {tokens:,} tokens of {documents:,} documents in "
         f"{loaded.dtype}"
     )
-    print(
+    show(
         f"train on them: --config.data.path={output} "
         f"--config.data.token_dtype={loaded.dtype} --config.data.tokenizer={tokenizer}"
         + " --config.data.pack=True"
@@ -307,7 +308,7 @@ def _progress(
     total = sum(part.size for part in parts)
     done = total - sum(part.size for part in missing)
     if done:
-        print(f"continuing: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB are there")
+        show(f"continuing: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB are there")
     console = Console(stderr=True)
     columns = (
         TextColumn("tokenizing"),
@@ -326,6 +327,6 @@ def _progress(
             bar.advance(task, part.size)
             if not console.is_terminal and time.monotonic() - shown > _PAUSE:
                 shown = time.monotonic()
-                print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB", flush=True)
+                show(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
         yield advance

@@ -1,0 +1,75 @@
+"""Whether a state fits the memory of the devices, before any of it is allocated."""
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jshard.errors import UserError
+from jshard.formatting import format_bytes
+from jshard.layout.memory_kinds import HOST
+
+# Where Linux says how much a container may use: control groups of both versions.
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+_REMEDY = "take a smaller model, a smaller dtype of parameters or moments, or more"
+
+
+def host_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes of memory of this machine, or of this container."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # none, or "max"
+            found = min(found, int((groups / name).read_text()))
+    return found
+
+
+def state_bytes(state: Any, *, on_host: bool = False) -> int:
+    """Returns the bytes of an abstract state for one device.
+
+    Args:
+      state: ShapeDtypeStructs with shardings.
+      on_host: Those in pinned host memory (``Policy.offload``) instead of those in the
+        memory of the device.
+    """
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+        if (x.sharding.memory_kind == HOST) == on_host
+    )
+
+
+def check_capacity(state: Any, devices: Sequence[Any]) -> None:
+    """Refuses a state that does not fit the memory there is, with nothing else in it.
+
+    Args:
+      state: ShapeDtypeStructs with shardings.
+      devices: Those of this process that hold it.
+
+    Raises:
+      UserError: It does not fit the devices, or the host.
+    """
+    if not devices:
+        return
+    count, total = len(devices), host_bytes()
+    of_device, of_host = state_bytes(state), state_bytes(state, on_host=True)
+    if devices[0].platform == "cpu":
+        of_host, of_device = of_host + of_device, 0
+    each = f"{format_bytes(of_host)} for each of {count} devices"
+    if of_host * count > total:
+        raise UserError(
+            f"the state (parameters, moments) needs {format_bytes(of_host * count)} of "
+            f"the host's memory, {each}, and it has {format_bytes(total)}: {_REMEDY} "
+            "hosts"
+        )
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    known = [limit for limit in limits if limit]
+    if of_device and known and of_device > min(known):
+        raise UserError(
+            f"the state (parameters, moments) needs {format_bytes(of_device)} on each "
+            f"device, which has {format_bytes(min(known))}: {_REMEDY} devices, or keep "
+            "the moments in host memory (policy.offload)"
+        )
