@@ -97,6 +97,7 @@ FAMILIES = {
             "num_key_value_heads": 8,
             "sliding_window": 4096,
         },
+        not_null=("num_key_value_heads",),
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", {"qkv_bias": True}, _QWEN_DEFAULTS, _QWEN_WINDOWS, ("head_dim",)
@@ -140,6 +141,7 @@ FAMILIES = {
             "rope_theta": 1e6,
         },
         ("num_local_experts", "num_experts_per_tok"),
+        ("num_key_value_heads",),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -268,8 +270,8 @@ def _refuse_missing(config: ConfigJson, family: Family) -> None:
         config.fix("mlp_bias", [False])
     if "use_bidirectional_attention" in family.reads:
         config.fix("use_bidirectional_attention", [False, None])
-    if "layer_types" not in family.reads:
-        config.fix("layer_types", [None])
+    if family.model_type == "phi3":
+        config.fix("partial_rotary_factor", [1, 1.0])
     if family.model_type == "qwen3_moe":
         config.fix("decoder_sparse_step", [1])
         config.fix("mlp_only_layers", [[], None])
@@ -309,11 +311,13 @@ def _read_pattern(
 ) -> str:
     """Returns the shortest pattern of the layers' kinds of attention."""
     if family.model_type == "llama":
-        return "f"
+        window = None
     if "use_sliding_window" in family.reads:
         window = window if config.get("use_sliding_window", False, FLAG) else None
-    if "layer_types" not in family.reads:
-        return "s" if window else "f"
+    if "layer_types" not in family.reads:  # transformers may write them
+        kind = "sliding_attention" if window else "full_attention"
+        config.fix("layer_types", [None, [kind] * layers])
+        return _LETTERS[kind]
     kinds = config.get("layer_types", None, _layer_types(layers).or_null)
     if "max_window_layers" in family.reads:
         full = min(config.get("max_window_layers", 28, INTEGER), layers)
