@@ -294,6 +294,8 @@ def _read_gemma(config: ConfigJson, family: Family) -> dict[str, float]:
 def _read_experts(config: ConfigJson, family: Family) -> dict[str, Any]:
     """Returns how many experts there are, and how they are chosen and weighted."""
     qwen = family.model_type == "qwen3_moe"
+    if qwen:  # of layers without experts, which there are not
+        config.get("intermediate_size", None, COUNT)
     number = config.get("num_experts", None, COUNT)
     experts = config.get("num_local_experts", number or (128 if qwen else 8), COUNT)
     if number not in (None, experts):  # one is another name of the other

@@ -61,14 +61,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 _LENGTH = {"original_max_position_embeddings": 32}
 _YARN = {"rope_type": "yarn", "factor": 4.0, **_LENGTH}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **_LENGTH}
-# ``rope_parameters`` of a Llama with head_dim 16.
+# ``rope_parameters`` of a Llama with head_dim 64.
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 100.0},
     "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0},
     "llama3": {
         "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, **_LLAMA3
     },
-    "yarn": {**_YARN, "rope_theta": 100.0},
+    "yarn": {**_YARN, "rope_theta": 1e4, "original_max_position_embeddings": 4096},
     "yarn-betas": {**_YARN, "rope_theta": 100.0, "beta_fast": 3.0, "beta_slow": 0.5},
     "yarn-late": {**_YARN, "rope_theta": 100.0, "beta_fast": 2.0, "beta_slow": 16.0},
 }  # fmt: skip
@@ -82,7 +82,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 def rope_config(name: str) -> dict[str, Any]:
     """The config.json of a Llama with these rotary positions."""
-    return config_of("llama") | {"head_dim": 16, "rope_parameters": ROPES[name]}
+    return config_of("llama") | {"head_dim": 64, "rope_parameters": ROPES[name]}
 
 
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
