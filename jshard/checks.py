@@ -135,6 +135,26 @@ def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> 
         )
 
 
+def warn_of_own_dtypes(state: TrainState, layout: Layout) -> None:
+    """Warns if most parameters are in modules whose own dtype is kept."""
+    size = {}
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            asked = layout.policy.precision_at(path).compute
+            if asked is not None and layout.places[path].compute != asked:
+                size[".".join(map(str, path))] = variable.get_value().size
+    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
+    if sum(size.values()) > total / 2:
+        largest = sorted(size, key=lambda name: -size[name])[:3]
+        warnings.warn(
+            f"{sum(size.values()) / total:.0%} of the parameters are in modules whose "
+            "own dtype is wider than precision.compute, and is kept: leave out the "
+            f"dtype of the modules of {', '.join(largest)}, or give them a precision "
+            "in policy.overrides",
+            stacklevel=4,  # the caller of FSDP.init
+        )
+
+
 def _check_splits_sequences(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if a mesh splits sequences and the model does not say it can."""
     axes = devices_of_a_sequence(mesh)

@@ -175,7 +175,8 @@ class Llama(Decoder):
         """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
         config = self.config
         K, H = config.num_kv_heads, config.H
-        return KVCache.zeros(config.num_layers, batch, length, K, H, config.dtype)
+        dtype = config.dtype or config.param_dtype
+        return KVCache.zeros(config.num_layers, batch, length, K, H, dtype)
 
 
 def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:

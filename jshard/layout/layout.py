@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import UserError
 from jshard.layout.memory_kinds import HOST, on_host
+from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.placement import Placement
 from jshard.layout.specs import (
     follow,
@@ -61,8 +62,9 @@ class Layout:
         ``tensor_splits`` are those of modules that declare none (``FSDP``).
         """
         parts = find_splits(state, mesh, tensor_splits or {})
-        trained = _places(state.params, parts, policy, mesh, trainable=True)
-        frozen = _places(state.frozen, parts, policy, mesh, trainable=False)
+        shared = parts, own_dtypes(state, policy), policy, mesh
+        trained = _places(state.params, *shared, trainable=True)
+        frozen = _places(state.frozen, *shared, trainable=False)
         places = trained | frozen
 
         def specs(params: nnx.State) -> nnx.State:
@@ -184,6 +186,7 @@ class Layout:
 def _places(
     params: nnx.State,
     found: Mapping[Path, Parts],
+    own: Mapping[Path, Any],
     policy: Policy,
     mesh: Any,
     *,
@@ -191,7 +194,7 @@ def _places(
 ) -> dict[Path, Placement]:
     places = {}
     for path, variable in nnx.to_flat_state(params):
-        precision = policy.precision_at(path)
+        precision = policy.precision_at(path, own.get(path))
         parts = found.get(path, WHOLE)
         dim = sharded_dim(variable, policy, mesh, parts)
         gather = precision.gather
