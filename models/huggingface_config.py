@@ -128,7 +128,7 @@ class ConfigJson:
         names = content.get("architectures") or ["none"]
         if not isinstance(names, list):
             names = [names]
-        if names[0] not in known:
+        if not isinstance(names[0], str) or names[0] not in known:
             name = _shown_key(names[0])
             those = "that is" if len(known) == 1 else "those are"
             raise jshard.UserError(
