@@ -73,6 +73,8 @@ def read_two_ropes(
     if parameters:
         full, near = map(parameters.within, ("full_attention", "sliding_attention"))
         parameters.finish()
+    if scaling and scaling.has("type") and not scaling.has("rope_type"):
+        raise scaling.error("type", "transformers 5 passes over it: name it rope_type")
     if scaling and full:
         full = full | scaling
     full = full or scaling

@@ -65,7 +65,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SCALINGS = [
     {},
     {"rope_type": "default"},
@@ -86,7 +86,7 @@ SCALINGS = [
     YARN | {"mscale": 0.7, "mscale_all_dim": 0.4},
     YARN | {"truncate": False},
     YARN | {"truncate": None},
-    {"rope_type": "yarn", "factor": 4.0},
+    {"type": "yarn", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": None},
     {"rope_type": "default", "rope_theta": None},
@@ -173,15 +173,23 @@ DECODER = {
 GEMMA = {**DECODER, "head_dim": 8, "sliding_window": 4}
 OURS = (llama_huggingface, Llama, LlamaConfig)
 EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
+# All scalings are drawn of Llama and of Gemma 3, which reads them in its own way.
+SOME = {"rope_scaling": SCALINGS[2:13:5], "rope_parameters": [SCALINGS[6], TWO[0]]}
 FAMILIES = {
-    name: Drawn(f"{name}ForCausalLM", model_type, *OURS, base, OF_DECODERS)
+    name: Drawn(
+        f"{name}ForCausalLM",
+        model_type,
+        *OURS,
+        base,
+        OF_DECODERS | ({} if name in ("Llama", "Gemma3") else SOME),
+    )
     for name, model_type, base in (
         ("Llama", "llama", DECODER),
         ("Mistral", "mistral", {**DECODER, "num_key_value_heads": 2}),
         ("Qwen2", "qwen2", {**DECODER, "num_key_value_heads": 2}),
         ("Qwen3", "qwen3", {**DECODER, "num_key_value_heads": 2}),
         ("Gemma2", "gemma2", GEMMA),
-        ("Gemma3", "gemma3_text", GEMMA),
+        ("Gemma3", "gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
         ("Phi3", "phi3", DECODER),
         ("Mixtral", "mixtral", {**DECODER, **EXPERTS, "num_local_experts": 4}),
         (
