@@ -403,12 +403,12 @@ def our_logits(family: str, content: dict[str, Any], folder: Path) -> np.ndarray
 
 
 @nnx.jit
-def _one(model: Any, x: jax.Array) -> jax.Array:
+def _one(model: Any, x: Any) -> jax.Array:
     return model(x)
 
 
 @nnx.jit
-def _t5(model: Any, inputs: jax.Array, tokens: jax.Array) -> jax.Array:
+def _t5(model: Any, inputs: Any, tokens: Any) -> jax.Array:
     return model(inputs, tokens, np.ones(inputs.shape, bool))
 
 

@@ -5,11 +5,14 @@ writes recorded.json; a slow test compares it with what is installed.
 """
 
 import json
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
 
 FILE = Path(__file__).with_name("recorded.json")
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -102,12 +105,8 @@ def record() -> dict[str, Any]:
 
 def _record_model(name: str) -> dict[str, Any]:
     """Shapes of a model's tensors in its files, and the last token's logits."""
-    import tempfile
-
-    import torch
-    import transformers
-    from safetensors.numpy import load_file, save_file
-
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
     content = config_of(name)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
@@ -133,10 +132,9 @@ def _record_model(name: str) -> dict[str, Any]:
 
 
 def _record_rope(name: str) -> dict[str, Any]:
-    import transformers
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rotary = LlamaRotaryEmbedding(transformers.LlamaConfig(**rope_config(name)))
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.models.llama.modeling_llama
+    rotary = llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**rope_config(name)))
     return {
         "frequencies": [float(f"{x:.7g}") for x in rotary.inv_freq.tolist()],
         "amplitude": float(rotary.attention_scaling),
