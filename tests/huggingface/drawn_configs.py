@@ -191,7 +191,11 @@ FAMILIES = {
         ("Gemma2", "gemma2", GEMMA),
         ("Gemma3", "gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
         ("Phi3", "phi3", DECODER),
-        ("Mixtral", "mixtral", {**DECODER, **EXPERTS, "num_local_experts": 4}),
+        (
+            "Mixtral",
+            "mixtral",
+            {**DECODER, **EXPERTS, "num_local_experts": 4, "head_dim": 8},
+        ),
         (
             "Qwen3Moe",
             "qwen3_moe",
@@ -354,6 +358,10 @@ def their_logits(
             config = transformers.AutoConfig.from_pretrained(source)
             config._attn_implementation = "eager"  # the others have no soft cap
             model = getattr(transformers, drawn.architecture)._from_config(config)
+            if not getattr(config, "scale_decoder_outputs", True):
+                # transformers 5 ties the head of every new T5.
+                head = torch.zeros_like(model.lm_head.weight)
+                model.lm_head.weight = torch.nn.Parameter(head)
             with torch.no_grad():
                 randomize(model)
                 for name, value in model.named_buffers():
@@ -420,7 +428,9 @@ def check_same(family: str, changes: dict[str, Any], folder: Path) -> str:
     content = config_json(family, changes)
     want = their_logits(family, content, folder)
     if isinstance(want, Exception):
-        if not changes.keys() <= INERT:
+        # A Mixtral without head_dim fails in transformers' YaRN, which reads None there.
+        fails = family == "Mixtral" and content["head_dim"] is None
+        if not fails and not changes.keys() <= INERT:
             with pytest.raises(jshard.UserError):
                 read(family, content)
         return "both"
