@@ -428,7 +428,7 @@ def check_same(family: str, changes: dict[str, Any], folder: Path) -> str:
     content = config_json(family, changes)
     want = their_logits(family, content, folder)
     if isinstance(want, Exception):
-        # A Mixtral without head_dim fails in transformers' YaRN, which reads None there.
+        # transformers' YaRN fails for a Mixtral without head_dim: it reads None.
         fails = family == "Mixtral" and content["head_dim"] is None
         if not fails and not changes.keys() <= INERT:
             with pytest.raises(jshard.UserError):
