@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -131,6 +132,28 @@ def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> 
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
             "gathered at the start of a step and kept: wrap the modules of "
             f"{', '.join(largest)} in jshard.Unit, or name their types in units=",
+            stacklevel=4,  # the caller of FSDP.init
+        )
+
+
+def warn_of_own_dtypes(state: TrainState, layout: Layout) -> None:
+    """Warns if most parameters are in modules whose own dtype is kept."""
+    size = {}
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            asked = layout.policy.precision_at(path).compute
+            kept, value = layout.places[path].compute, variable.get_value()
+            real = jnp.issubdtype(value.dtype, jnp.floating)
+            if asked is not None and real and kept != asked:
+                size[".".join(map(str, path))] = value.size
+    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
+    if sum(size.values()) > total / 2:
+        largest = sorted(size, key=lambda name: -size[name])[:3]
+        warnings.warn(
+            f"{sum(size.values()) / total:.0%} of the parameters are in modules whose "
+            "own dtype is wider than precision.compute, and is kept: leave out the "
+            f"dtype of the modules of {', '.join(largest)}, or give them a precision "
+            "in policy.overrides",
             stacklevel=4,  # the caller of FSDP.init
         )
 

@@ -25,6 +25,7 @@ from jshard.checks import (
     check_trained,
     check_units,
     warn_of_large_root,
+    warn_of_own_dtypes,
 )
 from jshard.comm.order import in_order
 from jshard.comm.pacing import Paced
@@ -206,6 +207,7 @@ class FSDP:
         model = self._abstract_model(shapes)
         layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
         warn_of_large_root(model, shapes, layout)
+        warn_of_own_dtypes(shapes, layout)
         return layout.abstract(shapes)
 
     def _creator(

@@ -259,23 +259,30 @@ class Policy(UnitPolicy):
     def _overridden(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OVERRIDABLE} | dict(fields)
 
-    def _at(self, path: Path) -> dict[str, Any]:
+    def _override(self, path: Path) -> Mapping[str, Any]:
         prefixes = _prefixes([path])
         matching = (
             fields
             for pattern, fields in self.overrides.items()
             if fnmatch.filter(prefixes, pattern)
         )
-        return self._overridden(next(matching, {}))
+        return next(matching, {})
 
     def unit(self, path: Path) -> UnitPolicy:
         """Returns the policy of the Unit or Stack at ``path``."""
-        fields = self._at(path)
+        fields = self._overridden(self._override(path))
         return UnitPolicy(**{name: fields[name] for name in OF_UNITS})
 
-    def precision_at(self, path: Path) -> Precision:
-        """Returns the dtypes of the module or parameter at ``path``."""
-        return self._at(path)["precision"]
+    def precision_at(self, path: Path, own: Any = None) -> Precision:
+        """Returns the dtypes of the module or parameter at ``path``.
+
+        Args:
+          path: of the module or parameter.
+          own: the dtype that the module was given, or None. It is kept if it is wider
+            than that of the computation, unless an override names a precision.
+        """
+        override = self._override(path)
+        return override.get("precision") or self.precision.keeping(own)
 
     def everywhere(self, name: str) -> dict[str, Any]:
         """Returns a field's values, those of overrides too, by their full names."""

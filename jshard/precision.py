@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jshard.errors import UserError
 from jshard.knob import described, knob, knobs
@@ -40,7 +41,9 @@ class Precision:
         None, "dtype of the computation; None is the model's", **_FLOATING
     )
     """The dtype of a layer's weights. The ``dtype`` attribute of modules that have one,
-    like Flax's own, is set to it, so that their inputs are cast too."""
+    like Flax's own, is set to it, so that their inputs are cast too. A module that was
+    given a wider dtype keeps it, as a router does with ``dtype=float32``, unless
+    overrides give it a precision: its weights are gathered and used in its own."""
 
     reduce: Any = knob(
         None, "dtype in which gradients are sent; None is that of compute", **_FLOATING
@@ -100,6 +103,18 @@ class Precision:
         if self.gather is None:
             object.__setattr__(self, "gather", self.compute)
 
+    def keeping(self, own: Any) -> "Precision":
+        """Returns these dtypes for a module of a dtype of its own, kept if wider.
+
+        Args:
+          own: the dtype, or None.
+        """
+        compute = self.compute
+        if own is None or compute is None or own.itemsize <= compute.itemsize:
+            return self
+        gather = None if self.gather == compute else self.gather
+        return dataclasses.replace(self, gather=gather, compute=own, products=None)
+
 
 def is_quantized(dtype: Any) -> bool:
     """Returns whether ``dtype`` has one byte, so that values are sent with scales."""
@@ -131,7 +146,23 @@ def at_least_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if low else x
 
 
+def own_dtype(module: Any) -> Any:
+    """Returns the floating dtype that a module was given, or None.
+
+    ``nnx.Embed`` takes that of its table where it is given none.
+    """
+    dtype = getattr(module, "dtype", None) if _has_dtype(module) else None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    dtype, of_table = jnp.dtype(dtype), jnp.dtype(module.param_dtype)
+    return None if isinstance(module, nnx.Embed) and dtype == of_table else dtype
+
+
 def set_compute_dtype(module: Any, dtype: Any) -> None:
     """Sets the dtype of a module that has one, as Flax's own modules do."""
-    if dtype is not None and "dtype" in vars(module) and "param_dtype" in vars(module):
+    if dtype is not None and _has_dtype(module):
         module.dtype = dtype
+
+
+def _has_dtype(module: Any) -> bool:
+    return {"dtype", "param_dtype"} <= vars(module).keys()

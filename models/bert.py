@@ -46,7 +46,7 @@ class BertConfig:
       attention: "auto", "cudnn", "blockwise" or "xla" of
         ``jshard.dot_product_attention``.
       max_segments: the most documents of a row, padding included; 0 is unknown.
-      dtype: of the computation.
+      dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
     """
 
@@ -64,7 +64,7 @@ class BertConfig:
     loss_chunk: int = 1024
     attention: str = "auto"
     max_segments: int = 0
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):

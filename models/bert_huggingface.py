@@ -9,8 +9,10 @@ from typing import Any
 
 from jshard.checkpoint.file_tensor import FileTensor
 from models.huggingface_config import (
-    check_features,
-    read_architecture,
+    COUNT,
+    NUMBER,
+    ConfigJson,
+    one_of,
     read_sizes,
     write_sizes,
 )
@@ -23,17 +25,29 @@ _FIXED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-# Our keys, and config.json's with their defaults.
+# Our keys, and config.json's with their defaults and kinds.
 _SIZES = {
-    "vocab_size": ("vocab_size", 30522),
-    "sequence_length": ("max_position_embeddings", 512),
-    "num_layers": ("num_hidden_layers", 12),
-    "num_heads": ("num_attention_heads", 12),
-    "width": ("hidden_size", 768),
-    "hidden": ("intermediate_size", 3072),
-    "token_types": ("type_vocab_size", 2),
-    "norm_eps": ("layer_norm_eps", 1e-12),
+    "vocab_size": ("vocab_size", 30522, COUNT),
+    "sequence_length": ("max_position_embeddings", 512, COUNT),
+    "num_layers": ("num_hidden_layers", 12, COUNT),
+    "num_heads": ("num_attention_heads", 12, COUNT),
+    "width": ("hidden_size", 768, COUNT),
+    "hidden": ("intermediate_size", 3072, COUNT),
+    "token_types": ("type_vocab_size", 2, COUNT),
+    "norm_eps": ("layer_norm_eps", 1e-12, NUMBER),
 }
+# What changes nothing: dropout is of training, and the pooler's are not read.
+_INERT = (
+    "attention_probs_dropout_prob",
+    "directionality",
+    "hidden_dropout_prob",
+    "is_encoder_decoder",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+)
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -52,10 +66,13 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = read_architecture(json, _NAMES)
-    check_features(json, name, {**_FIXED, "hidden_act": _ACTIVATIONS})
-    activation = _ACTIVATIONS[json.get("hidden_act") or "gelu"]
-    return {**read_sizes(json, _SIZES), "activation": activation}
+    config = ConfigJson.of(json, _NAMES)
+    for key, values in _FIXED.items():
+        config.fix(key, values)
+    activation = config.get("hidden_act", "gelu", one_of(_ACTIVATIONS))
+    model = {**read_sizes(config, _SIZES), "activation": _ACTIVATIONS[activation]}
+    config.finish(_INERT)
+    return model
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:

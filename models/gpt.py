@@ -35,7 +35,7 @@ class GPTConfig:
       loss_chunk: tokens per device whose logits exist at a time in the loss.
       attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
       max_segments: the most documents of a packed row, padding included; 0 is unknown.
-      dtype: of the computation.
+      dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
     """
 
@@ -49,7 +49,7 @@ class GPTConfig:
     loss_chunk: int = 1024
     attention: str = "auto"
     max_segments: int = 0
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
@@ -212,6 +212,5 @@ class GPT(Decoder):
         """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
         config = self.config
         N, H = config.num_heads, config.width // config.num_heads
-        return kv_cache.KVCache.zeros(
-            config.num_layers, batch, length, N, H, config.dtype
-        )
+        dtype = config.dtype or config.param_dtype
+        return kv_cache.KVCache.zeros(config.num_layers, batch, length, N, H, dtype)

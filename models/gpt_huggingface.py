@@ -10,8 +10,9 @@ from typing import Any
 
 from jshard.checkpoint.file_tensor import FileTensor
 from models.huggingface_config import (
-    check_features,
-    read_architecture,
+    COUNT,
+    FLAG,
+    ConfigJson,
     read_sizes,
     write_sizes,
 )
@@ -26,15 +27,30 @@ _FIXED = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-# Our keys, and config.json's with their defaults.
+# Our keys, and config.json's with their defaults and kinds.
 _SIZES = {
-    "vocab_size": ("vocab_size", 50257),
-    "sequence_length": ("n_positions", 1024),
-    "num_layers": ("n_layer", 12),
-    "num_heads": ("n_head", 12),
-    "width": ("n_embd", 768),
-    "tied": ("tie_word_embeddings", True),
+    "vocab_size": ("vocab_size", 50257, COUNT),
+    "sequence_length": ("n_positions", 1024, COUNT),
+    "num_layers": ("n_layer", 12, COUNT),
+    "num_heads": ("n_head", 12, COUNT),
+    "width": ("n_embd", 768, COUNT),
+    "tied": ("tie_word_embeddings", True, FLAG),
 }
+# What changes nothing: dropout, the order of operations, heads for other tasks.
+_INERT = (
+    "attn_pdrop",
+    "embd_pdrop",
+    "is_decoder",
+    "is_encoder_decoder",
+    "n_ctx",
+    "reorder_and_upcast_attn",
+    "resid_pdrop",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+)
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,9 +62,12 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = read_architecture(json, (_NAME, _BASE))
-    model = read_sizes(json, _SIZES)
-    check_features(json, name, {**_FIXED, "n_inner": (4 * model["width"],)})
+    config = ConfigJson.of(json, (_NAME, _BASE))
+    model = read_sizes(config, _SIZES)
+    for key, values in _FIXED.items():
+        config.fix(key, values)
+    config.fix("n_inner", (None, 4 * model["width"]))
+    config.finish(_INERT)
     return model
 
 

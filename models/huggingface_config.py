@@ -1,62 +1,215 @@
-"""Reading and writing config.json of Hugging Face's folders, for all models' maps."""
+"""Reading and writing config.json of Hugging Face's folders, for all models' maps.
 
-from collections.abc import Collection, Mapping
-from typing import Any
+transformers gives no error for a key that it does not know, and takes a value as it is.
+Here every key is read, or known to change nothing, or refused by its name.
+"""
+
+import math
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, Self
 
 import jshard
 
 Json = Mapping[str, Any]
-Sizes = Mapping[str, tuple[str, Any]]
 
 
-def read_architecture(json: Json, known: Collection[str]) -> str:
-    """Returns the name of the model's class.
+def _shown(value: Any) -> str:
+    """Returns a value as JSON spells it, in a few words."""
+    names = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    return reprlib.repr(value)
 
-    Args:
-      json: the content of config.json.
-      known: the names that a map is for.
 
-    Raises:
-      UserError: it is another one.
+def _shown_key(key: Any) -> str:
+    plain = isinstance(key, str) and key.replace("_", "").replace(".", "").isalnum()
+    return key if plain and len(key) < 80 else _shown(key)
+
+
+class Kind(NamedTuple):
+    """What a value may be.
+
+    Attributes:
+      must_be: in words.
+      fits: whether a value is of this kind.
     """
-    name = (json.get("architectures") or ["none"])[0]
-    if name not in known:
-        those = "that is" if len(known) == 1 else "those are"
-        raise jshard.UserError(
-            f"config.json: architecture {name} is not supported; {those} "
-            f"{', '.join(known)}"
-        )
-    return name
+
+    must_be: str
+    fits: Callable[[Any], bool]
+
+    @property
+    def or_null(self) -> "Kind":
+        """This kind, or null, which is not what a missing key means."""
+        return Kind(f"{self.must_be}, or null", lambda x: x is None or self.fits(x))
 
 
-def check_features(json: Json, name: str, known: Mapping[str, Collection[Any]]) -> None:
-    """Raises a UserError if a feature of the model is not there.
+def one_of(values: Iterable[Any]) -> Kind:
+    """Returns the kind of values that are one of ``values``."""
+    known = list(values)
 
-    Args:
-      json: the content of config.json.
+    def fits(x: Any) -> bool:
+        return any(x == value and type(x) is type(value) for value in known)
+
+    return Kind(" or ".join(map(_shown, known)), fits)
+
+
+COUNT = Kind("an integer above 0", lambda x: type(x) is int and 0 < x < 2**31)
+INTEGER = Kind(
+    "an integer that is not negative", lambda x: type(x) is int and 0 <= x < 2**31
+)
+POSITIVE = Kind("a number above 0", lambda x: _is_number(x) and x > 0)
+NUMBER = Kind("a number that is not negative", lambda x: _is_number(x) and x >= 0)
+FLAG = one_of([False, True])
+COUNTS = Kind(
+    "a list of integers above 0",
+    lambda x: isinstance(x, list) and bool(x) and all(map(COUNT.fits, x)),
+)
+OBJECT = Kind("an object", lambda x: isinstance(x, dict))
+
+# Our key of a model's config: config.json's, its default, and its kind.
+Sizes = Mapping[str, tuple[str, Any, Kind]]
+
+# What says nothing of what a model computes: where a file is from, what training and
+# generation do, what is returned beside the logits.
+_OF_ALL = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+    _commit_hash _experts_implementation _experts_implementation_internal
+    _name_or_path architectures attn_implementation auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    experts_implementation exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    initializer_factor initializer_range label2id length_penalty max_length min_length
+    model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_past
+    output_scores pad_token_id prefix problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id
+    suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_last_hidden_states tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
+    use_cache
+    """.split()
+)
+# What makes any model another one, and may only be said in these ways.
+_FIXED_IN_ALL = {
+    "per_layer_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "quantization_config": (None,),
+    "tie_encoder_decoder": (None, False),
+}
+
+
+class ConfigJson:
+    """A config.json, or an object within it, of which no key is passed over.
+
+    Attributes:
       name: of the model's class.
-      known: keys, which may be missing, and the values that a model of ours has.
     """
-    for key, values in {**known, "quantization_config": ()}.items():
-        if json.get(key) is not None and json[key] not in tuple(values):
-            those = f"; those are {', '.join(map(str, values))}" if values else ""
+
+    def __init__(self, content: dict[str, Any], name: str, where: str = ""):
+        self.name = name
+        self._content, self._where = content, where
+        self._left = set(content)
+
+    @classmethod
+    def of(cls, content: Json, known: Collection[str]) -> Self:
+        """Returns a reader for a model's class.
+
+        Args:
+          content: of the config.json.
+          known: names of the classes that a map is for.
+
+        Raises:
+          UserError: it is another class.
+        """
+        names = content.get("architectures") or ["none"]
+        if not isinstance(names, list):
+            names = [names]
+        if not isinstance(names[0], str) or names[0] not in known:
+            name = _shown_key(names[0])
+            those = "that is" if len(known) == 1 else "those are"
             raise jshard.UserError(
-                f"config.json: {key}={json[key]!r} of {name} is not supported{those}"
+                f"config.json: architecture {name} is not supported; {those} "
+                f"{', '.join(known)}"
+            )
+        config = cls(dict(content), names[0])
+        for key, values in _FIXED_IN_ALL.items():
+            config.fix(key, values)
+        return config
+
+    def get(self, key: str, default: Any, kind: Kind) -> Any:
+        """Returns the value of a key, or ``default`` where it is missing.
+
+        Raises:
+          UserError: the value is of another kind.
+        """
+        self._left.discard(key)
+        if not self.has(key):
+            return default
+        value = self._content[key]
+        if not kind.fits(value):
+            raise self.error(key, f"it must be {kind.must_be}")
+        return value
+
+    def has(self, key: str) -> bool:
+        """Returns whether the key is there."""
+        return key in self._content
+
+    def need(self, key: str, kind: Kind) -> Any:
+        """Returns the value of a key; a UserError where it is missing."""
+        if not self.has(key):
+            raise jshard.UserError(
+                f"config.json: lacks {self._where + key!r}, which {self.name} needs"
+            )
+        return self.get(key, None, kind)
+
+    def fix(self, key: str, values: Iterable[Any]) -> None:
+        """Raises a UserError if a key is there with a value not in ``values``."""
+        self.get(key, None, one_of(values))
+
+    def within(self, key: str) -> "ConfigJson | None":
+        """Returns the reader of an object, or None where it is missing or empty."""
+        content = self.get(key, None, OBJECT.or_null)
+        if not content:
+            return None
+        return ConfigJson(content, self.name, f"{self._where}{key}.")
+
+    def __or__(self, other: "ConfigJson") -> "ConfigJson":
+        """Returns the reader of both objects' keys; those of ``other`` win."""
+        return ConfigJson(self._content | other._content, self.name, other._where)
+
+    def finish(self, inert: Collection[str] = ()) -> None:
+        """Raises a UserError for a key that was not read.
+
+        Args:
+          inert: keys that change nothing.
+        """
+        rest = sorted(self._left - set(inert) - (set() if self._where else _OF_ALL))
+        if rest:
+            raise self.error(
+                rest[0],
+                "jshard does not know this key; if it changes nothing, remove it",
             )
 
+    def error(self, key: str, why: str) -> jshard.UserError:
+        """Returns the error of a key's value."""
+        value = _shown(self._content.get(key))
+        return jshard.UserError(
+            f"config.json: {_shown_key(self._where + key)}={value} of {self.name} is "
+            f"not supported: {why}"
+        )
 
-def read_sizes(json: Json, sizes: Sizes) -> dict[str, Any]:
-    """Returns keys of a model's config.
 
-    Args:
-      json: the content of config.json.
-      sizes: our keys, and config.json's with the defaults of what is missing or null.
-    """
-    found = {ours: json.get(key) for ours, (key, _) in sizes.items()}
-    return {
-        ours: sizes[ours][1] if value is None else value
-        for ours, value in found.items()
+def read_sizes(config: ConfigJson, sizes: Sizes) -> dict[str, Any]:
+    """Returns keys of a model's config, lists as tuples."""
+    found = {
+        ours: config.get(key, default, kind)
+        for ours, (key, default, kind) in sizes.items()
     }
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
 def write_sizes(
@@ -66,5 +219,9 @@ def write_sizes(
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        **{theirs: model[ours] for ours, (theirs, _) in sizes.items()},
+        **{theirs: model[ours] for ours, (theirs, *_) in sizes.items()},
     }
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) and abs(x) < 1e30 and not math.isnan(x)

@@ -5,9 +5,10 @@ from typing import Any
 
 from jshard.checkpoint.file_tensor import FileTensor
 from models.huggingface_config import (
-    Json,
-    check_features,
-    read_architecture,
+    COUNT,
+    OBJECT,
+    ConfigJson,
+    Sizes,
     read_sizes,
     write_sizes,
 )
@@ -21,35 +22,33 @@ _NORM = {
 
 
 def read_keys(
-    json: Json,
-    architecture: str,
-    sizes: Mapping[str, tuple[str, Any]],
-    fixed: Mapping[str, tuple[Any, ...]],
+    config: ConfigJson, sizes: Sizes, fixed: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
     """Returns the keys of a model's config that a config.json decides.
 
     Args:
-      json: its content.
-      architecture: transformers' name of the model class.
-      sizes: our keys, and config.json's with their defaults.
+      config: a config.json.
+      sizes: our keys, and config.json's with their defaults and kinds.
       fixed: config.json's keys, and the values that we know, which include the default.
 
     Raises:
-      UserError: the architecture, or a feature of it, is not there.
+      UserError: a feature of the model is not there.
     """
-    check_features(json, read_architecture(json, [architecture]), fixed)
-    model = read_sizes(json, sizes)
-    model = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
-    labels = json.get("id2label")
-    model["classes"] = len(labels) if labels else json.get("num_labels", 2)
-    return model
+    for key, values in fixed.items():
+        config.fix(key, values)
+    model = read_sizes(config, sizes)
+    labels = config.get("id2label", None, OBJECT.or_null)
+    number = config.get("num_labels", 2, COUNT)
+    if labels == {}:
+        raise config.error("id2label", "it names no label")
+    return {**model, "classes": number if labels is None else len(labels)}
 
 
 def write_keys(
     model: Mapping[str, Any],
     architecture: str,
     model_type: str,
-    sizes: Mapping[str, tuple[str, Any]],
+    sizes: Sizes,
 ) -> dict[str, Any]:
     """Returns the content of a config.json, as ``read_keys`` reads it."""
     found = write_sizes(model, architecture, model_type, sizes)

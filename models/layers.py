@@ -102,4 +102,4 @@ def _with_offset(values: tuple[jax.Array, jax.Array], *, dtype: Any) -> tuple:
     """Returns RMSNorm's input and 1 + its scale, which stays in float32 or wider."""
     x, scale = values
     wide = jnp.promote_types(scale.dtype, jnp.float32)
-    return x.astype(dtype), 1 + scale.astype(wide)
+    return x.astype(dtype or jnp.result_type(x, scale)), 1 + scale.astype(wide)

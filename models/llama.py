@@ -2,7 +2,7 @@
 
 With its defaults ``LlamaConfig`` is Llama 2 (Touvron et al. 2023, arXiv:2307.09288,
 section 2.2). What other models do differently is a field of it, and
-models/llama_huggingface.py says which model has which. Where a paper leaves a detail
+models/llama_families.py says which model has which. Where a paper leaves a detail
 open, the models do what their reference code in Hugging Face's transformers does.
 
 Shape suffixes: B batch, T time, D model width, F hidden width, V vocabulary.
@@ -175,7 +175,8 @@ class Llama(Decoder):
         """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
         config = self.config
         K, H = config.num_kv_heads, config.H
-        return KVCache.zeros(config.num_layers, batch, length, K, H, config.dtype)
+        dtype = config.dtype or config.param_dtype
+        return KVCache.zeros(config.num_layers, batch, length, K, H, dtype)
 
 
 def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -37,7 +37,7 @@ class LlamaConfig:
       mlp_tile: tokens per device whose hidden activations exist at a time; 0 is all.
       attention: "auto", "cudnn", "blockwise" or "xla" of
         ``jshard.dot_product_attention``.
-      dtype: of the computation.
+      dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
       head_width: H; 0 is D / N.
       context_length: the longest text that the model is meant for; 0 is
@@ -90,7 +90,7 @@ class LlamaConfig:
     loss_chunk: int = 1024
     mlp_tile: int = 0
     attention: str = "auto"
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
     head_width: int = 0
     context_length: int = 0

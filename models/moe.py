@@ -63,10 +63,12 @@ class Experts(nnx.Module):
         Returns:
           The products, (M, out) or (E, M, out).
         """
-        kernel = self.kernel.get_value().astype(self.dtype)
+        kernel = self.kernel.get_value()
+        dtype = self.dtype or jnp.result_type(x, kernel)
+        x, kernel = x.astype(dtype), kernel.astype(dtype)
         if tokens_E is None:
-            return jnp.matmul(x.astype(self.dtype), kernel)
-        return lax.ragged_dot(x.astype(self.dtype), kernel, tokens_E)
+            return jnp.matmul(x, kernel)
+        return lax.ragged_dot(x, kernel, tokens_E)
 
 
 class Router(nnx.Module):

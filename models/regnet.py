@@ -39,7 +39,8 @@ class RegNetConfig:
       group_width: channels of a group of the 3 x 3 convolutions.
       squeeze_excite: whether it is a RegNetY.
       downsample_first: whether the first stage halves height and width, too.
-      dtype: of the computation; batch statistics are float32 or wider.
+      dtype: of the computation, None for that of the parameters or what a policy
+        says; batch statistics are float32 or wider.
       param_dtype: of the parameters.
     """
 
@@ -52,7 +53,7 @@ class RegNetConfig:
     group_width: int = 112
     squeeze_excite: bool = True
     downsample_first: bool = True
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jshard
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
 from models.images_huggingface import (
     block_names,
     conv_norm,
@@ -16,14 +17,14 @@ from models.images_huggingface import (
 
 _NAME = "RegNetForImageClassification"
 _SIZES = {
-    "channels": ("num_channels", 3),
-    "stem": ("embedding_size", 32),
-    "depths": ("depths", (2, 6, 12, 2)),
-    "widths": ("hidden_sizes", (128, 192, 512, 1088)),
-    "group_width": ("groups_width", 64),
-    "downsample_first": ("downsample_in_first_stage", True),
+    "channels": ("num_channels", 3, COUNT),
+    "stem": ("embedding_size", 32, COUNT),
+    "depths": ("depths", (2, 6, 12, 2), COUNTS),
+    "widths": ("hidden_sizes", (128, 192, 512, 1088), COUNTS),
+    "group_width": ("groups_width", 64, COUNT),
+    "downsample_first": ("downsample_in_first_stage", True, FLAG),
 }
-_FIXED = {"hidden_act": ("relu",), "layer_type": ("x", "y")}
+_FIXED = {"hidden_act": ("relu",)}
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,8 +36,10 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    model = read_keys(json, _NAME, _SIZES, _FIXED)
-    squeeze_excite = json.get("layer_type", "y") == "y"
+    config = ConfigJson.of(json, [_NAME])
+    model = read_keys(config, _SIZES, _FIXED)
+    squeeze_excite = config.get("layer_type", "y", one_of("xy")) == "y"
+    config.finish(["is_encoder_decoder"])
     return {**model, "stem_stride": 2, "squeeze_excite": squeeze_excite}
 
 

@@ -38,7 +38,8 @@ class ResNetConfig:
       bottleneck: whether blocks are 1 x 1, 3 x 3, 1 x 1 with a quarter of the channels
         inside, or 3 x 3 twice.
       downsample_first: whether the first stage halves height and width, too.
-      dtype: of the computation; batch statistics are float32 or wider.
+      dtype: of the computation, None for that of the parameters or what a policy
+        says; batch statistics are float32 or wider.
       param_dtype: of the parameters.
     """
 
@@ -49,7 +50,7 @@ class ResNetConfig:
     widths: tuple[int, ...] = (256, 512, 1024, 2048)
     bottleneck: bool = True
     downsample_first: bool = False
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):

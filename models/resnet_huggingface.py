@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
 from models.images_huggingface import (
     block_names,
     conv_norm,
@@ -14,17 +15,18 @@ from models.images_huggingface import (
 
 _NAME = "ResNetForImageClassification"
 _SIZES = {
-    "channels": ("num_channels", 3),
-    "stem": ("embedding_size", 64),
-    "depths": ("depths", (3, 4, 6, 3)),
-    "widths": ("hidden_sizes", (256, 512, 1024, 2048)),
-    "downsample_first": ("downsample_in_first_stage", False),
+    "channels": ("num_channels", 3, COUNT),
+    "stem": ("embedding_size", 64, COUNT),
+    "depths": ("depths", (3, 4, 6, 3), COUNTS),
+    "widths": ("hidden_sizes", (256, 512, 1024, 2048), COUNTS),
+    "downsample_first": ("downsample_in_first_stage", False, FLAG),
 }
 _FIXED = {
     "hidden_act": ("relu",),
-    "layer_type": ("basic", "bottleneck"),
     "downsample_in_bottleneck": (False,),
 }
+# What changes nothing: what a backbone returns.
+_INERT = ("is_encoder_decoder", "out_features", "out_indices", "stage_names")
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,9 +38,11 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    model = read_keys(json, _NAME, _SIZES, _FIXED)
-    bottleneck = json.get("layer_type", "bottleneck") == "bottleneck"
-    return {**model, "bottleneck": bottleneck}
+    config = ConfigJson.of(json, [_NAME])
+    model = read_keys(config, _SIZES, _FIXED)
+    kind = config.get("layer_type", "bottleneck", one_of(["basic", "bottleneck"]))
+    config.finish(_INERT)
+    return {**model, "bottleneck": kind == "bottleneck"}
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:

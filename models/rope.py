@@ -51,7 +51,9 @@ class Rope(NamedTuple):
             # The authors' code is gradual in the number of the pair, not in its turns.
             first = max(math.floor(self._pair(self.high, H)), 0)
             last = min(math.ceil(self._pair(self.low, H)), H - 1)
-            kept_I = (last - jnp.arange(H // 2)) / max(last - first, 1e-3)
+            # As theirs, also where last is before first.
+            slowed_I = (jnp.arange(H // 2) - first) / (last - first or 1e-3)
+            kept_I = 1 - slowed_I
         kept_I = jnp.clip(kept_I, 0, 1).astype(dtype)
         return frequency_I * (kept_I + (1 - kept_I) / self.factor)
 

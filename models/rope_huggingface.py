@@ -2,70 +2,125 @@
 
 Version 4 has ``rope_theta`` and ``rope_scaling``, version 5 ``rope_parameters``; Gemma
 3 has them twice, for layers with and without a window. Both spellings are read, and
-both are written.
+both are written. Where a file has both, ``rope_scaling`` wins, as in transformers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
-import jshard
+from models.huggingface_config import COUNT, NUMBER, POSITIVE, ConfigJson, one_of
 from models.llama_config import LlamaConfig
 
-Json = Mapping[str, Any]
+# Keys within ``rope_parameters``; a kind of scaling reads some of them.
+_OF_SCALINGS = (
+    "type",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_slow",
+    "beta_fast",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "finetuned",
+)
+_WHOLE = (None, 1, 1.0)
 
 
 def read_rope(
-    json: Json, *, theta: float, context: int, local: bool, scalings: tuple[str, ...]
+    config: ConfigJson, *, theta: float, context: int, scalings: Collection[str]
 ) -> dict[str, Any]:
     """Returns the keys of ``LlamaConfig`` of rotary positions.
 
     Args:
-      json: the content of a config.json.
+      config: a config.json.
       theta: of the architecture, if the file has none.
       context: the longest text that the model is meant for.
-      local: whether layers with a sliding window have a theta of their own.
       scalings: those that the architecture can have.
 
     Raises:
       UserError: a kind of scaling is not there, or lacks a key.
     """
-    theta = json.get("rope_theta") or theta
-    parameters = json.get("rope_parameters") or {}
-    near = {"rope_theta": json.get("rope_local_base_freq", 10000.0)}
-    if "full_attention" in parameters:  # one for each type of layer
-        full = {"rope_theta": theta, **parameters["full_attention"]}
-        near |= parameters.get("sliding_attention") or {}
-    else:
-        full = {"rope_theta": theta, **(json.get("rope_scaling") or {}), **parameters}
-    if full.get("partial_rotary_factor", 1) not in (1, None):
-        raise jshard.UserError(
-            f"config.json: partial_rotary_factor={full['partial_rotary_factor']!r} is "
-            "not supported"
+    config.fix("partial_rotary_factor", _WHOLE)
+    theta = config.get("rope_theta", theta, POSITIVE)
+    both = [config.within(key) for key in ("rope_scaling", "rope_parameters")]
+    chosen = [parameters for parameters in both if parameters]
+    if not chosen:
+        return {"rope_theta": float(theta)}
+    return _read_parameters(chosen[0], theta, context, scalings)
+
+
+def read_two_ropes(
+    config: ConfigJson, *, theta: float, context: int, scalings: Collection[str]
+) -> dict[str, Any]:
+    """Returns the same where layers with a window have a rotation of their own.
+
+    Args:
+      config: a config.json.
+      theta: as for ``read_rope``, of layers without a window.
+      context: as for ``read_rope``.
+      scalings: as for ``read_rope``.
+    """
+    config.fix("partial_rotary_factor", _WHOLE)
+    theta = config.get("rope_theta", theta, POSITIVE)
+    near_theta = config.get("rope_local_base_freq", 10000.0, POSITIVE)
+    scaling, parameters = map(config.within, ("rope_scaling", "rope_parameters"))
+    full = near = None
+    if parameters:
+        full, near = map(parameters.within, ("full_attention", "sliding_attention"))
+        parameters.finish()
+    if scaling and scaling.has("type") and not scaling.has("rope_type"):
+        raise scaling.error("type", "transformers 5 passes over it: name it rope_type")
+    if scaling and full:
+        full = full | scaling
+    full = full or scaling
+    local = _read_parameters(near, near_theta, context, ()) if near else {}
+    return {
+        "rope_theta": float(theta),
+        **(_read_parameters(full, theta, context, scalings) if full else {}),
+        "sliding_theta": local.get("rope_theta", float(near_theta)),
+    }
+
+
+def _read_parameters(
+    rope: ConfigJson, theta: float, context: int, scalings: Collection[str]
+) -> dict[str, Any]:
+    """Returns the keys of ``LlamaConfig`` that one rotation's object decides."""
+    rope.fix("partial_rotary_factor", _WHOLE)
+    kinds = one_of(["default", *scalings])
+    spelled = "rope_type" if rope.has("rope_type") else "type"
+    kind = rope.get(spelled, "default", kinds)
+    model: dict[str, Any] = {
+        "rope_theta": float(rope.get("rope_theta", theta, POSITIVE))
+    }
+    if kind != "default":
+        model["rope_scaling"] = kind
+    if kind == "linear":
+        model["rope_factor"] = float(rope.need("factor", POSITIVE))
+    if kind in ("llama3", "yarn"):
+        model["rope_length"] = rope.get(
+            "original_max_position_embeddings", context, COUNT
         )
-    kind = full.get("rope_type", full.get("type", "default"))
-    length = full.get("original_max_position_embeddings") or context
-    model: dict[str, Any] = {"rope_theta": float(full["rope_theta"])}
-    if local:
-        known("rope_type", near.get("rope_type", "default"), ("default",))
-        model["sliding_theta"] = float(near["rope_theta"])
-    if known("rope_type", kind, ("default", *scalings)) == "default":
-        return model
-    keys = {"rope_factor": "factor"}
     if kind == "llama3":
-        keys |= {"rope_low": "low_freq_factor", "rope_high": "high_freq_factor"}
-        model["rope_length"] = length
-    for ours, theirs in keys.items():
-        if theirs not in full:
-            raise jshard.UserError(f"config.json: rope scaling {kind} lacks {theirs!r}")
-        model[ours] = float(full[theirs])
-    model["rope_scaling"] = kind
+        model["rope_factor"] = float(rope.need("factor", POSITIVE))
+        model["rope_low"] = float(rope.need("low_freq_factor", POSITIVE))
+        model["rope_high"] = float(rope.need("high_freq_factor", POSITIVE))
+        if model["rope_high"] <= model["rope_low"]:
+            raise rope.error("high_freq_factor", "it must be above low_freq_factor")
     if kind == "yarn":
-        for key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
-            if full.get(key) is not None:
-                raise jshard.UserError(f"config.json: {key} of yarn is not supported")
-        model["rope_low"] = float(full.get("beta_slow") or 1)
-        model["rope_high"] = float(full.get("beta_fast") or 32)
-        model["rope_length"] = length
+        factor = rope.need("factor", POSITIVE.or_null)
+        model["rope_factor"] = float(factor or context / model["rope_length"])
+        # transformers takes 0 for a missing one.
+        model["rope_low"] = float(rope.get("beta_slow", 1, NUMBER.or_null) or 1)
+        model["rope_high"] = float(rope.get("beta_fast", 32, NUMBER.or_null) or 32)
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            rope.fix(key, [None])
+        rope.fix("truncate", [True])
+    rope.finish(_OF_SCALINGS)
     return model
 
 
@@ -74,7 +129,7 @@ def write_rope(config: LlamaConfig, *, local: bool) -> dict[str, Any]:
 
     Args:
       config: the model's.
-      local: as for ``read_rope``.
+      local: whether layers with a sliding window have a rotation of their own.
     """
     scaling: dict[str, Any] = {"rope_type": config.rope_scaling}
     if config.rope_scaling == "none":
@@ -97,13 +152,3 @@ def write_rope(config: LlamaConfig, *, local: bool) -> dict[str, Any]:
         near = {"rope_type": "default", "rope_theta": theta}
         parameters = {"full_attention": parameters, "sliding_attention": near}
     return {**json, "rope_parameters": parameters}
-
-
-def known(what: str, value: str, known: Any) -> Any:
-    """Returns what ``known`` says of a value, or the value where it is no mapping."""
-    if value not in known:
-        raise jshard.UserError(
-            f"config.json: {what} {value!r} is not supported; those are "
-            f"{', '.join(known)}"
-        )
-    return known[value] if isinstance(known, Mapping) else value

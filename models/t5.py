@@ -247,9 +247,10 @@ class T5(nnx.Module):
         encoded = Encoded(self._encode(x_BSD, mask_BS))
         _, (k_LBSNH, v_LBSNH) = self.decoder(encoded)
         L, B, _, N, H = k_LBSNH.shape
+        dtype = config.dtype or config.param_dtype
         return T5Cache(
-            KVCache.zeros(L, B, length, N, H, config.dtype),
-            KVCache.stacked(k_LBSNH, v_LBSNH, config.dtype),
+            KVCache.zeros(L, B, length, N, H, dtype),
+            KVCache.stacked(k_LBSNH, v_LBSNH, dtype),
             mask_BS,
         )
 

@@ -32,7 +32,7 @@ class T5Config:
       dropout: rate, on embeddings, residual branches and final features.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
       start_token: the decoder's first input token.
-      dtype: of the computation.
+      dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
     """
 
@@ -51,7 +51,7 @@ class T5Config:
     dropout: float = 0.0
     loss_chunk: int = 1024
     start_token: int = 0
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):

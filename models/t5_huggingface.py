@@ -10,27 +10,33 @@ from typing import Any
 
 from jshard.checkpoint.file_tensor import FileTensor
 from models.huggingface_config import (
-    check_features,
-    read_architecture,
+    COUNT,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    ConfigJson,
+    one_of,
     read_sizes,
     write_sizes,
 )
 
 _NAME = "T5ForConditionalGeneration"
-# Our keys, and config.json's with their defaults.
+# Our keys, and config.json's with their defaults and kinds.
 _SIZES = {
-    "vocab_size": ("vocab_size", 32128),
-    "num_layers": ("num_layers", 6),
-    "num_heads": ("num_heads", 8),
-    "head_width": ("d_kv", 64),
-    "width": ("d_model", 512),
-    "hidden": ("d_ff", 2048),
-    "buckets": ("relative_attention_num_buckets", 32),
-    "max_distance": ("relative_attention_max_distance", 128),
-    "norm_eps": ("layer_norm_epsilon", 1e-6),
-    "start_token": ("decoder_start_token_id", 0),
+    "vocab_size": ("vocab_size", 32128, COUNT),
+    "num_layers": ("num_layers", 6, COUNT),
+    "num_heads": ("num_heads", 8, COUNT),
+    "head_width": ("d_kv", 64, COUNT),
+    "width": ("d_model", 512, COUNT),
+    "hidden": ("d_ff", 2048, COUNT),
+    "buckets": ("relative_attention_num_buckets", 32, COUNT),
+    "max_distance": ("relative_attention_max_distance", 128, COUNT),
+    "norm_eps": ("layer_norm_epsilon", 1e-6, NUMBER),
 }
-_GATED = {"relu": False, "gated-gelu": True}
+# The MLP's activation, by its name, and what transformers derives from that.
+_ACTIVATIONS = {"relu": ("relu", False), "gated-gelu": ("gelu_new", True)}
+# What changes nothing: dropout, and what older files say of their positions.
+_INERT = ("dropout_rate", "is_decoder", "n_positions")
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,15 +48,25 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    name = read_architecture(json, [_NAME])
-    check_features(json, name, {"feed_forward_proj": _GATED})
-    model = read_sizes(json, _SIZES)
-    tied = (json.get(key) for key in ("tie_word_embeddings", "scale_decoder_outputs"))
-    decoder_layers = json.get("num_decoder_layers")
+    config = ConfigJson.of(json, [_NAME])
+    model = read_sizes(config, _SIZES)
+    mlp = config.get("feed_forward_proj", "relu", one_of(_ACTIVATIONS))
+    activation, gated = _ACTIVATIONS[mlp]
+    config.fix("dense_act_fn", [activation])
+    config.fix("is_gated_act", [gated])
+    config.fix("is_encoder_decoder", [True])
+    decoder_layers = config.get("num_decoder_layers", None, COUNT.or_null)
+    start = config.get("decoder_start_token_id", None, INTEGER.or_null)
+    tied = config.get("tie_word_embeddings", None, FLAG.or_null) is not False
+    scaled = config.get("scale_decoder_outputs", tied, FLAG)
+    if scaled and not tied:
+        raise config.error("scale_decoder_outputs", "tie_word_embeddings is false")
+    config.finish(_INERT)
     return model | {
         "num_decoder_layers": decoder_layers or model["num_layers"],
-        "gated": _GATED[json.get("feed_forward_proj") or "relu"],
-        "tied": all(value is not False for value in tied),
+        "start_token": start or 0,
+        "gated": gated,
+        "tied": scaled,
     }
 
 
@@ -64,6 +80,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
         **write_sizes(model, _NAME, "t5", _SIZES),
         "is_encoder_decoder": True,
         "num_decoder_layers": model["num_decoder_layers"],
+        "decoder_start_token_id": model["start_token"],
         "feed_forward_proj": "gated-gelu" if model["gated"] else "relu",
         "tie_word_embeddings": model["tied"],
         "dropout_rate": model.get("dropout", 0.0),

@@ -36,7 +36,7 @@ class ViTConfig:
       position_std: deviation of the initial positions, learned ones.
       dropout: rate, on embeddings and on each residual branch.
       attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
-      dtype: of the computation.
+      dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
     """
 
@@ -53,7 +53,7 @@ class ViTConfig:
     position_std: float = 0.02
     dropout: float = 0.0
     attention: str = "auto"
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshard.checkpoint.file_tensor import FileTensor
+from models.huggingface_config import COUNT, FLAG, NUMBER, ConfigJson
 from models.images_huggingface import (
     convolution,
     layer_norm,
@@ -14,17 +15,26 @@ from models.images_huggingface import (
 
 _NAME = "ViTForImageClassification"
 _SIZES = {
-    "image_size": ("image_size", 224),
-    "patch_size": ("patch_size", 16),
-    "channels": ("num_channels", 3),
-    "num_layers": ("num_hidden_layers", 12),
-    "num_heads": ("num_attention_heads", 12),
-    "width": ("hidden_size", 768),
-    "hidden_width": ("intermediate_size", 3072),
-    "qkv_bias": ("qkv_bias", True),
-    "norm_eps": ("layer_norm_eps", 1e-12),
+    "image_size": ("image_size", 224, COUNT),
+    "patch_size": ("patch_size", 16, COUNT),
+    "channels": ("num_channels", 3, COUNT),
+    "num_layers": ("num_hidden_layers", 12, COUNT),
+    "num_heads": ("num_attention_heads", 12, COUNT),
+    "width": ("hidden_size", 768, COUNT),
+    "hidden_width": ("intermediate_size", 3072, COUNT),
+    "qkv_bias": ("qkv_bias", True, FLAG),
+    "norm_eps": ("layer_norm_eps", 1e-12, NUMBER),
 }
-_FIXED = {"hidden_act": ("gelu",)}  # dropout is of training, and set by the recipe
+_FIXED = {"hidden_act": ("gelu",)}
+# What changes nothing: dropout is of training, and the others of other tasks.
+_INERT = (
+    "attention_probs_dropout_prob",
+    "encoder_stride",
+    "hidden_dropout_prob",
+    "is_encoder_decoder",
+    "pooler_act",
+    "pooler_output_size",
+)
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +46,10 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
-    return read_keys(json, _NAME, _SIZES, _FIXED)
+    config = ConfigJson.of(json, [_NAME])
+    model = read_keys(config, _SIZES, _FIXED)
+    config.finish(_INERT)
+    return model
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,12 +48,12 @@ def load(
     arrays = {name: _array(files, tensor) for name, tensor in tensors.items()}
     used = [name for tensor in tensors.values() for name in tensor.names]
     assert sorted(used) == sorted(files)
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    kinds = nnx.Any(nnx.Param, nnx.BatchStat)
+    for path, variable in nnx.to_flat_state(nnx.state(model, kinds)):
         name, value = ".".join(map(str, path)), variable.get_value()
         if layer_dims(variable):
-            stack, rest = name.split(".", 1)
-            layers = [arrays.pop(f"{stack}.{i}.{rest}") for i in range(len(value))]
-            array = np.stack(layers)
+            names = _layer_names(name, len(value), arrays)
+            array = np.stack([arrays.pop(layer) for layer in names])
         else:
             array = arrays.pop(name)
         assert array.shape == value.shape, name
@@ -132,7 +132,17 @@ def write_again(model: Any, huggingface: Any, source: Path, target: Path) -> Non
     assert huggingface.read_config(config) == huggingface.read_config(theirs)
 
 
+def _layer_names(name: str, layers: int, arrays: Mapping[str, Any]) -> list[str]:
+    """Returns the names of a stacked array's layers; the stack may be nested."""
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        first, last = ".".join(parts[:n]), ".".join(parts[n:])
+        names = [f"{first}.{i}.{last}" for i in range(layers)]
+        if names[0] in arrays:
+            return names
+    raise AssertionError(name)
+
+
 def _array(files: Mapping[str, np.ndarray], tensor: FileTensor) -> np.ndarray:
-    parts = [files[name] for name in tensor.names]
-    array = parts[0] if len(parts) == 1 else np.stack(parts)
-    return array.swapaxes(-1, -2) if tensor.transposed else array
+    parts = [tensor.from_file(files[name]) for name in tensor.names]
+    return parts[0] if len(parts) == 1 else np.stack(parts)

@@ -275,10 +275,14 @@ def _stack(history: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def error(got: Any, want: Any) -> float:
-    """The largest difference, relative to the largest value."""
+    """The largest difference, relative to the largest value; a nan is inf.
+
+    ``max`` over several errors would pass over a nan.
+    """
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype == np.float64
-    difference, size = np.max(np.abs(got - want)), np.max(np.abs(want))
+    differences = np.nan_to_num(np.abs(got - want), nan=np.inf)
+    difference, size = np.max(differences), np.max(np.abs(want))
     return float(difference / size) if size else float(difference)
 
 

@@ -162,6 +162,93 @@ def test_parameters_and_optimizer_state_have_the_parameter_dtype():
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
 
 
+class Routed(nnx.Module):
+    """A router of a dtype of its own beside layers that leave theirs open."""
+
+    seen: dict[str, Any] = {}  # noqa: RUF012
+
+    class Layer(nnx.Module):
+        def __init__(self, dtype, rngs):
+            self.router: Any = nnx.Linear(WIDTH, 2, dtype=dtype, rngs=rngs)
+            self.dense: Any = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            chosen, y = self.router(x), self.dense(x)
+            weights = {"router kernel": self.router.kernel[...], "router": chosen}
+            weights |= {"dense kernel": self.dense.kernel[...], "dense": y}
+            Routed.seen |= {name: str(w.dtype) for name, w in weights.items()}
+            return x + (y * jax.nn.sigmoid(chosen[..., :1])).astype(x.dtype)
+
+    def __init__(self, dtype, rngs):
+        self.embed = jshard.Unit(nnx.Embed(8, WIDTH, rngs=rngs))
+        self.blocks = make_stack(lambda rngs: self.Layer(dtype, rngs), rngs)
+
+    def __call__(self, x):
+        embedded = self.embed(jnp.arange(8))
+        Routed.seen["embed"] = str(embedded.dtype)
+        return self.blocks(x + embedded[0].astype(x.dtype))
+
+
+def trace_routed(dtype: Any, **knobs: Any) -> tuple[dict[str, Any], str]:
+    """(dtypes seen, the jaxpr of a step)."""
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0, **knobs))
+    tx = optax.sgd(0.1)
+    state = fsdp.abstract_state(lambda rngs: Routed(dtype, rngs), tx)
+    x = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
+    jaxpr = str(fsdp.train_step(loss_fn, tx).trace(state, x).jaxpr)
+    return dict(Routed.seen), jaxpr
+
+
+ROUTER, DENSE = ("router", "router kernel"), ("dense", "dense kernel", "embed")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, "float32"])
+def test_a_wider_dtype_of_its_own_is_kept(dtype):
+    for gather in (None, "float32"):
+        precision = jshard.Precision(compute="bfloat16", gather=gather)
+        seen, jaxpr = trace_routed(dtype, precision=precision)
+        assert {seen[name] for name in ROUTER} == {"float32"}
+        assert {seen[name] for name in DENSE} == {"bfloat16"}
+    # Its weights and gradients travel in it, too.
+    seen, jaxpr = trace_routed(dtype, precision=jshard.Precision(compute="bfloat16"))
+    for primitive in ("all_gather", "reduce_scatter"):
+        assert results(jaxpr, primitive) == {"f32", "bf16"}
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
+def test_an_open_dtype_and_one_that_is_not_wider_follow_the_policy(dtype):
+    seen, _ = trace_routed(dtype, precision=jshard.Precision(compute="bfloat16"))
+    assert set(seen.values()) == {"bfloat16"}
+    seen, _ = trace_routed(dtype, precision=jshard.Precision(compute="float32"))
+    assert set(seen.values()) == {"float32"}
+
+
+@pytest.mark.parametrize("pattern", ["blocks.router", "*"])
+def test_an_override_that_names_a_module_changes_its_own_dtype(pattern):
+    bf16 = jshard.Precision(compute="bfloat16")
+    overrides = {pattern: {"precision": bf16}}
+    seen, _ = trace_routed(jnp.float32, precision=bf16, overrides=overrides)
+    assert set(seen.values()) == {"bfloat16"}
+    # Of another field it is none of the dtype's.
+    overrides = {"blocks*": {"remat": "full"}}
+    seen, _ = trace_routed(jnp.float32, precision=bf16, overrides=overrides)
+    assert {seen[name] for name in ROUTER} == {"float32"}
+
+
+def test_a_policy_that_changes_few_parameters_is_told():
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            linear = nnx.Linear(WIDTH, WIDTH, dtype=jnp.float32, rngs=rngs)
+            self.dense = jshard.Unit(linear)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    policy = jshard.Policy(precision=jshard.Precision(compute="bfloat16"))
+    with pytest.warns(UserWarning, match="100% of the parameters.*dense.kernel, dense"):
+        jshard.FSDP(jshard.make_mesh(), policy).abstract_state(Wide, optax.sgd(0.1))
+
+
 @pytest.mark.parametrize("pattern", ["blocks.norm", "blocks.n*", "*norm*", "*.norm"])
 def test_an_override_keeps_a_norm_in_full_precision(pattern):
     policy = jshard.Policy(

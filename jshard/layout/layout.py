@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import UserError
 from jshard.layout.memory_kinds import HOST, on_host
+from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.placement import Placement
 from jshard.layout.specs import (
     follow,
@@ -63,8 +64,9 @@ class Layout:
         ``tensor_splits`` are those of modules that declare none (``FSDP``).
         """
         parts = find_splits(state, mesh, tensor_splits or {})
-        trained = _places(state.params, parts, policy, mesh, trainable=True)
-        frozen = _places(state.frozen, parts, policy, mesh, trainable=False)
+        shared = parts, own_dtypes(state, policy), policy, mesh
+        trained = _places(state.params, *shared, trainable=True)
+        frozen = _places(state.frozen, *shared, trainable=False)
         places = trained | frozen
 
         def specs(params: nnx.State) -> nnx.State:
@@ -192,6 +194,7 @@ class Layout:
 def _places(
     params: nnx.State,
     found: Mapping[Path, Parts],
+    own: Mapping[Path, Any],
     policy: Policy,
     mesh: Any,
     *,
@@ -200,7 +203,7 @@ def _places(
     places = {}
     for path, variable in nnx.to_flat_state(params):
         dtype = variable.get_value().dtype
-        precision = policy.precision_at(path)
+        precision = policy.precision_at(path, own.get(path))
         if not jnp.issubdtype(dtype, jnp.floating):  # complex, or integers
             precision = Precision()
         parts = found.get(path, WHOLE)

@@ -47,7 +47,9 @@ def cross_entropy(
         is given, maybe this device's part of its columns.
       targets_BT: integer tokens; one outside [0, V) makes the loss nan, unless its
         weight is 0.
-      weights_BT: 1 for a token that counts, 0 for padding, or anything in between.
+      weights_BT: 1 for a token that counts, 0 for padding, or anything in between. A
+        token of weight 0 adds nothing to loss and gradients, even if its features are
+        infinite or nan.
       chunk: the largest number of tokens, on one device, whose logits exist at a time.
       soft_cap: c in ``c tanh(logit / c)``, as in Gemma 2 (arXiv:2408.00118, section 2).
       vocabulary: the columns of the whole head; by default those of ``head_DV``. If
@@ -127,8 +129,10 @@ def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tup
     def body(dhead_DV: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
         x_CD, targets_C, weights_C = _tokens_of_all(chunk) if split else chunk
         loss_C, dlogits_CV = _losses(x_CD, cast_DV, targets_C, options)
-        dlogits_CV *= weights_C[:, None]
-        dlogits_CV = dlogits_CV.astype(dtype)
+        # Of a token that does not count, nothing is multiplied: it may be infinite.
+        counts_C1 = (weights_C != 0)[:, None]
+        dlogits_CV = jnp.where(counts_C1, dlogits_CV * weights_C[:, None], 0)
+        dlogits_CV, x_CD = dlogits_CV.astype(dtype), jnp.where(counts_C1, x_CD, 0)
         dx_CD = jnp.dot(dlogits_CV, cast_DV.T, preferred_element_type=wide) / scale
         dhead_DV += jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)
         dx_CD = dx_CD.astype(wide if half else dtype)
@@ -142,7 +146,9 @@ def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tup
     dhead_DV, (losses, dx) = lax.scan(body, zeros_DV, chunks)
     loss_N, dx_ND = losses.reshape(-1)[:N], dx.reshape(-1, D)[:N]
     dtypes = (x_ND[:0], head_DV[:0])
-    residuals = (dx_ND, dhead_DV / scale, loss_N, dtypes)
+    # The gradient of a weight is the token's loss, where that is a number.
+    known_N = jnp.where((weights_N != 0) | jnp.isfinite(loss_N), loss_N, 0)
+    residuals = (dx_ND, dhead_DV / scale, known_N, dtypes)
     return _weighted_sum(loss_N, weights_N), residuals
 
 

@@ -138,7 +138,7 @@ def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[st
         return huggingface.read_config(content)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder / folders.CONFIG} is not complete: {error!r}"
         ) from error

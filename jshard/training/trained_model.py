@@ -19,7 +19,7 @@ from jshard.errors import UserError
 from jshard.fsdp import FSDP
 from jshard.mesh import make_mesh
 from jshard.policy import Policy
-from jshard.precision import Precision, set_compute_dtype
+from jshard.precision import Precision, own_dtype, set_compute_dtype
 from jshard.state import TrainState
 from jshard.training import returns
 from jshard.training.config.config import Config, complete
@@ -131,7 +131,8 @@ class TrainedModel:
         model = fsdp.model(state)
         model.eval()
         for path, module in nnx.iter_modules(model):
-            set_compute_dtype(module, fsdp.policy.precision_at(path).compute)
+            precision = fsdp.policy.precision_at(path, own_dtype(module))
+            set_compute_dtype(module, precision.compute)
         return model
 
     @property

@@ -33,7 +33,7 @@ from jshard.layout.variables import (
     variables,
 )
 from jshard.policy import Policy, Reshard, UnitPolicy
-from jshard.precision import set_compute_dtype
+from jshard.precision import own_dtype, set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
 from jshard.unit.parameters import Parameters
@@ -217,7 +217,8 @@ def place(
     ]
     for path, module in list(nnx.iter_modules(model)):
         over_all_devices(module)
-        set_compute_dtype(module, policy.precision_at(path).compute)
+        precision = policy.precision_at(path, own_dtype(module))
+        set_compute_dtype(module, precision.compute)
         if isinstance(module, (Unit, Stack)):
             module.unit_policy = policy.unit(path)
             # A prefetched weight passes a barrier with activations, so it depends on

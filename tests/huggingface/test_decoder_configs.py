@@ -55,24 +55,34 @@ def test_gemma_3_has_a_theta_for_each_kind_of_layer():
     [
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supported"),
         ({"architectures": None}, "architecture none is not supported; those are Llam"),
-        ({"hidden_size": None}, "lacks 'hidden_size', which LlamaForCausalLM needs"),
-        ({"hidden_act": "relu"}, "activation 'relu' is not supported; those are silu"),
-        ({"mlp_bias": True}, "mlp_bias=True of LlamaForCausalLM is not supported"),
+        ({"hidden_size": None}, "hidden_size=null of LlamaForCausalLM is not suppor"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' of .* it must be 'silu' or 'gelu"),
+        ({"mlp_bias": True}, "mlp_bias=true of LlamaForCausalLM is not supported"),
+        ({"rope_theta": "x"}, "rope_theta='x' of LlamaForCausalLM .* a number above 0"),
+        ({"new_norm": 1}, "new_norm=1 of LlamaFor.* jshard does not know this key"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "alpha": 1}},
+            "rope_scaling.alpha=1 of LlamaForCausalLM .* does not know this key",
+        ),
+        ({"\x1b[2J": 1}, r"'\\x1b\[2J'=1 of LlamaFor.* does not know this key"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} of"),
-        ({"rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        (
+            {"rope_scaling": {"type": "dynamic"}},
+            "rope_scaling.type='dynamic' of .* it must be 'default' or 'linear' or",
+        ),
         (
             {
                 **PHI3,
                 "rope_scaling": {"type": "longrope"},
             },
-            "rope_type 'longrope' is not supported; those are default$",
+            "rope_scaling.type='longrope' of .*: it must be 'default'$",
         ),
         ({"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 of LlamaFor"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor=0.5 is not supported",
+            "rope_parameters.partial_rotary_factor=0.5 of",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "scaling linear lacks 'factor'"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks 'rope_scaling.factor', which Ll"),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2},
             "decoder_sparse_step=2 of Qwen3MoeForCausalLM is not supported",
@@ -82,6 +92,42 @@ def test_gemma_3_has_a_theta_for_each_kind_of_layer():
 def test_what_is_not_there_is_a_users_error(changes, message):
     with pytest.raises(jshard.UserError, match=message):
         read(**changes)
+
+
+def test_null_soft_caps_are_none_and_gemma_3_has_none_of_attention():
+    gemma2 = {"architectures": ["Gemma2ForCausalLM"]}
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    model = read(**gemma2)
+    assert (model["attention_soft_cap"], model["logit_soft_cap"]) == (50, 30)
+    model = read(**gemma2, **caps)
+    assert (model["attention_soft_cap"], model["logit_soft_cap"]) == (0, 0)
+    assert llama_huggingface.write_config(model).items() >= caps.items()
+    model = read(architectures=["Gemma3ForCausalLM"], attn_logit_softcapping=5.0)
+    assert model["attention_soft_cap"] == 0
+
+
+def test_an_absent_key_has_the_familys_default_and_null_its_own_meaning():
+    def heads(name: str, **changes: Any) -> int:
+        sizes = {"num_attention_heads": 64, "hidden_size": 1024}
+        return read(architectures=[name], **sizes, **changes)["num_kv_heads"]
+
+    assert heads("Qwen2ForCausalLM") == 32
+    assert heads("Qwen2ForCausalLM", num_key_value_heads=None) == 64
+    assert heads("LlamaForCausalLM") == 64
+    assert heads("MixtralForCausalLM") == 8
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert read(**mistral)["window"] == 4096
+    assert read(**mistral, sliding_window=None)["pattern"] == "f"
+    assert not read(**mistral, attention_bias=True)["qkv_bias"]
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    assert read(rope_scaling=yarn)["rope_length"] == 2048
+
+
+def test_rope_scaling_wins_over_rope_parameters():
+    linear = {"rope_type": "linear", "factor": 2.0}
+    parameters = {"rope_type": "llama3", "rope_theta": 7.0, **SCALED}
+    model = read(rope_scaling=linear, rope_parameters=parameters, rope_theta=9.0)
+    assert (model["rope_scaling"], model["rope_theta"]) == ("linear", 9.0)
 
 
 def test_a_model_that_no_architecture_has_cannot_be_written():

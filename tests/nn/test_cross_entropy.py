@@ -37,6 +37,19 @@ def plain(x_BTD, head_DV, targets_BT, weights_BT) -> jax.Array:
     return jnp.sum(loss_BT * weights_BT)
 
 
+def capped(soft_cap: float | None) -> Callable[..., jax.Array]:
+    """``plain`` with a soft cap of the logits."""
+
+    def fn(x_BTD, head_DV, targets_BT, weights_BT) -> jax.Array:
+        logits_BTV = x_BTD @ head_DV
+        if soft_cap is not None:
+            logits_BTV = soft_cap * jnp.tanh(logits_BTV / soft_cap)
+        eye = jnp.eye(head_DV.shape[1], dtype=head_DV.dtype)
+        return plain(logits_BTV, eye, targets_BT, weights_BT)
+
+    return fn
+
+
 def total(x_BTD, head_DV, targets_BT, weights_BT, chunk: int = 8) -> jax.Array:
     return cross_entropy(x_BTD, head_DV, targets_BT, weights_BT, chunk=chunk).total
 
@@ -168,6 +181,38 @@ def test_a_target_outside_the_vocabulary_is_nan_unless_its_weight_is_0(target):
     chex.assert_trees_all_close(grads[:2], want_grads[:2])
 
 
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("feature", [np.inf, -np.inf, np.nan, 1e300])
+def test_a_token_of_weight_0_adds_nothing_whatever_its_features(x64, feature, soft_cap):
+    x, head, targets, weights = arguments(weights="mask", dtype=jnp.float64)
+    fused = lambda *args: cross_entropy(*args, chunk=7, soft_cap=soft_cap).total
+    for width in (1, x.shape[-1]):  # one such feature, or all of them
+        ignored = (weights == 0)[..., None] & (jnp.arange(x.shape[-1]) < width)
+        odd = jnp.where(ignored, feature, x)
+        value, grads = value_and_grads(fused, odd, head, targets, weights)
+        counts = weights != 0
+        args = x[counts], head, targets[counts], weights[counts]
+        want, want_grads = value_and_grads(capped(soft_cap), *args)
+        np.testing.assert_allclose(value, want, rtol=1e-12)
+        assert not jnp.any(grads[0][~counts])
+        assert jnp.all(jnp.isfinite(grads[2]))
+        got = grads[0][counts], grads[1], grads[2][counts]
+        chex.assert_trees_all_close(got, want_grads, rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_equal(
+            jax.jit(fused)(odd, head, targets, weights), value
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_adds_nothing_of_a_token_of_weight_0(dtype):
+    x, head, targets, weights = arguments(weights="mask", dtype=dtype)
+    odd = jnp.where((weights == 0)[..., None], jnp.inf, x)
+    _, got = value_and_grads(total, odd, head, targets, weights)
+    _, want = value_and_grads(total, x, head, targets, weights)
+    chex.assert_trees_all_equal(got[:2], want[:2])
+    assert jnp.all(jnp.isfinite(got[2]))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("wrt", "products"),
@@ -206,6 +251,9 @@ def test_gradients_on_a_mesh_are_those_of_a_devices_tokens(x64):
 
 class Model(nnx.Module):
     """Embeds and predicts: nothing but a head."""
+
+    splits_sequences = True
+    tensor_split = jshard.Split(columns=("head",))
 
     def __init__(self, tied: bool, rngs: nnx.Rngs):
         kwargs = {"param_dtype": jnp.float64, "rngs": rngs}
@@ -263,6 +311,35 @@ def test_a_step_on_a_mesh_follows_a_plain_run(x64, tied, frozen, min_shard):
     got, want = map(parity.by_path, (fsdp.unshard(state.params), want))
     assert parity.worst(got, want) <= 1e-12
     assert len(want) == (1 if tied or frozen else 2)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"tensor": 2, "context": 2}])
+def test_on_a_mesh_a_token_of_weight_0_adds_nothing(x64, mesh):
+    rng = np.random.default_rng(0)
+    batch = {
+        "inputs": rng.integers(0, 48, (16, 8)),
+        "targets": rng.integers(0, 48, (16, 8)),
+        "weights": (rng.random((16, 8)) < 0.6) * 1.0,
+    }
+
+    def updated(feature: float, **mesh: int) -> Any:
+        def loss(model: Model, batch: Any) -> jshard.Mean:
+            ignored = (batch["weights"] == 0)[..., None]
+            odd = lambda x, *rest: cross_entropy(
+                jnp.where(ignored, feature, x), *rest, chunk=4, vocabulary=48
+            )
+            return model.loss(odd, batch)
+
+        policy = jshard.Policy(accumulate=2, min_shard_elements=0)
+        fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
+        tx = optax.sgd(1.0)
+        state = fsdp.init(lambda rngs: Model(False, rngs), tx)
+        state, metrics = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(batch))
+        return metrics["loss"], parity.by_path(fsdp.unshard(state.params))
+
+    (loss, params), (want, want_params) = updated(np.inf, **mesh), updated(0.5)
+    assert parity.error(loss, want) <= 1e-12
+    assert parity.worst(params, want_params) <= 1e-12
 
 
 def test_a_step_has_three_products_a_micro_batch_and_an_evaluation_one(x64):
@@ -327,14 +404,10 @@ def test_the_logarithm_of_a_sum_of_exponentials_takes_one_pass(x64):
 def test_a_soft_cap_is_one_of_the_logits(x64):
     args = arguments(weights="any", dtype=jnp.float64)
 
-    def capped(x_BTD, head_DV, targets_BT, weights_BT):
-        logits_BTV = 0.5 * jnp.tanh(x_BTD @ head_DV / 0.5)
-        return plain(logits_BTV, jnp.eye(50), targets_BT, weights_BT)
-
     def fused(*args):
         return cross_entropy(*args, chunk=8, soft_cap=0.5).total
 
     errors = jax.tree.map(
-        parity.error, value_and_grads(fused, *args), value_and_grads(capped, *args)
+        parity.error, value_and_grads(fused, *args), value_and_grads(capped(0.5), *args)
     )
     assert max(jax.tree.leaves(errors)) <= 1e-9

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jshard.formatting import format_bytes
 from jshard.layout.memory_kinds import HOST
+from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo.hlo import direction
 from jshard.plan.memory import buffers, parts
@@ -174,10 +175,12 @@ def _dtypes(leaves: Iterable[Any]) -> str:
 def _layer_bytes(state: TrainState, policy: Policy) -> int:
     """Bytes of a Stack's largest layer, gathered."""
     layers: collections.Counter[tuple] = collections.Counter()
+    own = own_dtypes(state, policy)
     for tree in (state.params, state.frozen):
         for path, variable in nnx.to_flat_state(tree):
             if layer_dims(variable):
-                x, precision = variable.get_value(), policy.precision_at(path)
+                x = variable.get_value()
+                precision = policy.precision_at(path, own.get(path))
                 dtype = precision.compute or precision.gather or x.dtype
                 shape = x.shape[layer_dims(variable) :]
                 float8 = precision.products is not None and len(shape) > 1
