@@ -142,7 +142,7 @@ def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[st
         raise UserError(
             f"{folder / folders.CONFIG} is not complete: {error!r}"
         ) from error
-    except (ValueError, ArithmeticError) as error:  # of a number that is none
+    except ValueError as error:  # of a number that is none
         raise UserError(f"{folder / folders.CONFIG}: {error}") from error
 
 
