@@ -322,7 +322,7 @@ def test_on_a_mesh_a_token_of_weight_0_adds_nothing(x64, mesh):
         "weights": (rng.random((16, 8)) < 0.6) * 1.0,
     }
 
-    def updated(feature: float, **mesh: int) -> Any:
+    def updated(feature: float, **mesh: Any) -> Any:
         def loss(model: Model, batch: Any) -> jshard.Mean:
             ignored = (batch["weights"] == 0)[..., None]
             odd = lambda x, *rest: cross_entropy(
