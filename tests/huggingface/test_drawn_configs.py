@@ -18,7 +18,7 @@ pytestmark = [
 # What transformers reads null as, and we read, too.
 NULLS = {
     "Llama": {"num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters"},
-    "Mistral": {"num_key_value_heads", "sliding_window", "head_dim"},
+    "Mistral": {"sliding_window", "head_dim", "rope_scaling"},
     "Qwen2": {"num_key_value_heads", "sliding_window", "layer_types"},
     "Qwen3": {"num_key_value_heads", "sliding_window", "layer_types"},
     "Gemma2": {"attn_logit_softcapping", "final_logit_softcapping", "layer_types"},
