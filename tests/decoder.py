@@ -30,7 +30,7 @@ class Sizes:
     hidden: int = 40
     vocab: int = 72
     length: int = 8
-    dtype: Any = jnp.float32  # of the blocks' computation; parameters are float32
+    dtype: Any = None  # of the blocks' computation; parameters are float32
     rank: int = 0  # of the adapters of a block's matrices, if any
 
 

@@ -81,8 +81,13 @@ def describe(
     arrays = arrays_by_name(state)
     sharding = next(iter(arrays.values())).sharding
     mesh = sharding.mesh if isinstance(sharding, jax.NamedSharding) else None
+    plain = {"layer_dims": 0, "random": False}  # of arrays that are in no Variable
     described: dict[str, dict[str, Any]] = {
-        name: {"shape": list(array.shape), "dtype": str(array.dtype)}
+        name: {
+            "shape": list(array.shape),
+            "dtype": str(array.dtype),
+            **(plain if name.startswith("model_state.") else {}),
+        }
         for name, array in arrays.items()
     }
     for name, variable in variables_by_name(state).items():

@@ -33,7 +33,7 @@ from jshard.unit import products
 from jshard.unit.dataflow import dependencies
 from jshard.unit.parameters import abstract
 from jshard.unit.partial_sums import check_partial_sums
-from jshard.unit.partition import merge, select
+from jshard.unit.partition import Changed, merge, select
 from jshard.unit.products import Weight
 from jshard.unit.remat import checkpoint, note_names
 
@@ -110,15 +110,23 @@ def trace_layer(
 ) -> TracedLayer:
     """Traces ``fn(weights, xs, carry, args)``, which returns a pytree of arrays.
 
-    ``places`` are the placements of the weights. In the outputs, None stands for a
-    weight that is returned unchanged: transforms of Flax (``nnx.remat``) set all that a
-    module has, and full weights must not outlive the layer.
+    ``places`` are the placements of the weights. In what a layer ``Changed``, None
+    stands for a weight that is unchanged: transforms of Flax (``nnx.remat``) set all
+    that a module has, and full weights must not outlive the layer.
     """
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(traced.jaxpr, places)
-    unchanged = _returned_weights(traced.jaxpr, len(inputs.weights))
+    structure = jax.tree.structure(shapes)
+    returned = _returned_weights(traced.jaxpr, len(inputs.weights))
+    unchanged = jax.tree.leaves(
+        jax.tree.map(
+            lambda x: x if isinstance(x, Changed) else False,
+            jax.tree.unflatten(structure, returned),
+            is_leaf=lambda x: isinstance(x, Changed),
+        )
+    )
     outputs = jax.tree.unflatten(
-        jax.tree.structure(shapes),
+        structure,
         [None if u else x for x, u in zip(traced.out_avals, unchanged, strict=True)],
     )
     if any(unchanged):

@@ -37,7 +37,7 @@ from jshard.precision import own_dtype, set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
 from jshard.unit.parameters import Parameters
-from jshard.unit.partition import Static, combine, partition
+from jshard.unit.partition import Changed, Static, combine, partition
 from jshard.unit.shards import hide, is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
@@ -324,10 +324,13 @@ def _run_unit(
     def call(weights, rest, inputs, _):
         args, kwargs = combine(inputs, arguments)
         module = parts.module(weights, rest)
-        return partition(call_method(method, module, args, kwargs))
+        result, changes, changed = call_method(method, module, args, kwargs)
+        arrays, static = partition(changes)
+        return partition((result, changed)), (Changed(arrays), static)
 
-    result, changes, changed = combine(*run_unit(call, own, rest, inputs, policy))
-    apply_changes(unit, changes, layers=False)
+    results, (after, static) = run_unit(call, own, rest, inputs, policy)
+    result, changed = combine(*results)
+    apply_changes(unit, combine(after.arrays, static), layers=False)
     for i, value in changed.items():
         passed[i].set_value(value)
     return result
@@ -361,11 +364,12 @@ def prepare_layers(
                 "say); give each layer its own, as a part of the layer"
             )
         after, aux, has_aux = split_aux(result, carry)
-        return after, (aux, *partition(changes), Static(has_aux))
+        arrays, static = partition(changes)
+        return after, (aux, Changed(arrays), static, Static(has_aux))
 
     def finish(carry, ys, weights=()):
-        aux, arrays, rest, has_aux = ys
-        apply_changes(stack, combine(arrays, rest), layers=True)
+        aux, changed, static, has_aux = ys
+        apply_changes(stack, combine(changed.arrays, static), layers=True)
         return (carry, aux) if has_aux.value else carry, weights
 
     policy = stack.unit_policy

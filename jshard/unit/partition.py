@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,12 @@ class Static:
     """
 
     value: Any
+
+
+class Changed(NamedTuple):
+    """Arrays that a layer set in itself, among the results of its function."""
+
+    arrays: list[Any]  # None for a weight that is unchanged (``trace_layer``)
 
 
 def partition(tree: Any) -> tuple[list[jax.Array], Static]:

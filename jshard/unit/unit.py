@@ -19,6 +19,7 @@ FSDP (Zhao et al. 2023, section 3.2).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,4 +181,17 @@ def barrier(tree: Any, arrived: Any) -> tuple[Any, Any]:
     """
     if not jax.tree.leaves(tree):
         return tree, arrived
-    return lax.optimization_barrier((tree, arrived))
+    return _barrier((tree, arrived))
+
+
+# JAX's own rule would give shards a tangent, of zeros, where only what waits has one:
+# forward-mode derivatives of a unit's backward would then go through its gathers.
+@jax.custom_jvp
+def _barrier(trees: Any) -> Any:
+    return lax.optimization_barrier(trees)
+
+
+@functools.partial(_barrier.defjvp, symbolic_zeros=True)
+def _tangents_pass(primals: Any, tangents: Any) -> Any:
+    (trees,), (moving,) = primals, tangents
+    return _barrier(trees), moving
