@@ -29,6 +29,7 @@ from jshard.checkpoint.safetensors_file import DTYPES, find_tensors
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.cli.command import expected_ending
 from jshard.errors import RunFailed
+from jshard.formatting import one_line
 from jshard.training.chat import load_chat
 from jshard.training.data.corpus import split_corpus
 from jshard.training.data.records import cut, read_records, with_records
@@ -99,7 +100,7 @@ def read_or_refuse(read: Callable[[], object]) -> None:
         tracemalloc.stop()
     assert peak < MOST_MEMORY
     assert ending
-    assert ending[1].isprintable()  # one line, and nothing that controls terminals
+    assert ending[1] == one_line(ending[1])  # and nothing that controls terminals
 
 
 def json_text(value: object) -> bytes:
