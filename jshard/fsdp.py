@@ -51,7 +51,6 @@ from jshard.policy import Policy
 from jshard.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
 from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
-from jshard.unit.remat import checked_names
 
 
 class FSDP:
@@ -269,7 +268,7 @@ class FSDP:
             run = self._shard_map(local, in_specs, (specs.params, same, same))
             scale = state.loss_scale and state.loss_scale.scale
             arrays = jax.tree.map(typed_as_device, state.model_arrays)
-            with checked_names(), split_sequences():
+            with split_sequences():
                 grads, metrics, model_state = run(arrays, batch, scale)
             new, more = next_state(layout, optimizer, state, grads, model_state)
             return layout.constrain(new), metrics | more

@@ -24,7 +24,7 @@ from jshard.layout.specs import (
 from jshard.layout.splits import WHOLE, Parts, Split, find_splits
 from jshard.mesh import axes_of, names_of, shard_axes
 from jshard.policy import Policy
-from jshard.precision import Precision, is_quantized
+from jshard.precision import Precision, is_float, is_quantized
 from jshard.state import ModelArrays, TrainState
 
 Path = tuple[Any, ...]  # The path of a variable in the model.
@@ -225,7 +225,7 @@ def _places(
             sum=precision.sum,
             sum_over=tuple(axis for axis in axes_of(mesh) if axis not in apart),
             sum_at="step" if once else "unit",
-            trainable=trainable,
+            trainable=trainable and is_float(variable.get_value()),
             hosted=policy.offload == "all" and dim is not None,
             float8=precision.products is not None,
             over=over,

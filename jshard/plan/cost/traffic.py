@@ -24,7 +24,7 @@ from jshard.plan.topology import GPU
 from jshard.policy import Policy, UnitPolicy
 from jshard.precision import is_float, is_quantized
 from jshard.state import TrainState
-from jshard.unit.segments import spans
+from jshard.unit.layers import spans
 
 NVLINK, NETWORK, SHARED = "NVLink", "network", "shared memory"
 
@@ -202,5 +202,4 @@ def _gathered_again(policy: UnitPolicy, length: int, prefetch: bool) -> int:
     return sum(
         stop - start - (prefetched and stop - start > 1)
         for start, stop in spans(policy, length)
-        if start < length - policy.keep_last
     )
