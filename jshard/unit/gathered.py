@@ -5,7 +5,8 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jshard.comm.collectives import all_reduce_in_unit, gather_leaf, scatter
+from jshard.collectives.gather import gather_leaf
+from jshard.collectives.reduce import all_reduce_in_unit, scatter
 from jshard.errors import UserError
 from jshard.unit.modules import Parts, Stack, Unit, prepare_layers
 from jshard.unit.parameters import scales, unshard

@@ -26,9 +26,9 @@ from jshard.compat.jaxprs import (
     without_effects,
 )
 from jshard.errors import UserError
+from jshard.fsdp.policy import INPUTS, Offload
+from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.policy import INPUTS, Offload
-from jshard.precision import is_float
 from jshard.unit import products
 from jshard.unit.dataflow import dependencies
 from jshard.unit.parameters import abstract

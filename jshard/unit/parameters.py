@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.comm.collectives import gather_leaf
+from jshard.collectives.gather import gather_leaf
+from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.precision import is_float
 
 # unshard(shards, places, scales) -> full weights. A partial: it adds no stack frame.
 unshard: Callable[..., Any] = functools.partial(jax.tree.map, gather_leaf)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.compat.xla_options import GATHERS_LATE
-from jshard.mesh import REPLICA
+from jshard.fsdp.mesh import REPLICA
 from jshard.unit.parameters import Parameters
 from jshard.unit.segments import Layers, StackArrays, Sums, layer_of
 from jshard.unit.unit import barrier, unshard_after

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from jshard.errors import UserError
-from jshard.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload
+from jshard.fsdp.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload
 
 
 @dataclasses.dataclass(frozen=True)

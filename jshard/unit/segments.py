@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.policy import Offload, UnitPolicy
+from jshard.fsdp.policy import Offload, UnitPolicy
 from jshard.unit.linearize import Inputs, LinearizedLayer, TracedLayer
 from jshard.unit.parameters import Parameters, scales, unshard
 from jshard.unit.unit import ShardedLayer, barrier

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.collectives import all_reduce_in_unit, scatter
+from jshard.collectives.reduce import all_reduce_in_unit, scatter
 from jshard.errors import UserError
-from jshard.mesh import on_gpus
-from jshard.policy import UnitPolicy
-from jshard.precision import is_float
-from jshard.scopes import LAYERS
+from jshard.fsdp.mesh import on_gpus
+from jshard.fsdp.policy import UnitPolicy
+from jshard.fsdp.precision import is_float
+from jshard.fsdp.scopes import LAYERS
 from jshard.unit import pipeline
 from jshard.unit.float8 import in_float8
 from jshard.unit.linearize import Inputs, differentiable, trace_layer

@@ -26,15 +26,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.comm.collectives import (
-    all_reduce_in_unit,
-    gather_leaf,
-    join,
-    scatter,
-    split,
-)
+from jshard.collectives.gather import gather_leaf, join, split
+from jshard.collectives.reduce import all_reduce_in_unit, scatter
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.layout.placement import Placement
-from jshard.policy import Reshard, UnitPolicy
 from jshard.unit.float8 import in_float8
 from jshard.unit.linearize import (
     Inputs,
