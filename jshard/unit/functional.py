@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshard.comm.collectives import placements
-from jshard.policy import Reshard, UnitPolicy, check_remat
+from jshard.collectives.gather import placements
+from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
 from jshard.unit.partition import Static
 from jshard.unit.stack import make_scan, split_aux
 

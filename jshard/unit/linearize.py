@@ -24,9 +24,9 @@ from jshard.compat.jaxprs import (
     without_effects,
 )
 from jshard.errors import UserError
+from jshard.fsdp.policy import INPUTS, Offload
+from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.policy import INPUTS, Offload
-from jshard.precision import is_float
 from jshard.unit.dataflow import dependencies
 from jshard.unit.partial_sums import check_partial_sums
 from jshard.unit.partition import abstract, merge, select

@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.comm.collectives import gather_leaf
-from jshard.comm.embedding import is_cheaper, look_up
+from jshard.collectives.embedding import is_cheaper, look_up
+from jshard.collectives.gather import gather_leaf
 from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
+from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
+from jshard.fsdp.precision import own_dtype, set_compute_dtype
 from jshard.layout.layers import mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.tables import is_table, mark_table
@@ -32,8 +34,6 @@ from jshard.layout.variables import (
     reachable,
     variables,
 )
-from jshard.policy import Policy, Reshard, UnitPolicy
-from jshard.precision import own_dtype, set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
 from jshard.unit.partition import Static, combine, partition

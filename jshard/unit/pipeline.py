@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.compat.xla_options import GATHERS_LATE
+from jshard.fsdp.mesh import REPLICA
+from jshard.fsdp.policy import Reshard
+from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
-from jshard.mesh import REPLICA
-from jshard.policy import Reshard
-from jshard.scopes import LAYERS
 from jshard.unit.layers import (
     Segment,
     add_weights,

@@ -7,7 +7,7 @@ import jax
 from jax.extend import core
 
 from jshard.errors import UserError
-from jshard.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload, Policy
+from jshard.fsdp.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload, Policy
 
 
 def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.errors import UserError
+from jshard.fsdp.mesh import on_gpus
+from jshard.fsdp.policy import Offload, Reshard, UnitPolicy
+from jshard.fsdp.precision import is_float
+from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
-from jshard.mesh import on_gpus
-from jshard.policy import Offload, Reshard, UnitPolicy
-from jshard.precision import is_float
-from jshard.scopes import LAYERS
 from jshard.unit import pipeline
 from jshard.unit.layers import (
     Segment,

@@ -25,10 +25,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.comm.collectives import all_reduce_in_unit, gather_leaf, join, split
-from jshard.comm.collectives import scatter as scatter_leaf
+from jshard.collectives.gather import gather_leaf, join, split
+from jshard.collectives.reduce import all_reduce_in_unit
+from jshard.collectives.reduce import scatter as scatter_leaf
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.layout.placement import Placement
-from jshard.policy import Reshard, UnitPolicy
 from jshard.unit.linearize import Inputs, Layer, differentiable, trace_layer
 from jshard.unit.partition import abstract, select
 

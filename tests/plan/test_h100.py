@@ -14,7 +14,7 @@ import hlo
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from h100 import h100s
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS as KINDS
 from jshard.plan import compile_for, tracing_for
 from models.llama import Llama, LlamaConfig
