@@ -145,6 +145,7 @@ def placements(
             reduce=reduce_dtype if real else None,
             sum_over=tuple(axis for axis in manual_axes() if axis in others),
             sum_at="unit",
+            trainable=is_float(param),
         )
 
     return jax.tree.map(place, params, specs)

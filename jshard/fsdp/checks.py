@@ -100,9 +100,8 @@ def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
     has_stacks = any(isinstance(m, Stack) for _, m in nnx.iter_modules(model))
     shapes = [np.shape(v.get_value())[: layer_dims(v)] for _, v in variables(model)]
     most = max((number for shape in shapes for number in shape), default=0)
-    counts = policy.everywhere("first_k") | policy.everywhere("keep_last")
-    for name, count in counts.items():
-        if count is None or (count == 0 and name.endswith("keep_last")):
+    for name, count in policy.everywhere("first_k").items():
+        if count is None:
             continue
         if not has_stacks:
             raise UserError(

@@ -50,7 +50,6 @@ from jshard.optim.update import check_state, first_fields, next_state
 from jshard.parallel.splits import Split
 from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
-from jshard.unit.remat import checked_names
 
 
 class FSDP:
@@ -268,7 +267,7 @@ class FSDP:
             run = self._shard_map(local, in_specs, (specs.params, same, same))
             scale = state.loss_scale and state.loss_scale.scale
             arrays = jax.tree.map(typed_as_device, state.model_arrays)
-            with checked_names(), split_sequences():
+            with split_sequences():
                 grads, metrics, model_state = run(arrays, batch, scale)
             new, more = next_state(layout, optimizer, state, grads, model_state)
             return layout.constrain(new), metrics | more

@@ -102,14 +102,6 @@ class UnitPolicy:
     """Groups consist of neighbouring devices, such as those of a host; the backward
     gathers within them."""
 
-    keep_last: int = knob(
-        0,
-        "number of layers of a Stack, from the last, that keep gathered weights for "
-        "the backward pass, which needs them first",
-        at_least=0,
-        noun="a number of layers",
-    )
-
     prefetch: bool | None = knob(
         None,
         "gather each layer's weights while the previous layer computes; None: on GPUs",
@@ -143,7 +135,7 @@ class UnitPolicy:
 
 
 OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))
-_OF_STACKS = {"first_k", "keep_last", "prefetch", "unroll"}
+_OF_STACKS = {"first_k", "prefetch", "unroll"}
 _OVERRIDABLE = (*OF_UNITS, "precision")
 
 

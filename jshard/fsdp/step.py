@@ -29,6 +29,7 @@ from jshard.parallel.tensor import make_parallel
 from jshard.unit import modules
 from jshard.unit.calls import own_containers
 from jshard.unit.equal import differing
+from jshard.unit.remat import check_names
 
 # (params, frozen, model_state) -> a model whose units gather their shards
 Build = Callable[..., nnx.Module]
@@ -183,6 +184,7 @@ def _traced(
       UserError: a weight, or a part of the next state, may differ by device.
     """
     run, shapes, jaxpr = trace_once(run, *arrays, batch, *index)
+    check_names(jaxpr, layout.policy)
     differs = _differing(jaxpr, layout, arrays, batch, *index)
     _, _, of_weights, of_state = jax.tree.unflatten(jax.tree.structure(shapes), differs)
     if any(of_weights):

@@ -112,8 +112,8 @@ def test_groups_send_their_part_of_what_the_backward_reads():
 @pytest.mark.parametrize(
     ("knobs", "remat"),
     [
-        ({"keep_last": 1}, "full"),
-        ({"keep_last": 3, "reshard_after_forward": 2, "first_k": 2}, "full"),
+        ({"first_k": 0}, "full"),
+        ({"reshard_after_forward": 2, "first_k": 2}, "full"),
         ({"first_k": 1}, "dots"),
     ],
     ids=str,
@@ -127,7 +127,6 @@ def test_some_layers_keep_more_and_gather_less(knobs, remat):
 @every_pair(
     remat=("full", "names"),
     reshard_after_forward=(True, False, 4),
-    keep_last=(0, 2, 4),
     first_k=(None, 0, 2, 4),
     accumulate=(1, 2),
 )

@@ -11,7 +11,7 @@ import jshard
 from decoder import Sizes, make_decoder, make_fsdp
 
 GROUPS = "must be True, False or the size of a group of devices"
-FIELDS = "remat, first_k, reshard_after_forward, keep_last, prefetch, unroll, precision"
+FIELDS = "remat, first_k, reshard_after_forward, prefetch, unroll, precision"
 OVERRIDABLE = f"possible: {FIELDS}"
 FLOATING = "is not one of float32, bfloat16, float16, float64"
 
@@ -43,8 +43,6 @@ def check(error: pytest.ExceptionInfo, *parts: str) -> None:
         ({"first_k": 1.5}, "first_k: 1.5", "must be None or a number of layers"),
         ({"first_k": True}, "first_k: True", "must be None or a number of layers"),
         ({"first_k": "3"}, "first_k: '3'", "must be None or a number of layers"),
-        ({"keep_last": -1}, "keep_last: -1", "must be a number of layers"),
-        ({"keep_last": None}, "keep_last: None", "must be a number of layers"),
         ({"reshard_after_forward": 0}, "reshard_after_forward: 0", GROUPS),
         ({"reshard_after_forward": -2}, "reshard_after_forward: -2", GROUPS),
         ({"reshard_after_forward": 2.0}, "reshard_after_forward: 2.0", GROUPS),
@@ -98,7 +96,6 @@ def test_a_policy_names_the_knob_its_value_and_what_is_possible(knobs, where, wh
     [
         {"remat": "some"},
         {"first_k": -1},
-        {"keep_last": -1},
         {"reshard_after_forward": 0},
         {"precision": "bfloat16"},
     ],
@@ -169,24 +166,20 @@ def test_an_override_matches_a_module_and_the_error_lists_modules(pattern):
     check(error, repr(pattern), "matches no module", "blocks, blocks.down, blocks.norm")
 
 
-@pytest.mark.parametrize("knobs", [{"first_k": 2}, {"keep_last": 1}], ids=str)
-def test_layers_are_counted_where_there_is_a_stack(knobs):
-    abstract_state(jshard.Policy(**knobs))
+def test_layers_are_counted_where_there_is_a_stack():
+    abstract_state(jshard.Policy(first_k=2))
     with pytest.raises(jshard.UserError) as error:
-        abstract_state(jshard.Policy(**knobs), plain=True)
-    (name,) = knobs
-    check(error, f"policy.{name} counts the layers of a jshard.Stack", "overrides")
+        abstract_state(jshard.Policy(first_k=2), plain=True)
+    check(error, "policy.first_k counts the layers of a jshard.Stack", "overrides")
 
 
-@pytest.mark.parametrize("name", ["first_k", "keep_last"])
-def test_more_layers_than_there_are_is_an_error(name):
-    knobs: Any = {name: 99}
+def test_more_layers_than_there_are_is_an_error():
     with pytest.raises(jshard.UserError) as error:
-        abstract_state(jshard.Policy(**knobs))
-    check(error, f"policy.{name}=99 is more layers than the model has", "largest Stack")
+        abstract_state(jshard.Policy(first_k=99))
+    check(error, "policy.first_k=99 is more layers than the model has", "largest Stack")
     with pytest.raises(jshard.UserError) as error:
-        abstract_state(jshard.Policy(overrides={"blocks": {name: 99}}))
-    check(error, f"policy.overrides['blocks'].{name}=99 is more layers")
+        abstract_state(jshard.Policy(overrides={"blocks": {"first_k": 99}}))
+    check(error, "policy.overrides['blocks'].first_k=99 is more layers")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +187,7 @@ def test_more_layers_than_there_are_is_an_error(name):
     [
         ("blocks.norm", {"remat": "none"}, "remat applies to entire Stacks and Units"),
         ("head", {"first_k": 2}, "first_k applies to entire Stacks, and"),
-        ("embed", {"keep_last": 1}, "keep_last applies to entire Stacks, and"),
+        ("embed", {"first_k": 1}, "first_k applies to entire Stacks, and"),
     ],
 )
 def test_an_override_that_cannot_take_effect_is_an_error(pattern, fields, said):

@@ -75,7 +75,7 @@ def test_the_inputs_of_layers_wait_in_host_memory_if_they_are_named():
     "knobs",
     [
         {},
-        {"remat": "dots", "first_k": 4, "keep_last": 2, "reshard_root": True},
+        {"remat": "dots", "first_k": 4, "reshard_root": True},
         {"accumulate": 2, "reshard_after_forward": 2},
     ],
 )

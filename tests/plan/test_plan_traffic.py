@@ -40,7 +40,6 @@ def sharded(**knobs: Any) -> jshard.Policy:
     [
         ({}, 1, 1),
         ({"accumulate": 2}, 1, 2),
-        ({"keep_last": 1}, 1, 1),
         ({"prefetch": True, "first_k": 2, "remat": "dots"}, 1, 1),
         ({"reshard_after_forward": False}, 1, 0),
         ({"reshard_after_forward": 2}, 1, 4 / 7),

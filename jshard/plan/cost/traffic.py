@@ -24,7 +24,7 @@ from jshard.layout.specs import LOOKED_UP
 from jshard.plan.cost.cost import Transfer, transfer
 from jshard.plan.hlo.hlo import Computation, Module
 from jshard.plan.topology import GPU
-from jshard.unit.segments import spans
+from jshard.unit.layers import spans
 
 NVLINK, NETWORK, SHARED = "NVLink", "network", "shared memory"
 
@@ -202,5 +202,4 @@ def _gathered_again(policy: UnitPolicy, length: int, prefetch: bool) -> int:
     return sum(
         stop - start - (prefetched and stop - start > 1)
         for start, stop in spans(policy, length)
-        if start < length - policy.keep_last
     )
