@@ -16,8 +16,7 @@ from jshard.unit.shards import is_shard, show
 Changes = dict[tuple[tuple[str, ...], str], Any]
 
 
-class _Absent:
-    """The value of an attribute that was deleted."""
+_ABSENT = object()  # the value of an attribute that was deleted
 
 
 def variables_in(tree: Any) -> list[nnx.Variable]:
@@ -51,7 +50,7 @@ def call_method(
         for name in dict.fromkeys((*old, *new)):
             if name in old and name in new and _same(old[name], new[name]):
                 continue
-            value = vars(own).get(name, _Absent())
+            value = vars(own).get(name, _ABSENT)
             _check_attribute(value, own, name)
             changes[path, name] = value
     changed = {
@@ -91,7 +90,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
         old: Any = vars(owner).get(name)
         if is_variable(value) and value.get_raw_value() is None:
             continue  # a weight that is unchanged (``trace_layer``)
-        if isinstance(value, _Absent):
+        if value is _ABSENT:
             delattr(owner, name)
         elif is_variable(old) and is_variable(value):
             sharded = is_shard(old)

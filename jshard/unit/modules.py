@@ -22,6 +22,7 @@ from flax import nnx
 from jshard.collectives.embedding import is_cheaper, look_up
 from jshard.collectives.gather import gather_leaf
 from jshard.compat.flax_modules import is_pytree
+from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
@@ -36,7 +37,7 @@ from jshard.layout.variables import (
 )
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
-from jshard.unit.partition import Static, combine, partition
+from jshard.unit.partition import combine, partition
 from jshard.unit.shards import hide, is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
