@@ -43,7 +43,7 @@ ROOMS = {
     "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
     "fsdp": Room(
         6, 260, 640, "mesh and policy to states and jitted steps",
-        "fsdp step batch checks given describe",
+        "fsdp step accumulate traced terms batch checks given describe",
     ),
     "generation": Room(7, 260, 450, "decoding, sampling"),
     "nn": Room(5, 0, 230, "losses, attention, dropout"),
