@@ -85,6 +85,6 @@ def test_an_optimizer_that_needs_what_a_step_does_not_have_is_one_clear_line():
     )
     fsdp = jshard.FSDP(jshard.make_mesh())
     state, step = fsdp.init(Model, tx), fsdp.train_step(loss_fn, tx)
-    with pytest.raises(jshard.UserError, match="value_fn.*no line search") as error:
+    with pytest.raises(jshard.UserError, match=r"value_fn.*no line search") as error:
         step(state, fsdp.shard_batch(batches()[0]))
     assert "\n" not in str(error.value)

@@ -1,0 +1,113 @@
+"""A batch on the mesh: examples split over devices, and maybe their sequences.
+
+Arrays, those of typed random keys too, are (examples, ...). A scalar, which may be a
+key, is the same for every example: each device and micro-batch has it.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard.errors import UserError, some_of
+from jshard.fsdp.mesh import (
+    batch_spec,
+    devices_of_a_sequence,
+    examples_spec,
+    groups_of_examples,
+    named_sizes,
+    rows_of_process,
+)
+
+
+def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:
+    """Makes the global arrays of ``FSDP.shard_batch``; ``shard_examples`` if whole."""
+    _, parts = rows_of_process(mesh, whole=whole)
+    check_batch(local_batch, mesh, parts=parts, whole=whole)
+
+    def put(x: Any, spec: PartitionSpec) -> jax.Array:
+        if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+            data = put(jax.random.key_data(x), spec)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        x, sharding = np.asarray(x), NamedSharding(mesh, spec)
+        shape = (len(x) * parts, *x.shape[1:]) if spec else x.shape
+        if len(spec) > 1:  # only what this process has of the sequences
+            places = sharding.devices_indices_map(shape)
+            here = [places[device] for device in sharding.addressable_devices]
+            ends = [place[1].indices(shape[1])[:2] for place in here]
+            x = x[:, min(ends)[0] : max(ends)[1]]
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+
+    return jax.tree.map(put, local_batch, batch_specs(local_batch, mesh, whole=whole))
+
+
+def batch_specs(batch: Any, mesh: Any, *, whole: bool = False) -> Any:
+    """Returns the spec of each array of a batch; sequences may be kept ``whole``."""
+
+    def spec(x: Any) -> PartitionSpec:
+        if not np.ndim(x):
+            return PartitionSpec()
+        return examples_spec(mesh) if whole else batch_spec(mesh, np.ndim(x))
+
+    return jax.tree.map(spec, batch)
+
+
+def abstract_batch(batch: Any, mesh: Any) -> Any:
+    """Returns the abstract global batch of which ``batch`` is one process's part.
+
+    ``batch`` holds host arrays, (examples, ...) each, or global ones, abstract or not.
+    """
+    parts = rows_of_process(mesh)[1] if jax.process_count() > 1 else 1
+
+    def of(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        shape = (np.shape(x)[0] * parts, *np.shape(x)[1:]) if spec else ()
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+    return jax.tree.map(of, batch, batch_specs(batch, mesh))
+
+
+def check_batch(
+    batch: Any,
+    mesh: Mesh,
+    *,
+    accumulate: int = 1,
+    parts: int = 1,
+    whole: bool = False,
+) -> None:
+    """Raises UserError unless the examples divide by devices and micro-batches.
+
+    ``batch`` is the global batch, or one of its ``parts``. If the mesh has axes that
+    split sequences, these must divide by them, unless they stay ``whole``.
+    """
+    axes = {} if whole else devices_of_a_sequence(mesh)
+    named, shared = named_sizes(axes), math.prod(axes.values())
+    devices = mesh.size if whole else groups_of_examples(mesh)
+    sizes = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+    if len(sizes) != 1:
+        raise UserError(
+            "batch: every array but scalars needs the same leading dimension, the "
+            f"examples; got {some_of(sorted(map(str, sizes)), limit=4) or 'no arrays'}"
+        )
+    examples = sizes.pop() * parts
+    if examples % (devices * accumulate) or not examples:
+        by = f"{devices} devices"
+        if axes:
+            by = f"{devices} groups of {named} devices"
+        if accumulate > 1:
+            by += f" x {accumulate} micro-batches (policy.accumulate)"
+        raise UserError(
+            f"batch of {examples} examples does not divide by {by}; "
+            f"use a multiple of {devices * accumulate}"
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if np.ndim(x) > 1 and np.shape(x)[1] % shared:
+            raise UserError(
+                f"batch{jax.tree_util.keystr(path)} of shape {list(np.shape(x))}: its "
+                f"sequences do not divide by the mesh's {named}"
+            )

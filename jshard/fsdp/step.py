@@ -1,0 +1,276 @@
+"""Steps: what ``FSDP`` jits, and what one device does in it, inside ``shard_map``.
+
+There each value belongs to one device, and nothing is summed over devices unless a line
+says so. The backward starts from weight / global count, so that no sum over tokens ever
+grows large, and each gradient ends with the layout of its parameter.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jshard.collectives.gather import all_gather
+from jshard.collectives.reduce import all_reduce, scatter
+from jshard.compat.jaxprs import replay
+from jshard.fsdp.accumulate import accumulate, first_of, split
+from jshard.fsdp.batch import batch_specs, check_batch
+from jshard.fsdp.mesh import axes_of, examples_spec, manual_axes, split_sequences
+from jshard.fsdp.precision import at_least_float32
+from jshard.fsdp.state import ModelArrays, TrainState
+from jshard.fsdp.terms import over_devices, seeds, terms_of
+from jshard.fsdp.traced import differing_results, once_checked
+from jshard.layout.layout import Layout
+from jshard.layout.memory_kinds import typed_as_device
+from jshard.layout.placement import Placement
+from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_streams
+from jshard.nn.loss import Loss, Mean, Means
+from jshard.optim.update import check_state, next_state
+from jshard.parallel.tensor import make_parallel
+from jshard.unit import modules
+from jshard.unit.calls import own_containers
+
+# build(graphdef, layout, params, frozen, model_state, training=...) -> a model
+Build = Callable[..., nnx.Module]
+LayoutOf = Callable[[TrainState], Layout]
+
+
+def build(
+    units: tuple[type, ...],
+    tensor_parallel: tuple[tuple[str, ...], ...],
+    graphdef: nnx.GraphDef,
+    layout: Layout,
+    *arrays: nnx.State,
+    training: bool,
+) -> nnx.Module:
+    """Returns the model on one device, whose units gather their shards.
+
+    Args:
+      units: module types that become Units.
+      tensor_parallel: paths of modules that are called within that function.
+      graphdef: the model's structure.
+      layout: that of the parameters in ``arrays``.
+      *arrays: parameters, frozen parameters, and the model state.
+      training: whether the model is in train mode. Then the policy may make the root a
+        unit (``reshard_root``); otherwise the root is gathered here.
+    """
+    model = nnx.merge(graphdef, *arrays, copy=True)
+    own_containers(model)
+    if training:
+        model.train()
+    else:
+        model.eval()
+    make_parallel(model, tensor_parallel)
+    modules.make_units(model, units)
+    modules.place(model, layout.policy, layout.places)
+    if not training or layout.policy.reshard_root is False:
+        modules.gather_root(model)
+    return model
+
+
+# What is jitted: global arrays.
+
+
+def train_step(
+    layout_of: LayoutOf,
+    build: Build,
+    loss_fn: Callable[[Any, Any], Any],
+    optimizer: optax.GradientTransformation,
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns the function that ``FSDP.train_step`` jits."""
+
+    def train_step(state: TrainState, batch: Any) -> Any:
+        layout = layout_of(state)
+        policy, mesh = layout.policy, layout.mesh
+        check_batch(batch, mesh, accumulate=policy.accumulate)
+        check_state(state, policy)
+        model_of = functools.partial(build, state.graphdef, training=True)
+        of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
+        local = functools.partial(train, model_of, of_root, layout)
+        specs, same = layout.local_specs, PartitionSpec()
+        in_specs = (specs, batch_specs(batch, mesh), same)
+        run = _on_devices(local, mesh, in_specs, (specs.params, same, same))
+        scale = state.loss_scale and state.loss_scale.scale
+        with split_sequences():
+            grads, metrics, model_state = run(_arrays(state), batch, scale)
+        loss = metrics["loss"]
+        new, more = next_state(layout, optimizer, state, grads, model_state, loss)
+        return layout.constrain(new), metrics | more
+
+    return train_step
+
+
+def eval_step(
+    layout_of: LayoutOf, build: Build, loss_fn: Callable[[Any, Any], Any]
+) -> Callable[[TrainState, Any], Means]:
+    """Returns the function that ``FSDP.eval_step`` jits."""
+
+    def eval_step(state: TrainState, batch: Any) -> Means:
+        layout = layout_of(state)
+        check_batch(batch, layout.mesh)
+        model_of = functools.partial(build, state.graphdef, layout, training=False)
+        local = functools.partial(evaluate, model_of, loss_fn, layout)
+        in_specs = (layout.local_specs, batch_specs(batch, layout.mesh))
+        run = _on_devices(local, layout.mesh, in_specs, PartitionSpec())
+        with split_sequences():
+            return Means(*run(_arrays(state), batch))
+
+    return eval_step
+
+
+def predict_step(
+    layout_of: LayoutOf, build: Build, fn: Callable[[Any, Any], Any]
+) -> Callable[[TrainState, Any], Any]:
+    """Returns the function that ``FSDP.predict_step`` jits."""
+
+    def predict_step(state: TrainState, batch: Any) -> Any:
+        layout = layout_of(state).whole()
+        check_batch(batch, layout.mesh, whole=True)
+        model_of = functools.partial(build, state.graphdef, layout, training=False)
+        local = functools.partial(predict, model_of, fn, layout)
+        in_specs = (layout.local_specs, batch_specs(batch, layout.mesh, whole=True))
+        run = _on_devices(local, layout.mesh, in_specs, examples_spec(layout.mesh))
+        return run(_arrays(state), batch)
+
+    return predict_step
+
+
+def _arrays(state: TrainState) -> ModelArrays:
+    return jax.tree.map(typed_as_device, state.model_arrays)
+
+
+def _on_devices(fn: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+    # Each value belongs to one device: nothing is summed unless a line says so.
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        axis_names=set(axes_of(mesh)),
+        check_vma=False,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
+
+
+# One device, inside shard_map.
+
+
+def train(
+    model_of: Callable[..., nnx.Module],
+    loss_fn: Callable[[Any, Any], Any],
+    layout: Layout,
+    arrays: ModelArrays,
+    batch: Any,
+    scale: jax.Array | None,
+) -> tuple[nnx.State, dict[str, jax.Array], nnx.State]:
+    """Returns gradients, metrics and the next model state.
+
+    Args:
+      model_of: ``model_of(layout, params, frozen, model_state)`` makes the model.
+      loss_fn: ``loss_fn(model, batch)``.
+      layout: the state's layout; its policy sets the number of micro-batches
+        (``accumulate``) and when gradients are scattered (``defer_scatter``).
+      arrays: local shards, and the model state.
+      batch: this device's examples, (examples, ...) each.
+      scale: scales the loss in the backward; None is 1.
+    """
+    policy, shards = layout.policy, arrays.params
+    places = layout.places_of(shards)
+    if policy.defer_scatter:
+        arrays, layout = _gather_all(arrays, layout), layout.gathered()
+
+    def run(params, frozen, state, batch, index=0):
+        folded = fold_streams(state, index)
+        model = model_of(layout, params, frozen, folded)
+        with microbatch(index, policy.accumulate):
+            terms = terms_of(loss_fn(model, batch))
+        return *terms, unfold_streams(state, folded, _state_after(state, model))
+
+    micro = split(batch, policy.accumulate) if policy.accumulate > 1 else None
+    inputs = (batch,) if micro is None else first_of(micro)
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
+    forward = once_checked(traced, shapes, layout, arrays, inputs)
+    if micro is None:
+        rest = (*arrays[1:], batch)
+        _, pullback, (loss, metrics, after) = jax.vjp(
+            lambda params: forward(params, *rest), arrays.params, has_aux=True
+        )
+        counts = [lax.psum(mean.count, manual_axes()) for _, mean in loss.terms]
+        (grads,) = pullback(seeds(loss, counts, scale))
+        after = merge_state(arrays.model_state, after)
+    else:
+        dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
+        grads, loss, metrics, after = accumulate(
+            forward, shapes[:2], arrays, micro, dtypes, scale
+        )
+    if policy.defer_scatter:
+        grads = jax.tree.map(scatter, grads, places)
+    grads = jax.tree.map(_sum_at_end, grads, places, shards)
+    if scale is not None:
+        # In float16 the scale may overflow, and the quotient underflow.
+        grads = jax.tree.map(lambda g: at_least_float32(g) / scale, grads)
+    loss, metrics = over_devices((loss, metrics))
+    means = {"loss": loss, **metrics}
+    return grads, {name: mean.compute() for name, mean in means.items()}, after
+
+
+def evaluate(
+    model_of: Callable[..., nnx.Module],
+    loss_fn: Callable[[Any, Any], Any],
+    layout: Layout,
+    arrays: ModelArrays,
+    batch: Any,
+) -> tuple[Loss, dict[str, Mean]]:
+    """Returns the loss and the named Means, with global totals and counts."""
+
+    def run(params, frozen, state, batch):
+        model = model_of(params, frozen, fold_streams(state, 0))
+        return *terms_of(loss_fn(model, batch)), None
+
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+    forward = once_checked(traced, shapes, layout, arrays, (batch,))
+    _, (loss, metrics, _) = forward(*arrays, batch)
+    return over_devices((loss, metrics))
+
+
+def predict(
+    model_of: Callable[..., nnx.Module],
+    fn: Callable[[Any, Any], Any],
+    layout: Layout,
+    arrays: ModelArrays,
+    batch: Any,
+) -> Any:
+    """Returns ``fn(model, batch)`` of this device's examples."""
+
+    def run(params, frozen, state, batch):
+        return fn(model_of(params, frozen, fold_streams(state, 0)), batch)
+
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+    differing_results(traced.jaxpr, layout, arrays, (batch,))
+    return replay(traced, shapes)(*arrays, batch)
+
+
+def _gather_all(arrays: ModelArrays, layout: Layout) -> ModelArrays:
+    """Returns full parameters in place of shards, for ``defer_scatter``."""
+    params, frozen = (
+        jax.tree.map(all_gather, part, layout.places_of(part)) for part in arrays[:2]
+    )
+    return ModelArrays(params, frozen, arrays.model_state)
+
+
+def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:
+    """Returns a shard's gradient, summed over devices unless its unit did that."""
+    if place.sum_at == "step":
+        grad = all_reduce(grad, place)
+    return grad.astype(shard.dtype)
+
+
+def _state_after(before: nnx.State, model: nnx.Module) -> nnx.State:
+    """Returns the model's state after the forward, in the structure of ``before``."""
+    after = dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))))
+    kept = [(path, after[path]) for path, _ in nnx.to_flat_state(before)]
+    return nnx.from_flat_state(kept)
