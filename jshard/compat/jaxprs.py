@@ -224,20 +224,18 @@ class Static:
     value: Any
 
 
-def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any, core.Jaxpr]:
-    """Returns a callable that reuses one trace, its abstract results, and its jaxpr.
+def replay(traced: core.ClosedJaxpr, shapes: Any) -> Callable:
+    """Returns a function that evaluates a trace of ``jax.make_jaxpr``.
 
-    ``fn`` is a function of pytrees, and ``args`` have the structure, shapes and dtypes
-    of all later calls.
+    ``shapes`` has the structure of its results.
     """
-    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
 
     def call(*args: Any) -> Any:
         leaves = core.jaxpr_as_fun(traced)(*jax.tree.leaves(args))
         return jax.tree.unflatten(structure, map(jnp.asarray, leaves))
 
-    return call, jax.tree.unflatten(structure, traced.out_avals), traced.jaxpr
+    return call
 
 
 def without_dead_code(fn: Callable) -> Callable:

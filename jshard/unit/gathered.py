@@ -60,8 +60,10 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
     return module(weights), x  # pyright: ignore[reportReturnType]
 
 
-def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
-    """Returns ``gathered(unit)`` and ``stack(x, *args)``.
+def gathered_during(
+    unit: M, stack: Stack, x: Any, *args: Any, **kwargs: Any
+) -> tuple[M, Any]:
+    """Returns ``gathered(unit)`` and ``stack(x, *args, **kwargs)``.
 
     For a head after a Stack: its weights are gathered, and in the backward its gradient
     is reduce-scattered, while the Stack's last layer computes.
@@ -70,9 +72,9 @@ def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
       UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
     """
     if not (parts := _parts(unit)):
-        return unit, stack(x, *args)
+        return unit, stack(x, *args, **kwargs)
     shards, places, _, module = parts
-    run, finish = prepare_layers(stack, x, args, (shards, places))
+    run, finish = prepare_layers(stack, x, (args, kwargs), (shards, places))
     out, weights = finish(*run())
     return module(weights), out  # pyright: ignore[reportReturnType]
 

@@ -77,9 +77,10 @@ class Unit(nnx.Module, pytree=False):
 class Stack(nnx.Module, pytree=False):
     """Equal layers with stacked parameters, applied by a scan, gathered one by one.
 
-    ``stack(x, *args)`` calls each layer with ``(x, *args)``. If layers return ``x``, so
-    does the stack. If they return ``(x, aux)``, the stack returns ``(x, aux)`` with aux
-    stacked. A Stack has the attributes of a layer, with variables of shape (L, ...).
+    ``stack(x, *args, **kwargs)`` calls each layer with these arguments, ``x`` being
+    what the layer before returned. If layers return ``x``, so does the stack. If they
+    return ``(x, aux)``, the stack returns ``(x, aux)`` with aux stacked. A Stack has
+    the attributes of a layer, with variables of shape (L, ...).
 
     Args:
       make_layer: makes one layer from its own ``nnx.Rngs``.
@@ -125,9 +126,9 @@ class Stack(nnx.Module, pytree=False):
             )
         _become(self, layers, _stack_class(type(layers)))
 
-    def __call__(self, x: Any, *args: Any) -> Any:
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the last layer's output, or (output, stacked aux)."""
-        run, finish = prepare_layers(self, x, args)
+        run, finish = prepare_layers(self, x, (args, kwargs))
         return finish(*run())[0]
 
 
@@ -338,10 +339,10 @@ def _run_unit(
 def prepare_layers(
     stack: Stack,
     x: Any,
-    args: tuple,
+    others: tuple[tuple, dict],
     beside: tuple[list[jax.Array], list[Placement]] = ([], []),
 ) -> tuple[Callable, Callable]:
-    """Returns the functions ``run`` and ``finish`` for ``stack(x, *args)``.
+    """Returns the functions ``run`` and ``finish`` for ``stack(x, *args, **kwargs)``.
 
     ``finish(*run())`` returns the result of the call and the full weights of
     ``beside``, gathered while the last layer runs. In a step, ``run`` is the scan of
@@ -352,13 +353,14 @@ def prepare_layers(
         Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
-    extra, arguments = partition(args)
+    extra, arguments = partition(others)
     carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
         plain = module(weights, rest)
+        args, kwargs = combine(extra, arguments)
         result, changes, changed = call_method(
-            type(plain).__call__, plain, (carry, *combine(extra, arguments)), {}
+            type(plain).__call__, plain, (carry, *args), kwargs
         )
         if changed:
             raise UserError(

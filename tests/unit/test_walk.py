@@ -53,15 +53,15 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     jax.eval_shape(fsdp.train_step(loss_fn, optax.sgd(0.1)), state, batch)
     # Abstract weights are gathered first, to know their types.
     found = next(walk for walk in walks if walk[-4].endswith(": body"))
-    return found[found.index("fsdp/fsdp.py: train_step") :]
+    return found[found.index("fsdp/step.py: train_step") :]
 
 
-def test_a_gather_is_twelve_frames_and_six_files_from_the_step(monkeypatch):
+def test_a_gather_is_nine_frames_and_four_files_from_the_step(monkeypatch):
     frames = walk(monkeypatch)
-    assert frames[0] == "fsdp/fsdp.py: train_step"
+    assert frames[0] == "fsdp/step.py: train_step"
     assert frames[-1] == "collectives/gather.py: all_gather"
-    assert len(frames) <= 12
-    assert len({frame.split(":")[0] for frame in frames}) <= 6
+    assert len(frames) <= 9
+    assert len({frame.split(":")[0] for frame in frames}) <= 4
 
 
 def test_the_docs_have_the_walk_that_is_traced(monkeypatch):
