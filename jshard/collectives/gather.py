@@ -4,6 +4,7 @@ Everything here runs inside ``shard_map(check_vma=False)``: an array is one devi
 own, and nothing is summed over devices unless a line of ``reduce.py`` says so.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jshard.fsdp.scopes import ALL_GATHER
 from jshard.layout.placement import Placement
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 @jax.named_scope(ALL_GATHER)
 def all_gather(
     shard: jax.Array, place: Placement, scale: jax.Array | None = None
@@ -91,27 +93,22 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     return cast(part, place.compute)
 
 
-def gather_leaf(
-    shard: jax.Array, place: Placement, scale: jax.Array | None = None
-) -> jax.Array:
-    """``all_gather`` whose transpose scatters and sums, each in its own dtype.
+def _forward(shard: jax.Array, place: Placement, scale: Any) -> tuple[jax.Array, Any]:
+    return all_gather(shard, place, scale), jnp.zeros(0, shard.dtype)
 
-    A unit has a backward of its own, but derivatives of that one come here, too. With a
-    scale there is no transpose: the gradient is that of the product's handle.
+
+def _backward(place: Placement, like: jax.Array, grad: Any) -> tuple[Any, None]:
+    """Scatters and sums, each in its own dtype.
+
+    A unit has a backward of its own, but derivatives of that one come here, too. For a
+    weight in float8 the gradient is that of its handle, and none comes here.
     """
-    if scale is not None or not (place.trainable and is_float(shard)):
-        return all_gather(shard, place, scale)
-    dtype = shard.dtype
+    if place.scale is not None or not place.trainable:
+        return None, None
+    return all_reduce_in_unit(scatter(grad, place), place, like.dtype), None
 
-    @jax.custom_vjp
-    def run(shard):
-        return all_gather(shard, place)
 
-    def backward(_, grad):
-        return (all_reduce_in_unit(scatter(grad, place), place, dtype),)
-
-    run.defvjp(lambda shard: (run(shard), None), backward)
-    return run(shard)
+all_gather.defvjp(_forward, _backward)
 
 
 def placements(
@@ -171,4 +168,4 @@ def gather(
       The same tree with full arrays.
     """
     places = placements(specs, params, dtype=dtype, reduce_dtype=reduce_dtype)
-    return jax.tree.map(gather_leaf, params, places)
+    return jax.tree.map(all_gather, params, places)

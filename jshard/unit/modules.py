@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.collectives.embedding import is_cheaper, look_up
-from jshard.collectives.gather import gather_leaf
+from jshard.collectives.gather import all_gather
 from jshard.compat.flax_modules import is_pytree
 from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
@@ -241,7 +241,7 @@ def gather_root(model: nnx.Module) -> None:
     for variable in [v for path, v in variables(model) if own(path, v)]:
         shard = shard_of(variable)
         assert shard is not None
-        variable.set_raw_value(gather_leaf(shard.array, shard.place))
+        variable.set_raw_value(all_gather(shard.array, shard.place))
         show(variable)
 
 
