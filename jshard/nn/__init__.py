@@ -7,6 +7,7 @@ from jshard.nn.dropout import Dropout
 from jshard.nn.lora import add_lora
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.nn.tensor import tensor_parallel
+from jshard.unit.products import matmul
 
 __all__ = [
     "Dropout",
@@ -16,6 +17,7 @@ __all__ = [
     "add_lora",
     "cross_entropy",
     "dot_product_attention",
+    "matmul",
     "positions",
     "tensor_parallel",
 ]

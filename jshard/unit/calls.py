@@ -89,7 +89,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
     for (path, name), value in changes.items():
         owner = modules[path]
         old: Any = vars(owner).get(name)
-        if is_variable(value) and value.get_raw_value() is None:
+        if is_variable(value) and not jax.tree.leaves(value.get_raw_value()):
             continue  # a weight that is unchanged (``trace_layer``)
         if isinstance(value, _Absent):
             delattr(owner, name)

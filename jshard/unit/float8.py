@@ -1,11 +1,10 @@
-"""Chooses a unit's weights for float8 products, and scales them.
+"""Gathers a unit's weights for float8 products in float8, and scales them.
 
 A weight has one scale on all devices, so its shards need the largest magnitude among
 them: one all-reduce a unit, for all its weights and for all layers of a Stack.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ from jax import lax
 from jshard.comm.quantized import tensor_scale
 from jshard.layout.placement import Placement
 from jshard.mesh import shard_axes
-from jshard.precision import is_float
 from jshard.unit.linearize import TracedLayer
 from jshard.unit.parameters import Parameters
-from jshard.unit.products import E4M3, multiplied_only
+from jshard.unit.products import E4M3, dequantized
 
 
 def in_float8(
@@ -27,31 +25,41 @@ def in_float8(
 ) -> tuple[Parameters, TracedLayer]:
     """Returns a unit that gathers the weights of float8 products in float8.
 
-    These are the weights that ``Precision.products`` allows and that the unit only
-    multiplies with. The scales become the last of the unit's parameters. If
-    ``stacked``, the unit is a Stack: ``own`` are all layers' shards, ``traced`` is one.
+    The scales become the last of the unit's parameters. If ``stacked``, the unit is a
+    Stack: ``own`` are all layers' shards, ``traced`` is one.
     """
-    weights = traced.inputs.weights
-    candidates = [
-        place.float8 and is_float(weight) and len(weight.shape) >= 2
-        for place, weight in zip(own.places, weights, strict=True)
-    ]
-    leaves = jax.tree.leaves(traced.inputs)[: len(traced.jaxpr.invars)]
-    chosen = multiplied_only(traced.jaxpr, traced.consts, leaves, candidates)
-    if not any(chosen):
+    if not any(place.float8 for place in own.places):
         return own, traced
-    places, scaled = list(own.places), []
-    grads: list[Any] = [None] * len(weights)
-    for i in itertools.compress(range(len(weights)), chosen):
-        grads[i] = jax.ShapeDtypeStruct(weights[i].shape, weights[i].dtype)
-        places[i] = dataclasses.replace(
-            places[i], gather=jnp.dtype(E4M3), compute=None, scale=len(scaled)
-        )
-        scaled.append(own.shards[i])
-    scales = _scales(scaled, stacked)
-    own = Parameters([*own.shards, scales], [*places, Placement(None, trainable=False)])
+    scaled, places = [], []
+    for shard, place in zip(own.shards, own.places, strict=True):
+        if place.float8:
+            place = dataclasses.replace(
+                place, gather=jnp.dtype(E4M3), compute=None, scale=len(scaled)
+            )
+            scaled.append(shard)
+        places.append(place)
+    dense = traced.inputs.weights
+
+    def decode(weights: Sequence[Any], handles: Sequence[Any]) -> list[Any]:
+        *weights, scales = weights
+        for i, place in enumerate(places):
+            if place.scale is not None:
+                scale = scales[place.scale].astype(dense[i].dtype)
+                weights[i] = dequantized(weights[i], scale)
+            if handles[i] is not None:  # a zero, for the gradient
+                weights[i] = handles[i] + lax.stop_gradient(weights[i])
+        return weights
+
+    handles = [
+        weight if place.float8 and is_trained else None
+        for weight, place, is_trained in zip(dense, places, own.trained, strict=True)
+    ]
+    scales, place = _scales(scaled, stacked), Placement(None, trainable=False)
+    own = Parameters([*own.shards, scales], [*places, place])
     inputs = traced.inputs._replace(weights=own.weight_types(layer=stacked))
-    return own, dataclasses.replace(traced, inputs=inputs, grads=grads)
+    return own, dataclasses.replace(
+        traced, inputs=inputs, handles=[*handles, None], decode=decode
+    )
 
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:

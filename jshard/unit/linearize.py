@@ -29,12 +29,10 @@ from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.policy import INPUTS, Offload
 from jshard.precision import is_float
-from jshard.unit import products
 from jshard.unit.dataflow import dependencies
 from jshard.unit.parameters import abstract
 from jshard.unit.partial_sums import check_partial_sums
 from jshard.unit.partition import Changed, merge, select
-from jshard.unit.products import Weight
 from jshard.unit.remat import checkpoint, note_names
 
 
@@ -57,51 +55,28 @@ class TracedLayer:
       consts: arrays that the function closes over. The caller appends them to its
         ``args``, so that they get gradients, too.
       outputs: a pytree of abstract arrays.
-      grads: if some weights are in float8, the abstract gradient of these, and None for
-        the others. ``inputs`` then has one weight more, the scales.
+      handles: for each weight None, or an abstract array that stands for what ``decode``
+        makes of it, and whose gradient is the weight's.
+      decode: makes the weights that ``jaxpr`` takes of those in ``inputs``.
     """
 
     inputs: Inputs
     jaxpr: core.Jaxpr
     consts: list[Any]
     outputs: Any
-    grads: Sequence[Any] = ()
+    handles: Sequence[Any]
+    decode: Callable[..., Any] = lambda weights, handles: weights
 
     def __call__(self, inputs: Inputs) -> Any:
         """Returns the outputs without residuals, for evaluation."""
-        return self.run(*self.with_handles(inputs))
+        return self.run(inputs, [None] * len(self.handles))
 
-    def with_handles(self, inputs: Inputs) -> tuple[Inputs, list[Any]]:
-        """Returns inputs that can be differentiated, and the weights in float8.
-
-        In the inputs, each of these is replaced by its handle (``products.Weight``).
-        """
-        if not self.grads:
-            return inputs, []
-        *weights, scales = inputs.weights
-        float8, following = [], iter(range(len(weights)))
-        for i, (values, grad) in enumerate(zip(weights, self.grads, strict=True)):
-            if grad is None:
-                float8.append(None)
-                continue
-            scale = scales[next(following)]
-            weights[i] = jnp.zeros(grad.shape, grad.dtype)
-            float8.append(Weight(values, scale, None, i))
-        return inputs._replace(weights=weights), float8
-
-    def run(self, inputs: Inputs, float8: list[Any]) -> Any:
-        """Returns the outputs, given what ``with_handles`` returns."""
-        leaves: list[Any] = jax.tree.leaves(inputs)
-        for i, weight in enumerate(float8):
-            if weight is not None:
-                leaves[i] = dataclasses.replace(weight, handle=leaves[i])
-        split = len(self.jaxpr.invars)
-        consts, leaves = leaves[split:][: len(self.consts)], leaves[:split]
-        if float8:
-            outputs = products.run(self.jaxpr, consts, leaves)
-        else:
-            closed = core.ClosedJaxpr(self.jaxpr, consts)
-            outputs = core.jaxpr_as_fun(closed)(*leaves)
+    def run(self, inputs: Inputs, handles: Sequence[Any]) -> Any:
+        """Returns the outputs, given arrays (or None) in place of ``handles``."""
+        inputs = inputs._replace(weights=self.decode(inputs.weights, handles))
+        leaves, split = jax.tree.leaves(inputs), len(self.jaxpr.invars)
+        closed = core.ClosedJaxpr(self.jaxpr, leaves[split:][: len(self.consts)])
+        outputs = core.jaxpr_as_fun(closed)(*leaves[:split])
         return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
 
 
@@ -131,10 +106,9 @@ def trace_layer(
     )
     if any(unchanged):
         traced = with_outputs(traced, [not u for u in unchanged])
-    args = [*inputs.args, *abstract(traced.consts)]
-    return TracedLayer(
-        inputs._replace(args=args), traced.jaxpr, list(traced.consts), outputs
-    )
+    inputs = inputs._replace(args=[*inputs.args, *abstract(traced.consts)])
+    handles = [None] * len(inputs.weights)
+    return TracedLayer(inputs, traced.jaxpr, list(traced.consts), outputs, handles)
 
 
 def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
@@ -177,18 +151,21 @@ class LinearizedLayer:
         fn = checkpoint(traced.run, remat, prevent_cse=prevent_cse)
 
         def with_residuals(*inputs):
-            inputs, float8 = traced.with_handles(Inputs(*inputs))
+            inputs = Inputs(*inputs)
+            zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+            handles = jax.tree.map(zeros, traced.handles)
             # Trained weights have gradients, and so have all other float inputs.
             moves: Inputs = jax.tree.map(is_float, inputs)
-            moves = moves._replace(weights=list(trained[: len(inputs.weights)]))
+            pairs = zip(trained, handles, strict=True)
+            moves = moves._replace(weights=[t and h is None for t, h in pairs])
             fixed = select(inputs, jax.tree.map(lambda m: not m, moves))
 
-            def of_moving(moving):
-                outputs = fn(merge(moving, fixed), float8)
+            def of_moving(moving, handles):
+                outputs = fn(merge(moving, fixed), handles)
                 return differentiable(outputs, traced.outputs), outputs
 
             moving = select(inputs, moves)
-            _, pullback, outputs = jax.vjp(of_moving, moving, has_aux=True)
+            _, pullback, outputs = jax.vjp(of_moving, moving, handles, has_aux=True)
             return outputs, pullback
 
         run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*traced.inputs)
@@ -263,10 +240,10 @@ class LinearizedLayer:
         kept = self._move(kept, jax.memory.Space.Device)
         rebuilt = iter(run_used(*self._rebuild, leaves))
         residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
-        (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
-        scales = [None] * (len(inputs.weights) - len(grads.weights))
+        pullback = jax.tree.unflatten(self._pullback, residuals)
+        grads, of_handles = pullback(cotangents)
         return grads._replace(
-            weights=[*grads.weights, *scales],
+            weights=merge(grads.weights, of_handles),
             args=[*grads.args, *[None] * len(self.consts)],
         )
 

@@ -23,7 +23,7 @@ from jshard.comm.collectives import gather_leaf
 from jshard.comm.embedding import is_cheaper, look_up
 from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
-from jshard.layout.layers import mark_layers
+from jshard.layout.layers import layer_dims, mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.tables import is_table, mark_table
 from jshard.layout.variables import (
@@ -38,6 +38,7 @@ from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
 from jshard.unit.parameters import Parameters
 from jshard.unit.partition import Changed, Static, combine, partition
+from jshard.unit.products import Float8, fits, take_float8
 from jshard.unit.shards import hide, is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
@@ -215,8 +216,12 @@ def place(
         for path in units
         if isinstance(found[path], Stack) or not isinstance(found[path], _SINGLE)
     ]
+    multiplied: dict[tuple, tuple[int, ...]] = {}  # sums over these, in float8
     for path, module in list(nnx.iter_modules(model)):
         over_all_devices(module)
+        in_layer = any(path[: len(layer)] == layer for layer in layers)
+        if in_layer and policy.multiplies_in_float8():
+            multiplied |= {(*path, name): over for name, over in take_float8(module)}
         precision = policy.precision_at(path, own_dtype(module))
         set_compute_dtype(module, precision.compute)
         if isinstance(module, (Unit, Stack)):
@@ -229,8 +234,12 @@ def place(
     for path, variable in variables(model):
         if path in placements:
             where = placements[path]
-            if not any(path[: len(layer)] == layer for layer in layers):
-                where = dataclasses.replace(where, float8=False)
+            if where.float8:
+                gather = functools.partial(gather_leaf, place=where)
+                shape = jax.eval_shape(gather, variable.get_value()).shape
+                over, depth = multiplied.get(path), layer_dims(variable)
+                chosen = over is not None and fits(shape[depth:], over)
+                where = dataclasses.replace(where, float8=chosen)
             hide(variable, where, ".".join(map(str, path)))
 
 
@@ -295,6 +304,12 @@ class Parts:
         Without ``rest``, the other Variables are those of the unit itself, so that
         updates to them persist.
         """
+        if rest is not None:  # while the unit runs
+            shards: Any = map(shard_of, self._variables)
+            weights = [
+                Float8(weight, shard.name) if shard.place.float8 else weight
+                for weight, shard in zip(weights, shards, strict=True)
+            ]
         whole = [v.copy(w) for v, w in zip(self._variables, weights, strict=True)]
         others = self._rest if rest is None else combine(rest, self._static)
         own = jax.tree.unflatten(self._tree, whole)

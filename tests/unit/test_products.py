@@ -23,21 +23,22 @@ FLOAT8 = jshard.Precision(products="float8")
 
 
 class Layer(nnx.Module):
-    """As any model's author may write it; ``odd`` is not only multiplied with."""
+    """Flax's linear layers, and weights of its own with and without ``matmul``."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.general = nnx.LinearGeneral(WIDTH, (4, 32), rngs=rngs)
-        self.mixed = nnx.Einsum("btnh,nhd->btd", (4, 32, WIDTH), rngs=rngs)
+        shape, bias_shape = (4, 32, WIDTH), (WIDTH,)
+        self.mixed = nnx.Einsum("btnh,nhd->btd", shape, bias_shape, rngs=rngs)
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
         normal = nnx.initializers.normal(0.05)
-        self.down = nnx.Param(normal(rngs.params(), (WIDTH, HIDDEN)))
+        self.down = nnx.Param(normal(rngs.params(), (HIDDEN, WIDTH)), matmul=True)
         self.odd = nnx.Param(normal(rngs.params(), (WIDTH, WIDTH)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x += self.mixed(jnp.tanh(self.general(self.norm(x))))
         h = nnx.remat(lambda up, x: jax.nn.gelu(up(x)))(self.up, x)
-        x += jnp.einsum("df,btf->btd", self.down[...], h)
+        x += jshard.nn.matmul(h, self.down)
         return x + jnp.dot(x, jnp.sin(self.odd[...]))
 
 
@@ -98,9 +99,10 @@ def reference_layer(p: Any, x_BTD: jax.Array) -> jax.Array:
     general, up = p["general"], p["up"]
     y = product(normed * p["norm"]["scale"], general["kernel"].reshape(WIDTH, WIDTH))
     y = jnp.tanh(y + general["bias"].reshape(WIDTH))
-    x += product(y, p["mixed"]["kernel"].reshape(WIDTH, WIDTH))
+    mixed = p["mixed"]
+    x += product(y, mixed["kernel"].reshape(WIDTH, WIDTH)) + mixed["bias"]
     h = jax.nn.gelu(product(x, up["kernel"]) + up["bias"])
-    x += product(h, p["down"].T)
+    x += product(h, p["down"])
     return x + x @ jnp.sin(p["odd"])
 
 
