@@ -46,8 +46,8 @@ def in_float8(
             if place.scale is not None:
                 scale = scales[place.scale].astype(dense[i].dtype)
                 weights[i] = dequantized(weights[i], scale)
-            if handles[i] is not None:  # a zero, for the gradient
-                weights[i] = handles[i] + lax.stop_gradient(weights[i])
+            if handles[i] is not None:
+                weights[i] = _with_gradient(weights[i], handles[i])
         return weights
 
     handles = [
@@ -60,6 +60,16 @@ def in_float8(
     return own, dataclasses.replace(
         traced, inputs=inputs, handles=[*handles, None], decode=decode
     )
+
+
+# A sum with zeros would stand between a weight and its product.
+@jax.custom_vjp
+def _with_gradient(weight: jax.Array, handle: jax.Array) -> jax.Array:
+    """Returns the weight, whose gradient is the handle's."""
+    return weight
+
+
+_with_gradient.defvjp(lambda weight, _: (weight, None), lambda _, grad: (None, grad))
 
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:

@@ -154,7 +154,9 @@ def fits(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
 
 def _promote_dtype(values: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
     """Flax's own, except that weights in float8 stay what they are."""
-    plain = (jnp.zeros((), x.dense.dtype) if isinstance(x, Float8) else x for x in values)
+    plain = (
+        jnp.zeros((), x.dense.dtype) if isinstance(x, Float8) else x for x in values
+    )
     done = dtypes.promote_dtype(tuple(plain), **options)
     pairs = zip(values, done, strict=True)
     return tuple(x if isinstance(x, Float8) else y for x, y in pairs)

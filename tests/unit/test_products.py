@@ -173,6 +173,11 @@ def test_a_step_is_that_of_one_device_with_the_same_quantization(mesh, knobs):
     check_close(grads, want, 1e-4)
 
 
+def plain_dot(*args: Any, **options: Any) -> jax.Array:
+    """A product of the author's own."""
+    return jax.lax.dot_general(*args, **options)
+
+
 class Gated(nnx.Module):
     """A layer whose weights must not all be in float8."""
 
@@ -180,17 +185,18 @@ class Gated(nnx.Module):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.dense = linear(WIDTH, WIDTH)
         self.router = linear(WIDTH, 16)
-        self.exact = linear(WIDTH, WIDTH)
         self.left_out = linear(WIDTH, WIDTH)
+        self.replaced = linear(WIDTH, WIDTH, dot_general=plain_dot)
+        self.experts = nnx.Einsum("bti,tio->bto", (TIME, WIDTH, WIDTH), rngs=rngs)
+        normal = nnx.initializers.normal(0.05)
+        self.exact = nnx.Param(normal(rngs.params(), (WIDTH, WIDTH)))
         self.table = nnx.Embed(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gates = jax.nn.sigmoid(self.router(x)).repeat(WIDTH // 16, -1)
-        float32 = self.exact.kernel[...].astype(jnp.float32)
-        exact = x.astype(jnp.float32) @ float32
         looked_up = self.table(jnp.arange(TIME))
         y = self.dense(x) * gates + self.left_out(x) + looked_up
-        return x + (y + exact).astype(x.dtype)
+        return x + y + self.replaced(x) + self.experts(x) + x @ self.exact[...]
 
 
 class GatedModel(nnx.Module):
@@ -209,7 +215,7 @@ def traced(fsdp: jshard.FSDP, make_model: Any) -> tuple[Any, jshard.TrainState]:
     return fsdp.train_step(loss_fn, tx).trace(state, x), state
 
 
-def test_a_weight_is_gathered_in_bytes_if_all_it_does_is_multiply():
+def test_weights_of_linear_layers_are_gathered_in_bytes_and_no_others():
     bf16 = jshard.Precision(compute="bfloat16")
     float8 = dataclasses.replace(bf16, products="float8")
     overrides = {"layers.left_out": {"precision": bf16}}
@@ -224,6 +230,49 @@ def test_a_weight_is_gathered_in_bytes_if_all_it_does_is_multiply():
     assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * WIDTH**2 * 7 // 8
     # One reduction for the scales of all layers.
     assert found["all-reduce", "float32"].count == 1
+
+
+class Reading(nnx.Module):
+    """A linear layer whose kernel is read by other code."""
+
+    def __init__(self, read: Any, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.read = read
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x) + self.read(x, self.linear.kernel)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda x, w: x @ w, id="product"),
+        pytest.param(lambda x, w: x @ w[...], id="value"),
+        pytest.param(lambda x, w: x @ jnp.sin(w[...]), id="function"),
+        pytest.param(lambda x, w: x @ (2 * w[...]), id="arithmetic"),
+        pytest.param(lambda x, w: x @ w[...].T, id="method"),
+        pytest.param(lambda x, w: x + w[0], id="index"),
+        pytest.param(lambda x, w: x + np.asarray(w[...])[0], id="numpy"),
+        pytest.param(lambda x, w: x + jnp.stack(list(w)), id="loop"),
+    ],
+)
+def test_a_weight_in_float8_that_is_read_otherwise_is_named_in_the_error(read):
+    class Whole(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layer = jshard.Unit(Reading(read, rngs))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layer(x)
+
+    policy = jshard.Policy(precision=FLOAT8)
+    error = re.escape("parameter 'layer.linear.kernel' is in float8")
+    with pytest.raises(jshard.UserError, match=f"{error}.*give 'layer.linear' a"):
+        traced(jshard.FSDP(jshard.make_mesh(), policy), Whole)
+
+
+def test_matmul_wants_a_parameter_that_was_made_for_it():
+    with pytest.raises(jshard.UserError, match=r"nnx\.Param\(value, matmul=True\)"):
+        jshard.nn.matmul(jnp.ones((2, 3)), nnx.Param(jnp.ones((3, 4))))
 
 
 def test_without_products_in_float8_nothing_changes():
