@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
-from jshard.mesh import BATCH, FSDP
+from jshard.fsdp.mesh import BATCH, FSDP
 from models.llama import Stream
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:

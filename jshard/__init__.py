@@ -5,24 +5,25 @@ from typing import TYPE_CHECKING, Any
 
 import jshard.cli.quiet  # noqa: F401  # first: commands import JAX there
 from jshard import linen
-from jshard.comm.collectives import gather, pmean
-from jshard.comm.order import in_order
+from jshard.collectives.gather import gather
+from jshard.collectives.reduce import pmean
+from jshard.cpu.order import in_order
 from jshard.errors import UserError
-from jshard.fsdp import FSDP
-from jshard.layout.splits import Split
-from jshard.mesh import make_mesh
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import make_mesh
+from jshard.fsdp.policy import Names, Offload, Policy
+from jshard.fsdp.precision import Precision
+from jshard.fsdp.state import TrainState
 from jshard.nn.attention import dot_product_attention
-from jshard.nn.context import positions
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.dropout import Dropout
 from jshard.nn.lora import add_lora
 from jshard.nn.loss import Loss, Mean, Means
-from jshard.nn.tensor import tensor_parallel
 from jshard.optim.bf16_moments import bf16_moments
 from jshard.optim.per_layer import per_layer
-from jshard.policy import Names, Offload, Policy
-from jshard.precision import Precision
-from jshard.state import TrainState
+from jshard.parallel.context import positions
+from jshard.parallel.splits import Split
+from jshard.parallel.tensor import tensor_parallel
 from jshard.unit.functional import scan_layers
 from jshard.unit.gathered import gathered, gathered_before, gathered_during
 from jshard.unit.modules import Stack, Unit

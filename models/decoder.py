@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard
-from jshard.nn.kv_cache import KVCache
-from jshard.nn.tensor import with_all_columns
+from jshard.generation.kv_cache import KVCache
+from jshard.parallel.tensor import with_all_columns
 
 
 class Features(NamedTuple):

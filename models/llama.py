@@ -16,9 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn.kv_cache import KVCache
-from jshard.nn.tensor import own_columns
+from jshard.generation.kv_cache import KVCache
 from jshard.nn.tiles import tiled
+from jshard.parallel.tensor import own_columns
 from models.decoder import Decoder, Features
 from models.layers import embedding, linear, residual_std, rms_norm
 from models.llama_attention import Attention, Stream

@@ -14,9 +14,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn import kv_cache
-from jshard.nn.context import on_whole_sequences
-from jshard.nn.tensor import own_columns
+from jshard.generation import kv_cache
+from jshard.parallel.context import on_whole_sequences
+from jshard.parallel.tensor import own_columns
 from models.layers import linear, residual_std, rms_norm
 from models.llama_config import LlamaConfig
 from models.rope import Rope, rotate_by

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn.experts import on_experts
+from jshard.parallel.experts import on_experts
 
 
 class Load(NamedTuple):
@@ -107,7 +107,7 @@ class MixtureOfExperts(nnx.Module):
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: random streams.
-      capacity: of an exchange's first round (``jshard.nn.experts.on_experts``).
+      capacity: of an exchange's first round (``jshard.parallel.experts.on_experts``).
     """
 
     expert_split = ("gate", "up", "down")

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn.kv_cache import KVCache
+from jshard.generation.kv_cache import KVCache
 from models.layers import embedding, linear, rms_norm
 from models.t5_attention import Attention, position_buckets
 from models.t5_config import T5Config

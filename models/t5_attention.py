@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jshard.nn import kv_cache
+from jshard.generation import kv_cache
 from models.layers import linear
 from models.t5_config import T5Config
 

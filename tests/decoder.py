@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hlo
 import jshard
+from jshard.fsdp.mesh import FSDP, REPLICA
 from jshard.layout.layers import layer_dims
 from jshard.layout.specs import sharded_dim
-from jshard.mesh import FSDP, REPLICA
 from jshard.optim.per_layer import sharded_update
 
 
@@ -251,8 +251,7 @@ def _gather_again(
         return name in reads
     first = layers if policy.first_k is None else policy.first_k
     later = REMATS["none"][1]
-    last = max(layers - policy.keep_last, 0)
-    return sum(name in (reads if i < first else later) for i in range(last))
+    return sum(name in (reads if i < first else later) for i in range(layers))
 
 
 def counted(found: list[hlo.Collective]) -> Counter:

@@ -37,7 +37,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "reshard": (True, False, 2),
     "remat": ("full", "dots", "none", "names", "offload"),
     "first_k": (None, 1),
-    "keep_last": (0, 1),
     "prefetch": (False, True),
     "reshard_root": (False, True),
     "accumulate": (1, 2),

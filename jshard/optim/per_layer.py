@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jshard.fsdp.policy import Policy
 from jshard.layout.layers import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
 from jshard.optim.whole_layers import map_layers
-from jshard.policy import Policy
 
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 _layers = ContextVar[tuple[Any, ...]]("layers", default=())

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jshard.errors import UserError
-from jshard.fsdp import FSDP
-from jshard.state import TrainState
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.state import TrainState
 
 _WIDEST = 96  # pixels in the report
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jshard.cli.paths import check_path
 from jshard.distributed import Members, Peers
 from jshard.errors import UserError
-from jshard.fsdp import FSDP as _FSDP
-from jshard.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
-from jshard.policy import Policy
-from jshard.state import TrainState
+from jshard.fsdp.fsdp import FSDP as _FSDP
+from jshard.fsdp.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.config.policy import write_policy
 from jshard.training.data.dataset import as_dataset

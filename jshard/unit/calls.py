@@ -10,6 +10,7 @@ from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
 from jshard.layout.layers import mark_layers
 from jshard.layout.variables import is_variable, reachable, set_attribute
+from jshard.unit.products import Float8
 from jshard.unit.shards import is_shard, show
 
 # (path of a module, name of an attribute) -> its new value
@@ -52,6 +53,8 @@ def call_method(
             if name in old and name in new and _same(old[name], new[name]):
                 continue
             value = vars(own).get(name, _Absent())
+            if is_variable(value) and isinstance(value.get_raw_value(), Float8):
+                continue  # a transform of Flax sets all that it was given
             _check_attribute(value, own, name)
             changes[path, name] = value
     changed = {
@@ -89,7 +92,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
     for (path, name), value in changes.items():
         owner = modules[path]
         old: Any = vars(owner).get(name)
-        if is_variable(value) and not jax.tree.leaves(value.get_raw_value()):
+        if is_variable(value) and value.get_raw_value() is None:
             continue  # a weight that is unchanged (``trace_layer``)
         if isinstance(value, _Absent):
             delattr(owner, name)

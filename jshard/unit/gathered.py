@@ -5,12 +5,10 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jshard.comm.collectives import all_reduce_in_unit, gather_leaf, scatter
 from jshard.errors import UserError
-from jshard.unit.modules import Parts, Stack, Unit, prepare_layers
-from jshard.unit.parameters import scales, unshard
-from jshard.unit.partition import select
-from jshard.unit.unit import barrier, map_present
+from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers
+from jshard.unit.partition import abstract, select
+from jshard.unit.unit import barrier, gather, reduce, scatter
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -28,8 +26,8 @@ def gathered(unit: M) -> M:
     """
     if not (parts := _parts(unit)):
         return unit
-    weights = jax.tree.map(gather_leaf, parts.own.shards, parts.own.places)
-    return parts.module(weights)  # pyright: ignore[reportReturnType]
+    shards, places, _, module = parts
+    return module(gather(shards, places))  # pyright: ignore[reportReturnType]
 
 
 def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
@@ -44,22 +42,22 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
     """
     if not (parts := _parts(unit)):
         return unit, x
-    shards, places = list(parts.own.shards), list(parts.own.places)
-    dtypes, trained = [shard.dtype for shard in shards], parts.own.trained
+    shards, places, _, module = parts
+    types, trained = abstract(shards), [place.trainable for place in places]
 
     @jax.custom_vjp
     def gather_before(shards, x):
-        return unshard(shards, places, scales(shards, places)), x
+        return gather(shards, places), x
 
     def backward(_, cotangents):
         grads, x_ct = cotangents
-        scattered = map_present(scatter, select(grads, trained), places)
+        scattered = scatter(select(grads, trained), places)
         scattered, x_ct = barrier(scattered, x_ct)
-        return map_present(all_reduce_in_unit, scattered, places, dtypes), x_ct
+        return reduce(scattered, places, types), x_ct
 
     gather_before.defvjp(lambda *inputs: (gather_before(*inputs), None), backward)
     weights, x = gather_before(shards, x)
-    return parts.module(weights), x  # pyright: ignore[reportReturnType]
+    return module(weights), x  # pyright: ignore[reportReturnType]
 
 
 def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
@@ -73,15 +71,16 @@ def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
     """
     if not (parts := _parts(unit)):
         return unit, stack(x, *args)
-    run, finish = prepare_layers(stack, x, args, parts.own)
+    shards, places, _, module = parts
+    run, finish = prepare_layers(stack, x, args, (shards, places))
     out, weights = finish(*run())
-    return parts.module(weights), out  # pyright: ignore[reportReturnType]
+    return module(weights), out  # pyright: ignore[reportReturnType]
 
 
-def _parts(unit: nnx.Module) -> Parts | None:
+def _parts(unit: nnx.Module) -> tuple | None:
     """Returns the parts of a Unit in a step; None where nothing is gathered."""
     if isinstance(unit, Stack):
         raise UserError("jshard.gathered: a Stack gathers one layer at a time")
     if not isinstance(unit, Unit) or unit.unit_policy is None:
         return None
-    return Parts(unit)
+    return open_unit(unit)

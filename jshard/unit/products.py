@@ -31,7 +31,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jshard.comm.quantized import largest, tensor_scale, to_float8
+from jshard.collectives.quantized import largest, tensor_scale, to_float8
 from jshard.errors import UserError
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

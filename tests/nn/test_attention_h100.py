@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 import jshard
 from h100 import h100s
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS, compile_for, tracing_for
 from jshard.plan.cost.cost import work
 from jshard.plan.hlo import hlo

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard
-from jshard.describe import attention_kernels
 from jshard.nn import attention, blockwise_attention
 from jshard.nn.documents import documents, starts_and_lengths
 from jshard.plan import GPUS, tracing_for
+from jshard.plan.start_up import attention_kernels, describe
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 
@@ -310,7 +310,7 @@ def test_blocks_in_a_sharded_step_follow_one_device_and_the_definition(
     state = fsdp.init(make, optax.sgd(0.1))
     params, graphdef = fsdp.unshard(state.params), state.graphdef
     step = fsdp.train_step(loss_fn, optax.sgd(0.1))
-    note = fsdp.describe(state, batch, step)
+    note = describe(fsdp, state, batch, step)
     assert "\nattention       XLA's, block by block" in note
     state, metrics = step(state, fsdp.shard_batch(batch))
 

@@ -13,8 +13,8 @@ import jshard
 import parity
 from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.describe import traffic
 from jshard.errors import UserError
+from jshard.plan.start_up import describe, traffic
 
 OFFLOADS = ("optimizer", "all")
 BOUND = 1e-9
@@ -128,7 +128,7 @@ def test_the_note_says_what_is_in_host_memory():
     state = fsdp.abstract_state(make_decoder(Sizes(layers=2)), tx)
     tokens = np.zeros((8, 8), np.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    note = fsdp.describe(state, batch, fsdp.train_step(loss_fn, tx))
+    note = describe(fsdp, state, batch, fsdp.train_step(loss_fn, tx))
     sharded = [x for x in jax.tree.leaves(state.params) if len(x.sharding.spec)]
     held = 2 * 4 * sum(x.size for x in sharded) // 8  # both moments
     assert f", {held / 1024:.1f} KiB a device in host memory" in note

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard.plan.start_up import describe
 from parity import make_mesh
 from runs import (
     as_unit,
@@ -107,6 +108,6 @@ def test_batch_norm_with_accumulate_takes_each_micro_batch_for_a_batch():
     check_close(fsdp.unshard(state.params), jax.tree.map(np.asarray, want), 1e-9)
     got = fsdp.unshard(state.model_state)
     check_close(got, jax.tree.map(np.asarray, rest), 1e-9)
-    note = fsdp.describe(state, x, step)
+    note = describe(fsdp, state, x, step)
     assert "norm: statistics of one micro-batch" in note
     assert "each of the 2 micro-batches updates" in note

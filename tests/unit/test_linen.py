@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 
 import jshard
+from jshard.plan.start_up import describe
 from parity import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -146,5 +147,5 @@ def test_each_linen_layer_is_a_unit_and_nothing_is_root():
     fsdp = jshard.FSDP(make_mesh(1, 8), POLICY, units=(nnx.bridge.ToNNX,))
     state = fsdp.abstract_state(Wrapped, TX)
     step = fsdp.train_step(loss_fn, TX)
-    text = fsdp.describe(state, np.zeros((EXAMPLES, TIME), int), step)
+    text = describe(fsdp, state, np.zeros((EXAMPLES, TIME), int), step)
     assert not any(line.startswith("root") for line in text.splitlines())
