@@ -4,6 +4,7 @@ Everything here runs inside ``shard_map(check_vma=False)``: an array is one devi
 own, and nothing is summed over devices unless a line of ``reduce.py`` says so.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,26 +26,20 @@ from jshard.layout.placement import Placement
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 @jax.named_scope(ALL_GATHER)
-def all_gather(
-    shard: jax.Array, place: Placement, scale: jax.Array | None = None
-) -> jax.Array:
-    """Returns the full parameter in the layer's dtype, from this device's shard.
-
-    With a scale it is in float8 instead, divided by the scale.
-    """
+def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
+    """Returns the full parameter in the layer's dtype, from this device's shard."""
+    if place.gradient_only:
+        place = dataclasses.replace(place, gradient_only=False)
+        full = jax.eval_shape(lambda shard: all_gather(shard, place), shard)
+        return jnp.zeros(full.shape, full.dtype)
     shard = place.fetched(shard)
-    if scale is not None:
-        values = quantized.to_float8(shard, scale, place.gather)
-        for dim, axes in _gathers(place, values.ndim):
-            values = quantized.gather_float8(values, dim, axes)
-        return values
     quantized_gather = is_quantized(place.gather)
     full = shard if quantized_gather else cast(shard, place.gather)
     for dim, axes in _gathers(place, full.ndim):
         if quantized_gather:
             full = quantized.all_gather(full, dim, place.gather, axes)
         else:
-            full = lax.all_gather(full, axes, axis=dim, tiled=True)
+            full = quantized.all_gather_values(full, dim, axes)
     return on_first(full.astype(place.compute or shard.dtype), place)
 
 
@@ -84,28 +79,23 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
         return part
     dim, axes, group = part.ndim + place.dim, place.axes(), min(group, place.shards())
     groups = np.arange(place.shards()).reshape(-1, group).tolist()
-    if group > 1 and place.scale is not None:
-        part = quantized.gather_float8(part, dim, axes, groups)
-    elif group > 1:
-        part = lax.all_gather(
-            part, axes, axis=dim, axis_index_groups=groups, tiled=True
-        )
+    if group > 1:
+        part = quantized.all_gather_values(part, dim, axes, groups)
     return cast(part, place.compute)
 
 
-def _forward(shard: jax.Array, place: Placement, scale: Any) -> tuple[jax.Array, Any]:
-    return all_gather(shard, place, scale), jnp.zeros(0, shard.dtype)
+def _forward(shard: jax.Array, place: Placement) -> tuple[jax.Array, jax.Array]:
+    return all_gather(shard, place), jnp.zeros(0, shard.dtype)
 
 
-def _backward(place: Placement, like: jax.Array, grad: Any) -> tuple[Any, None]:
+def _backward(place: Placement, like: jax.Array, grad: Any) -> tuple[Any]:
     """Scatters and sums, each in its own dtype.
 
-    A unit has a backward of its own, but derivatives of that one come here, too. For a
-    weight in float8 the gradient is that of its handle, and none comes here.
+    A unit has a backward of its own, but derivatives of that one come here, too.
     """
-    if place.scale is not None or not place.trainable:
-        return None, None
-    return all_reduce_in_unit(scatter(grad, place), place, like.dtype), None
+    if not place.trainable:
+        return (None,)
+    return (all_reduce_in_unit(scatter(grad, place), place, like.dtype),)
 
 
 all_gather.defvjp(_forward, _backward)
@@ -121,8 +111,8 @@ def placements(
     sharded = shard_axes()
     if any(map(is_typed, jax.tree.leaves(params))):
         raise UserError(
-            "jshard.gather and scan_layers write the sums over devices out; call them "
-            "in jax.shard_map(..., check_vma=False), and differentiate inside it"
+            "jshard.functional.gather and scan_layers write the sums over devices out; "
+            "call them, and differentiate, inside jax.shard_map(..., check_vma=False)"
         )
 
     def place(param: Any, spec: PartitionSpec) -> Placement:

@@ -10,6 +10,7 @@ from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
 from jshard.layout.layers import mark_layers
 from jshard.layout.variables import is_variable, reachable, set_attribute
+from jshard.unit.products import Float8
 from jshard.unit.shards import is_shard, show
 
 # (path of a module, name of an attribute) -> its new value
@@ -51,6 +52,8 @@ def call_method(
             if name in old and name in new and _same(old[name], new[name]):
                 continue
             value = vars(own).get(name, _ABSENT)
+            if is_variable(value) and isinstance(value.get_raw_value(), Float8):
+                continue  # a transform of Flax sets all that it was given
             _check_attribute(value, own, name)
             changes[path, name] = value
     changed = {
