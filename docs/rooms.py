@@ -38,8 +38,10 @@ ROOMS = {
         12, 0, 420, "parse, build, run: python -m jshard.NAME",
         "train launch inspect export tokenize generate perplexity __main__",
     ),
-    "plan": Room(11, 440, 700, "compile for absent GPUs"),
-    "surface": Room(10, 0, 700, "the public names", "__init__ linen safetensors_read"),
+    "plan": Room(10, 0, 700, "compile for absent GPUs"),
+    "surface": Room(
+        11, 440, 860, "the public names", "__init__ functional linen safetensors_read"
+    ),
     "training": Room(9, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
     "start-up note": Room(
         7, 480, 700, "a step's counts, in words", "plan/start_up"
@@ -63,7 +65,7 @@ ROOMS = {
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
         "errors formatting knob version "
-        "fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
+        "fsdp/mesh fsdp/activations fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
     ),
 }  # fmt: skip
 

@@ -132,7 +132,7 @@ def _attend(
 ) -> jax.Array:
     """Returns attended values (B, Q, N, H); the softmax is in float32 or wider.
 
-    Not ``jshard.dot_product_attention``, for kernels that store no scores have no
+    Not ``jshard.nn.dot_product_attention``, for kernels that store no scores have no
     gradient for a bias.
     """
     wide = jnp.promote_types(q_BQNH.dtype, jnp.float32)

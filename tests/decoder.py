@@ -98,7 +98,7 @@ def make_decoder(sizes: Sizes, *, plain: bool = False) -> Any:
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = (PlainDecoder if plain else Decoder)(sizes, rngs)
         if sizes.rank:
-            jshard.add_lora(model, rank=sizes.rank, alpha=8, rngs=rngs)
+            jshard.nn.add_lora(model, rank=sizes.rank, alpha=8, rngs=rngs)
         return model
 
     return make
@@ -142,10 +142,10 @@ OPTIMIZERS = {
     "adamw": _chain(optax.adamw(1e-3)),
     "lion": _chain(optax.lion(1e-3)),
     "adafactor": _chain(
-        jshard.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=8))
+        jshard.optim.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=8))
     ),
-    "lamb": _chain(jshard.per_layer(optax.lamb(1e-3))),
-    "muon": _chain(jshard.per_layer(optax.contrib.muon(1e-3))),
+    "lamb": _chain(jshard.optim.per_layer(optax.lamb(1e-3))),
+    "muon": _chain(jshard.optim.per_layer(optax.contrib.muon(1e-3))),
 }
 
 

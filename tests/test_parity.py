@@ -96,7 +96,7 @@ def check(case: Case, mesh: Mesh | None = None) -> None:
         accumulate=case.accumulate,
         min_shard_elements=0,  # shard all that can be: these models are tiny
     )
-    tx = parity.optimizer(case.optimizer, jshard.per_layer)
+    tx = parity.optimizer(case.optimizer, jshard.optim.per_layer)
     got = parity.train(case.variant(), tx, mesh, policy, case.units)
     want = parity.reference(case.variant(), case.optimizer, case.units)
     assert parity.worst(got.metrics, want.metrics) <= BOUND
@@ -175,7 +175,7 @@ def test_optimizer_state_follows_the_plain_run():
         return {k: v for _, state in found for k, v in parity.by_path(state).items()}
 
     policy = jshard.Policy(min_shard_elements=0)
-    tx = parity.optimizer("adamw", jshard.per_layer)
+    tx = parity.optimizer("adamw", jshard.optim.per_layer)
     got = parity.train(parity.Variant(), tx, parity.make_mesh(2, 4), policy)
     want = parity.reference(parity.Variant(), "adamw")
     for name in ("mu", "nu"):

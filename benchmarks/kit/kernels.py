@@ -139,7 +139,7 @@ def attention(tiny: bool) -> list[Kernel]:
 
 
 def _attend(*qkv: jax.Array) -> jax.Array:
-    return jshard.dot_product_attention(*qkv, is_causal=True)
+    return jshard.nn.dot_product_attention(*qkv, is_causal=True)
 
 
 def _attend_and_back(*qkvg: jax.Array) -> Any:

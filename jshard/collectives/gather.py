@@ -124,8 +124,8 @@ def placements(
     sharded = shard_axes()
     if any(map(is_typed, jax.tree.leaves(params))):
         raise UserError(
-            "jshard.gather and scan_layers write the sums over devices out; call them "
-            "in jax.shard_map(..., check_vma=False), and differentiate inside it"
+            "jshard.functional.gather and scan_layers write the sums over devices out; "
+            "call them, and differentiate, inside jax.shard_map(..., check_vma=False)"
         )
 
     def place(param: Any, spec: PartitionSpec) -> Placement:

@@ -163,7 +163,7 @@ def _check_splits_sequences(model: nnx.Module, mesh: Mesh | AbstractMesh) -> Non
     if axes and not getattr(model, "splits_sequences", False):
         raise UserError(
             f"mesh: {named_sizes(axes)}, but {type(model).__name__} does not say that "
-            "its sequences may be split: take positions from jshard.positions, attend "
-            "with jshard.dot_product_attention, and set splits_sequences = True on the "
-            "class (docs/how_to/long_sequences.md)"
+            "its sequences may be split: take positions from jshard.nn.positions, "
+            "attend with jshard.nn.dot_product_attention, and set splits_sequences = "
+            "True on the class (docs/how_to/long_sequences.md)"
         )

@@ -52,8 +52,8 @@ class FSDP:
         mapping also says how many leading dimensions of a type's variables count layers
         that ``nnx.vmap`` stacked: ``{Block: 1, nnx.Linear: 0}``.
       tensor_splits: modules, by path ("blocks.attention"), that are called within
-        ``jshard.tensor_parallel``, and what is split of each; for a model that does not
-        say so itself, on a mesh with a "tensor" axis.
+        ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
+        not say so itself, on a mesh with a "tensor" axis.
       compiler_options: XLA options for the jitted steps. They override the options that
         jshard sets on GPUs (``jshard.compat.xla_options``); None leaves an option to
         XLA.
@@ -132,7 +132,7 @@ class FSDP:
         made = make(self._in_order(arrays), (seed_array,), leaves)
         return jax.tree.unflatten(structure, made)
 
-    def shard(
+    def from_model(
         self,
         model: nnx.Module,
         optimizer: optax.GradientTransformation,
@@ -331,7 +331,7 @@ class FSDP:
             of_one_device(module)
         return model
 
-    def unshard(self, tree: Any) -> Any:
+    def fetch(self, tree: Any) -> Any:
         """Returns the full values on the host, as a tree of numpy arrays.
 
         Typed random keys become their key data.

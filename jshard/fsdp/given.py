@@ -28,8 +28,8 @@ def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:
     if isinstance(make_model, nnx.Module):
         raise UserError(
             f"make_model is a model that exists, a {type(make_model).__name__}; pass "
-            "it to fsdp.shard(model, optimizer), or pass a function that makes it from "
-            "nnx.Rngs"
+            "it to fsdp.from_model(model, optimizer), or pass a function that makes it "
+            "from nnx.Rngs"
         )
     _refuse_linen("make_model is", make_model)
     if not callable(make_model):
@@ -75,7 +75,7 @@ def _check_is_new(model: nnx.Module) -> None:
         except TraceContextError as error:
             raise UserError(
                 "make_model returned a model that existed before it was called; pass "
-                "that to fsdp.shard(model, optimizer)"
+                "that to fsdp.from_model(model, optimizer)"
             ) from error
 
 
@@ -88,8 +88,8 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
     _refuse_linen("model is", model)
     if not isinstance(model, nnx.Module):
         raise UserError(
-            f"model is {_kind(model)}; fsdp.shard takes an nnx.Module that exists. A "
-            "function that makes one goes to fsdp.init"
+            f"model is {_kind(model)}; fsdp.from_model takes an nnx.Module that "
+            "exists. A function that makes one goes to fsdp.init"
         )
     undo = _expose_parameters(model)
     graphdef, values = nnx.split(model)
@@ -103,7 +103,7 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
             if not full:
                 raise UserError(
                     f"model: {'.'.join(map(str, path))!r} holds {_kind(value)}; "
-                    "fsdp.shard needs full arrays, in numpy or on devices of this "
+                    "fsdp.from_model needs full arrays, in numpy or on devices of this "
                     "process"
                 )
 

@@ -51,7 +51,7 @@ class Dropout(nnx.Module):
 
     Raises:
       ValueError: ``rate`` is out of range.
-      UserError: (when called) it is within ``jshard.tensor_parallel``, with the axis.
+      UserError: (when called) it is within ``tensor_parallel``, with the axis.
     """
 
     def __init__(self, rate: float, *, deterministic: bool = False, rngs: nnx.Rngs):

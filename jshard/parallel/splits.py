@@ -23,7 +23,7 @@ from jshard.layout.variables import variables
 class Split:
     """How the parameters of a module's submodules are split over "tensor".
 
-    The module computes within ``jshard.tensor_parallel``: products with columns give
+    The module computes within ``jshard.nn.tensor_parallel``: products with columns give
     each device some of the features, and products with rows sum over these.
 
     Attributes:

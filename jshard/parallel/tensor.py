@@ -32,7 +32,7 @@ def tensor_parallel(
 ) -> Any:
     """Computes ``fn(x, ...)`` with parts of its weights on the devices of "tensor".
 
-    ``fn`` ends with products of split rows (``jshard.Split``), whose sums over the
+    ``fn`` ends with products of split rows (``jshard.nn.Split``), whose sums over the
     device's features this function adds up over devices. What follows these products in
     ``fn`` must be linear in them, without anything added. Without the axis, and where
     sequences are not split, this is ``fn(x, ...)``.

@@ -48,7 +48,7 @@ def prepare_pictures(
     encoded = [_png(image) for image in images]
 
     def pictures(state: TrainState) -> list[dict[str, str]]:
-        found = fsdp.unshard(predict_step(state, sharded))
+        found = fsdp.fetch(predict_step(state, sharded))
         return [
             {
                 "png": png,

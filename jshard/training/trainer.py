@@ -57,7 +57,7 @@ class Trainer:
       on_step: A hook, or several, called after each step with `(trainer, step,
         metrics)`. The metrics are arrays on the devices: reading one waits for the
         step. A hook returns None, or a dict of numbers, texts and pictures [height,
-        width, 3] to log; raising `jshard.StopTraining` ends the run as done.
+        width, 3] to log; raising `jshard.training.StopTraining` ends the run as done.
       on_evaluation: The same, after each evaluation, with its metrics as numbers.
       on_checkpoint: The same, once a checkpoint is complete, with the save's metrics.
         Processes may be at different steps then.

@@ -1,19 +1,35 @@
 """A unit's weights gathered ahead of a loop, as an ordinary module."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 from flax import nnx
 
 from jshard.errors import UserError
+from jshard.layout.placement import Placement
 from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers
 from jshard.unit.partition import abstract, select
 from jshard.unit.unit import barrier, gather, reduce, scatter
 
 M = TypeVar("M", bound=nnx.Module)
+X = TypeVar("X")
 
 
-def gathered(unit: M) -> M:
+@overload
+def gathered(unit: M) -> M: ...
+
+
+@overload
+def gathered(unit: M, *, before: X) -> tuple[M, X]: ...
+
+
+@overload
+def gathered(unit: M, *, during: tuple[Any, ...]) -> tuple[M, Any]: ...
+
+
+def gathered(
+    unit: Any, *, before: Any = None, during: tuple[Any, ...] | None = None
+) -> Any:
     """Returns the plain module with full weights, for use ahead of a loop.
 
     A chunked loss calls the head many times. ``head = jshard.gathered(self.head)``
@@ -21,32 +37,57 @@ def gathered(unit: M) -> M:
     Units inside ``unit`` still gather for themselves. Outside a jshard step this
     returns ``unit`` itself.
 
+    ``before`` and ``during`` say when, for a head that is applied to features. Its full
+    gradient is then scattered before the backward of the layers below it, which could
+    otherwise run first, with that gradient in memory:
+
+    - ``head, x = gathered(self.head, before=x)``: the gradient of ``x`` waits for the
+      reduce-scatter.
+    - ``head, x = gathered(self.head, during=(self.blocks, x, *args))`` also calls
+      ``self.blocks(x, *args)``, a Stack: the head is gathered, and in the backward
+      scattered, while the Stack's last layer computes.
+
+    Args:
+      unit: the Unit.
+      before: arrays that the plain module is applied to.
+      during: a Stack and what it is called with.
+
+    Returns:
+      The plain module; with ``before`` or ``during``, a pair of it and these arrays, or
+      what the Stack returns.
+
     Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
+      UserError: ``unit`` is a Stack, whose layers are gathered one at a time, or both
+        ``before`` and ``during`` are given.
     """
-    if not (parts := _parts(unit)):
-        return unit
+    if before is not None and during is not None:
+        raise UserError("jshard.gathered: give before= or during=, not both")
+    parts = _parts(unit)
+    if during is not None:
+        stack, x, *args = during
+        if not parts:
+            return unit, stack(x, *args)
+        shards, places, _, module = parts
+        run, finish = prepare_layers(stack, x, (tuple(args), {}), (shards, places))
+        out, weights = finish(*run())
+        return module(weights), out
+    if not parts:
+        return unit if before is None else (unit, before)
     shards, places, _, module = parts
-    return module(gather(shards, places))  # pyright: ignore[reportReturnType]
+    if before is None:
+        return module(gather(shards, places))
+    weights, before = _gather_before(shards, places, before)
+    return module(weights), before
 
 
-def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
-    """Returns ``gathered(unit)`` and ``x``, for a head that is applied to features.
-
-    The gradient of ``x`` waits for the reduce-scatter of the unit's gradient.
-    Otherwise the backward of the layers below could run first, with the head's full
-    gradient in memory.
-
-    Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
-    """
-    if not (parts := _parts(unit)):
-        return unit, x
-    shards, places, _, module = parts
+def _gather_before(
+    shards: list[jax.Array], places: list[Placement], x: Any
+) -> tuple[list[jax.Array], Any]:
+    """Gathers; the gradient of ``x`` waits for the reduce-scatter of the shards'."""
     types, trained = abstract(shards), [place.trainable for place in places]
 
     @jax.custom_vjp
-    def gather_before(shards, x):
+    def run(shards, x):
         return gather(shards, places), x
 
     def backward(_, cotangents):
@@ -55,28 +96,8 @@ def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
         scattered, x_ct = barrier(scattered, x_ct)
         return reduce(scattered, places, types), x_ct
 
-    gather_before.defvjp(lambda *inputs: (gather_before(*inputs), None), backward)
-    weights, x = gather_before(shards, x)
-    return module(weights), x  # pyright: ignore[reportReturnType]
-
-
-def gathered_during(
-    unit: M, stack: Stack, x: Any, *args: Any, **kwargs: Any
-) -> tuple[M, Any]:
-    """Returns ``gathered(unit)`` and ``stack(x, *args, **kwargs)``.
-
-    For a head after a Stack: its weights are gathered, and in the backward its gradient
-    is reduce-scattered, while the Stack's last layer computes.
-
-    Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
-    """
-    if not (parts := _parts(unit)):
-        return unit, stack(x, *args, **kwargs)
-    shards, places, _, module = parts
-    run, finish = prepare_layers(stack, x, (args, kwargs), (shards, places))
-    out, weights = finish(*run())
-    return module(weights), out  # pyright: ignore[reportReturnType]
+    run.defvjp(lambda *inputs: (run(*inputs), None), backward)
+    return run(shards, x)
 
 
 def _parts(unit: nnx.Module) -> tuple | None:

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.errors import UserError
+from jshard.fsdp.activations import Offload
 from jshard.fsdp.mesh import on_gpus
-from jshard.fsdp.policy import Offload, Reshard, UnitPolicy
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
@@ -219,8 +220,9 @@ def backward(
         def body(state, slices, layer=layer, transpose=transpose, wait=wait):
             index, sums = state
             (residuals, kept), ys_ct = slices
-            source = layer_of(stacked.weights, index) if kept is None else kept
-            source = select(source, layer.reads)
+            source = kept
+            if kept is None:
+                source = select(layer_of(stacked.weights, index), layer.reads)
             if wait:
                 source, carry_ct = barrier(source, sums.carry)
                 sums = sums._replace(carry=carry_ct)

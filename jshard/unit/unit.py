@@ -26,8 +26,8 @@ import jax
 from jax import lax
 
 from jshard.collectives.gather import gather_leaf, join, split
-from jshard.collectives.gather import scatter as scatter_leaf
 from jshard.collectives.reduce import all_reduce_in_unit
+from jshard.collectives.reduce import scatter as scatter_leaf
 from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.layout.placement import Placement
 from jshard.unit.linearize import Inputs, Layer, differentiable, trace_layer

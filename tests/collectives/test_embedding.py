@@ -66,7 +66,7 @@ def train(kind: type, policy: jshard.Policy, mesh: Any, steps: int = 3) -> Any:
         losses.append(float(metrics["loss"]))
     predict = fsdp.predict_step(lambda model, batch: model(batch["tokens"]))
     means = fsdp.eval_step(loss_fn)(state, batch).compute()
-    (table,) = jax.tree.leaves(fsdp.unshard(state.params))
+    (table,) = jax.tree.leaves(fsdp.fetch(state.params))
     return np.array([*losses, means["loss"]]), table, np.asarray(predict(state, batch))
 
 

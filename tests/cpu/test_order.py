@@ -62,7 +62,7 @@ def gpt_loss(model, batch):
 def muon():
     """Loops around whole layers, and one that the partitioner fills: of the head."""
     return optax.chain(
-        optax.clip_by_global_norm(1.0), jshard.per_layer(optax.contrib.muon(1e-2))
+        optax.clip_by_global_norm(1.0), jshard.optim.per_layer(optax.contrib.muon(1e-2))
     )
 
 
@@ -92,8 +92,8 @@ POLICIES = {
 OPTIMIZERS = {
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "muon": muon,
-    "lamb": lambda: jshard.per_layer(optax.lamb(1e-3)),
-    "adafactor": lambda: jshard.per_layer(optax.adafactor(1e-3)),
+    "lamb": lambda: jshard.optim.per_layer(optax.lamb(1e-3)),
+    "adafactor": lambda: jshard.optim.per_layer(optax.adafactor(1e-3)),
     "every second": lambda: optax.MultiSteps(OPTIMIZERS["adamw"](), 2),
     "finite": lambda: optax.apply_if_finite(muon(), 3),
 }

@@ -104,7 +104,7 @@ def test_keys_and_scalars_in_batches_train_as_on_one_device(policy, sharded):
         assert abs(evaluate(state, given).compute()["loss"] - loss) < 1e-9
         state, metrics = step(state, given)
         assert abs(metrics["loss"] - loss) < 1e-9
-    assert largest_error(fsdp.unshard(state.params), params) < 1e-9
+    assert largest_error(fsdp.fetch(state.params), params) < 1e-9
 
 
 def test_keys_and_scalars_predict_as_on_one_device():

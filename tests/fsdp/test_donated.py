@@ -42,7 +42,7 @@ READERS = {
         state, BATCH
     ),
     "model": lambda fsdp, state, _: fsdp.model(state),
-    "unshard": lambda fsdp, state, _: fsdp.unshard(state.params),
+    "fetch": lambda fsdp, state, _: fsdp.fetch(state.params),
     "save": save,
 }
 

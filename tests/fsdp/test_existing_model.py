@@ -1,4 +1,4 @@
-"""A model that exists already, pretrained or with adapters: ``fsdp.shard``."""
+"""A model that exists already, pretrained or with adapters: ``fsdp.from_model``."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def whole(fsdp: jshard.FSDP, state: jshard.TrainState, kind: Any = np.asarray) -
     def full(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.device_put(x, jax.devices()[0])
-        return kind(fsdp.unshard(x))
+        return kind(fsdp.fetch(x))
 
     return jax.tree.map(full, fsdp.model(state))
 
@@ -62,7 +62,7 @@ def raw(x: Any) -> Any:
 def test_a_model_that_exists_gets_the_state_of_one_that_is_made(mesh, kind, policy):
     fsdp = jshard.FSDP(make_mesh(*mesh), policy, units=(Residual,))
     made = fsdp.init(Model, TX)
-    sharded = fsdp.shard(whole(fsdp, made, kind), TX)
+    sharded = fsdp.from_model(whole(fsdp, made, kind), TX)
     assert jax.tree.structure(sharded) == jax.tree.structure(made)
     for got, want in zip(jax.tree.leaves(sharded), jax.tree.leaves(made), strict=True):
         assert (got.sharding, got.dtype) == (want.sharding, want.dtype)
@@ -71,7 +71,7 @@ def test_a_model_that_exists_gets_the_state_of_one_that_is_made(mesh, kind, poli
     batch = fsdp.shard_batch(np.asarray(example()))
     (after, metrics), (same, values) = step(made, batch), step(sharded, batch)
     assert metrics["loss"] == values["loss"]
-    check_close(fsdp.unshard(same.params), fsdp.unshard(after.params), 0)
+    check_close(fsdp.fetch(same.params), fsdp.fetch(after.params), 0)
 
 
 def test_its_arrays_stay_as_they_are_and_may_change():
@@ -79,7 +79,7 @@ def test_its_arrays_stay_as_they_are_and_may_change():
     model: Any = whole(fsdp, fsdp.init(Model, TX), lambda x: np.array(x))
     kernel = model.blocks[0].kernel.get_value()
     before = kernel.copy()
-    state = fsdp.shard(model, TX)
+    state = fsdp.from_model(model, TX)
     step = fsdp.train_step(loss_fn, TX)
     params: Any = state.params
     first = params["blocks"][0]["kernel"].get_value()
@@ -119,7 +119,7 @@ def test_no_program_holds_its_values():
     loss = lambda model, x: jshard.Mean(jnp.sum(model(x)), len(x))
     batch = fsdp.shard_batch(np.ones((8, 256), np.float32))
     for array in (np.asarray, jnp.asarray):
-        state = fsdp.shard(Large(list(map(array, kernels))), TX)
+        state = fsdp.from_model(Large(list(map(array, kernels))), TX)
         fsdp.train_step(loss, TX)(state, batch)
     with pytest.warns(UserWarning, match="constants"):  # what it is spared
         fsdp.init(lambda rngs: Large(list(map(jnp.asarray, kernels))), TX)
@@ -136,7 +136,7 @@ def test_what_is_copied_at_a_time_is_one_shard(monkeypatch):
         return put(x, *args, **kwargs)
 
     monkeypatch.setattr(jax, "device_put", record)
-    fsdp.shard(model, optax.identity())
+    fsdp.from_model(model, optax.identity())
     assert shapes == [(32, 256)] * 16
 
 
@@ -178,7 +178,7 @@ def with_lora(model: Any, rngs: nnx.Rngs) -> Any:
 def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     model = with_lora(Adapted(nnx.Rngs(0)), nnx.Rngs(1))
     fsdp = jshard.FSDP(make_mesh(*mesh), POLICY, units=(nnx.LoRA,))
-    state = fsdp.shard(model, TX, wrt=nnx.LoRAParam)
+    state = fsdp.from_model(model, TX, wrt=nnx.LoRAParam)
     frozen: Any = state.frozen
     kernel = frozen["layers"][0]["base_module"]["kernel"].get_value()
     assert kernel.sharding.spec == jax.P("fsdp")
@@ -200,8 +200,8 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-9)
     leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
-    check_close(leaves(fsdp.unshard(state.params)), leaves(params), 1e-9)
-    kept = fsdp.unshard(state.frozen)
+    check_close(leaves(fsdp.fetch(state.params)), leaves(params), 1e-9)
+    kept = fsdp.fetch(state.frozen)
     check_close(leaves(kept), leaves(nnx.filter_state(rest, nnx.Param)), 0)
 
 
@@ -210,7 +210,7 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     [
         (Model, r"model is the type Model; .* goes to fsdp\.init"),
         (lambda rngs: Model(rngs), r"model is a function; .* goes to fsdp\.init"),
-        ({"kernel": np.ones(8)}, r"model is a dict; fsdp\.shard takes an nnx\.Module"),
+        ({"kernel": np.ones(8)}, r"model is a dict; fsdp\.from_model takes an nnx\.Module"),
         (
             nnx.eval_shape(lambda: Model(nnx.Rngs(0))),
             r"'blocks\.0\.bias' holds a Shape",
@@ -220,5 +220,5 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
 def test_what_is_no_model_with_arrays_is_refused_in_one_line(model, message):
     fsdp = jshard.FSDP(make_mesh(1, 8), POLICY)
     with pytest.raises(jshard.UserError, match=message) as error:
-        fsdp.shard(model, TX)
+        fsdp.from_model(model, TX)
     assert "\n" not in str(error.value)

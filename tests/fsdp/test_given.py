@@ -32,8 +32,8 @@ class Configured(nnx.Module):
 @pytest.mark.parametrize(
     ("make_model", "message"),
     [
-        (existing, r"a model that exists, a Dense; pass it to fsdp\.shard\("),
-        (lambda rngs: existing, r"existed before it was called; .* fsdp\.shard\("),
+        (existing, r"a model that exists, a Dense; pass it to fsdp\.from_model\("),
+        (lambda rngs: existing, r"existed before it was called; .* fsdp\.from_model\("),
         (linen.Dense(8), r"is a Flax Linen module; .*jshard\.linen\.Model \(docs/h"),
         (lambda rngs: linen.Dense(8), r"returned a Flax Linen module; .*linen\.Model"),
         ({"kernel": jnp.ones(8)}, r"is a dict; .*function of nnx\.Rngs .* lambda rngs"),
@@ -54,14 +54,14 @@ def test_what_makes_no_model_is_refused_in_one_line(method, make_model, message)
 def test_a_linen_module_is_no_model_for_shard_either():
     fsdp = jshard.FSDP(make_mesh(1, 8))
     with pytest.raises(jshard.UserError, match=r"model is a Flax Linen .*linen\.Model"):
-        fsdp.shard(linen.Dense(8), TX)  # pyright: ignore[reportArgumentType]
+        fsdp.from_model(linen.Dense(8), TX)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("method", ["init", "shard"])
+@pytest.mark.parametrize("method", ["init", "from_model"])
 @pytest.mark.parametrize("optimizer", [None, 1e-3, optax.adam])
 def test_what_is_no_optimizer_is_refused_in_one_line(method, optimizer):
     fsdp = jshard.FSDP(make_mesh(1, 8))
-    model: Any = existing if method == "shard" else Dense
+    model: Any = existing if method == "from_model" else Dense
     with pytest.raises(jshard.UserError, match=r"optimizer is .* an optax transf"):
         getattr(fsdp, method)(model, optimizer)
 
@@ -82,7 +82,7 @@ def test_units_that_match_no_submodule_are_refused(units, message):
     assert re.search(message, str(error.value))
     assert "\n" not in str(error.value)
     with pytest.raises(jshard.UserError, match="units: "):
-        fsdp.shard(Model(nnx.Rngs(jax.random.key(0))), TX)
+        fsdp.from_model(Model(nnx.Rngs(jax.random.key(0))), TX)
 
 
 @pytest.mark.parametrize(

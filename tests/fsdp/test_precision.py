@@ -119,7 +119,7 @@ def test_gradients_are_summed_in_the_dtype_asked_for_over_replicas_too(replica, 
     state = fsdp.init(lambda rngs: nnx.Sequential(Scale(rngs)), tx)
     loss = lambda model, x: jshard.Mean(jnp.sum(model(x)), 1 / 8)
     state, _ = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(x))
-    (scale,) = jax.tree.leaves(fsdp.unshard(state.params))
+    (scale,) = jax.tree.leaves(fsdp.fetch(state.params))
     exact = 1 - (1024 + 7 * 2)
     assert np.all(scale == exact) == (dtype == "float32")
 
@@ -146,7 +146,7 @@ def test_complex_parameters_keep_their_imaginary_part(gather):
     x = np.linspace(-1, 1, 16 * WIDTH, dtype=np.float32).reshape(16, WIDTH)
     loss = lambda model, x: jshard.Mean(jnp.sum(model(x)), len(x))
     state, _ = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(x))
-    got = fsdp.unshard(state.params)["layers"][0]["waves"].get_value()
+    got = fsdp.fetch(state.params)["layers"][0]["waves"].get_value()
     graphdef, params = nnx.split(make_model(nnx.Rngs(jax.random.key(0))))
     plain = lambda params: loss(nnx.merge(graphdef, params), x).compute()
     grad = jax.grad(plain)(params)["layers"][0]["waves"].get_value()

@@ -26,7 +26,7 @@ def qkv(dtype=jnp.float64):
 def test_equals_attention_over_whole_sequences(x64, parts, options):
     """However many tokens are given at a time; padding, on the right, is not seen."""
     q, k, v = qkv()
-    whole = jshard.dot_product_attention(
+    whole = jshard.nn.dot_product_attention(
         q, k, v, is_causal=True, implementation="blockwise", **options
     )
     cache = KVCache.zeros(2, len(LENGTHS), 8, K, H, jnp.float64)

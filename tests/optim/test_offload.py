@@ -54,7 +54,7 @@ def test_training_follows_the_plain_run(offload, name, units, mesh, knobs):
     variant = parity.Variant(tied=units, frozen=not units, dropout=True)
     got = parity.train(
         variant,
-        parity.optimizer(name, jshard.per_layer),
+        parity.optimizer(name, jshard.optim.per_layer),
         jshard.make_mesh(replica=mesh[0], fsdp=mesh[1]),
         make_policy(offload, **knobs),
         units,
@@ -143,7 +143,7 @@ def test_the_note_says_what_is_in_host_memory():
         (optax.chain(optax.adam(1e-3), CLIP), "'reduce_sum' on a Stack of 3 layers"),
         (optax.lamb(1e-3), "'reduce_sum' on a Stack of 3 layers"),
         (
-            jshard.per_layer(optax.contrib.muon(1e-3)),
+            jshard.optim.per_layer(optax.contrib.muon(1e-3)),
             "'shard_map' on a Stack of 3 layers",
         ),
         (
@@ -155,7 +155,7 @@ def test_the_note_says_what_is_in_host_memory():
 def test_an_update_that_mixes_layers_is_an_error_that_says_where(tx, said):
     with pytest.raises(UserError, match=re.escape(said)) as error:
         trace(tx, make_policy("optimizer"))
-    assert "jshard.per_layer" in str(error.value)
+    assert "jshard.optim.per_layer" in str(error.value)
 
 
 def test_an_update_that_depends_on_the_number_of_layers_is_an_error():

@@ -109,7 +109,7 @@ def test_the_axis_costs_no_memory_of_the_state():
 def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
     fsdp, state, train_step = start("gpt in float32")
     state, _ = train_step(state, fsdp.shard_batch(batch(False, 0)))
-    want = fsdp.unshard(state)
+    want = fsdp.fetch(state)
     meshes = [
         {},
         {"fsdp": 2, "context": 4},
@@ -122,7 +122,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
         other, abstract, _ = start("gpt in float32", **mesh)
         with jshard.Checkpointer(tmp_path / str(number)) as checkpointer:
             state = checkpointer.restore(abstract)
-        jax.tree.map(np.testing.assert_array_equal, other.unshard(state), want)
+        jax.tree.map(np.testing.assert_array_equal, other.fetch(state), want)
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_predictions_have_whole_sequences():
         fsdp, state, _ = start("gpt", **mesh)
         predict = fsdp.predict_step(lambda model, batch: model(batch["inputs"]))
         examples = fsdp.shard_examples({"inputs": batch(False, 0)["inputs"]})
-        return fsdp.unshard(predict(state, examples))
+        return fsdp.fetch(predict(state, examples))
 
     np.testing.assert_allclose(logits(context=4), logits(), rtol=1e-9)
 
@@ -192,7 +192,7 @@ def test_specs_of_plain_pytrees_must_name_both_axes():
     mesh = jshard.make_mesh(context=2)
 
     def gathers(shards):
-        return jshard.gather(shards, PartitionSpec("fsdp"))
+        return jshard.functional.gather(shards, PartitionSpec("fsdp"))
 
     mapped = jax.shard_map(
         gathers,

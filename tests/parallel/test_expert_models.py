@@ -116,7 +116,7 @@ def test_evaluation_and_predictions_are_those_without_the_axis():
         means = fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(examples))
         predict = fsdp.predict_step(lambda model, batch: model(batch["inputs"]))
         inputs = fsdp.shard_examples({"inputs": examples["inputs"]})
-        return means.compute()["loss"], fsdp.unshard(predict(state, inputs))
+        return means.compute()["loss"], fsdp.fetch(predict(state, inputs))
 
     for got, want in zip(results(expert=4), results(), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9)
@@ -126,7 +126,7 @@ def test_evaluation_and_predictions_are_those_without_the_axis():
 def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
     fsdp, state, train_step = start("experts in float32")
     state, _ = train_step(state, fsdp.shard_batch(batch(False, 0)))
-    want = fsdp.unshard(state)
+    want = fsdp.fetch(state)
     meshes = [{"expert": 4}, {"replica": 2, "expert": 2}, {"expert": 8}, {}]
     for number, mesh in enumerate(meshes):
         with jshard.Checkpointer(tmp_path / str(number)) as checkpointer:
@@ -134,7 +134,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
         other, abstract, _ = start("experts in float32", **mesh)
         with jshard.Checkpointer(tmp_path / str(number)) as checkpointer:
             state = checkpointer.restore(abstract)
-        pairs = zip(*map(jax.tree.leaves, (other.unshard(state), want)), strict=True)
+        pairs = zip(*map(jax.tree.leaves, (other.fetch(state), want)), strict=True)
         for got, expected in pairs:
             np.testing.assert_array_equal(got, expected)
 

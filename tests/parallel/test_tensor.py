@@ -113,7 +113,7 @@ def test_the_axis_costs_no_memory_of_the_state():
 def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
     fsdp, state, train_step = start("gpt in float32")
     state, _ = train_step(state, fsdp.shard_batch(batch(False, 0)))
-    want = fsdp.unshard(state)
+    want = fsdp.fetch(state)
     meshes = [
         {"fsdp": 2, "context": 2, "tensor": 2},
         {"fsdp": 4, "devices": jax.devices()[:4]},
@@ -125,7 +125,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
         other, abstract, _ = start("gpt in float32", **mesh)
         with jshard.Checkpointer(tmp_path / str(number)) as checkpointer:
             state = checkpointer.restore(abstract)
-        jax.tree.map(np.testing.assert_array_equal, other.unshard(state), want)
+        jax.tree.map(np.testing.assert_array_equal, other.fetch(state), want)
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_predictions_have_whole_sequences_and_weights():
         fsdp, state, _ = start("untied llama", **mesh)
         predict = fsdp.predict_step(lambda model, batch: model(batch["inputs"]))
         examples = fsdp.shard_examples({"inputs": batch(False, 0)["inputs"]})
-        return fsdp.unshard(predict(state, examples))
+        return fsdp.fetch(predict(state, examples))
 
     np.testing.assert_allclose(logits(tensor=2, context=2), logits(), rtol=1e-9)
 
@@ -211,8 +211,8 @@ class ForeignModel(nnx.Module):
 
 HEADS = {"query.kernel": -2, "key.kernel": -2, "value.kernel": -2, "out.kernel": -3}
 SPLITS = {
-    "blocks.attention": jshard.Split(rows=("out.bias",), dims=HEADS),
-    "blocks.mlp": jshard.Split(columns=("layers.0",), rows=("layers.2",)),
+    "blocks.attention": jshard.nn.Split(rows=("out.bias",), dims=HEADS),
+    "blocks.mlp": jshard.nn.Split(columns=("layers.0",), rows=("layers.2",)),
 }
 
 
@@ -230,7 +230,7 @@ def test_modules_named_by_path_are_split_without_an_edit():
         metrics = {}
         for _ in range(3):
             state, metrics = step(state, fsdp.shard_batch({"x": x}))
-        return float(metrics["loss"]), parity.by_path(fsdp.unshard(state.params))
+        return float(metrics["loss"]), parity.by_path(fsdp.fetch(state.params))
 
     loss, params = trained(None, fsdp=1, devices=jax.devices()[:1])
     split_loss, split_params = trained(SPLITS, tensor=4)
@@ -243,14 +243,14 @@ def test_modules_named_by_path_are_split_without_an_edit():
     ("splits", "message"),
     [
         (None, "tensor=2, but ForeignModel declares nothing that this axis splits"),
-        ({"blocks.mpl": jshard.Split()}, "no module 'blocks.mpl'; it has blocks, "),
-        ({"blocks": jshard.Split()}, "'blocks' is a Stack or a Unit"),
+        ({"blocks.mpl": jshard.nn.Split()}, "no module 'blocks.mpl'; it has blocks, "),
+        ({"blocks": jshard.nn.Split()}, "'blocks' is a Stack or a Unit"),
         (
-            {"blocks.mlp": jshard.Split(columns=("layers.7",))},
+            {"blocks.mlp": jshard.nn.Split(columns=("layers.7",))},
             "'blocks.mlp' has no parameters at 'layers.7'",
         ),
         (
-            {"blocks.mlp": jshard.Split(columns=("layers.0",), counts={"heads": 3})},
+            {"blocks.mlp": jshard.nn.Split(columns=("layers.0",), counts={"heads": 3})},
             "tensor=2 does not divide heads=3 of 'blocks.mlp'",
         ),
     ],
@@ -336,7 +336,7 @@ def test_modules_that_do_not_end_with_split_rows_are_refused(module, message):
         def __call__(self, x):
             return self.unit(x)
 
-    splits = {"unit.inner": jshard.Split(columns=("up",), rows=("down",))}
+    splits = {"unit.inner": jshard.nn.Split(columns=("up",), rows=("down",))}
     fsdp = jshard.FSDP(jshard.make_mesh(tensor=2), tensor_splits=splits)
     tx = optax.sgd(0.1)
     state = fsdp.abstract_state(Outer, tx)

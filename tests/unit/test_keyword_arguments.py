@@ -30,17 +30,6 @@ class Model(nnx.Module):
         return self.head(x)
 
 
-class During(Model):
-    """Gathers its head during the last layer."""
-
-    def __call__(self, batch):
-        options = {"mask": batch["mask"], "double": True}
-        head, x = jshard.gathered_during(
-            self.head, self.layers, batch["x"], batch["shift"], **options
-        )
-        return head(x)
-
-
 def make_batch():
     rng = np.random.default_rng(0)
     return {
@@ -60,13 +49,12 @@ def loop(params, batch):
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("make_model", [Model, During])
-def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetch):
+def test_a_step_with_keyword_arguments_is_that_of_one_device(prefetch):
     policy = jshard.Policy(prefetch=prefetch, min_shard_elements=1)
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
     tx, batch = optax.sgd(0.1), make_batch()
-    state = fsdp.init(make_model, tx)
-    params = nnx.to_pure_dict(fsdp.unshard(state.params))
+    state = fsdp.init(Model, tx)
+    params = nnx.to_pure_dict(fsdp.fetch(state.params))
 
     def loss_fn(model, batch):
         return jshard.Mean(jnp.sum(model(batch) ** 2), EXAMPLES // 8)
@@ -75,11 +63,11 @@ def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetc
         return jnp.sum(loop(params, batch) ** 2) / EXAMPLES
 
     value, grads = jax.value_and_grad(loss)(params)
-    outside = make_model(nnx.Rngs(0))
+    outside = Model(nnx.Rngs(0))
     nnx.update(outside, nnx.State(params))
     assert abs(jnp.sum(outside(batch) ** 2) / EXAMPLES - value) < 1e-9
     state, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(batch))
     assert abs(metrics["loss"] - value) < 1e-9
     want = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    got = nnx.to_pure_dict(fsdp.unshard(state.params))
+    got = nnx.to_pure_dict(fsdp.fetch(state.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, want)

@@ -121,7 +121,7 @@ def test_a_linen_transformer_trains_as_on_one_device_with_linen_alone(model, mes
     fsdp = jshard.FSDP(make_mesh(*mesh), POLICY, units=(nnx.bridge.ToNNX,))
     state = fsdp.init(model, TX)
     step = fsdp.train_step(loss_fn, TX)
-    plain = linen_variables(fsdp.unshard(state.params))
+    plain = linen_variables(fsdp.fetch(state.params))
     opt_state = TX.init(plain)
 
     @jax.jit
@@ -137,7 +137,7 @@ def test_a_linen_transformer_trains_as_on_one_device_with_linen_alone(model, mes
         updates, opt_state = TX.update(grads, opt_state, plain)
         plain = optax.apply_updates(plain, updates)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-9)
-    got = linen_variables(fsdp.unshard(state.params))
+    got = linen_variables(fsdp.fetch(state.params))
     assert jax.tree.structure(got) == jax.tree.structure(plain)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())

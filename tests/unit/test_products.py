@@ -129,10 +129,10 @@ def gradients(
     """(parameters, gradients, loss) of a step, by name."""
     tx = optax.sgd(1.0)
     state = fsdp.init(make_model, tx)
-    before = fsdp.unshard(nnx.to_pure_dict(state.params))
+    before = fsdp.fetch(nnx.to_pure_dict(state.params))
     step = fsdp.train_step(loss_fn, tx)
     state, metrics = step(state, fsdp.shard_batch(inputs()))
-    after = fsdp.unshard(nnx.to_pure_dict(state.params))
+    after = fsdp.fetch(nnx.to_pure_dict(state.params))
     return before, jax.tree.map(np.subtract, before, after), metrics["loss"]
 
 
