@@ -9,6 +9,7 @@ change.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -210,6 +211,17 @@ def is_typed(x: Any) -> bool:
     """
     kind = jax.typeof(x).manual_axis_type
     return kind is not None and bool(kind.varying)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A value that is not an array, as a pytree without leaves.
+
+    A traced function can return it.
+    """
+
+    value: Any
 
 
 def replay(traced: core.ClosedJaxpr, shapes: Any) -> Callable:
