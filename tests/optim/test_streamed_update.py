@@ -132,6 +132,10 @@ def matrices(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
+def labels(params: Any) -> Any:
+    return jax.tree.map(lambda p: "adam" if p.ndim >= 2 else "sgd", params)
+
+
 def odd() -> optax.GradientTransformation:
     """Swaps two states, forgets one, keeps one, and returns one as the update."""
 
@@ -165,7 +169,12 @@ TRANSFORMATIONS: dict[str, Any] = {
     "bf16 moments": optax.chain(CLIP, jshard.bf16_moments(optax.adamw(1e-2))),
     "bf16 moments per layer": jshard.per_layer(jshard.bf16_moments(optax.adam(1e-2))),
     "no state": optax.sgd(1e-2),
-    "odd": odd(),
+    "odd": jshard.per_layer(odd()),
+    "muon": optax.chain(CLIP, jshard.per_layer(optax.contrib.muon(1e-2))),
+    "partition": optax.partition(
+        {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)}, labels
+    ),
+    "scaled after": optax.chain(jshard.per_layer(optax.lamb(1e-2)), optax.scale(0.5)),
 }
 
 
