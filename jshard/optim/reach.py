@@ -25,14 +25,14 @@ class Reach(enum.IntEnum):
     EVERYTHING = 2
 
 
-_OF_NUMBERS = set(
+OF_NUMBERS = set(
     "add_decayed_weights clip ema identity keep_params_nonnegative scale "
     "scale_by_adadelta scale_by_adam scale_by_adamax scale_by_adan scale_by_amsgrad "
     "scale_by_belief scale_by_lion scale_by_optimistic_gradient scale_by_radam "
     "scale_by_rms scale_by_rprop scale_by_rss scale_by_schedule scale_by_sign "
     "scale_by_stddev scale_by_yogi set_to_zero trace".split()
 )
-_OF_TENSORS = set(
+OF_TENSORS = set(
     "adaptive_grad_clip centralize clip_by_block_rms scale_by_factored_rms "
     "scale_by_param_block_norm scale_by_param_block_rms scale_by_trust_ratio".split()
 )
@@ -60,9 +60,9 @@ def reach(update: Update, *, of_layers: bool = False) -> Reach:
         return Reach.NUMBER
     if inner := _inner(update):
         return max(reach(part, of_layers=of_layers) for part in inner)
-    if _name(update) in _OF_NUMBERS:
+    if _name(update) in OF_NUMBERS:
         return Reach.NUMBER
-    return Reach.TENSOR if _name(update) in _OF_TENSORS else Reach.EVERYTHING
+    return Reach.TENSOR if _name(update) in OF_TENSORS else Reach.EVERYTHING
 
 
 def split(update: Update) -> tuple[list[Update], list[Update]]:
@@ -84,7 +84,7 @@ def across_layers(update: Update) -> str:
     for part in _inner(update):
         if reach(part, of_layers=True) != Reach.NUMBER:
             return across_layers(part)
-    return update.__qualname__.split(".")[0]
+    return getattr(update, "__qualname__", repr(update)).split(".")[0]
 
 
 def check_masks(updates: list[Update], full: Any, cut: Any) -> None:
@@ -137,7 +137,7 @@ def _inner(update: Update) -> list[Update]:
     """Returns the updates that ``update`` combines."""
     if _name(update) == "inject_hyperparams":
         return _injected(**_variables(update))
-    inner = _variable(update, _COMBINED) or ()
+    inner: Any = _variable(update, _COMBINED) or ()
     if hasattr(inner, "update") and hasattr(inner, "init"):
         inner = [inner]
     parts = inner.values() if isinstance(inner, Mapping) else inner
