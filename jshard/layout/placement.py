@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax
 
-from jshard.mesh import names_of, shard_axes
+from jshard.fsdp.mesh import names_of, shard_axes
 
 
 @dataclasses.dataclass(frozen=True)

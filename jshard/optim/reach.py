@@ -105,7 +105,7 @@ def check_masks(updates: list[Update], full: Any, cut: Any) -> None:
                 f"policy.offload: the optimizer's mask {name} chooses otherwise in one "
                 "layer of a Stack than in all of them, which are updated a layer at a "
                 "time; let it look at paths or ranks rather than sizes, or wrap it in "
-                "jshard.per_layer, where it sees the tensors of one layer"
+                "jshard.optim.per_layer, where it sees the tensors of one layer"
             )
         check_masks(_inner(update), full, cut)
 

@@ -12,6 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import UserError
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import at_least_float32, for_update, updated_in
+from jshard.fsdp.scopes import UPDATE
+from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import on_device, on_host
@@ -27,10 +31,6 @@ from jshard.optim.reach import (
     split,
 )
 from jshard.optim.streamed_update import streamed_update
-from jshard.policy import Policy
-from jshard.precision import at_least_float32, for_update, updated_in
-from jshard.scopes import UPDATE
-from jshard.state import TrainState
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]
@@ -131,9 +131,9 @@ def update(
             f"policy.offload: {across_layers(front[-1])} in the optimizer is not known "
             "to treat the layers of a Stack independently, so no state of it or before "
             "it can be updated a layer at a time; clip first and put what follows in "
-            "per_layer, which gives it one layer's tensors, as in optax.chain("
-            "optax.clip_by_global_norm(1.0), jshard.per_layer(optax.lamb(1e-3))), "
-            "or use offload=None"
+            "per_layer, which gives it one layer's tensors, as in "
+            "optax.chain(optax.clip_by_global_norm(1.0), "
+            "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
         )
     wide = for_update(jax.tree.map(on_device, params))
     grads, first = _chained(front)(grads, states[:number], wide)

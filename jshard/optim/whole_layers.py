@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jshard.fsdp.mesh import axes_of, shard_axes, shards_of
 from jshard.layout.specs import shard_dim
-from jshard.mesh import axes_of, shard_axes, shards_of
 
 
 def map_whole_layers(

@@ -16,8 +16,8 @@ from jax.extend import core
 from jshard.compat.collective_primitives import axes_of
 from jshard.compat.jaxprs import CALLS, inner_jaxpr, line_of, scan_body, scan_sizes
 from jshard.errors import UserError
+from jshard.fsdp.mesh import TENSOR
 from jshard.layout.placement import Placement
-from jshard.mesh import TENSOR
 
 # What an array is on the devices of "tensor".
 ZERO = "zero"

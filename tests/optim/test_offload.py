@@ -12,8 +12,8 @@ import jshard
 import parity
 from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.describe import traffic
 from jshard.errors import UserError
+from jshard.plan.start_up import describe, traffic
 
 OFFLOADS = ("optimizer", "all")
 BOUND = 1e-9
@@ -53,7 +53,7 @@ def test_training_follows_the_plain_run(offload, name, units, mesh, knobs):
     variant = parity.Variant(tied=units, frozen=not units, dropout=True)
     got = parity.train(
         variant,
-        parity.optimizer(name, jshard.per_layer),
+        parity.optimizer(name, jshard.optim.per_layer),
         jshard.make_mesh(replica=mesh[0], fsdp=mesh[1]),
         make_policy(offload, **knobs),
         units,
@@ -127,7 +127,7 @@ def test_the_note_says_what_is_in_host_memory():
     state = fsdp.abstract_state(make_decoder(Sizes(layers=2)), tx)
     tokens = np.zeros((8, 8), np.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    note = fsdp.describe(state, batch, fsdp.train_step(loss_fn, tx))
+    note = describe(fsdp, state, batch, fsdp.train_step(loss_fn, tx))
     sharded = [x for x in jax.tree.leaves(state.params) if len(x.sharding.spec)]
     held = 2 * 4 * sum(x.size for x in sharded) // 8  # both moments
     assert f", {held / 1024:.1f} KiB a device in host memory" in note
@@ -147,7 +147,7 @@ def own(updates: Any, state: Any, params: Any = None) -> Any:
     [
         (optax.chain(optax.adam(1e-3), CLIP), "clip_by_global_norm"),
         (
-            jshard.bf16_moments(optax.chain(CLIP, optax.adam(1e-3))),
+            jshard.optim.bf16_moments(optax.chain(CLIP, optax.adam(1e-3))),
             "clip_by_global_norm",
         ),
         (optax.lamb(1e-3), "scale_by_trust_ratio"),
@@ -165,7 +165,7 @@ def test_an_update_not_known_to_keep_layers_apart_is_an_error_that_says_what_to_
         UserError, match=f"policy.offload: {said} in the optim"
     ) as error:
         trace(tx, make_policy("optimizer"))
-    assert "jshard.per_layer(optax.lamb(1e-3))" in str(error.value)
+    assert "jshard.optim.per_layer(optax.lamb(1e-3))" in str(error.value)
 
 
 def test_a_mask_that_depends_on_the_number_of_layers_is_an_error():

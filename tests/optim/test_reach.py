@@ -94,11 +94,11 @@ OWN = optax.GradientTransformation(lambda params: (), own)
         (optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), Reach.NUMBER),
         (optax.inject_hyperparams(optax.lamb)(learning_rate=1e-3), Reach.TENSOR),
         (optax.multi_transform({0: optax.adam(1.0)}, lambda p: 0), Reach.NUMBER),
-        (jshard.bf16_moments(optax.adam(1e-3)), Reach.NUMBER),
+        (jshard.optim.bf16_moments(optax.adam(1e-3)), Reach.NUMBER),
         (optax.masked(optax.lamb(1e-3), matrices), Reach.TENSOR),
         (optax.adafactor(1e-3), Reach.TENSOR),
         (optax.lars(1e-3), Reach.TENSOR),
-        (jshard.per_layer(optax.lamb(1e-3)), Reach.TENSOR),
+        (jshard.optim.per_layer(optax.lamb(1e-3)), Reach.TENSOR),
         (optax.chain(CLIP, optax.adam(1e-3)), Reach.EVERYTHING),
         (optax.masked(CLIP, matrices), Reach.EVERYTHING),
         (optax.zero_nans(), Reach.EVERYTHING),
@@ -118,7 +118,7 @@ def test_combinations_look_at_what_their_parts_look_at(tx, looks_at):
 
 def test_a_chain_is_split_before_what_treats_layers_independently():
     tx = optax.chain(
-        *(optax.adam(1e-3), CLIP, jshard.per_layer(OWN)),
+        *(optax.adam(1e-3), CLIP, jshard.optim.per_layer(OWN)),
         *(optax.add_decayed_weights(0.1), optax.scale(-1e-3)),
     )
     front, layered = split(tx.update)
@@ -134,7 +134,7 @@ def by_size(params: Any) -> Any:
     "tx",
     [
         optax.adamw(1e-3, mask=by_size),
-        jshard.bf16_moments(optax.masked(optax.adam(1e-3), by_size)),
+        jshard.optim.bf16_moments(optax.masked(optax.adam(1e-3), by_size)),
         optax.multi_transform({True: optax.adam(1.0), False: optax.sgd(1.0)}, by_size),
         optax.inject_hyperparams(optax.adamw, static_args="mask")(1e-3, mask=by_size),
     ],
@@ -143,5 +143,5 @@ def test_a_mask_that_takes_one_layer_for_another_than_all_is_an_error(tx):
     full, layer = {"w": jnp.ones((3, 8))}, {"w": jnp.ones((1, 8))}
     with pytest.raises(UserError, match=r"the optimizer's mask by_size chooses"):
         check_masks([tx.update], full, layer)
-    check_masks([jshard.per_layer(tx).update], full, layer)
+    check_masks([jshard.optim.per_layer(tx).update], full, layer)
     check_masks([optax.adamw(1e-3, mask=matrices).update], full, layer)

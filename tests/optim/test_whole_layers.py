@@ -142,7 +142,7 @@ def test_what_is_known_not_to_need_complete_layers_stays_on_shards(tx, whole, ki
             self.layers = jshard.Stack(Layer, 9, rngs=rngs)
 
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
-    tx = jshard.per_layer(tx, whole=whole)
+    tx = jshard.optim.per_layer(tx, whole=whole)
     state = fsdp.abstract_state(Model, tx)
 
     @jax.jit
