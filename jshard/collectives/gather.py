@@ -38,8 +38,10 @@ def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     for dim, axes in _gathers(place, full.ndim):
         if quantized_gather:
             full = quantized.all_gather(full, dim, place.gather, axes)
-        else:
+        elif is_quantized(full.dtype):
             full = quantized.all_gather_values(full, dim, axes)
+        else:
+            full = lax.all_gather(full, axes, axis=dim, tiled=True)
     return on_first(full.astype(place.compute or shard.dtype), place)
 
 

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.optim import per_layer
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -44,7 +43,9 @@ def plateau():
 OPTIMIZERS = {
     "plateau": lambda: optax.chain(optax.adam(1e-2), plateau()),
     "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
-    "per-layer": lambda: optax.chain(per_layer(optax.lamb(1e-2)), plateau()),
+    "per-layer": lambda: optax.chain(
+        jshard.optim.per_layer(optax.lamb(1e-2)), plateau()
+    ),
 }
 
 

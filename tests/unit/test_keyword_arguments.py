@@ -30,6 +30,16 @@ class Model(nnx.Module):
         return self.head(x)
 
 
+class During(Model):
+    """Gathers its head during the last layer."""
+
+    def __call__(self, batch):
+        options = {"mask": batch["mask"], "double": True}
+        layers = (self.layers, batch["x"], batch["shift"])
+        head, x = jshard.gathered(self.head, during=layers, **options)
+        return head(x)
+
+
 def make_batch():
     rng = np.random.default_rng(0)
     return {
@@ -49,11 +59,12 @@ def loop(params, batch):
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_a_step_with_keyword_arguments_is_that_of_one_device(prefetch):
+@pytest.mark.parametrize("make_model", [Model, During])
+def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetch):
     policy = jshard.Policy(prefetch=prefetch, min_shard_elements=1)
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
     tx, batch = optax.sgd(0.1), make_batch()
-    state = fsdp.init(Model, tx)
+    state = fsdp.init(make_model, tx)
     params = nnx.to_pure_dict(fsdp.fetch(state.params))
 
     def loss_fn(model, batch):
@@ -63,7 +74,7 @@ def test_a_step_with_keyword_arguments_is_that_of_one_device(prefetch):
         return jnp.sum(loop(params, batch) ** 2) / EXAMPLES
 
     value, grads = jax.value_and_grad(loss)(params)
-    outside = Model(nnx.Rngs(0))
+    outside = make_model(nnx.Rngs(0))
     nnx.update(outside, nnx.State(params))
     assert abs(jnp.sum(outside(batch) ** 2) / EXAMPLES - value) < 1e-9
     state, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(batch))
