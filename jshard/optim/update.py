@@ -34,8 +34,8 @@ from jshard.optim.streamed_update import streamed_update
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]
-# (gradients, number of updates including this one, whether to update; None is yes)
-Given = tuple[nnx.State, jax.Array, jax.Array | None]
+# (gradients, loss, number of updates including this one, whether to; None is yes)
+Given = tuple[nnx.State, jax.Array, jax.Array, jax.Array | None]
 
 
 def first_fields(
@@ -72,11 +72,12 @@ def next_state(
     state: TrainState,
     grads: nnx.State,
     model_state: nnx.State,
+    loss: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Returns the state after a step, and the metrics of its gradients.
 
-    ``grads`` are global arrays sharded like their parameters, and ``model_state`` is
-    the model's state after the forward.
+    ``grads`` are global arrays sharded like their parameters, ``model_state`` is the
+    model's state after the forward, and ``loss`` that of the global batch.
     """
     steps, finite, scale = state.step + 1, None, state.loss_scale
     norm = optax.tree.norm(jax.tree.map(at_least_float32, grads))
@@ -88,7 +89,8 @@ def next_state(
         metrics["loss_scale"] = scale.scale
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
-    moving, given = (state.params, state.opt_state, state.ema), (grads, steps, finite)
+    moving = (state.params, state.opt_state, state.ema)
+    given = (grads, loss, steps, finite)
     params, opt_state, averages = update(
         layout.mesh, layout.policy, optimizer, moving, given
     )
@@ -120,11 +122,12 @@ def update(
         layers independently.
     """
     run = functools.partial(_run, mesh, policy)
+    whole = optax.with_extra_args_support(optimizer).update
     if policy.offload is None:
-        return run(optimizer.update, moving, given)
+        return run(whole, moving, given)
     params, opt_state, averages = moving
-    grads, steps, finite = given
-    front, layered = split(optimizer.update)
+    grads, loss, steps, finite = given
+    front, layered = split(whole)
     states, number = _states(optimizer, opt_state), len(front)
     if any(map(on_host, jax.tree.leaves(states[:number]))):
         raise UserError(
@@ -136,12 +139,12 @@ def update(
             "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
         )
     wide = for_update(jax.tree.map(on_device, params))
-    grads, first = _chained(front)(grads, states[:number], wide)
+    grads, first = _call(_chained(front), loss, grads, states[:number], wide)
     if finite is not None:
         first = loss_scale.select(finite, first, states[:number])
 
     check_masks(layered, params, _with_layers(params, lambda _: 1))
-    moving, given = (params, states[number:], averages), (grads, steps, finite)
+    moving, given = (params, states[number:], averages), (grads, loss, steps, finite)
     deeper = _with_layers((params, given, averages), lambda length: length + 1)
     opt_state = jax.eval_shape(lambda p: optimizer.init(for_update(p)), deeper[0])
     params, last, averages = streamed_update(
@@ -161,15 +164,33 @@ def _run(
 ) -> Moving:
     """Updates what is ``moving`` by ``transform(gradients, state, parameters)``."""
     params, opt_state, averages = moving
-    grads, steps, finite = given
+    grads, loss, steps, finite = given
     with sharded_update(mesh, policy):
-        updates, opt_state = transform(grads, opt_state, for_update(params))
+        updates = grads, opt_state, for_update(params)
+        updates, opt_state = _call(transform, loss, *updates)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state
         averages = ema.update(averages, params, policy.ema_decay, steps)
     new = (params, opt_state, averages)
     return new if finite is None else loss_scale.select(finite, new, moving)
+
+
+def _call(transform: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
+    """Calls an optimizer's update with ``value=loss``.
+
+    Raises:
+      UserError: it needs arguments that a step does not have.
+    """
+    try:
+        return transform(*args, value=loss)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise UserError(
+            f"optimizer: {error}; a step has the gradients and value=, the loss, and "
+            "no more: no line search, say"
+        ) from error
 
 
 def _states(optimizer: optax.GradientTransformation, opt_state: Any) -> tuple:
@@ -180,10 +201,12 @@ def _states(optimizer: optax.GradientTransformation, opt_state: Any) -> tuple:
 def _chained(stages: list[Any]) -> Any:
     """Returns the update of a chain, from those of its stages."""
 
-    def transform(updates: Any, states: tuple, params: Any) -> tuple[Any, tuple]:
+    def transform(
+        updates: Any, states: tuple, params: Any, **extra: Any
+    ) -> tuple[Any, tuple]:
         new = []
         for stage, state in zip(stages, states, strict=True):
-            updates, after = stage(updates, state, params)
+            updates, after = stage(updates, state, params, **extra)
             new.append(after)
         return updates, tuple(new)
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jshard.collectives.gather import placements
+from jshard.compat.jaxprs import Static
 from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
-from jshard.unit.partition import Static
 from jshard.unit.stack import make_scan, split_aux
 
 

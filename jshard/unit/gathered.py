@@ -68,7 +68,7 @@ def gathered(
         if not parts:
             return unit, stack(x, *args)
         shards, places, _, module = parts
-        run, finish = prepare_layers(stack, x, tuple(args), (shards, places))
+        run, finish = prepare_layers(stack, x, (tuple(args), {}), (shards, places))
         out, weights = finish(*run())
         return module(weights), out
     if not parts:

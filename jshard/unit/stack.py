@@ -219,8 +219,9 @@ def backward(
         def body(state, slices, layer=layer, transpose=transpose, wait=wait):
             index, sums = state
             (residuals, kept), ys_ct = slices
-            source = layer_of(stacked.weights, index) if kept is None else kept
-            source = select(source, layer.reads)
+            source = kept
+            if kept is None:
+                source = select(layer_of(stacked.weights, index), layer.reads)
             if wait:
                 source, carry_ct = barrier(source, sums.carry)
                 sums = sums._replace(carry=carry_ct)
