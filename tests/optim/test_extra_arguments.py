@@ -43,16 +43,26 @@ def plateau():
 OPTIMIZERS = {
     "plateau": lambda: optax.chain(optax.adam(1e-2), plateau()),
     "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
-    "per-layer": lambda: optax.chain(jshard.optim.per_layer(optax.lamb(1e-2)), plateau()),
+    "per-layer": lambda: optax.chain(
+        jshard.optim.per_layer(optax.lamb(1e-2)), plateau()
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "scaled"),
-    [("plateau", False), ("plateau", True), ("polyak", False), ("per-layer", False)],
+    ("name", "scaled", "offload"),
+    [
+        ("plateau", False, None),
+        ("plateau", True, None),
+        ("plateau", False, "optimizer"),
+        ("polyak", False, None),
+        ("per-layer", False, "all"),
+    ],
 )
-def test_value_is_the_loss_of_the_global_batch(name, scaled):
-    policy = jshard.Policy(min_shard_elements=1, accumulate=2, loss_scale=scaled)
+def test_value_is_the_loss_of_the_global_batch(name, scaled, offload):
+    policy = jshard.Policy(
+        min_shard_elements=1, accumulate=2, loss_scale=scaled, offload=offload
+    )
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
     tx = OPTIMIZERS[name]()
     state = fsdp.init(Model, tx)
