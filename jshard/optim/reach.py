@@ -26,11 +26,11 @@ class Reach(enum.IntEnum):
 
 
 OF_NUMBERS = set(
-    "add_decayed_weights clip ema identity keep_params_nonnegative scale "
-    "scale_by_adadelta scale_by_adam scale_by_adamax scale_by_adan scale_by_amsgrad "
-    "scale_by_belief scale_by_lion scale_by_optimistic_gradient scale_by_radam "
-    "scale_by_rms scale_by_rprop scale_by_rss scale_by_schedule scale_by_sign "
-    "scale_by_stddev scale_by_yogi set_to_zero trace".split()
+    "add_decayed_weights clip ema identity keep_params_nonnegative reduce_on_plateau "
+    "scale scale_by_adadelta scale_by_adam scale_by_adamax scale_by_adan "
+    "scale_by_amsgrad scale_by_belief scale_by_lion scale_by_optimistic_gradient "
+    "scale_by_radam scale_by_rms scale_by_rprop scale_by_rss scale_by_schedule "
+    "scale_by_sign scale_by_stddev scale_by_yogi set_to_zero trace".split()
 )
 OF_TENSORS = set(
     "adaptive_grad_clip centralize clip_by_block_rms scale_by_factored_rms "

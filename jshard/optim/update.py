@@ -121,15 +121,13 @@ def update(
       UserError: arrays are in host memory, and the optimizer is not known to treat
         layers independently.
     """
-    params, opt_state, averages = moving
-    grads, loss, *others = given
-    steps, finite = others
-    run, given = functools.partial(_run, mesh, policy), (grads, steps, finite)
-    has_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    call = functools.partial(_call, {"value": loss} if has_more else {})
+    run = functools.partial(_run, mesh, policy)
+    whole = optax.with_extra_args_support(optimizer).update
     if policy.offload is None:
-        return run(functools.partial(call, optimizer.update), moving, given)
-    front, layered = split(optimizer.update)
+        return run(whole, moving, given)
+    params, opt_state, averages = moving
+    grads, loss, steps, finite = given
+    front, layered = split(whole)
     states, number = _states(optimizer, opt_state), len(front)
     if any(map(on_host, jax.tree.leaves(states[:number]))):
         raise UserError(
@@ -141,16 +139,16 @@ def update(
             "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
         )
     wide = for_update(jax.tree.map(on_device, params))
-    grads, first = _chained(front, call)(grads, states[:number], wide)
+    grads, first = _call(_chained(front), loss, grads, states[:number], wide)
     if finite is not None:
         first = loss_scale.select(finite, first, states[:number])
 
     check_masks(layered, params, _with_layers(params, lambda _: 1))
-    moving, given = (params, states[number:], averages), (grads, steps, finite)
+    moving, given = (params, states[number:], averages), (grads, loss, steps, finite)
     deeper = _with_layers((params, given, averages), lambda length: length + 1)
     opt_state = jax.eval_shape(lambda p: optimizer.init(for_update(p)), deeper[0])
     params, last, averages = streamed_update(
-        functools.partial(run, _chained(layered, call)),
+        functools.partial(run, _chained(layered)),
         moving,
         given,
         ((deeper[0], _states(optimizer, opt_state)[number:], deeper[2]), deeper[1]),
@@ -166,9 +164,10 @@ def _run(
 ) -> Moving:
     """Updates what is ``moving`` by ``transform(gradients, state, parameters)``."""
     params, opt_state, averages = moving
-    grads, steps, finite = given
+    grads, loss, steps, finite = given
     with sharded_update(mesh, policy):
-        updates, opt_state = transform(grads, opt_state, for_update(params))
+        updates = grads, opt_state, for_update(params)
+        updates, opt_state = _call(transform, loss, *updates)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state
@@ -177,19 +176,14 @@ def _run(
     return new if finite is None else loss_scale.select(finite, new, moving)
 
 
-def _states(optimizer: optax.GradientTransformation, opt_state: Any) -> tuple:
-    """Returns the state of each stage of a chain."""
-    return opt_state if is_chain(optimizer.update) else (opt_state,)
-
-
-def _call(extra: dict[str, Any], update: Any, *args: Any) -> tuple[Any, Any]:
-    """Calls an optimizer's update, with ``extra`` arguments.
+def _call(transform: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
+    """Calls an optimizer's update with ``value=loss``.
 
     Raises:
       UserError: it needs arguments that a step does not have.
     """
     try:
-        return update(*args, **extra)
+        return transform(*args, value=loss)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -199,13 +193,20 @@ def _call(extra: dict[str, Any], update: Any, *args: Any) -> tuple[Any, Any]:
         ) from error
 
 
-def _chained(stages: list[Any], call: Callable) -> Any:
+def _states(optimizer: optax.GradientTransformation, opt_state: Any) -> tuple:
+    """Returns the state of each stage of a chain."""
+    return opt_state if is_chain(optimizer.update) else (opt_state,)
+
+
+def _chained(stages: list[Any]) -> Any:
     """Returns the update of a chain, from those of its stages."""
 
-    def transform(updates: Any, states: tuple, params: Any) -> tuple[Any, tuple]:
+    def transform(
+        updates: Any, states: tuple, params: Any, **extra: Any
+    ) -> tuple[Any, tuple]:
         new = []
         for stage, state in zip(stages, states, strict=True):
-            updates, after = call(stage, updates, state, params)
+            updates, after = stage(updates, state, params, **extra)
             new.append(after)
         return updates, tuple(new)
 

@@ -36,15 +36,17 @@ ARGUMENTS: dict[str, tuple] = {
 
 
 def make(name: str) -> optax.GradientTransformation:
-    return getattr(optax, name)(*ARGUMENTS.get(name, ()))
+    module = optax if hasattr(optax, name) else optax.contrib
+    return getattr(module, name)(*ARGUMENTS.get(name, ()))
 
 
 def run(tx: optax.GradientTransformation, params: Any) -> Any:
     """Parameters after three steps with gradients that each number has of its own."""
+    tx = optax.with_extra_args_support(tx)
     state = tx.init(params)
     for step in range(3):
         grads = jax.tree.map(lambda p, step=step: jnp.sin(7 * p + step), params)
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, value=step)
         params = optax.apply_updates(params, updates)
     return params
 

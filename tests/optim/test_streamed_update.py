@@ -101,7 +101,7 @@ def updated(
             state.params,
         )
         keep = None if finite is None else jnp.asarray(finite)
-        moving = run(moving, (grads, jnp.asarray(seed), keep))
+        moving = run(moving, (grads, jnp.asarray(0.5), jnp.asarray(seed), keep))
         kinds = jax.tree.map(lambda x: x.sharding.memory_kind, (moving, places))
         assert kinds[0] == kinds[1], "arrays do not stay where they were"
     return jax.tree.leaves(moving)
@@ -118,7 +118,8 @@ def trace_update(fsdp: jshard.FSDP, state: jshard.TrainState, tx: Any) -> Any:
             return jax.lax.with_sharding_constraint(made, place)
 
         grads = jax.lax.optimization_barrier(jax.tree.map(gradient, state.params))
-        return update(fsdp.mesh, fsdp.policy, tx, moving, (grads, step, None))
+        given = (grads, jnp.float32(0), step, None)
+        return update(fsdp.mesh, fsdp.policy, tx, moving, given)
 
     return run.trace((state.params, state.opt_state, state.ema), state.step)
 
