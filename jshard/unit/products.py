@@ -163,7 +163,7 @@ def fits(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
     )
 
 
-def _promote_dtype(values: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
+def _promote_dtype(values: Any, **options: Any) -> Any:
     """Flax's own, except that weights in float8 stay what they are."""
     plain = (
         jnp.zeros((), x.zeros.dtype) if isinstance(x, Float8) else x for x in values
