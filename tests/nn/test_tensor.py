@@ -321,7 +321,7 @@ class Open(Residual):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Residual, r"'add' puts what all devices have beside .*test_tensor.py:\d+"),
+        (Residual, r"'add' counts what is beside sums over split features .*test_tensor.py:\d+"),
         (Bounded, "'tanh' is not linear in sums over split features"),
         (Dropping, "sums over split features are dropped on some devices alone"),
         (DroppingAlike, "Dropout: within tensor_parallel a device has some features"),
