@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import gspmd
 import jshard
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import compile_for, devices, tracing_for
 from jshard.plan.constants import STATED, Constants
 from jshard.plan.cost.timeline import COLLECTIVES, replay

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
-from jshard.mesh import BATCH, FSDP
+from jshard.fsdp.mesh import BATCH, FSDP
 from models.llama import Stream
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
@@ -222,7 +222,7 @@ def loss(model: Any, batch: Any, mesh: Mesh, form: Form) -> jax.Array:
         head_DV = model.embed.embedding.get_value().T
     # All tokens are one chunk: the first dimension stays split over the devices, and a
     # device has the logits of its own tokens, as many as in jshard's chunk.
-    mean = jshard.cross_entropy(
+    mean = jshard.nn.cross_entropy(
         x_BTD,
         head_DV,
         batch["targets"],

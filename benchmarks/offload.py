@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jshard
 from jshard.errors import UserError
+from jshard.fsdp.mesh import BATCH
 from jshard.layout.memory_kinds import typed_as_device
-from jshard.mesh import BATCH
 from jshard.optim.update import update
 from jshard.plan import GPUS, compile_for, devices, tracing_for
 from models.gpt import GPT, GPTConfig

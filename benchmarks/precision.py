@@ -23,8 +23,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np  # noqa: E402
 
 import jshard  # noqa: E402
-from jshard.describe import traffic  # noqa: E402
 from jshard.formatting import format_bytes  # noqa: E402
+from jshard.plan.start_up import traffic  # noqa: E402
 from jshard.training.config.config import complete  # noqa: E402
 from jshard.training.data.batches import batches, eval_batches  # noqa: E402
 from jshard.training.recipe import find_recipe, open_recipe  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from compiling import Row, compile_row, make_mesh, trace
-from jshard.describe import traffic
+from jshard.plan.start_up import traffic
 
 GIB = 2**30
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

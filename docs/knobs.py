@@ -10,7 +10,7 @@ HEADING = """\
 
 What every recipe can set, as `--config.KEY=VALUE` or in its `get_config`. Those of
 `policy` are the fields of `jshard.Policy`. `python docs/knobs.py` writes this page from
-the declarations in `jshard/policy.py`, `jshard/precision.py` and
+the declarations in `jshard/fsdp/policy.py`, `jshard/fsdp/precision.py` and
 `jshard/training/config/shared_keys.py`; `python -m jshard.train --config=FILE --help`
 lists a recipe's own keys, too.
 

@@ -22,7 +22,8 @@ class Room(NamedTuple):
       floor: 0 is the ground. A room imports from lower floors only.
       left: left edge of the box, in pixels; so ``right``.
       what: what the room is for.
-      files: the files of jshard/ that it consists of; none for a folder.
+      files: the files and folders that it consists of, in jshard/; none for the folder
+        of its name. A file counts to the room that names it, not to its folder's.
     """
 
     floor: int
@@ -37,26 +38,34 @@ ROOMS = {
         12, 0, 420, "parse, build, run: python -m jshard.NAME",
         "train launch inspect export tokenize generate perplexity __main__",
     ),
-    "plan": Room(11, 440, 700, "compile for absent GPUs"),
-    "surface": Room(10, 0, 700, "the public names", "__init__ linen safetensors_read"),
-    "training": Room(9, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
-    "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
-    "fsdp": Room(
-        6, 260, 640, "mesh and policy to states and jitted steps",
-        "fsdp step batch checks given describe",
+    "plan": Room(10, 0, 700, "compile for absent GPUs"),
+    "surface": Room(
+        11, 440, 860, "the public names", "__init__ functional linen safetensors_read testing"
     ),
+    "training": Room(9, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
+    "start-up note": Room(
+        7, 480, 700, "a step's counts, in words", "plan/start_up"
+    ),
+    "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
+    "fsdp": Room(6, 260, 640, "mesh and policy to states and jitted steps"),
     "generation": Room(7, 260, 450, "decoding, sampling"),
     "nn": Room(5, 0, 230, "losses, attention, dropout"),
     "optim": Room(5, 470, 640, "the update of the shards"),
     "unit": Room(4, 260, 450, "gather, compute, drop"),
-    "comm": Room(3, 0, 450, "collectives, their transposes and their order"),
-    "layout": Room(2, 0, 640, "where every array lives: specs, memory kinds, values"),
+    "collectives": Room(3, 0, 450, "gather, scatter, reduce"),
+    "cpu": Room(3, 470, 640, "order and pace on CPUs"),
+    "layout": Room(
+        2, 0, 640, "where every array lives: specs, memory kinds, values",
+        "layout parallel/splits",
+    ),
+    "parallel": Room(1, 720, 860, "context, tensor, expert"),
     "distributed": Room(3, 720, 860, "jobs, heartbeat"),
     "compat": Room(1, 0, 700, "private and versioned calls of JAX and Orbax"),
     "cli": Room(2, 660, 860, "errors in one line, quiet imports"),
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
-        "errors formatting knob mesh policy precision scopes state version",
+        "errors formatting knob version "
+        "fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
     ),
 }  # fmt: skip
 
@@ -106,11 +115,13 @@ def _imported(tree: ast.Module, modules: dict[str, Path]) -> list[tuple[int, str
 
 
 def _room(module: str) -> str:
-    """The room of ``jshard``, ``jshard.FILE`` or ``jshard.FOLDER...``."""
-    first = module.split(".")[1] if "." in module else "__init__"
-    for name, room in ROOMS.items():
-        if (first == name and not room.files) or first in room.files.split():
-            return name
+    """The room that names the module's file, or its folder, in jshard/."""
+    _, *names = module.split(".")
+    for end in (len(names), 1):
+        path = "/".join(names[:end]) or "__init__"
+        for name, room in ROOMS.items():
+            if path in (room.files.split() or [name]):
+                return name
     raise KeyError(f"{module} is in no room of docs/rooms.py")
 
 
@@ -158,6 +169,10 @@ def _ends(source: Room, target: Room) -> tuple[int, int]:
     return source.left + 24, target.right - 24
 
 
+def _shown(path: str) -> str:
+    return f"{path}/" if (REPOSITORY / "jshard" / path).is_dir() else f"{path}.py"
+
+
 def svg(found: list[Import]) -> str:
     """The picture."""
     width, height = WIDTH + 2 * MARGIN, TOP * PITCH + HEIGHT + 2 * MARGIN
@@ -178,7 +193,7 @@ def svg(found: list[Import]) -> str:
             "stroke='#667' stroke-width='1.4' fill='none' marker-end='url(#head)'/>"
         )
     for name, room in ROOMS.items():
-        title = room.files.replace(" ", ".py, ") + ".py" if room.files else f"{name}/"
+        title = ", ".join(map(_shown, room.files.split() or [name]))
         fill = "#fdecc8" if name == "unit" else "#eef3fb"
         middle, y = (room.left + room.right) // 2, _top(name)
         lines += [

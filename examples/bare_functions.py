@@ -3,7 +3,8 @@
     JAX_NUM_CPU_DEVICES=8 python examples/bare_functions.py
 
 A residual MLP that reads 16 bytes of Python's `typing` module and predicts the next.
-`jshard.gather` gathers what is used whole, `jshard.scan_layers` the layers, one by one.
+`jshard.functional.gather` gathers what is used whole, and `scan_layers`, beside it, the
+layers, one by one.
 """
 
 import argparse
@@ -55,9 +56,9 @@ def layer(params, x):
 def loss(params, batch):
     """The loss of one device's examples, from its shards."""
     outer = {key: params[key] for key in ("embed", "mix")}
-    outer = jshard.gather(outer, {key: SPECS[key] for key in outer})
+    outer = jshard.functional.gather(outer, {key: SPECS[key] for key in outer})
     x = outer["embed"][batch[:, :-1]].reshape(len(batch), -1) @ outer["mix"]
-    x = jshard.scan_layers(layer, params["layers"], x, specs=SPECS["layers"])
+    x = jshard.functional.scan_layers(layer, params["layers"], x, specs=SPECS["layers"])
     logits = x @ outer["mix"].T @ jnp.tile(outer["embed"], CONTEXT).T
     targets = batch[:, -1].astype(int)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -80,7 +81,7 @@ def main(steps):
     )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    @jshard.in_order  # CPUs need it; GPUs do not mind
+    @jshard.functional.in_order  # CPUs need it; GPUs do not mind
     def step(params, opt_state, batch):
         value, grads = local(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)

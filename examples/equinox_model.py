@@ -3,8 +3,8 @@
     pip install 'jshard[examples]'
     JAX_NUM_CPU_DEVICES=8 python examples/equinox_model.py
 
-The model is a pytree: `eqx.partition` takes its arrays out, `jshard.gather` and
-`jshard.scan_layers` gather their shards, and `eqx.combine` puts full weights in again.
+The model is a pytree: `eqx.partition` takes its arrays out, `jshard.functional` gathers
+their shards (`gather`, `scan_layers`), and `eqx.combine` puts full weights in again.
 It classifies the handwritten digits 0 and 1, which it draws itself, badly.
 """
 
@@ -86,12 +86,12 @@ def main(steps):
     def loss(params, batch):
         """The loss of one device's examples, from its shards."""
         whole = lambda part: eqx.combine(
-            jshard.gather(getattr(params, part), getattr(specs, part)),
+            jshard.functional.gather(getattr(params, part), getattr(specs, part)),
             getattr(static, part),
         )
         layer = lambda p, x: jax.vmap(eqx.combine(p, static.blocks))(x)
         x = jax.vmap(whole("embed"))(batch["images"])
-        x = jshard.scan_layers(layer, params.blocks, x, specs=specs.blocks)
+        x = jshard.functional.scan_layers(layer, params.blocks, x, specs=specs.blocks)
         logits, labels = jax.vmap(whole("head"))(x), batch["labels"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         right = jnp.sum(jnp.argmax(logits, axis=-1) == labels) / BATCH
@@ -110,7 +110,7 @@ def main(steps):
     )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    @jshard.in_order  # CPUs need it; GPUs do not mind
+    @jshard.functional.in_order  # CPUs need it; GPUs do not mind
     def step(params, opt_state, batch):
         values, grads = local(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state)

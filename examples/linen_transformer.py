@@ -80,7 +80,7 @@ def main(folder, steps):
                 checkpointer.save(state)
 
     # Linen's own tree again, on the host: Linen alone computes the same.
-    variables = nnx.to_pure_dict(fsdp.unshard(state.params))
+    variables = nnx.to_pure_dict(fsdp.fetch(state.params))
     batch = batches[steps]
     alone = mean_loss(Transformer().apply(variables, batch["inputs"]), batch).compute()
     loss = fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(batch)).compute()["loss"]

@@ -105,7 +105,7 @@ def main(steps, replica, folder):
     kernel = state.params["blocks"][0]["up"]["kernel"]
     shard = kernel.get_value().addressable_shards[0].data.shape
     print(f"blocks[0].up.kernel: {kernel.shape}, {shard} on each device")
-    print("whole, on the host:", fsdp.unshard(state.params)["head"]["kernel"].shape)
+    print("whole, on the host:", fsdp.fetch(state.params)["head"]["kernel"].shape)
 
 
 if __name__ == "__main__":

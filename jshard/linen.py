@@ -18,7 +18,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jshard.comm.collectives import gather_leaf
+from jshard.collectives.gather import gather_leaf
 from jshard.compat.jaxprs import needed_for
 from jshard.errors import UserError
 from jshard.layout.layers import layer_dims, mark_layers

@@ -44,7 +44,7 @@ class BertConfig:
       pooler: whether there are weights for ``pooled``.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
       attention: "auto", "cudnn", "blockwise" or "xla" of
-        ``jshard.dot_product_attention``.
+        ``jshard.nn.dot_product_attention``.
       max_segments: the most documents of a row, padding included; 0 is unknown.
       dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
             return checkpoint_name(x_BTNH, "qkv")
 
         bounded = segment_ids_BT is not None and config.max_segments > 0
-        y_BTNH = jshard.dot_product_attention(
+        y_BTNH = jshard.nn.dot_product_attention(
             *(heads(project(x_BTD)) for project in (self.q, self.k, self.v)),
             segment_ids_BT=segment_ids_BT,
             max_segments=config.max_segments if bounded else None,
@@ -193,7 +193,7 @@ class Bert(nnx.Module):
         x_BTD = self._encode(embed(tokens_BT), **inputs)
         x_BMD = jnp.take_along_axis(x_BTD, places_BM[..., None], axis=1)
         x_BME, table_EV = self._with_bias(x_BMD, embed)
-        return jshard.cross_entropy(
+        return jshard.nn.cross_entropy(
             x_BME, table_EV, targets_BM, weights_BM, chunk=self.config.loss_chunk
         )
 

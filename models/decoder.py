@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard
-from jshard.nn.kv_cache import KVCache
-from jshard.nn.tensor import with_all_columns
+from jshard.generation.kv_cache import KVCache
+from jshard.parallel.tensor import with_all_columns
 
 
 class Features(NamedTuple):
@@ -43,9 +43,9 @@ class Decoder(nnx.Module):
     splits_sequences = True  # positions and attention know of it
 
     @property
-    def tensor_split(self) -> jshard.Split | None:
+    def tensor_split(self) -> jshard.nn.Split | None:
         """The head's columns, unless they are the table's rows."""
-        return jshard.Split(columns=("head",)) if hasattr(self, "head") else None
+        return jshard.nn.Split(columns=("head",)) if hasattr(self, "head") else None
 
     def features(
         self,
@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
         A model's penalty is added, if it has one.
         """
         out = self.features(tokens_BT, positions_BT, segment_ids_BT)
-        cross_entropy = jshard.cross_entropy(
+        cross_entropy = jshard.nn.cross_entropy(
             out.x_BTD,
             out.head_DV,
             targets_BT,

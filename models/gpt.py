@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
-from jshard.nn import kv_cache
-from jshard.nn.tensor import own_columns
+from jshard.generation import kv_cache
+from jshard.parallel.tensor import own_columns
 from models.decoder import Decoder, Features
 from models.layers import check_heads, embedding, layer_norm, linear, residual_std
 
@@ -33,7 +33,7 @@ class GPTConfig:
       dropout: rate, on embeddings and on each residual branch.
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
-      attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
+      attention: "auto", "xla" or "cudnn"; see ``jshard.nn.dot_product_attention``.
       max_segments: the most documents of a packed row, padding included; 0 is unknown.
       dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
@@ -71,17 +71,17 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
     ) -> jax.Array:
         """Returns the attention output, (B, T, D)."""
-        return jshard.tensor_parallel(self._mixed, x_BTD, segment_ids_BT)
+        return jshard.nn.tensor_parallel(self._mixed, x_BTD, segment_ids_BT)
 
     @property
-    def tensor_split(self) -> jshard.Split:
+    def tensor_split(self) -> jshard.nn.Split:
         """The heads."""
-        return jshard.Split(rows=("out",), counts={"num_heads": self.num_heads})
+        return jshard.nn.Split(rows=("out",), counts={"num_heads": self.num_heads})
 
     def _mixed(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         q_BTNH, k_BTNH, v_BTNH = self._heads(x_BTD)
         packed = segment_ids_BT is not None and self.max_segments > 0
-        y_BTNH = jshard.dot_product_attention(
+        y_BTNH = jshard.nn.dot_product_attention(
             q_BTNH,
             k_BTNH,
             v_BTNH,
@@ -121,7 +121,7 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP, each on a normalised residual branch."""
 
-    tensor_split = jshard.Split(columns=("up",), rows=("down",))
+    tensor_split = jshard.nn.Split(columns=("up",), rows=("down",))
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width = config.width
@@ -154,7 +154,7 @@ class Block(nnx.Module):
 
     def _mlp(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the residual stream after the MLP."""
-        y_BTD = jshard.tensor_parallel(self._products, self.norm2(x_BTD))
+        y_BTD = jshard.nn.tensor_parallel(self._products, self.norm2(x_BTD))
         return x_BTD + self.dropout(y_BTD)
 
     def _products(self, x_BTD: jax.Array) -> jax.Array:
@@ -190,7 +190,7 @@ class GPT(Decoder):
         """Returns what the head is applied to; with a cache, for ``decode``."""
         tied = self.config.tied  # then gathered once for both uses
         embed = jshard.gathered(self.embed) if tied else self.embed
-        here_BT = jshard.positions(tokens_BT.shape[1])
+        here_BT = jshard.nn.positions(tokens_BT.shape[1])
         if positions_BT is not None:
             here_BT = positions_BT
         if cache is not None:  # with padding, which the table would turn into nan
@@ -203,7 +203,9 @@ class GPT(Decoder):
             out = self.blocks(stream, *shared)
             head_DV = embed.embedding.get_value().T
         else:
-            head, out = jshard.gathered_during(self.head, self.blocks, stream, *shared)
+            head, out = jshard.gathered(
+                self.head, during=(self.blocks, stream, *shared)
+            )
             head_DV = head.kernel.get_value()
         x_BTD, cache, _ = (out, None, None) if cache is None else out
         return Features(self.norm(x_BTD), head_DV, cache=cache)

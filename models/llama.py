@@ -16,9 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn.kv_cache import KVCache
-from jshard.nn.tensor import own_columns
+from jshard.generation.kv_cache import KVCache
 from jshard.nn.tiles import tiled
+from jshard.parallel.tensor import own_columns
 from models.decoder import Decoder, Features
 from models.layers import embedding, linear, residual_std, rms_norm
 from models.llama_attention import Attention, Stream
@@ -71,12 +71,12 @@ class Block(nnx.Module):
             self.down = linear(config, hidden, width, rngs, std, bias=False)
 
     @property
-    def tensor_split(self) -> jshard.Split | None:
+    def tensor_split(self) -> jshard.nn.Split | None:
         """The MLP's hidden features."""
         if self.has_experts:  # theirs
             return None
         columns = () if self.fused else ("gate", "up")
-        return jshard.Split(columns=columns, rows=("down",))
+        return jshard.nn.Split(columns=columns, rows=("down",))
 
     def __call__(
         self,
@@ -98,7 +98,7 @@ class Block(nnx.Module):
     def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
         if self.has_experts:
             return self.experts(x_BTD)
-        return jshard.tensor_parallel(self._gated, x_BTD), None
+        return jshard.nn.tensor_parallel(self._gated, x_BTD), None
 
     def _gated(self, x_BTD: jax.Array) -> jax.Array:
         if self.fused:
@@ -156,7 +156,7 @@ class Llama(Decoder):
         if config.tied:
             head, out = embed, self.blocks(*inputs)
         else:
-            head, out = jshard.gathered_during(self.head, self.blocks, *inputs)
+            head, out = jshard.gathered(self.head, during=(self.blocks, *inputs))
         stream, load = out if config.num_experts else (out, None)
         penalty = None
         if load is not None and config.balance_weight:

@@ -14,9 +14,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn import kv_cache
-from jshard.nn.context import on_whole_sequences
-from jshard.nn.tensor import own_columns
+from jshard.generation import kv_cache
+from jshard.parallel.context import on_whole_sequences
+from jshard.parallel.tensor import own_columns
 from models.layers import linear, residual_std, rms_norm
 from models.llama_config import LlamaConfig
 from models.rope import Rope, rotate_by
@@ -60,10 +60,10 @@ class Attention(nnx.Module):
             self.k_norm = rms_norm(config, config.H, rngs, **options)
 
     @property
-    def tensor_split(self) -> jshard.Split:
+    def tensor_split(self) -> jshard.nn.Split:
         """The heads."""
         config = self.config
-        return jshard.Split(
+        return jshard.nn.Split(
             columns=() if config.fused else ("q", "k", "v"),
             rows=("out",),
             counts={"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads},
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
             return self._mixed(x_BTD, stream, positions_BT, segment_ids_BT)[0]
 
         inputs = x_BTD, positions_BT, segment_ids_BT
-        return jshard.tensor_parallel(mixed, *inputs), None
+        return jshard.nn.tensor_parallel(mixed, *inputs), None
 
     def _mixed(
         self,
@@ -171,7 +171,7 @@ class Attention(nnx.Module):
                 options["max_segments"] = config.max_segments or None
 
             attend = functools.partial(
-                jshard.dot_product_attention,
+                jshard.nn.dot_product_attention,
                 is_causal=True,
                 implementation=config.attention,
                 **options,

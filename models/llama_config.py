@@ -36,7 +36,7 @@ class LlamaConfig:
       loss_chunk: tokens per device whose logits exist at a time in the loss.
       mlp_tile: tokens per device whose hidden activations exist at a time; 0 is all.
       attention: "auto", "cudnn", "blockwise" or "xla" of
-        ``jshard.dot_product_attention``.
+        ``jshard.nn.dot_product_attention``.
       dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
       head_width: H; 0 is D / N.

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn.experts import on_experts
+from jshard.parallel.experts import on_experts
 
 
 class Load(NamedTuple):
@@ -107,11 +107,11 @@ class MixtureOfExperts(nnx.Module):
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: random streams.
-      capacity: of an exchange's first round (``jshard.nn.experts.on_experts``).
+      capacity: of an exchange's first round (``jshard.parallel.experts.on_experts``).
     """
 
     expert_split = ("gate", "up", "down")
-    tensor_split = jshard.Split(columns=("gate", "up"), rows=("down",))
+    tensor_split = jshard.nn.Split(columns=("gate", "up"), rows=("down",))
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class MixtureOfExperts(nnx.Module):
 
         tokens = x_BTD.shape[:2]
         chosen_BTK = (x.reshape(*tokens, K) for x in (weight_NK, expert_NK))
-        y_BTD = jshard.tensor_parallel(self._weighted, x_BTD, *chosen_BTK)
+        y_BTD = jshard.nn.tensor_parallel(self._weighted, x_BTD, *chosen_BTK)
         chosen_E = tokens_E.astype(probability_NE.dtype) / N
         return y_BTD, Load(chosen_E, jnp.mean(probability_NE, axis=0))
 

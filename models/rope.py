@@ -104,7 +104,7 @@ def rotate_by(
     """
     T, dtype = x_BTNH.shape[1], frequency_I.dtype
     if positions_BT is None:
-        angles = jshard.positions(T, dtype)[:, None] * frequency_I  # (T, I)
+        angles = jshard.nn.positions(T, dtype)[:, None] * frequency_I  # (T, I)
     else:
         angles = positions_BT.astype(dtype)[..., None] * frequency_I  # (B, T, I)
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.nn.kv_cache import KVCache
+from jshard.generation.kv_cache import KVCache
 from models.layers import embedding, linear, rms_norm
 from models.t5_attention import Attention, position_buckets
 from models.t5_config import T5Config
@@ -230,7 +230,7 @@ class T5(nnx.Module):
         start_B1 = jnp.full_like(targets_BT[:, :1], self.config.start_token)
         tokens_BT = jnp.concatenate([start_B1, targets_BT[:, :-1]], axis=1)
         x_BTD, head_DV = self._features(inputs_BS, tokens_BT, mask_BS)
-        return jshard.cross_entropy(
+        return jshard.nn.cross_entropy(
             x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
         )
 
@@ -311,7 +311,9 @@ class T5(nnx.Module):
         """Returns the stream after the decoder's layers, and the head (D, V)."""
         if self.config.tied:
             return self.decoder(stream, *inputs), embed.embedding.get_value().T
-        head, stream = jshard.gathered_during(self.head, self.decoder, stream, *inputs)
+        head, stream = jshard.gathered(
+            self.head, during=(self.decoder, stream, *inputs)
+        )
         return stream, head.kernel.get_value()
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:

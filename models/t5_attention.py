@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jshard.nn import kv_cache
+from jshard.generation import kv_cache
 from models.layers import linear
 from models.t5_config import T5Config
 
@@ -132,7 +132,7 @@ def _attend(
 ) -> jax.Array:
     """Returns attended values (B, Q, N, H); the softmax is in float32 or wider.
 
-    Not ``jshard.dot_product_attention``, for kernels that store no scores have no
+    Not ``jshard.nn.dot_product_attention``, for kernels that store no scores have no
     gradient for a bias.
     """
     wide = jnp.promote_types(q_BQNH.dtype, jnp.float32)

@@ -35,7 +35,7 @@ class ViTConfig:
       norm_eps: added to variances.
       position_std: deviation of the initial positions, learned ones.
       dropout: rate, on embeddings and on each residual branch.
-      attention: "auto", "xla" or "cudnn"; see ``jshard.dot_product_attention``.
+      attention: "auto", "xla" or "cudnn"; see ``jshard.nn.dot_product_attention``.
       dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
     """
@@ -110,7 +110,7 @@ class Attention(nnx.Module):
             linear(x_BTD).reshape(B, T, self.num_heads, -1)
             for linear in (self.query, self.key, self.value)
         )
-        y_BTNK = jshard.dot_product_attention(
+        y_BTNK = jshard.nn.dot_product_attention(
             q_BTNK, k_BTNK, v_BTNK, implementation=self.implementation
         )
         return self.out(y_BTNK.reshape(B, T, -1))

@@ -57,7 +57,7 @@ class Wider(Model):
 
 
 OPTIMIZER = optax.chain(
-    optax.clip_by_global_norm(1.0), jshard.per_layer(optax.contrib.muon(1e-2))
+    optax.clip_by_global_norm(1.0), jshard.optim.per_layer(optax.contrib.muon(1e-2))
 )
 
 

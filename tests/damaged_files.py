@@ -176,7 +176,7 @@ class Adapted(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.blocks = jshard.Stack(Layer, 2, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs)
-        jshard.add_lora(self, rank=2, alpha=4.0, targets=("up",), rngs=rngs)
+        jshard.nn.add_lora(self, rank=2, alpha=4.0, targets=("up",), rngs=rngs)
 
 
 PLACES = {

@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hlo
 import jshard
+from jshard.fsdp.mesh import FSDP, REPLICA
 from jshard.layout.layers import layer_dims
 from jshard.layout.specs import sharded_dim
-from jshard.mesh import FSDP, REPLICA
 from jshard.optim.per_layer import sharded_update
 
 
@@ -98,7 +98,7 @@ def make_decoder(sizes: Sizes, *, plain: bool = False) -> Any:
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = (PlainDecoder if plain else Decoder)(sizes, rngs)
         if sizes.rank:
-            jshard.add_lora(model, rank=sizes.rank, alpha=8, rngs=rngs)
+            jshard.nn.add_lora(model, rank=sizes.rank, alpha=8, rngs=rngs)
         return model
 
     return make
@@ -142,10 +142,10 @@ OPTIMIZERS = {
     "adamw": _chain(optax.adamw(1e-3)),
     "lion": _chain(optax.lion(1e-3)),
     "adafactor": _chain(
-        jshard.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=8))
+        jshard.optim.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=8))
     ),
-    "lamb": _chain(jshard.per_layer(optax.lamb(1e-3))),
-    "muon": _chain(jshard.per_layer(optax.contrib.muon(1e-3))),
+    "lamb": _chain(jshard.optim.per_layer(optax.lamb(1e-3))),
+    "muon": _chain(jshard.optim.per_layer(optax.contrib.muon(1e-3))),
 }
 
 
@@ -251,8 +251,7 @@ def _gather_again(
         return name in reads
     first = layers if policy.first_k is None else policy.first_k
     later = REMATS["none"][1]
-    last = max(layers - policy.keep_last, 0)
-    return sum(name in (reads if i < first else later) for i in range(last))
+    return sum(name in (reads if i < first else later) for i in range(layers))
 
 
 def counted(found: list[hlo.Collective]) -> Counter:

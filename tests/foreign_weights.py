@@ -105,9 +105,9 @@ def check_logits(
             fsdp = jshard.FSDP(
                 make_mesh(replica, 8 // replica), jshard.Policy(min_shard_elements=0)
             )
-            state = fsdp.shard(model, optax.identity())
+            state = fsdp.from_model(model, optax.identity())
             predict = fsdp.predict_step(logits)
-            check(fsdp.unshard(predict(state, fsdp.shard_batch(batch))))
+            check(fsdp.fetch(predict(state, fsdp.shard_batch(batch))))
 
 
 def write_again(model: Any, huggingface: Any, source: Path, target: Path) -> None:

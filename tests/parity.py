@@ -266,8 +266,8 @@ def train(
         state, metrics = step(state, fsdp.shard_batch(batch))
         history.append(metrics)
     assert int(state.step) == STEPS
-    params = by_path(fsdp.unshard(state.params)) | by_path(fsdp.unshard(state.frozen))
-    return Run(_stack(history), params, fsdp.unshard(state.opt_state))
+    params = by_path(fsdp.fetch(state.params)) | by_path(fsdp.fetch(state.frozen))
+    return Run(_stack(history), params, fsdp.fetch(state.opt_state))
 
 
 def _stack(history: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -38,7 +38,7 @@ def run(
     for _ in range(2):
         state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
         history.append((metrics["loss"], metrics["grad_norm"]))
-    return history, *fsdp.unshard((state.params, state.model_state))
+    return history, *fsdp.fetch((state.params, state.model_state))
 
 
 @functools.cache

@@ -108,7 +108,7 @@ def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict]:
     )
     tx = parity.TRANSFORMATIONS[optimizer]()
     # As jshard does: an optimizer that looks at whole tensors sees each layer alone.
-    tx = tx if optimizer in parity.ELEMENTWISE else jshard.per_layer(tx)
+    tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
 
     @jax.jit
     def step(params, rest, opt_state, batch):
@@ -136,7 +136,7 @@ def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
     policy = jshard.Policy(min_shard_elements=0, **options)
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
     tx = parity.TRANSFORMATIONS[optimizer]()
-    tx = tx if optimizer in parity.ELEMENTWISE else jshard.per_layer(tx)
+    tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
     return fsdp, fsdp.init(MODELS[model], tx), fsdp.train_step(loss_fn, tx)
 
 
@@ -154,4 +154,4 @@ def trains_alike(
         state, metrics = train_step(state, fsdp.shard_batch(batch(packed, number)))
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, losses, rtol=1e-9)
-    assert parity.worst(parity.by_path(fsdp.unshard(state.params)), params) <= 1e-9
+    assert parity.worst(parity.by_path(fsdp.fetch(state.params)), params) <= 1e-9

@@ -143,10 +143,10 @@ def test_no_two_devices_or_micro_batches_share_a_plain_nnx_mask(accumulate):
 def test_evaluation_drops_nothing_and_leaves_the_state_as_it_is():
     fsdp = make_fsdp(1, 8, units=(Dropped,))
     state = fsdp.init(lambda rngs: Masks(jshard.Dropout, rngs), optax.sgd(0.1))
-    before = fsdp.unshard(state)
+    before = fsdp.fetch(state)
     means = fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(BATCH)).compute()
     assert {means[f"{i} {i}"] for i in range(LAYERS + 4)} == {BITS.sum()}
-    chex.assert_trees_all_equal(fsdp.unshard(state), before)
+    chex.assert_trees_all_equal(fsdp.fetch(state), before)
 
 
 CONFIG = GPTConfig(
@@ -177,7 +177,7 @@ def train(fsdp: jshard.FSDP) -> tuple[Any, list]:
         batch = tuple(rng.integers(0, 40, (2, 16, 8), np.int32))
         state, values = step(state, fsdp.shard_batch(batch))
         metrics.append(jax.device_get(values))
-    return fsdp.unshard(state), metrics
+    return fsdp.fetch(state), metrics
 
 
 def test_the_same_seed_gives_bitwise_the_same_run_twice():
@@ -188,7 +188,7 @@ def test_the_same_seed_gives_bitwise_the_same_run_twice():
 def test_initial_values_are_identical_on_every_mesh_and_those_of_the_plain_model():
     def initial(replica: int, shards: int) -> Any:
         fsdp = make_fsdp(replica, shards)
-        return fsdp.unshard(fsdp.init(make_gpt, optax.sgd(1.0), seed=3))
+        return fsdp.fetch(fsdp.init(make_gpt, optax.sgd(1.0), seed=3))
 
     one = initial(1, 1)
     for mesh in ((1, 2), (1, 8), (2, 4)):
@@ -202,7 +202,7 @@ def test_initial_values_are_identical_on_every_mesh_and_those_of_the_plain_model
 def test_another_seed_gives_other_values():
     fsdp = make_fsdp(1, 8)
     one, two = (
-        fsdp.unshard(fsdp.init(make_gpt, optax.sgd(1.0), seed=seed).params)
+        fsdp.fetch(fsdp.init(make_gpt, optax.sgd(1.0), seed=seed).params)
         for seed in (0, 1)
     )
     assert not np.allclose(

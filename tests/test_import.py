@@ -158,5 +158,5 @@ def test_the_paths_of_modules_that_moved_still_give_what_they_had():
     from jshard.safetensors_read import load_safetensors
 
     assert Checkpointer is jshard.Checkpointer
-    assert cross_entropy is jshard.cross_entropy
+    assert cross_entropy is jshard.nn.cross_entropy
     assert load_safetensors is today

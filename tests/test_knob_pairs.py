@@ -37,7 +37,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "reshard": (True, False, 2),
     "remat": ("full", "dots", "none", "names", "offload"),
     "first_k": (None, 1),
-    "keep_last": (0, 1),
     "prefetch": (False, True),
     "reshard_root": (False, True),
     "accumulate": (1, 2),
@@ -85,7 +84,7 @@ def make_model(tied: bool, rngs: nnx.Rngs) -> GPT:
 
 def optimizer(moments: str | None = None) -> optax.GradientTransformation:
     tx = optax.adamw(1e-2)
-    tx = tx if moments is None else jshard.bf16_moments(tx)
+    tx = tx if moments is None else jshard.optim.bf16_moments(tx)
     return optax.chain(optax.clip_by_global_norm(0.5), tx)
 
 

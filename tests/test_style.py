@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "jshard"
-ROOMS = ("layout", "comm", "unit", "step.py", "fsdp.py")
-TRACED = (*ROOMS, "optim", "nn")
+ROOMS = ("layout", "collectives", "cpu", "unit", "fsdp")
+TRACED = (*ROOMS, "optim", "nn", "parallel")
 LONGEST = 7  # positional parameters
 # Not "update", which is a method of optimizers, too.
 CHANGES = {"append", "extend", "insert", "add", "setdefault", "pop"}

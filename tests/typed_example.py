@@ -53,4 +53,4 @@ print(metrics["loss"], metrics["grad_norm"])
 
 means = fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(batch))
 print(int(state.step), means.compute()["loss"], fsdp.policy.remat)
-print(jax.tree.map(np.shape, fsdp.unshard(state.params)))
+print(jax.tree.map(np.shape, fsdp.fetch(state.params)))

@@ -187,7 +187,7 @@ class GatheredBefore(Gathered):
     """The same, the head's gradient scattered before the blocks' backward."""
 
     def __call__(self, x):
-        head, x = jshard.gathered_before(self.head, self.blocks(x))
+        head, x = jshard.gathered(self.head, before=self.blocks(x))
         chunk = lambda c: head(c) + c @ head.kernel[...].T
         return jax.lax.map(jax.checkpoint(chunk), x[:, None])[:, 0]
 
@@ -196,7 +196,7 @@ class GatheredDuring(Gathered):
     """The same, gathered and scattered while a block runs."""
 
     def __call__(self, x):
-        head, x = jshard.gathered_during(self.head, self.blocks, x)
+        head, x = jshard.gathered(self.head, during=(self.blocks, x))
         chunk = lambda c: head(c) + c @ head.kernel[...].T
         return jax.lax.map(jax.checkpoint(chunk), x[:, None])[:, 0]
 

@@ -82,7 +82,7 @@ def make_model(config, rngs):
         return model
     in_base_dtype = lambda x: x.astype(jnp.dtype(lora.base_dtype))
     nnx.update(model, jax.tree.map(in_base_dtype, nnx.state(model, nnx.Param)))
-    jshard.add_lora(
+    jshard.nn.add_lora(
         model,
         rank=lora.rank,
         alpha=lora.alpha,

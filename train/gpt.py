@@ -135,7 +135,7 @@ def make_optimizer(config):
         mask=decayed,
     )
     if options.moment_dtype == "bfloat16":
-        adamw = jshard.bf16_moments(adamw, seed=config.seed)
+        adamw = jshard.optim.bf16_moments(adamw, seed=config.seed)
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
 
 

@@ -99,7 +99,7 @@ def parity_error(
 ) -> float:
     """The largest relative error of metrics and parameters after some steps."""
     policy = jshard.Policy(min_shard_elements=0, **knobs)
-    tx = parity.optimizer(optimizer, jshard.per_layer)
+    tx = parity.optimizer(optimizer, jshard.optim.per_layer)
     got = parity.train(variant, tx, jshard.make_mesh(), policy)
     want = parity.reference(variant, optimizer)
     return max(
@@ -176,7 +176,7 @@ def attend_and_back(
 ) -> tuple[jax.Array, ...]:
     """Attended values, and the gradients of queries, keys and values."""
     y_BTNH, back = jax.vjp(
-        lambda *qkv: jshard.dot_product_attention(
+        lambda *qkv: jshard.nn.dot_product_attention(
             *qkv,
             is_causal=True,
             segment_ids_BT=ids_BT,
@@ -258,7 +258,7 @@ def numbers(run: tuple[jshard.FSDP, Any, list[dict[str, float]]]) -> list[np.nda
     """The metrics of a run, and its parameters."""
     fsdp, state, history = run
     metrics = np.array([list(step.values()) for step in history])
-    return [metrics, *map(np.asarray, jax.tree.leaves(fsdp.unshard(state.params)))]
+    return [metrics, *map(np.asarray, jax.tree.leaves(fsdp.fetch(state.params)))]
 
 
 def save_and_restore(record: Recorder, *, tiny: bool) -> None:

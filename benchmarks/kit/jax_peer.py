@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import compiling
 import gspmd
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import tracing_for
 from jshard.plan.topology import devices, parse
 from jshard.training.config.config import Config

@@ -139,7 +139,7 @@ def attention(tiny: bool) -> list[Kernel]:
 
 
 def _attend(*qkv: jax.Array) -> jax.Array:
-    return jshard.dot_product_attention(*qkv, is_causal=True)
+    return jshard.nn.dot_product_attention(*qkv, is_causal=True)
 
 
 def _attend_and_back(*qkvg: jax.Array) -> Any:
@@ -286,7 +286,7 @@ def collectives(record: Recorder, *, tiny: bool) -> None:
         record("skipped", why="one device has nobody to talk to")
         return
     mesh = Mesh(jax.devices(), ("x",))
-    # XLA:CPU hangs where too many are under way (jshard/comm/pacing.py).
+    # XLA:CPU hangs where too many are under way (jshard/cpu/pacing.py).
     pace = jax.block_until_ready if tiny else lambda x: x
     for kernel in moved(mesh, [2**16] if tiny else [2**i for i in range(16, 31, 2)]):
         if record.has(kernel.name):

@@ -38,7 +38,7 @@ from jshard.checkpoint.stored_arrays import ARRAYS
 from jshard.cli.paths import check_path
 from jshard.compat import orbax_noise
 from jshard.errors import UserError
-from jshard.state import TrainState, check_kept
+from jshard.fsdp.state import TrainState, check_kept
 
 _SHARE = ".part-{}.json"  # a file in the folder of a save: one process's checksums
 _CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it

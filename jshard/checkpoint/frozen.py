@@ -15,10 +15,10 @@ from jax import lax
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.described import FROZEN_FROM as KEY
-from jshard.comm.order import in_order
+from jshard.cpu.order import in_order
 from jshard.errors import UserError, some_of
+from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device
-from jshard.state import TrainState
 
 
 def is_frozen(name: str) -> bool:

@@ -16,11 +16,11 @@ from jshard.checkpoint.described import checked
 from jshard.checkpoint.tensor_names import stack_paths
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
+from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.variables import is_variable
 from jshard.nn.dropout import is_random
 from jshard.nn.lora import ALPHA
-from jshard.state import TrainState
 from jshard.version import versions
 
 FILE = "description.json"

@@ -8,7 +8,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
 from jshard.checkpoint.metadata import array_name
-from jshard.state import TrainState
+from jshard.fsdp.state import TrainState
 
 
 def stored_names(state: TrainState, stored: Container[str]) -> dict[str, str]:

@@ -21,8 +21,8 @@ from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.tensor_names import Layers, tensor_names
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError, some_of
+from jshard.fsdp.state import TrainState
 from jshard.nn.lora import ALPHA
-from jshard.state import TrainState
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

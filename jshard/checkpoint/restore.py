@@ -22,7 +22,7 @@ from jshard.checkpoint.safetensors_read import (
 from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load, match_parameters
 from jshard.errors import UserError, some_of
-from jshard.state import TrainState
+from jshard.fsdp.state import TrainState
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files

@@ -16,7 +16,7 @@ from jshard.checkpoint.safetensors_file import DTYPES, StoredTensor, find_tensor
 from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.errors import UserError, some_of
-from jshard.state import TrainState
+from jshard.fsdp.state import TrainState
 
 # Where each layer of an array lies in the files; () is an array outside Stacks.
 Layers = dict[Index, FileTensor]

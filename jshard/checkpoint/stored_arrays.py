@@ -15,8 +15,8 @@ from jshard.checkpoint import metadata
 from jshard.checkpoint.older_names import renamed, stored_names
 from jshard.compat.orbax_files import open_array
 from jshard.errors import UserError, some_of
+from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
-from jshard.state import TrainState
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jshard.state import TrainState
+from jshard.fsdp.state import TrainState
 from jshard.unit.modules import Stack
 
 Index = tuple[int, ...]

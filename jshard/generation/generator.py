@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.fsdp import FSDP
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.state import TrainState
 from jshard.generation import decoding
 from jshard.generation.decoding import NOTHING, Rows
 from jshard.generation.placement import Placement, replicated, sharded
@@ -21,7 +22,6 @@ from jshard.generation.prompts import (
 )
 from jshard.generation.sampling import Sampling
 from jshard.layout import transfer
-from jshard.state import TrainState
 
 _PREFILL = 512  # tokens of each prompt whose scores exist at a time
 _ROUND = 64  # prompts of similar lengths run the same program

@@ -13,10 +13,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.fsdp import FSDP
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import examples_spec
+from jshard.fsdp.state import TrainState
 from jshard.generation.layers import without_stacks
-from jshard.mesh import examples_spec
-from jshard.state import TrainState
 
 _DATA = PartitionSpec("data")
 

@@ -10,6 +10,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import UserError
+from jshard.fsdp.mesh import axes_of, names_of, shard_axes
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import Precision, is_float, is_quantized
+from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.memory_kinds import HOST, on_host
 from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.placement import Placement
@@ -21,11 +25,7 @@ from jshard.layout.specs import (
     sharded_dim,
     sharded_over,
 )
-from jshard.layout.splits import WHOLE, Parts, Split, find_splits
-from jshard.mesh import axes_of, names_of, shard_axes
-from jshard.policy import Policy
-from jshard.precision import Precision, is_quantized
-from jshard.state import ModelArrays, TrainState
+from jshard.parallel.splits import WHOLE, Parts, Split, find_splits
 
 Path = tuple[Any, ...]  # The path of a variable in the model.
 
@@ -184,7 +184,7 @@ class Layout:
                 trainable=place.trainable,
                 float8=place.float8,
                 splits=place.splits,
-                on_first=place.on_first,
+                on_rank_zero=place.on_rank_zero,
             )
             for path, place in self.places.items()
         }
@@ -225,11 +225,11 @@ def _places(
             sum=precision.sum,
             sum_over=tuple(axis for axis in axes_of(mesh) if axis not in apart),
             sum_at="step" if once else "unit",
-            trainable=trainable,
+            trainable=trainable and is_float(variable.get_value()),
             hosted=policy.offload == "all" and dim is not None,
             float8=precision.products is not None,
             over=over,
             splits=parts.splits,
-            on_first=parts.on_first,
+            on_rank_zero=parts.on_rank_zero,
         )
     return places

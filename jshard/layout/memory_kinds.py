@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat import host_arrays
 from jshard.errors import UserError
-from jshard.policy import Policy
+from jshard.fsdp.policy import Policy
 
 HOST = "pinned_host"  # JAX's name for the memory kind.
 

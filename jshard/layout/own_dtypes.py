@@ -4,10 +4,10 @@ from typing import Any
 
 from flax import nnx
 
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import own_dtype
+from jshard.fsdp.state import TrainState
 from jshard.layout.variables import variables
-from jshard.policy import Policy
-from jshard.precision import own_dtype
-from jshard.state import TrainState
 
 
 def own_dtypes(state: TrainState, policy: Policy) -> dict[tuple, Any]:

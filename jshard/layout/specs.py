@@ -9,10 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard.layout.layers import layer_dims
-from jshard.layout.placement import Placement
-from jshard.layout.splits import WHOLE, Parts
-from jshard.mesh import (
+from jshard.fsdp.mesh import (
     AXES,
     FSDP,
     REPLICA,
@@ -21,7 +18,10 @@ from jshard.mesh import (
     shard_axes,
     shards_of,
 )
-from jshard.policy import Policy
+from jshard.fsdp.policy import Policy
+from jshard.layout.layers import layer_dims
+from jshard.layout.placement import Placement
+from jshard.parallel.splits import WHOLE, Parts
 
 # Metadata key of an embedding table that is a Unit of its own.
 LOOKED_UP = "looked_up"
@@ -42,7 +42,7 @@ def shard_dim(
     This is the first dimension after the layer dimensions that ``shards`` divides and
     that no other mesh axis splits. Shards of the first dimension are contiguous, so
     collectives need no transposes. Embedding tables use the last such dimension
-    instead, so that every device has a part of each row (``jshard.comm.embedding``).
+    instead, so that every device has a part of each row (``collectives/embedding.py``).
 
     Args:
       shape: the parameter's shape, layer dimensions first.

@@ -6,8 +6,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.fsdp.mesh import shard_axes, shards_of
 from jshard.layout.specs import LOOKED_UP
-from jshard.mesh import shard_axes, shards_of
 
 
 def is_table(module: Any) -> bool:

@@ -1,18 +1,14 @@
-"""What a model imports: losses, cross entropy, attention, dropout, LoRA."""
+"""What a model imports: attention, cross entropy, LoRA, and splits over "tensor"."""
 
 from jshard.nn.attention import dot_product_attention
-from jshard.nn.context import positions
 from jshard.nn.cross_entropy import cross_entropy
-from jshard.nn.dropout import Dropout
 from jshard.nn.lora import add_lora
-from jshard.nn.loss import Loss, Mean, Means
-from jshard.nn.tensor import tensor_parallel
+from jshard.parallel.context import positions
+from jshard.parallel.splits import Split
+from jshard.parallel.tensor import tensor_parallel
 
 __all__ = [
-    "Dropout",
-    "Loss",
-    "Mean",
-    "Means",
+    "Split",
     "add_lora",
     "cross_entropy",
     "dot_product_attention",

@@ -19,11 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard.compat.packed_attention import packed_attention
 from jshard.errors import UserError
-from jshard.mesh import context_size
+from jshard.fsdp.mesh import context_size
+from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
-from jshard.nn.context import on_whole_sequences
 from jshard.nn.documents import documents, starts_and_lengths
-from jshard.policy import ATTENTION_OPERANDS
+from jshard.parallel.context import on_whole_sequences
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blockwise")
 # Scopes of the kernels, and what the start-up note says of them.
@@ -70,7 +70,7 @@ def dot_product_attention(
       why; and else "xla".
 
     In a step that splits sequences over the mesh's "context" axis, queries, keys and
-    ids are this device's parts, and devices exchange heads (``jshard.nn.context``).
+    ids are this device's parts, and devices exchange heads (``parallel/context.py``).
 
     Args:
       q_BTNH: queries, floating.

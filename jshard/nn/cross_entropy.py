@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.errors import UserError
-from jshard.mesh import TENSOR, on_gpus, sequence_axes
+from jshard.fsdp.mesh import TENSOR, on_gpus, sequence_axes
+from jshard.fsdp.precision import is_float
 from jshard.nn.loss import Mean
-from jshard.precision import is_float
 
 
 def cross_entropy(

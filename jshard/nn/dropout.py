@@ -13,8 +13,7 @@ from flax import nnx
 from jax import lax
 
 from jshard.errors import UserError
-from jshard.layout.variables import is_variable
-from jshard.mesh import (
+from jshard.fsdp.mesh import (
     TENSOR,
     axes_of_examples,
     context_size,
@@ -22,6 +21,7 @@ from jshard.mesh import (
     sequence_axes,
     shared_axes,
 )
+from jshard.layout.variables import is_variable
 
 
 class DropoutKey(nnx.Variable):
@@ -51,7 +51,7 @@ class Dropout(nnx.Module):
 
     Raises:
       ValueError: ``rate`` is out of range.
-      UserError: (when called) it is within ``jshard.tensor_parallel``, with the axis.
+      UserError: (when called) it is within ``tensor_parallel``, with the axis.
     """
 
     def __init__(self, rate: float, *, deterministic: bool = False, rngs: nnx.Rngs):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.precision import is_float
+from jshard.fsdp.precision import is_float
 
 
 def tiled(

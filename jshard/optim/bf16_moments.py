@@ -50,8 +50,8 @@ def bf16_moments(
 
     The random bits depend on the seed, the step, the parameter, the moment, the layer
     and the position in it. They do not depend on the mesh, nor on whether layers are
-    updated together (``jshard.per_layer`` inside or outside). Each device generates
-    those of its shards.
+    updated together (``per_layer`` inside or outside). Each device generates those of
+    its shards.
 
     Args:
       tx: any optax transformation.

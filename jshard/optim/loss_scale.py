@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshard.state import LossScale
+from jshard.fsdp.state import LossScale
 
 START, LARGEST = 2.0**15, 2.0**24
 PATIENCE = 2000  # finite steps until the scale is doubled

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jshard.fsdp.policy import Policy
 from jshard.layout.layers import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
 from jshard.optim.whole_layers import map_layers
-from jshard.policy import Policy
 
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 _layers = ContextVar[tuple[Any, ...]]("layers", default=())
@@ -67,7 +67,7 @@ def per_layer(
     For optimizers that treat a leaf as one tensor (LAMB, LARS, Adafactor, adaptive
     clipping) or look at its rank (Muon, ``ndim >= 2`` masks). What spans the entire
     model stays outside: ``optax.chain(optax.clip_by_global_norm(1.0),
-    jshard.per_layer(muon(1e-3)))``.
+    jshard.optim.per_layer(muon(1e-3)))``.
 
     Updates that are elementwise, apart from reductions, are mapped over all layers at
     once. For updates that multiply matrices, an all-to-all gives each device complete

@@ -124,8 +124,8 @@ class _Program:
                     f"policy.offload: the optimizer's {eqn.primitive.name!r} on "
                     f"{', '.join(named)} does not treat layers independently, so its "
                     "state cannot be updated a layer at a time; wrap what looks at "
-                    "entire tensors in jshard.per_layer, put global clipping first in "
-                    "the chain, or use offload=None"
+                    "entire tensors in jshard.optim.per_layer, put global clipping "
+                    "first in the chain, or use offload=None"
                 )
             found |= dict.fromkeys(eqn.outvars, name)
             members.setdefault(name, []).append(index)

@@ -11,6 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import UserError
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import at_least_float32, for_update, updated_in
+from jshard.fsdp.scopes import UPDATE
+from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.specs import follow
@@ -18,10 +22,6 @@ from jshard.layout.variables import is_variable
 from jshard.optim import ema, loss_scale
 from jshard.optim.per_layer import sharded_update
 from jshard.optim.streamed_update import streamed_update
-from jshard.policy import Policy
-from jshard.precision import at_least_float32, for_update, updated_in
-from jshard.scopes import UPDATE
-from jshard.state import TrainState
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]

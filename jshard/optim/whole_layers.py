@@ -17,8 +17,8 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.compat.jaxprs import evaluate, find, has, made_by, read_by, variables
+from jshard.fsdp.mesh import axes_of, shard_axes, shards_of
 from jshard.layout.specs import shard_dim
-from jshard.mesh import axes_of, shard_axes, shards_of
 
 # Operations that need a complete matrix.
 _PRODUCTS = {"dot_general", "svd", "qr", "eigh", "cholesky", "householder_product"}

@@ -1,7 +1,8 @@
 """Planning for absent GPUs: steps are compiled, not run.
 
 Needs the CUDA plugin of the installed JAX, but no GPU: ``pip install 'jshard[plan]'``.
-The core never imports this package.
+``describe``, the start-up note of any step, needs nothing. The core never imports this
+package.
 
 Data flows through its modules in this order, and imports go the other way:
 
@@ -15,6 +16,7 @@ Data flows through its modules in this order, and imports go the other way:
 - ``output``: text, JSON, a trace, a page; and ``command_line``.
 """
 
+from jshard.plan.start_up import describe
 from jshard.plan.topology import (
     GPU,
     GPUS,
@@ -24,4 +26,12 @@ from jshard.plan.topology import (
     tracing_for,
 )
 
-__all__ = ["GPU", "GPUS", "compile_for", "devices", "has_plugin", "tracing_for"]
+__all__ = [
+    "GPU",
+    "GPUS",
+    "compile_for",
+    "describe",
+    "devices",
+    "has_plugin",
+    "tracing_for",
+]

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jshard.describe import network_axes
-from jshard.mesh import groups_of_examples, hosts_of, platform
+from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
@@ -19,6 +18,7 @@ from jshard.plan.hlo import hlo
 from jshard.plan.memory import buffers
 from jshard.plan.memory.memory import Memory, memory
 from jshard.plan.program import ATTACHED, Program, trace
+from jshard.plan.start_up import network_axes
 from jshard.plan.topology import devices, parse
 from jshard.training.config.config import Config
 from jshard.training.fit import Traced, fit, is_open

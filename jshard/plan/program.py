@@ -8,10 +8,10 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.errors import UserError
-from jshard.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
+from jshard.fsdp.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
+from jshard.fsdp.state import TrainState
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.topology import GPU, GPUS, compile_for, devices, parse, tracing_for
-from jshard.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.job import Job, abstract_batch, make_job, make_mesh
 from jshard.training.recipe import Recipe

@@ -1,1 +1,5 @@
-"""Training runs: the recipe, its data, the step loop, metrics and the report."""
+"""What ``python -m jshard.train`` and ``jshard.Trainer`` add to the library."""
+
+from jshard.training.hooks import StopTraining, early_stopping
+
+__all__ = ["StopTraining", "early_stopping"]

@@ -8,8 +8,8 @@ import numpy as np
 
 from jshard.errors import RunFailed, UserError
 from jshard.formatting import printable
-from jshard.fsdp import FSDP
-from jshard.state import TrainState
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.state import TrainState
 from jshard.training.config.config import Config, nearest
 from jshard.training.data.batches import eval_batches
 

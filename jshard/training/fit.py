@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend import core
 
-from jshard.describe import product_flops, traffic
 from jshard.errors import UserError
 from jshard.formatting import format_bytes
 from jshard.layout.capacity import state_bytes
+from jshard.plan.start_up import product_flops, traffic
 from jshard.training.config.config import Config, flatten
 from jshard.training.config.shared_keys import FIT, FITTED
 from jshard.training.memory import step_bytes
@@ -68,7 +68,7 @@ class Traced:
       state: abstract, with shardings.
       accumulate: its number of micro-batches.
       sizes: number of devices along each mesh axis.
-      network: the axes that span hosts (`describe.network_axes`).
+      network: the axes that span hosts (`start_up.network_axes`).
     """
 
     jaxpr: core.Jaxpr

@@ -11,10 +11,10 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.describe import traffic
 from jshard.errors import UserError
 from jshard.formatting import format_bytes
-from jshard.mesh import EXPERT, hosts_of
+from jshard.fsdp.mesh import EXPERT, hosts_of
+from jshard.plan.start_up import traffic
 from jshard.training.config.config import Config
 from jshard.training.config.shared_keys import FIT
 from jshard.training.fit import Candidate, is_open

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard.describe import network_axes
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.mesh import groups_of_examples, hosts_of, mesh_text
+from jshard.fsdp.mesh import groups_of_examples, hosts_of, mesh_text
+from jshard.plan.start_up import network_axes
 from jshard.training.config.config import Config, flatten, is_within
 from jshard.training.config.shared_keys import FIT, FITTED
 from jshard.training.fit import Candidate, Traced, fit, is_open

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jshard import mesh as meshes
 from jshard.errors import UserError
-from jshard.fsdp import FSDP
-from jshard.mesh import batch_spec
-from jshard.policy import Policy
-from jshard.state import TrainState
+from jshard.fsdp import mesh as meshes
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import batch_spec
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.state import TrainState
 from jshard.training import returns
 from jshard.training.config.config import Config
 from jshard.training.config.policy import make_policy, parse_options

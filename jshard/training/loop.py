@@ -12,6 +12,7 @@ from jshard.cli.terminal import show
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
 from jshard.formatting import format_duration, one_line
+from jshard.plan.start_up import describe
 from jshard.training import returns
 from jshard.training.config.config import Config
 from jshard.training.config.profiled_steps import profiled_steps
@@ -101,8 +102,8 @@ def train(
 
     # Everything that can be wrong is found before the folder is written to.
     inputs = Inputs(setup, start)
-    start_up = job.fsdp.describe(
-        setup.abstract_state, inputs.first_batch, job.train_step, setup.hosts
+    start_up = describe(
+        job.fsdp, setup.abstract_state, inputs.first_batch, job.train_step, setup.hosts
     )
     if setup.experts:
         start_up += f"\n{'chosen':<16}{setup.experts}"

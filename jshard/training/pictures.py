@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jshard.errors import UserError
-from jshard.fsdp import FSDP
-from jshard.state import TrainState
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.state import TrainState
 
 _WIDEST = 96  # pixels in the report
 
@@ -48,7 +48,7 @@ def prepare_pictures(
     encoded = [_png(image) for image in images]
 
     def pictures(state: TrainState) -> list[dict[str, str]]:
-        found = fsdp.unshard(predict_step(state, sharded))
+        found = fsdp.fetch(predict_step(state, sharded))
         return [
             {
                 "png": png,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jshard.errors import UserError
-from jshard.mesh import rows_of_process
+from jshard.fsdp.mesh import rows_of_process
 from jshard.training.data.dataset import Dataset
 from jshard.training.data.examples import count_rows, stack
 from jshard.training.data.iterables import Stream

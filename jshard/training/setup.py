@@ -9,10 +9,10 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.distributed import Peers
+from jshard.fsdp.mesh import rows_of_process
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import check_capacity
-from jshard.mesh import rows_of_process
-from jshard.policy import Policy
-from jshard.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.fit_experts import with_experts
 from jshard.training.fitted_job import fitted_on, make_fitted_job

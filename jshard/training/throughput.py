@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jshard.mesh import rows_of_process
+from jshard.fsdp.mesh import rows_of_process
 
 # Dense bf16 peak in FLOP/s, from the vendor's data sheets. The first name that is part
 # of `device_kind` counts.

@@ -16,11 +16,11 @@ from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.huggingface import is_huggingface, read_config
 from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
 from jshard.errors import UserError
-from jshard.fsdp import FSDP
-from jshard.mesh import make_mesh
-from jshard.policy import Policy
-from jshard.precision import Precision, own_dtype, set_compute_dtype
-from jshard.state import TrainState
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import make_mesh
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import Precision, own_dtype, set_compute_dtype
+from jshard.fsdp.state import TrainState
 from jshard.training import returns
 from jshard.training.config.config import Config, complete
 from jshard.training.config.policy import make_policy

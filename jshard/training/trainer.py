@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jshard.cli.paths import check_path
 from jshard.distributed import Members, Peers
 from jshard.errors import UserError
-from jshard.fsdp import FSDP as _FSDP
-from jshard.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
-from jshard.policy import Policy
-from jshard.state import TrainState
+from jshard.fsdp.fsdp import FSDP as _FSDP
+from jshard.fsdp.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.config.policy import write_policy
 from jshard.training.data.dataset import as_dataset
@@ -57,7 +57,7 @@ class Trainer:
       on_step: A hook, or several, called after each step with `(trainer, step,
         metrics)`. The metrics are arrays on the devices: reading one waits for the
         step. A hook returns None, or a dict of numbers, texts and pictures [height,
-        width, 3] to log; raising `jshard.StopTraining` ends the run as done.
+        width, 3] to log; raising `jshard.training.StopTraining` ends the run as done.
       on_evaluation: The same, after each evaluation, with its metrics as numbers.
       on_checkpoint: The same, once a checkpoint is complete, with the save's metrics.
         Processes may be at different steps then.

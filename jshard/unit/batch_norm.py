@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from jshard.errors import UserError
-from jshard.mesh import AXES, manual_axes
+from jshard.fsdp.mesh import AXES, manual_axes
 
 
 def over_all_devices(module: Any) -> None:

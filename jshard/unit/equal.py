@@ -15,7 +15,7 @@ from jax import lax
 from jshard.compat.collective_primitives import COLLECTIVES, SUMS, axes_of, groups_of
 from jshard.compat.jaxprs import has, line_of, open_inner
 from jshard.errors import UserError
-from jshard.mesh import manual_axes
+from jshard.fsdp.mesh import manual_axes
 from jshard.unit.dataflow import dependencies, loop, through, union
 
 # Primitives that run code which JAX knows nothing of, or that draw from a state of the

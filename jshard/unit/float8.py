@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.quantized import tensor_scale
+from jshard.collectives.quantized import tensor_scale
+from jshard.fsdp.mesh import shard_axes
+from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.mesh import shard_axes
-from jshard.precision import is_float
 from jshard.unit.linearize import TracedLayer
 from jshard.unit.parameters import Parameters
 from jshard.unit.products import E4M3, multiplied_only

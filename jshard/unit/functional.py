@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshard.comm.collectives import placements
-from jshard.policy import Reshard, UnitPolicy, check_remat
-from jshard.unit.parameters import Parameters
+from jshard.collectives.gather import placements
+from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
 from jshard.unit.partition import Static
 from jshard.unit.stack import make_scan, split_aux
 
@@ -61,10 +60,9 @@ def scan_layers(
         params = jax.tree.unflatten(params_tree, weights)
         args = jax.tree.unflatten(args_tree, leaves)
         after, aux, has_aux = split_aux(fn(params, carry, *args), carry)
-        return after, (aux, Static(has_aux))
+        return (after, aux), [], Static(has_aux)
 
-    own = Parameters(shards, places)
     policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
-    run = make_scan(layer, own, [], carry, leaves, policy, Parameters())
-    carry, (aux, has_aux), _ = run()
+    run = make_scan(layer, shards, places, [], carry, leaves, policy)
+    carry, (aux, _, has_aux), _ = run()
     return (carry, aux) if has_aux.value else carry

@@ -1,21 +1,35 @@
 """A unit's weights gathered ahead of a loop, as an ordinary module."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 from flax import nnx
 
-from jshard.comm.collectives import all_reduce_in_unit, gather_leaf, scatter
 from jshard.errors import UserError
-from jshard.unit.modules import Parts, Stack, Unit, prepare_layers
-from jshard.unit.parameters import scales, unshard
-from jshard.unit.partition import select
-from jshard.unit.unit import barrier, map_present
+from jshard.layout.placement import Placement
+from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers
+from jshard.unit.partition import abstract, select
+from jshard.unit.unit import barrier, gather, reduce, scatter
 
 M = TypeVar("M", bound=nnx.Module)
+X = TypeVar("X")
 
 
-def gathered(unit: M) -> M:
+@overload
+def gathered(unit: M) -> M: ...
+
+
+@overload
+def gathered(unit: M, *, before: X) -> tuple[M, X]: ...
+
+
+@overload
+def gathered(unit: M, *, during: tuple[Any, ...]) -> tuple[M, Any]: ...
+
+
+def gathered(
+    unit: Any, *, before: Any = None, during: tuple[Any, ...] | None = None
+) -> Any:
     """Returns the plain module with full weights, for use ahead of a loop.
 
     A chunked loss calls the head many times. ``head = jshard.gathered(self.head)``
@@ -23,65 +37,73 @@ def gathered(unit: M) -> M:
     Units inside ``unit`` still gather for themselves. Outside a jshard step this
     returns ``unit`` itself.
 
+    ``before`` and ``during`` say when, for a head that is applied to features. Its full
+    gradient is then scattered before the backward of the layers below it, which could
+    otherwise run first, with that gradient in memory:
+
+    - ``head, x = gathered(self.head, before=x)``: the gradient of ``x`` waits for the
+      reduce-scatter.
+    - ``head, x = gathered(self.head, during=(self.blocks, x, *args))`` also calls
+      ``self.blocks(x, *args)``, a Stack: the head is gathered, and in the backward
+      scattered, while the Stack's last layer computes.
+
+    Args:
+      unit: the Unit.
+      before: arrays that the plain module is applied to.
+      during: a Stack and what it is called with.
+
+    Returns:
+      The plain module; with ``before`` or ``during``, a pair of it and these arrays, or
+      what the Stack returns.
+
     Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
+      UserError: ``unit`` is a Stack, whose layers are gathered one at a time, or both
+        ``before`` and ``during`` are given.
     """
-    if not (parts := _parts(unit)):
-        return unit
-    weights = jax.tree.map(gather_leaf, parts.own.shards, parts.own.places)
-    return parts.module(weights)  # pyright: ignore[reportReturnType]
+    if before is not None and during is not None:
+        raise UserError("jshard.gathered: give before= or during=, not both")
+    parts = _parts(unit)
+    if during is not None:
+        stack, x, *args = during
+        if not parts:
+            return unit, stack(x, *args)
+        shards, places, _, module = parts
+        run, finish = prepare_layers(stack, x, tuple(args), (shards, places))
+        out, weights = finish(*run())
+        return module(weights), out
+    if not parts:
+        return unit if before is None else (unit, before)
+    shards, places, _, module = parts
+    if before is None:
+        return module(gather(shards, places))
+    weights, before = _gather_before(shards, places, before)
+    return module(weights), before
 
 
-def gathered_before(unit: M, x: jax.Array) -> tuple[M, jax.Array]:
-    """Returns ``gathered(unit)`` and ``x``, for a head that is applied to features.
-
-    The gradient of ``x`` waits for the reduce-scatter of the unit's gradient.
-    Otherwise the backward of the layers below could run first, with the head's full
-    gradient in memory.
-
-    Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
-    """
-    if not (parts := _parts(unit)):
-        return unit, x
-    shards, places = list(parts.own.shards), list(parts.own.places)
-    dtypes, trained = [shard.dtype for shard in shards], parts.own.trained
+def _gather_before(
+    shards: list[jax.Array], places: list[Placement], x: Any
+) -> tuple[list[jax.Array], Any]:
+    """Gathers; the gradient of ``x`` waits for the reduce-scatter of the shards'."""
+    types, trained = abstract(shards), [place.trainable for place in places]
 
     @jax.custom_vjp
-    def gather_before(shards, x):
-        return unshard(shards, places, scales(shards, places)), x
+    def run(shards, x):
+        return gather(shards, places), x
 
     def backward(_, cotangents):
         grads, x_ct = cotangents
-        scattered = map_present(scatter, select(grads, trained), places)
+        scattered = scatter(select(grads, trained), places)
         scattered, x_ct = barrier(scattered, x_ct)
-        return map_present(all_reduce_in_unit, scattered, places, dtypes), x_ct
+        return reduce(scattered, places, types), x_ct
 
-    gather_before.defvjp(lambda *inputs: (gather_before(*inputs), None), backward)
-    weights, x = gather_before(shards, x)
-    return parts.module(weights), x  # pyright: ignore[reportReturnType]
-
-
-def gathered_during(unit: M, stack: Stack, x: Any, *args: Any) -> tuple[M, Any]:
-    """Returns ``gathered(unit)`` and ``stack(x, *args)``.
-
-    For a head after a Stack: its weights are gathered, and in the backward its gradient
-    is reduce-scattered, while the Stack's last layer computes.
-
-    Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time.
-    """
-    if not (parts := _parts(unit)):
-        return unit, stack(x, *args)
-    run, finish = prepare_layers(stack, x, args, parts.own)
-    out, weights = finish(*run())
-    return parts.module(weights), out  # pyright: ignore[reportReturnType]
+    run.defvjp(lambda *inputs: (run(*inputs), None), backward)
+    return run(shards, x)
 
 
-def _parts(unit: nnx.Module) -> Parts | None:
+def _parts(unit: nnx.Module) -> tuple | None:
     """Returns the parts of a Unit in a step; None where nothing is gathered."""
     if isinstance(unit, Stack):
         raise UserError("jshard.gathered: a Stack gathers one layer at a time")
     if not isinstance(unit, Unit) or unit.unit_policy is None:
         return None
-    return Parts(unit)
+    return open_unit(unit)

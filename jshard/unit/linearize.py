@@ -8,12 +8,10 @@ analysis of the jaxpr finds them, so this holds for every policy, including
 would keep the full weights of every layer.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from jshard.compat.jaxprs import (
@@ -26,115 +24,56 @@ from jshard.compat.jaxprs import (
     without_effects,
 )
 from jshard.errors import UserError
+from jshard.fsdp.policy import INPUTS, Offload
+from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.policy import INPUTS, Offload
-from jshard.precision import is_float
-from jshard.unit import products
 from jshard.unit.dataflow import dependencies
-from jshard.unit.parameters import abstract
 from jshard.unit.partial_sums import check_partial_sums
-from jshard.unit.partition import Changed, merge, select
-from jshard.unit.products import Weight
-from jshard.unit.remat import checkpoint, note_names
+from jshard.unit.partition import abstract, merge, select
+from jshard.unit.remat import checkpoint
 
 
 class Inputs(NamedTuple):
-    """The inputs of a layer, or their gradients, as pytrees of arrays."""
+    """The inputs of a layer, or their gradients, as pytrees of arrays.
 
-    weights: Any  # full weights
+    Also those of all layers of a Stack, with weights and xs of shape (L, ...).
+    """
+
+    weights: Any  # full weights; of a Stack, this device's shards
     xs: Any  # the layer's other arrays: state, and shards of units inside it
     carry: Any  # what one layer passes to the next; for a Unit, the call's arguments
     args: Any  # what all layers share
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TracedLayer:
-    """A layer's function as a jaxpr.
-
-    Attributes:
-      inputs: abstract inputs; their ``args`` end with those for ``consts``.
-      jaxpr: the function of the other inputs, with ``consts`` as its constants.
-      consts: arrays that the function closes over. The caller appends them to its
-        ``args``, so that they get gradients, too.
-      outputs: a pytree of abstract arrays.
-      grads: if some weights are in float8, the abstract gradient of these, and None for
-        the others. ``inputs`` then has one weight more, the scales.
-    """
-
-    inputs: Inputs
-    jaxpr: core.Jaxpr
-    consts: list[Any]
-    outputs: Any
-    grads: Sequence[Any] = ()
-
-    def __call__(self, inputs: Inputs) -> Any:
-        """Returns the outputs without residuals, for evaluation."""
-        return self.run(*self.with_handles(inputs))
-
-    def with_handles(self, inputs: Inputs) -> tuple[Inputs, list[Any]]:
-        """Returns inputs that can be differentiated, and the weights in float8.
-
-        In the inputs, each of these is replaced by its handle (``products.Weight``).
-        """
-        if not self.grads:
-            return inputs, []
-        *weights, scales = inputs.weights
-        float8, following = [], iter(range(len(weights)))
-        for i, (values, grad) in enumerate(zip(weights, self.grads, strict=True)):
-            if grad is None:
-                float8.append(None)
-                continue
-            scale = scales[next(following)]
-            weights[i] = jnp.zeros(grad.shape, grad.dtype)
-            float8.append(Weight(values, scale, None, i))
-        return inputs._replace(weights=weights), float8
-
-    def run(self, inputs: Inputs, float8: list[Any]) -> Any:
-        """Returns the outputs, given what ``with_handles`` returns."""
-        leaves: list[Any] = jax.tree.leaves(inputs)
-        for i, weight in enumerate(float8):
-            if weight is not None:
-                leaves[i] = dataclasses.replace(weight, handle=leaves[i])
-        split = len(self.jaxpr.invars)
-        consts, leaves = leaves[split:][: len(self.consts)], leaves[:split]
-        if float8:
-            outputs = products.run(self.jaxpr, consts, leaves)
-        else:
-            closed = core.ClosedJaxpr(self.jaxpr, consts)
-            outputs = core.jaxpr_as_fun(closed)(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
+# A layer's function as a program: its abstract inputs, whose args end with those for
+# the program's constants (arrays that the function closes over, which get gradients);
+# the program; and its abstract outputs.
+Traced = tuple[Inputs, core.ClosedJaxpr, Any]
 
 
 def trace_layer(
     fn: Callable[..., Any], inputs: Inputs, places: Sequence[Placement]
-) -> TracedLayer:
-    """Traces ``fn(weights, xs, carry, args)``, which returns a pytree of arrays.
+) -> Traced:
+    """Traces ``fn(weights, xs, carry, args) -> (outputs, changed, static)``.
 
-    ``places`` are the placements of the weights. In what a layer ``Changed``, None
-    stands for a weight that is unchanged: transforms of Flax (``nnx.remat``) set all
-    that a module has, and full weights must not outlive the layer.
+    Args:
+      fn: the layer. ``changed`` are the arrays that it set in itself. There, None takes
+        the place of a weight that is unchanged: transforms of Flax (``nnx.remat``) set
+        all that a module has, and full weights must not outlive the layer.
+      inputs: abstract.
+      places: the placements of the weights.
     """
-    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
-    check_partial_sums(traced.jaxpr, places)
-    structure = jax.tree.structure(shapes)
-    returned = _returned_weights(traced.jaxpr, len(inputs.weights))
-    unchanged = jax.tree.leaves(
-        jax.tree.map(
-            lambda x: x if isinstance(x, Changed) else False,
-            jax.tree.unflatten(structure, returned),
-            is_leaf=lambda x: isinstance(x, Changed),
-        )
-    )
-    outputs = jax.tree.unflatten(
-        structure,
-        [None if u else x for x, u in zip(traced.out_avals, unchanged, strict=True)],
-    )
-    if any(unchanged):
-        traced = with_outputs(traced, [not u for u in unchanged])
-    args = [*inputs.args, *abstract(traced.consts)]
-    return TracedLayer(
-        inputs._replace(args=args), traced.jaxpr, list(traced.consts), outputs
-    )
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    check_partial_sums(program.jaxpr, places)
+    count = len(jax.tree.leaves(shapes[0]))
+    returned = _returned_weights(program.jaxpr, len(jax.tree.leaves(inputs.weights)))
+    wanted = [i < count or not same for i, same in enumerate(returned)]
+    avals = [x if w else None for x, w in zip(program.out_avals, wanted, strict=True)]
+    outputs = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+    if not all(wanted):
+        program = with_outputs(program, wanted)
+    args = [*inputs.args, *abstract(list(program.consts))]
+    return inputs._replace(args=args), program, outputs
 
 
 def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
@@ -149,53 +88,47 @@ def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
     return [0 < bit < computed for bit in dependencies(jaxpr, bits, rule)]
 
 
-class LinearizedLayer:
+class Layer:
     """A traced layer with the residuals of its backward.
 
     Attributes:
-      traced: the layer.
-      consts: constants of user-defined derivative rules, which get no gradients. The
-        caller appends them to ``args``, after those of ``traced``.
+      inputs: abstract inputs.
+      outputs: a pytree of abstract arrays.
+      consts: constants of user-defined derivative rules, which get no gradients.
       reads: whether the backward needs each weight.
     """
 
     def __init__(
-        self,
-        traced: TracedLayer,
-        trained: Sequence[bool],
-        remat: Any,
-        prevent_cse: bool,
+        self, traced: Traced, trained: Sequence[bool], remat: Any, *, prevent_cse: bool
     ):
-        note_names(traced.jaxpr, remat)
-        if remat != "none" and (eqn := find(traced.jaxpr, {"io_callback"})):
+        self.inputs, self._program, self.outputs = traced
+        if remat != "none" and (eqn := find(self._program.jaxpr, {"io_callback"})):
             raise UserError(
                 f"{line_of(eqn)}: an io_callback in a unit whose backward computes it "
                 "again, which JAX refuses; use jax.pure_callback, or remat='none' for "
                 "this unit (policy.overrides)"
             )
-        self.traced = traced
-        fn = checkpoint(traced.run, remat, prevent_cse=prevent_cse)
+        fn = checkpoint(self.evaluate, remat, prevent_cse=prevent_cse)
 
         def with_residuals(*inputs):
-            inputs, float8 = traced.with_handles(Inputs(*inputs))
             # Trained weights have gradients, and so have all other float inputs.
+            inputs = Inputs(*inputs)
             moves: Inputs = jax.tree.map(is_float, inputs)
-            moves = moves._replace(weights=list(trained[: len(inputs.weights)]))
+            moves = moves._replace(weights=list(trained))
             fixed = select(inputs, jax.tree.map(lambda m: not m, moves))
 
             def of_moving(moving):
-                outputs = fn(merge(moving, fixed), float8)
-                return differentiable(outputs, traced.outputs), outputs
+                outputs = fn(merge(moving, fixed))
+                return differentiable(outputs, self.outputs), outputs
 
             moving = select(inputs, moves)
             _, pullback, outputs = jax.vjp(of_moving, moving, has_aux=True)
             return outputs, pullback
 
-        run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*traced.inputs)
+        run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*self.inputs)
         self._pullback = jax.tree.structure(shapes[1])
         self.consts = list(run.consts)
-
-        leaves = jax.tree.leaves(traced.inputs)
+        leaves = jax.tree.leaves(self.inputs)
 
         def hoisted(*inputs):
             closed = core.ClosedJaxpr(run.jaxpr, inputs[len(leaves) :])
@@ -216,59 +149,79 @@ class LinearizedLayer:
         and so are inputs other than the carry. All others are kept.
         """
         of_weights, of_args, of_rest = 1, 2, 4
-        inputs = self.traced.inputs
         bits = Inputs(of_weights, of_rest, of_rest, of_args)
         needs = jax.tree.leaves(
-            jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, inputs)
+            jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, self.inputs)
         )
         needs += [of_args] * len(self.consts)
         needs = dependencies(jaxpr, needs)[prefix:]
-        before, carry = [len(jax.tree.leaves(x)) for x in (inputs[:2], inputs.carry)]
-        free = set(jaxpr.invars) - set(jaxpr.invars[before : before + carry])
+        first, carry = (
+            len(jax.tree.leaves(x)) for x in (self.inputs[:2], self.inputs.carry)
+        )
+        free = set(jaxpr.invars) - set(jaxpr.invars[first : first + carry])
         kept: dict[Any, int] = {}
         self._source: list[int | None] = []  # index among the kept, or None
-        first, lost = [], []  # whether the first to be kept of its kind; to be rebuilt
+        keep, lost = [], []  # whether the first to be kept of its kind; to be rebuilt
         for var, need in zip(jaxpr.outvars[prefix:], needs, strict=True):
             lost.append(need in (0, of_weights, of_args) or var in free)
-            first.append(not lost[-1] and var not in kept)
+            keep.append(not lost[-1] and var not in kept)
             index = None if lost[-1] else kept.setdefault(var, len(kept))
             self._source.append(index)
         self._kept = list(kept)
-        self._forward = needed_for(jaxpr, [True] * prefix + first)
+        self._forward = needed_for(jaxpr, [True] * prefix + keep)
         # The forward has printed and called back already.
         jaxpr = without_effects(jaxpr)
         self._rebuild = needed_for(jaxpr, [False] * prefix + lost)
-        self.reads = self._rebuild[1][: len(inputs.weights)]
+        weights, structure = jax.tree.flatten(self.inputs.weights)
+        self.reads = jax.tree.unflatten(structure, self._rebuild[1][: len(weights)])
 
-    def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:
-        """Returns the outputs, and the residuals to keep for the backward."""
-        structure = jax.tree.structure(self.traced.outputs)
-        leaves = run_used(*self._forward, jax.tree.leaves(inputs))
+    def evaluate(self, inputs: Inputs) -> Any:
+        """Returns the outputs without residuals."""
+        leaves, consts = jax.tree.leaves(inputs), self._program.consts
+        split = len(self._program.jaxpr.invars)
+        # The constants are the last of the args.
+        program = core.ClosedJaxpr(
+            self._program.jaxpr, leaves[split : split + len(consts)]
+        )
+        outputs = core.jaxpr_as_fun(program)(*leaves[:split])
+        return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
+
+    def forward(self, inputs: Inputs, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns the outputs, and the residuals to keep for the backward.
+
+        ``consts`` are those of the layer, as inputs of what is differentiated.
+        """
+        structure = jax.tree.structure(self.outputs)
+        leaves = run_used(*self._forward, [*jax.tree.leaves(inputs), *consts])
         outputs, kept = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
         kept = self._move(kept, jax.memory.Space.Host)
         return jax.tree.unflatten(structure, outputs), kept
 
-    def transpose(self, inputs: Inputs, kept: Sequence[Any], cotangents: Any) -> Inputs:
-        """Returns the gradients of the inputs.
+    def transpose(
+        self,
+        inputs: Inputs,
+        consts: Sequence[Any],
+        kept: Sequence[Any],
+        cotangents: Any,
+    ) -> Inputs:
+        """Returns the gradients of the inputs, None for those without one.
 
         Args:
           inputs: the inputs, with None for weights not in ``reads``; the carry is
             ignored.
+          consts: as in ``forward``.
           kept: the residuals that ``forward`` returned.
           cotangents: cotangents of the outputs, from ``differentiable``.
         """
-        carry = [None] * len(jax.tree.leaves(self.traced.inputs.carry))
-        inputs = inputs._replace(carry=carry)
-        leaves = jax.tree.leaves(inputs, is_leaf=lambda x: x is None)
+        carry = [None] * len(jax.tree.leaves(self.inputs.carry))
+        leaves = jax.tree.leaves(
+            inputs._replace(carry=carry), is_leaf=lambda x: x is None
+        )
         kept = self._move(kept, jax.memory.Space.Device)
-        rebuilt = iter(run_used(*self._rebuild, leaves))
+        rebuilt = iter(run_used(*self._rebuild, [*leaves, *consts]))
         residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
         (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
-        scales = [None] * (len(inputs.weights) - len(grads.weights))
-        return grads._replace(
-            weights=[*grads.weights, *scales],
-            args=[*grads.args, *[None] * len(self.consts)],
-        )
+        return grads
 
     def _move(self, kept: Sequence[Any], space: Any) -> list[Any]:
         """Moves offloaded residuals to the memory ``space``."""

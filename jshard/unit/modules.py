@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.comm.collectives import gather_leaf
-from jshard.comm.embedding import is_cheaper, look_up
+from jshard.collectives.embedding import is_cheaper, look_up
+from jshard.collectives.gather import gather_leaf
 from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
+from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
+from jshard.fsdp.precision import own_dtype, set_compute_dtype
 from jshard.layout.layers import mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.tables import is_table, mark_table
@@ -32,12 +34,9 @@ from jshard.layout.variables import (
     reachable,
     variables,
 )
-from jshard.policy import Policy, Reshard, UnitPolicy
-from jshard.precision import own_dtype, set_compute_dtype
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
-from jshard.unit.parameters import Parameters
-from jshard.unit.partition import Changed, Static, combine, partition
+from jshard.unit.partition import Static, combine, partition
 from jshard.unit.shards import hide, is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
@@ -127,7 +126,7 @@ class Stack(nnx.Module, pytree=False):
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """Returns the last layer's output, or (output, stacked aux)."""
-        run, finish = prepare_layers(self, x, args, Parameters())
+        run, finish = prepare_layers(self, x, args)
         return finish(*run())[0]
 
 
@@ -270,93 +269,95 @@ def make_plain(module: Any) -> None:
     object.__setattr__(module, "__class__", type(module).plain_class)
 
 
-class Parts:
-    """A unit, split into its parameters, its other arrays and its structure.
+def open_unit(
+    unit: nnx.Module,
+) -> tuple[list[jax.Array], list[Placement], list[jax.Array], Callable]:
+    """Splits a unit into its parameters, its other arrays and its structure.
 
-    Attributes:
-      own: the parameters that the unit owns.
-      rest: its other arrays: shards of inner units, weights that are gathered outside,
-        and state. Earlier calls may have left values in the state that depend on
-        parameters.
+    Returns:
+      This device's shards of the parameters that the unit owns; their placements; its
+      other arrays: shards of inner units, weights that are gathered outside, and state,
+      in which earlier calls may have left what depends on parameters; and
+      ``module(weights, rest=None)``, which returns the plain module with full weights.
+      Without ``rest``, its other Variables are those of the unit itself, so that
+      updates to them persist.
     """
+    graphdef, own, others = nnx.split(unit, own_parameters(unit), ...)
+    owned, tree = jax.tree.flatten(own, is_leaf=is_variable)
+    shards = [shard for variable in owned if (shard := shard_of(variable))]
+    rest, static = partition(others)
 
-    def __init__(self, unit: nnx.Module):
-        self._graphdef, own, self._rest = nnx.split(unit, own_parameters(unit), ...)
-        self._variables, self._tree = jax.tree.flatten(own, is_leaf=is_variable)
-        shards = [shard for v in self._variables if (shard := shard_of(v))]
-        self.own = Parameters(
-            [shard.array for shard in shards], [shard.place for shard in shards]
-        )
-        self.rest, self._static = partition(self._rest)
-
-    def module(self, weights: list, rest: list | None = None) -> nnx.Module:
-        """Returns the plain module with full weights, and with ``rest`` if given.
-
-        Without ``rest``, the other Variables are those of the unit itself, so that
-        updates to them persist.
-        """
-        whole = [v.copy(w) for v, w in zip(self._variables, weights, strict=True)]
-        others = self._rest if rest is None else combine(rest, self._static)
-        own = jax.tree.unflatten(self._tree, whole)
-        module = nnx.merge(self._graphdef, own, others)
+    def module(weights: list, rest: list | None = None) -> nnx.Module:
+        whole = [v.copy(w) for v, w in zip(owned, weights, strict=True)]
+        inner = others if rest is None else combine(rest, static)
+        plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)
         for variable in whole:
             show(variable)
-        if is_unit(module):  # the root is not
-            make_plain(module)
-        return module
+        if is_unit(plain):  # the root is not
+            make_plain(plain)
+        return plain
+
+    arrays, places = [s.array for s in shards], [s.place for s in shards]
+    return arrays, places, rest, module
 
 
 def _run_unit(
     unit: Any, method: Callable, args: tuple, kwargs: dict, policy: UnitPolicy
 ) -> Any:
-    parts = Parts(unit)
-    own, rest = parts.own, parts.rest
+    shards, places, rest, module = open_unit(unit)
     if is_table(unit) and method is nnx.Embed.__call__:
         # A unit owns no shard if its table is shared or is gathered already.
-        if own.shards and len(args) == 1 and not kwargs:
-            (shard,), (where,), (ids,) = own.shards, own.places, args
-            if is_cheaper(shard, where, ids):
-                read = lambda table, ids: method(parts.module([table], rest), ids)
-                return look_up(read, shard, where, ids)
+        if shards and len(args) == 1 and not kwargs:
+            (shard,), (place_of,), (ids,) = shards, places, args
+            if is_cheaper(shard, place_of, ids):
+                read = lambda table, ids: method(module([table], rest), ids)
+                return look_up(read, shard, place_of, ids)
     inputs, arguments = partition((args, kwargs))
     passed = variables_in((args, kwargs))
 
     def call(weights, rest, inputs, _):
         args, kwargs = combine(inputs, arguments)
-        module = parts.module(weights, rest)
-        result, changes, changed = call_method(method, module, args, kwargs)
+        result, changes, changed = call_method(
+            method, module(weights, rest), args, kwargs
+        )
+        results, of_results = partition((result, changed))
         arrays, static = partition(changes)
-        return partition((result, changed)), (Changed(arrays), static)
+        return results, arrays, (of_results, static)
 
-    results, (after, static) = run_unit(call, own, rest, inputs, policy)
-    result, changed = combine(*results)
-    apply_changes(unit, combine(after.arrays, static), layers=False)
+    results, arrays, (of_results, static) = run_unit(
+        call, shards, places, rest, inputs, policy
+    )
+    result, changed = combine(results, of_results)
+    apply_changes(unit, combine(arrays, static), layers=False)
     for i, value in changed.items():
         passed[i].set_value(value)
     return result
 
 
 def prepare_layers(
-    stack: Stack, x: Any, args: tuple, following: Parameters
+    stack: Stack,
+    x: Any,
+    args: tuple,
+    beside: tuple[list[jax.Array], list[Placement]] = ([], []),
 ) -> tuple[Callable, Callable]:
     """Returns the functions ``run`` and ``finish`` for ``stack(x, *args)``.
 
     ``finish(*run())`` returns the result of the call and the full weights of
-    ``following``, gathered while the last layer runs. In a step, ``run`` is the scan of
+    ``beside``, gathered while the last layer runs. In a step, ``run`` is the scan of
     ``unit/stack.py``; otherwise it is a plain ``lax.scan``.
 
     Raises:
       UserError: here or in ``run``, if a layer changes the carry's shape or dtype, or a
         Variable that is passed to it.
     """
-    parts = Parts(stack)
+    shards, places, rest, module = open_unit(stack)
     extra, arguments = partition(args)
     carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
-        module = parts.module(weights, rest)
+        plain = module(weights, rest)
         result, changes, changed = call_method(
-            type(module).__call__, module, (carry, *combine(extra, arguments)), {}
+            type(plain).__call__, plain, (carry, *combine(extra, arguments)), {}
         )
         if changed:
             raise UserError(
@@ -365,22 +366,21 @@ def prepare_layers(
             )
         after, aux, has_aux = split_aux(result, carry)
         arrays, static = partition(changes)
-        return after, (aux, Changed(arrays), static, Static(has_aux))
+        return (after, aux), arrays, (static, Static(has_aux))
 
     def finish(carry, ys, weights=()):
-        aux, changed, static, has_aux = ys
-        apply_changes(stack, combine(changed.arrays, static), layers=True)
+        aux, arrays, (static, has_aux) = ys
+        apply_changes(stack, combine(arrays, static), layers=True)
         return (carry, aux) if has_aux.value else carry, weights
 
     policy = stack.unit_policy
     if policy is not None:
-        own, rest = parts.own, parts.rest
-        run = make_scan(layer, own, rest, carry, extra, policy, following)
+        run = make_scan(layer, shards, places, rest, carry, extra, policy, beside)
         return run, finish
 
     def body(carry, rest):
-        out, ys = layer([], rest, carry, extra)
+        (out, aux), arrays, static = layer([], rest, carry, extra)
         check_carry(carry, out)
-        return out, ys
+        return out, (aux, arrays, static)
 
-    return functools.partial(jax.lax.scan, body, carry, parts.rest), finish
+    return functools.partial(jax.lax.scan, body, carry, rest), finish

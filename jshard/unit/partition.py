@@ -3,11 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.unit.shards import array_of, is_shard, with_array
 
@@ -21,12 +22,6 @@ class Static:
     """
 
     value: Any
-
-
-class Changed(NamedTuple):
-    """Arrays that a layer set in itself, among the results of its function."""
-
-    arrays: list[Any]  # None for a weight that is unchanged (``trace_layer``)
 
 
 def partition(tree: Any) -> tuple[list[jax.Array], Static]:
@@ -62,4 +57,19 @@ def merge(first: Any, second: Any) -> Any:
     """Returns ``first`` with each None replaced by the leaf of ``second``."""
     return jax.tree.map(
         lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None
+    )
+
+
+def abstract(tree: Any, *, layer: bool = False) -> Any:
+    """Returns a pytree of arrays as abstract arrays of a step.
+
+    With ``layer``, these are of one layer of stacked arrays (L, ...).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape[1:] if layer else x.shape, x.dtype, sharding=sharding
+        ),
+        tree,
     )

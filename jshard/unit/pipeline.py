@@ -1,149 +1,219 @@
-"""The algorithm, software-pipelined: collectives run beside neighbouring layers.
+"""A Stack with prefetch: collectives run beside neighbouring layers.
 
-Each iteration unshards the weights of the next layer and reduce-scatters the gradients
+Each iteration gathers the weights of the next layer and reduce-scatters the gradients
 of the previous one. Its own layer depends on neither, so both overlap with it. A gather
-starts once the one before has arrived, so that XLA combines no two of them. Peeled
-off the loop are the last layer of each pass, which has no next layer, and the first
-ones of the backward, before there are gradients to scatter.
+starts once the one before has ended, so that XLA combines no two of them. Outside of
+the loop are the last layer of each pass, which has no next layer, and the first ones of
+the backward, before there are gradients to scatter.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jshard.compat.xla_options import GATHERS_LATE
-from jshard.mesh import REPLICA
-from jshard.unit.parameters import Parameters
-from jshard.unit.segments import Layers, StackArrays, Sums, layer_of
-from jshard.unit.unit import barrier, unshard_after
+from jshard.fsdp.mesh import REPLICA
+from jshard.fsdp.policy import Reshard
+from jshard.fsdp.scopes import LAYERS
+from jshard.layout.placement import Placement
+from jshard.unit.layers import (
+    Segment,
+    add_weights,
+    join_layers,
+    layer_of,
+    run_layer,
+    shards_after,
+    transpose_layer,
+)
+from jshard.unit.linearize import Inputs
+from jshard.unit.partition import select
+from jshard.unit.unit import barrier, gather, gather_again, reduce, scatter
 
 
+@jax.named_scope(LAYERS)
 def forward(
-    run: Callable[[Any, Any, Any], tuple[Any, Any]],
-    run_last: Callable[[Any, Any, Any], tuple[Any, Any]],
-    arrays: StackArrays,
-    bounds: tuple[int, int],
-    carry: Any,
-    following: Parameters,
-    *,
-    unroll: bool,
-) -> tuple[Any, Any, Any, tuple[Any, Any]]:
-    """Runs at least two layers, and gathers the weights of the next beside each.
+    segments: Sequence[Segment],
+    places: tuple[list[Placement], list[Placement]],
+    reshard: Reshard,
+    keep: bool,
+    stacked: Inputs,
+    consts: Sequence[tuple[list, list]],
+    next_shards: list[jax.Array],
+) -> Any:
+    """Does what ``forward`` of ``stack.py`` does."""
+    own, of_next = places
+    carry, next_weights, all_ys, saved = stacked.carry, [], [], []
+    dropping = {"places": own, "reshard": reshard} if keep else None
+    for segment, (in_loop, out_of_loop) in zip(segments, consts, strict=False):
+        start, stop, layer, outside, unroll = segment
+        run = functools.partial(run_layer, layer, in_loop, stacked, dropping)
+        run_last = functools.partial(run_layer, outside, out_of_loop, stacked, dropping)
+        late = GATHERS_LATE and not unroll
 
-    Args:
-      run: ``run(index, weights, carry) -> (carry, out)``, one layer in the loop.
-      run_last: the same for the last layer, outside the loop.
-      arrays: what the layers are made of.
-      bounds: (start, stop) of the layers.
-      carry: the input of the first layer.
-      following: parameters to gather while the last layer runs.
-      unroll: whether the layers follow each other without a loop.
+        def step(state, _, run=run, late=late):
+            index, weights, carry = state
+            shards, (carry, weights) = shards_after(
+                stacked, own, index + 1, (carry, weights)
+            )
+            next_weights = gather(shards, own)
+            carry, out = run(index, weights, carry)
+            if late:
+                next_weights, out = barrier(next_weights, out)
+            return (index + 1, next_weights, carry), out
 
-    Returns:
-      The carry; the outputs of all layers but the last, stacked; that of the last; and
-      full weights of the last layer and of ``following``.
-    """
-    start, stop = bounds
-
-    def step(state, _):
-        index, weights, carry = state
-        arriving, (carry, weights) = arrays.unshard(index + 1, (carry, weights))
-        carry, out = run(index, weights, carry)
-        if GATHERS_LATE and not unroll:
-            arriving, out = barrier(arriving, out)
-        return (index + 1, arriving, carry), out
-
-    weights, carry = arrays.unshard(start, carry)
-    state = (jnp.int32(start), weights, carry)
-    (_, weights, carry), out = lax.scan(
-        step, state, None, length=stop - start - 1, unroll=unroll
-    )
-    arriving, (carry, weights) = unshard_after(
-        (carry, weights), following.shards, following.places
-    )
-    carry, last = run_last(stop - 1, weights, carry)
-    return carry, out, last, (weights, arriving)
+        shards, carry = shards_after(stacked, own, start, carry)
+        weights = gather(shards, own)
+        state = (jnp.int32(start), weights, carry)
+        length = stop - 1 - start
+        (_, weights, carry), (ys, needed) = lax.scan(
+            step, state, None, length=length, unroll=unroll
+        )
+        if segment is segments[-1]:
+            next_shards, (carry, weights) = barrier(next_shards, (carry, weights))
+            next_weights = gather(next_shards, of_next)
+        carry, (last_ys, last_needed) = run_last(stop - 1, weights, carry)
+        all_ys += [ys, jax.tree.map(lambda y: y[None], last_ys)]
+        # The backward begins with the last layer, whose weights are here. Those of a
+        # single layer would wait for the segments above.
+        read = select(weights, layer.reads) if length else None
+        saved.append((needed, last_needed, read))
+    outputs = carry, join_layers(all_ys), next_weights
+    return (outputs, (stacked, consts, saved)) if keep else outputs
 
 
+@jax.named_scope(LAYERS)
 def backward(
-    layers: Layers, saved: tuple[Any, Any, Any], ys_ct: Any, sums: Sums, arriving: Any
-) -> tuple[Sums, Any]:
-    """Runs the backward of a segment of at least two layers.
+    segments: Sequence[Segment],
+    places: list[Placement],
+    reshard: Reshard,
+    types: list[Any],
+    saved: tuple[Inputs, Any, Any],
+    ys_ct: Any,
+    sums: Inputs,
+    parts: list[Any],
+) -> tuple[Inputs, list[Any]]:
+    """Does what ``backward`` of ``stack.py`` does."""
+    stacked, consts, saved = saved
+    for segment, of_segment, needed in reversed(
+        list(zip(segments, consts, saved, strict=True))
+    ):
+        static = segment, of_segment, places, reshard, types
+        sums, parts = _segment_backward(*static, stacked, needed, ys_ct, (sums, parts))
+    return sums, parts
+
+
+def _segment_backward(
+    segment: Segment,
+    consts: tuple[list, list],
+    places: list[Placement],
+    reshard: Reshard,
+    types: list[Any],
+    stacked: Inputs,
+    saved: tuple[Any, Any, Any],
+    ys_ct: Any,
+    sums_and_parts: tuple[Inputs, list[Any]],
+) -> tuple[Inputs, list[Any]]:
+    """Runs the backward of a segment.
 
     Args:
-      layers: the segment.
+      segment: the segment.
+      consts: of its layer in the loop, and of that outside.
+      places: of the layers' parameters.
+      reshard: see ``UnitPolicy``.
+      types: a layer's abstract shards.
+      stacked: the inputs of all layers.
       saved: (residuals, kept weights) of all layers but the last, stacked; the same for
-        the last; and the weights that the backward of the last layer reads.
-      ys_ct: cotangents of the Stack's stacked outputs.
-      sums: the sums before the last layer's backward.
-      arriving: gradients that are scattered while the last layer's backward runs.
+        the last; and the weights that the backward of the last layer reads, or None.
+      ys_ct: cotangents of the stacked ys.
+      sums_and_parts: the gradients so far; and gradients of the unit above, scattered
+        beside the last layer's backward.
 
     Returns:
-      The sums after the first layer's backward, and ``arriving``.
+      The same, with the gradients of the segment.
     """
-    segment = layers.segment
-    start, last = segment.start, segment.stop - 1
-    stacked, (last_residuals, _), weights = saved
+    start, stop, layer, outside, unroll = segment
+    (sums, parts_above), last = sums_and_parts, stop - 1
+    most, (last_residuals, last_kept), weights = saved
     # The all-reduce over replicas takes time, too: it runs beside yet another layer.
     delayed = lax.axis_size(REPLICA) > 1
 
-    def unshard_again(index, sums, here):
-        _, kept = layer_of(stacked, index - start)
-        shards, arrived = [], (sums.carry, here)
+    def gather_before(index, kept, sums, weights):
+        """Gathers a layer's weights once its neighbour's cotangent and weights are."""
+        after = sums.carry, weights
         if kept is None:
-            shards, arrived = layers.arrays.shards_after(index, arrived)
-        weights, (carry_ct, here) = segment.in_loop.unshard_again(
-            kept, shards, arrived, wait=kept is not None
-        )
-        return weights, sums._replace(carry=carry_ct), here
+            source, after = shards_after(stacked, places, index, after)
+            source = select(source, layer.reads)
+        else:
+            source, after = barrier(kept, after)
+        carry_ct, weights = after
+        gathered = gather_again(source, places, reshard)
+        return gathered, sums._replace(carry=carry_ct), weights
 
-    def one_layer(unit, index, weights, grads, parts, sums):
-        """Runs a layer's backward and its neighbours' collectives.
+    def finish(index, parts, sums):
+        return add_weights(sums, reduce(parts, places, types), index)
+
+    def one_layer(layer, consts, index, weights, grads, parts, sums):
+        """Runs a layer's backward beside its neighbours' collectives.
 
         Returns the inputs for the layer below: its weights, gradients of this layer's
         full weights, scattered parts that wait for their all-reduce, and sums.
         """
         next_weights = None
         if not isinstance(index, int) or index > start:
-            next_weights, sums, weights = unshard_again(index - 1, sums, weights)
-        residuals, _ = layer_of(stacked, index - start)
+            _, kept = layer_of(most, index - 1 - start)
+            next_weights, sums, weights = gather_before(index - 1, kept, sums, weights)
+        residuals, _ = layer_of(most, index - start)
         own_ct = layer_of(ys_ct, index)
-        sums, own = layers.transpose(unit, index, weights, residuals, own_ct, sums)
+        sums, grads_here = transpose_layer(
+            layer, consts, stacked, index, weights, residuals, own_ct, sums
+        )
         reduced = None
         if parts is not None:
-            reduced = segment.in_loop.all_reduce(parts)
-            sums = layers.put(index + 2, reduced, sums)
-        parts = segment.in_loop.scatter(grads)
+            reduced = reduce(parts, places, types)
+            sums = add_weights(sums, reduced, index + 2)
+        parts = scatter(grads, places)
         # The next all-reduce waits for this one: otherwise XLA would combine them.
-        (parts, own, _), carry_ct = barrier((parts, own, reduced), sums.carry)
+        (parts, grads_here, _), carry_ct = barrier(
+            (parts, grads_here, reduced), sums.carry
+        )
         sums = sums._replace(carry=carry_ct)
         if not delayed:
-            sums, parts = layers.finish(index + 1, parts, sums), None
-        return next_weights, own, parts, sums
+            sums, parts = finish(index + 1, parts, sums), None
+        return next_weights, grads_here, parts, sums
 
     def step(state, _):
         index, *rest = state
-        return (index - 1, *one_layer(segment.in_loop, index, *rest)), None
+        return (index - 1, *one_layer(layer, consts[0], index, *rest)), None
 
-    next_weights, sums, weights = unshard_again(last - 1, sums, weights)
-    last_ys_ct = layer_of(ys_ct, last)
-    sums, grads = layers.transpose(
-        segment.peeled, last, weights, last_residuals, last_ys_ct, sums
+    if weights is None:
+        weights, sums, _ = gather_before(last, last_kept, sums, None)
+    next_weights = None
+    if last > start:
+        _, kept = layer_of(most, last - 1 - start)
+        next_weights, sums, weights = gather_before(last - 1, kept, sums, weights)
+    last_ct = layer_of(ys_ct, last)
+    sums, grads = transpose_layer(
+        outside, consts[1], stacked, last, weights, last_residuals, last_ct, sums
     )
-    (arriving, grads), carry_ct = barrier((arriving, grads), sums.carry)
-    state: Sequence[Any] = (next_weights, grads, None, sums._replace(carry=carry_ct))
+    (parts_above, grads), carry_ct = barrier((parts_above, grads), sums.carry)
+    sums = sums._replace(carry=carry_ct)
+    if last == start:
+        return finish(start, scatter(grads, places), sums), parts_above
+    state: Sequence[Any] = (next_weights, grads, None, sums)
     index = last - 1
     if delayed and index > start:
-        state = one_layer(segment.peeled, index, *state)
+        state = one_layer(outside, consts[1], index, *state)
         index -= 1
     if index > start:
         carried = (jnp.int32(index), *state)
         (_, *state), _ = lax.scan(
-            step, carried, None, length=index - start, unroll=segment.unroll
+            step, carried, None, length=index - start, unroll=unroll
         )
-    _, grads, parts, sums = one_layer(segment.peeled, start, *state)
+    _, grads, parts, sums = one_layer(outside, consts[1], start, *state)
     if parts is not None:
-        sums = layers.finish(start + 1, parts, sums)
-    return layers.finish(start, segment.in_loop.scatter(grads), sums), arriving
+        sums = finish(start + 1, parts, sums)
+    return finish(start, scatter(grads, places), sums), parts_above

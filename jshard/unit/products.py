@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.comm.quantized import largest, tensor_scale, to_float8
+from jshard.collectives.quantized import largest, tensor_scale, to_float8
 from jshard.compat.jaxprs import CALLS, bind, context, inner_jaxpr, read
-from jshard.mesh import on_gpus
-from jshard.precision import is_float
+from jshard.fsdp.mesh import on_gpus
+from jshard.fsdp.precision import is_float
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

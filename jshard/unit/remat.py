@@ -1,8 +1,5 @@
 """Remat policies: which of a layer's activations are kept for the backward."""
 
-import contextlib
-import contextvars
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,50 +7,27 @@ import jax
 from jax.extend import core
 
 from jshard.errors import UserError
-from jshard.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload
+from jshard.fsdp.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload, Policy
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shown:
-    """The names of activations in a step's remat policies, and in its layers."""
-
-    wanted: set[str] = dataclasses.field(default_factory=set)
-    found: set[str] = dataclasses.field(default_factory=set)
-
-
-_shown = contextvars.ContextVar[_Shown | None]("shown", default=None)
-
-
-@contextlib.contextmanager
-def checked_names() -> Iterator[None]:
-    """Checks on exit that each name in a policy is that of some activation.
+def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
+    """Checks that each name in a remat policy is that of some activation.
 
     Raises:
-      UserError: a policy names an activation that no layer traced inside has.
+      UserError: a policy names an activation that the program does not have.
     """
-    shown = _Shown()
-    token = _shown.set(shown)
-    try:
-        yield
-    finally:
-        _shown.reset(token)
-    if unknown := sorted(shown.wanted - shown.found):
+    remats = list(policy.everywhere("remat").values())
+    named = [remat.names for remat in remats if isinstance(remat, Names)]
+    wanted = {name for names in named for name in names}
+    if any(isinstance(remat, Offload) for remat in remats):
+        wanted.discard(INPUTS)
+    found = set(names_in(jaxpr)) if wanted else set()
+    if unknown := sorted(wanted - found):
         raise UserError(
             f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
             "(with jax.ad_checkpoint.checkpoint_name); named are: "
-            f"{', '.join(sorted(shown.found)) or 'none'}"
+            f"{', '.join(sorted(found)) or 'none'}"
         )
-
-
-def note_names(jaxpr: core.Jaxpr, remat: Any) -> None:
-    """Records a layer's activations and the names in ``remat``, for ``checked_names``.
-
-    Does nothing outside ``checked_names``.
-    """
-    if (shown := _shown.get()) is not None:
-        shown.found.update(names_in(jaxpr))
-        names = set(remat.names) if isinstance(remat, Names) else set()
-        shown.wanted.update(names - {INPUTS} if isinstance(remat, Offload) else names)
 
 
 def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:

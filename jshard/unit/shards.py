@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard.comm.collectives import gather_leaf
+from jshard.collectives.gather import gather_leaf
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
 

@@ -1,245 +1,280 @@
 """A Stack: the algorithm of ``unit.py``, scanned over layers.
 
-Here one layer follows the other. With prefetch, ``pipeline.py`` overlaps each layer's
-collectives with its neighbours' computation.
+What happens to a layer's weight, from shard to gradient: ``forward`` gathers it, runs
+the layer and drops it; ``backward`` gathers it again, transposes the layer, scatters
+the gradient and reduces it. Here one layer follows the other. With prefetch,
+``pipeline.py`` takes the place of both, and runs each layer's collectives beside its
+neighbours' computation.
+
+Neighbouring layers with the same remat policy share a loop: a segment. XLA inlines a
+loop of one iteration, so that a single layer is scheduled like a Unit.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.comm.collectives import all_reduce_in_unit, scatter
 from jshard.errors import UserError
-from jshard.mesh import on_gpus
-from jshard.policy import UnitPolicy
-from jshard.precision import is_float
-from jshard.scopes import LAYERS
+from jshard.fsdp.mesh import on_gpus
+from jshard.fsdp.policy import Offload, Reshard, UnitPolicy
+from jshard.fsdp.precision import is_float
+from jshard.fsdp.scopes import LAYERS
+from jshard.layout.placement import Placement
 from jshard.unit import pipeline
-from jshard.unit.float8 import in_float8
-from jshard.unit.linearize import Inputs, differentiable, trace_layer
-from jshard.unit.parameters import Parameters, abstract, scales, unshard
-from jshard.unit.partition import select
-from jshard.unit.segments import (
-    Layers,
+from jshard.unit.layers import (
     Segment,
-    StackArrays,
-    Sums,
-    communicates,
+    add_weights,
+    join_layers,
     layer_of,
-    make_segments,
+    run_layer,
+    spans,
+    transpose_layer,
 )
-from jshard.unit.unit import barrier, map_present, unshard_after
+from jshard.unit.linearize import Inputs, Layer, Traced, differentiable, trace_layer
+from jshard.unit.partition import abstract, select
+from jshard.unit.unit import (
+    barrier,
+    gather,
+    gather_again,
+    reduce,
+    scatter,
+    weight_types,
+)
 
 
 def make_scan(
-    fn: Callable[[list, list, Any, list], tuple[Any, Any]],
-    own: Parameters,
+    fn: Callable[[list, list, Any, list], Any],
+    shards: Sequence[jax.Array],
+    places: Sequence[Placement],
     xs: Sequence[jax.Array],
     carry: Any,
     args: Sequence[jax.Array],
     policy: UnitPolicy,
-    following: Parameters,
+    beside: tuple[Sequence[jax.Array], Sequence[Placement]] = ((), ()),
 ) -> Callable[[], tuple[Any, Any, list[jax.Array]]]:
-    """Prepares the scan of ``fn(weights, xs, carry, args) -> (carry, ys)`` over layers.
+    """Prepares the scan of ``fn(weights, xs, carry, args)`` over layers.
 
     Args:
-      fn: one layer as a function of full weights; carry and ys are pytrees.
-      own: the layers' parameters.
+      fn: one layer as a function of full weights, which returns ((carry, aux), changed,
+        static); see ``trace_layer``.
+      shards: this device's, of the layers' parameters, (L, ...) each.
+      places: their placements.
       xs: the other arrays of the layers, (L, ...) each.
       carry: the input of the first layer.
       args: what all layers share.
       policy: remat, reshard and prefetch.
-      following: parameters of the unit after the Stack, gathered during the last layer.
+      beside: shards and placements of the unit after the Stack: gathered, and their
+        gradients scattered, beside the last layer.
 
     Returns:
-      A function that runs the layers and returns the last carry, the stacked ys, and
-      the full weights of ``following``.
+      A function that runs the layers and returns the last carry, stacked (aux, changed,
+      static), and the full weights of ``beside``.
 
     Raises:
       UserError: a layer changes the carry's shapes or dtypes.
     """
+    shards, places, xs = list(shards), list(places), list(xs)
+    next_shards, next_places = list(beside[0]), list(beside[1])
+    types = abstract(shards, layer=True)
     inputs = Inputs(
-        own.weight_types(layer=True),
-        abstract(list(xs), layer=True),
+        weight_types(types, places),
+        abstract(xs, layer=True),
         abstract(carry),
         abstract(list(args)),
     )
-    traced = trace_layer(fn, inputs, own.places)
-    check_carry(carry, traced.outputs[0])
-    own, traced = in_float8(own, traced, stacked=True)
-    length = next(x.shape[0] for x in [*own.shards, *xs])
+    traced = trace_layer(fn, inputs, places)
+    _, program, ((out, _), *_) = traced
+    check_carry(carry, out)
+    length = next(x.shape[0] for x in [*shards, *xs])
     prefetch = on_gpus() if policy.prefetch is None else policy.prefetch
-    prefetch = prefetch and communicates(own)
-    segments = list(make_segments(traced, own, policy, length, prefetch))
-    passes = _Passes(segments, own, following)
-    run = jax.custom_vjp(passes.evaluate)
-    run.defvjp(passes.forward, passes.backward)
-    shards, next_shards = list(own.shards), list(following.shards)
-    consts = [segment.consts() for segment in segments]
-    args = [*args, *traced.consts]
-    return functools.partial(run, shards, list(xs), carry, args, consts, next_shards)
+    prefetch = prefetch and length > 1 and _communicates(places)
+    segments = list(_segments(traced, places, policy, length, prefetch))
+    as_one = [(0, length, *segments[0][2:])]  # without residuals there is one loop
+    passes = (pipeline.forward, pipeline.backward) if prefetch else (forward, backward)
+    static = (places, next_places), policy.reshard_after_forward
+    types = types, abstract(next_shards)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Passes:
-    """The forward and the backward of a Stack, as rules of a ``custom_vjp``.
-
-    Only the placements and types in ``own`` and ``following`` are read.
-    """
-
-    segments: Sequence[Segment]
-    own: Parameters
-    following: Parameters
-
-    @jax.named_scope(LAYERS)
-    def evaluate(self, shards, xs, carry, args, consts, next_shards):
-        """Returns the outputs where nothing is differentiated."""
-        traced, length = self.segments[0].in_loop.layer.traced, self.segments[-1].stop
-        arrays = self._arrays(shards, xs, args)
-
-        def run(index, weights, carry):
-            return traced(Inputs(weights, layer_of(xs, index), carry, args))
-
-        bounds, unroll = (0, length), self.segments[0].unroll
-        if any(segment.prefetch for segment in self.segments):
-            following = Parameters(next_shards, self.following.places)
-            carry, ys, last_ys, (_, weights) = pipeline.forward(
-                run, run, arrays, bounds, carry, following, unroll=unroll
-            )
-            ys = jax.tree.map(
-                lambda y, last: jnp.concatenate([y, last[None]]), ys, last_ys
-            )
-        else:
-            carry, ys = _scan_forward(run, arrays, bounds, carry, unroll=unroll)
-            weights, carry = unshard_after(carry, next_shards, self.following.places)
-        return carry, ys, weights
-
-    @jax.named_scope(LAYERS)
-    def forward(self, shards, xs, carry, args, consts, next_shards):
-        """Returns the outputs, and what the backward needs."""
-        ys, saved, weights = [], [], []
-        arrays = self._arrays(shards, xs, args)
-        for segment, own_consts in zip(self.segments, consts, strict=True):
-            layers = Layers(segment, arrays, own_consts)
-            run = functools.partial(layers.forward, segment.in_loop)
-            bounds = (segment.start, segment.stop)
-            if segment.prefetch:
-                last = segment is self.segments[-1]
-                following = Parameters(next_shards, self.following.places)
-                carry, most, (last_ys, last_saved), (read, weights) = pipeline.forward(
-                    run,
-                    functools.partial(layers.forward, segment.peeled),
-                    arrays,
-                    bounds,
-                    carry,
-                    following if last else Parameters(),
-                    unroll=segment.unroll,
-                )
-                ys += [most[0], jax.tree.map(lambda y: y[None], last_ys)]
-                # The backward begins with the last layer, whose weights are here.
-                read = select(read, segment.in_loop.layer.reads)
-                saved.append((most[1], last_saved, read))
-            else:
-                carry, (some_ys, some_saved) = _scan_forward(
-                    run, arrays, bounds, carry, unroll=segment.unroll
-                )
-                ys.append(some_ys)
-                saved.append(some_saved)
-        if not self.segments[-1].prefetch:
-            weights, carry = unshard_after(carry, next_shards, self.following.places)
-        ys = jax.tree.map(lambda *parts: jnp.concatenate(parts), *ys)
-        return (carry, ys, weights), (shards, xs, args, consts, saved)
-
-    @jax.named_scope(LAYERS)
-    def backward(self, residuals, cotangents):
-        """Returns gradients of the inputs."""
-        shards, xs, args, consts, saved = residuals
-        arrays = self._arrays(shards, xs, args)
-        outputs = self.segments[0].in_loop.layer.traced.outputs
-        carry_ct, ys_ct = differentiable(tuple(cotangents[:2]), outputs)
-        trained = self.following.trained
-        next_grads = select(cotangents[2], trained) if cotangents[2] else []
-        parts = map_present(scatter, next_grads, self.following.places)
-        if not self.segments[-1].prefetch:
-            parts, carry_ct = barrier(parts, carry_ct)
-        sums = Sums(
-            carry_ct,
-            _zeros(args, map(is_float, args)),
-            _zeros(shards, self.own.trained),
-            _zeros(xs, map(is_float, xs)),
-        )
-        for segment, own_consts, own_saved in reversed(
-            list(zip(self.segments, consts, saved, strict=True))
-        ):
-            layers = Layers(segment, arrays, own_consts)
-            if segment is self.segments[-1] and segment.prefetch:
-                sums, parts = pipeline.backward(layers, own_saved, ys_ct, sums, parts)
-            elif segment.prefetch:
-                sums, _ = pipeline.backward(layers, own_saved, ys_ct, sums, [])
-            else:
-                sums = _scan_backward(layers, own_saved, ys_ct, sums)
-        dtypes = [shard.dtype for shard in self.following.shards]
-        places = self.following.places
-        parts = map_present(all_reduce_in_unit, parts, places, dtypes)
-        return sums.shards, sums.xs, sums.carry, sums.args, None, parts
-
-    def _arrays(self, shards, xs, args):
-        return StackArrays(Parameters(shards, self.own.places), xs, args)
-
-
-def _scan_forward(run, arrays, bounds, carry, *, unroll):
-    """Scans ``run(index, weights, carry)`` over layers, in order."""
-    start, stop = bounds
-    wait = unroll or stop - start == 1  # otherwise the loop holds the gather back
-
-    def body(state, _):
-        cursor, carry = state
-        shards, following = arrays.take(cursor, bounds, 1)
-        if wait:
-            shards, carry = barrier(shards, carry)
-        places = arrays.own.places
-        weights = unshard(shards, places, scales(shards, places))
-        carry, out = run(cursor[0], weights, carry)
-        return (following, carry), out
-
-    state = (arrays.cursor(start), carry)
-    (_, carry), out = lax.scan(body, state, None, length=stop - start, unroll=unroll)
-    return carry, out
-
-
-def _scan_backward(layers, saved, ys_ct, sums):
-    """Scans the backward over a segment's layers, in reverse."""
-    segment, arrays, unit = layers.segment, layers.arrays, layers.segment.in_loop
-    bounds = (segment.start, segment.stop)
-    straight = segment.unroll or segment.length == 1
-    wait = straight and bool(unit.reshard_after_forward)
-
-    def body(state, slices):
-        cursor, sums = state
-        (residuals, kept), ys_ct = slices
-        shards, following = arrays.take(cursor, bounds, -1)
-        weights, carry_ct = unit.unshard_again(kept, shards, sums.carry, wait=wait)
-        sums = sums._replace(carry=carry_ct)
-        index = cursor[0]
-        sums, grads = layers.transpose(unit, index, weights, residuals, ys_ct, sums)
-        return (following, layers.finish(index, unit.scatter(grads), sums)), None
-
-    ys_ct = jax.tree.map(lambda ct: ct[slice(*bounds)], ys_ct)
-    state = (arrays.cursor(segment.stop - 1), sums)
-    (_, sums), _ = lax.scan(
-        body,
-        state,
-        (saved, ys_ct),
-        length=segment.length,
-        reverse=True,
-        unroll=segment.unroll,
+    run = jax.custom_vjp(functools.partial(passes[0], as_one, *static, False))
+    run.defvjp(
+        functools.partial(passes[0], segments, *static, True),
+        functools.partial(_backward, passes[1], segments, *static, types),
     )
-    return sums
+    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
+    stacked = Inputs(shards, xs, carry, [*args, *program.consts])
+    return functools.partial(run, stacked, consts, next_shards)
+
+
+@jax.named_scope(LAYERS)
+def forward(
+    segments: Sequence[Segment],
+    places: tuple[list[Placement], list[Placement]],
+    reshard: Reshard,
+    keep: bool,
+    stacked: Inputs,
+    consts: Sequence[tuple[list, list]],
+    next_shards: list[jax.Array],
+) -> Any:
+    """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
+    own, of_next = places
+    carry, all_ys, saved = stacked.carry, [], []
+    dropping = {"places": own, "reshard": reshard} if keep else None
+    for segment, (layer_consts, _) in zip(segments, consts, strict=False):
+        start, stop, layer, _, unroll = segment
+        run = functools.partial(run_layer, layer, layer_consts, stacked, dropping)
+        straight = unroll or stop - start == 1
+
+        def body(state, _, run=run, straight=straight):
+            index, carry = state
+            shards = layer_of(stacked.weights, index)
+            if straight:  # otherwise the loop holds the gather back
+                shards, carry = barrier(shards, carry)
+            weights = gather(shards, own)
+            carry, out = run(index, weights, carry)
+            return (index + 1, carry), out
+
+        state = (jnp.int32(start), carry)
+        length = stop - start
+        (_, carry), (ys, needed) = lax.scan(
+            body, state, None, length=length, unroll=unroll
+        )
+        all_ys.append(ys)
+        saved.append(needed)
+    next_shards, carry = barrier(next_shards, carry)
+    outputs = carry, join_layers(all_ys), gather(next_shards, of_next)
+    return (outputs, (stacked, consts, saved)) if keep else outputs
+
+
+def _backward(
+    segments_backward: Callable,
+    segments: Sequence[Segment],
+    places: tuple[list[Placement], list[Placement]],
+    reshard: Reshard,
+    types: tuple[list[Any], list[Any]],
+    saved: tuple[Inputs, Any, Any],
+    cotangents: Any,
+) -> tuple[Inputs, None, list[Any]]:
+    """Returns gradients of the inputs of a forward.
+
+    ``types`` are abstract shards: of a layer, and of the next unit.
+    """
+    (own, of_next), (own_types, next_types) = places, types
+    stacked, _, _ = saved
+    carry_ct, (aux_ct, *others), next_grads = cotangents
+    outputs = segments[0][2].outputs
+    (carry_ct, aux_ct), *others = differentiable(((carry_ct, aux_ct), *others), outputs)
+    sums = Inputs(
+        _zeros(stacked.weights, [place.trainable for place in own]),
+        _zeros(stacked.xs, map(is_float, stacked.xs)),
+        carry_ct,
+        _zeros(stacked.args, map(is_float, stacked.args)),
+    )
+    next_grads = select(next_grads, [place.trainable for place in of_next])
+    parts = scatter(next_grads, of_next)
+    sums, parts = segments_backward(
+        segments, own, reshard, own_types, saved, (aux_ct, *others), sums, parts
+    )
+    return sums, None, reduce(parts, of_next, next_types)
+
+
+@jax.named_scope(LAYERS)
+def backward(
+    segments: Sequence[Segment],
+    places: list[Placement],
+    reshard: Reshard,
+    types: list[Any],
+    saved: tuple[Inputs, Any, Any],
+    ys_ct: Any,
+    sums: Inputs,
+    parts: list[Any],
+) -> tuple[Inputs, list[Any]]:
+    """Runs the backward of all segments, the last layer first.
+
+    Args:
+      segments: as in the forward, like ``places`` and ``reshard``.
+      places: of the layers' parameters.
+      reshard: see ``UnitPolicy``.
+      types: a layer's abstract shards.
+      saved: what the forward saved.
+      ys_ct: cotangents of the stacked ys.
+      sums: the gradients so far.
+      parts: scattered gradients of the unit after the Stack.
+
+    Returns:
+      ``sums`` with the gradients of all layers, and ``parts``.
+    """
+    stacked, consts, saved = saved
+    parts, carry_ct = barrier(parts, sums.carry)
+    sums = sums._replace(carry=carry_ct)
+    for segment, (layer_consts, _), needed in reversed(
+        list(zip(segments, consts, saved, strict=True))
+    ):
+        start, stop, layer, _, unroll = segment
+        transpose = functools.partial(transpose_layer, layer, layer_consts, stacked)
+        wait = bool(reshard) and (unroll or stop - start == 1)
+
+        def body(state, slices, layer=layer, transpose=transpose, wait=wait):
+            index, sums = state
+            (residuals, kept), ys_ct = slices
+            source = kept
+            if kept is None:
+                source = select(layer_of(stacked.weights, index), layer.reads)
+            if wait:
+                source, carry_ct = barrier(source, sums.carry)
+                sums = sums._replace(carry=carry_ct)
+            weights = gather_again(source, places, reshard)
+            sums, grads = transpose(index, weights, residuals, ys_ct, sums)
+            grads = reduce(scatter(grads, places), places, types)
+            return (index - 1, add_weights(sums, grads, index)), None
+
+        own_ct = jax.tree.map(lambda ct, a=start, b=stop: ct[a:b], ys_ct)
+        (_, sums), _ = lax.scan(
+            body,
+            (jnp.int32(stop - 1), sums),
+            (needed, own_ct),
+            length=stop - start,
+            reverse=True,
+            unroll=unroll,
+        )
+    return sums, parts
+
+
+def _communicates(places: Sequence[Placement]) -> bool:
+    """Returns whether anything can run beside a layer: a collective, a copy.
+
+    With ``defer_scatter``, weights are gathered once per step, so layers need none.
+    """
+    return any(
+        p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
+        for p in places
+    )
+
+
+def _segments(
+    traced: Traced,
+    places: Sequence[Placement],
+    policy: UnitPolicy,
+    length: int,
+    prefetch: bool,
+) -> Iterator[Segment]:
+    """Yields the segments of ``length`` layers like the one that is traced."""
+    trained = [place.trainable for place in places]
+    first = policy.first_k
+    for start, stop in spans(policy, length):
+        remat = policy.remat if first is None or start < first else "none"
+        # XLA moves arrays between host and device in loops; unrolled, it would keep
+        # all of them on the device.
+        in_loop = isinstance(remat, Offload) or any(place.hosted for place in places)
+        unroll = policy.unroll and not in_loop
+        straight = unroll or stop - start == 1
+        layer = Layer(traced, trained, remat, prevent_cse=straight)
+        outside = layer
+        if prefetch and not straight:
+            outside = Layer(traced, trained, remat, prevent_cse=True)
+        yield start, stop, layer, outside, unroll
 
 
 def check_carry(carry: Any, outputs: Any) -> None:

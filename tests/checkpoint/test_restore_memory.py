@@ -68,7 +68,7 @@ def check_usable(fsdp: jshard.FSDP, state: jshard.TrainState, tx: Any = TX) -> N
 def test_a_state_restores_bit_for_bit_in_every_memory(case, tmp_path):
     ema_decay, offload, mesh = case.values()
     knobs = {"loss_scale": True, "precision": jshard.Precision(param="bfloat16")}
-    tx = jshard.bf16_moments(TX)
+    tx = jshard.optim.bf16_moments(TX)
     fsdp = make(ema_decay, offload, mesh, **knobs)
     state = make_state(fsdp, 1, tx)
     save_steps(tmp_path, state, 1)

@@ -34,7 +34,7 @@ from jshard.compat import (
     xla_options,
 )
 from jshard.compat.packed_attention import packed_attention
-from jshard.mesh import make_mesh
+from jshard.fsdp.mesh import make_mesh
 
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}  # documented
 PACKAGE = Path(__file__).parents[2] / "jshard"

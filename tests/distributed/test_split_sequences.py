@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jshard
-from jshard.mesh import rows_of_process
+from jshard.fsdp.mesh import rows_of_process
 from models.llama import Llama, LlamaConfig
 from processes import Processes
 

@@ -151,7 +151,7 @@ def sharded(
     mesh = make_mesh(2, 2) if devices == 4 else make_mesh(1, devices)
     policy = jshard.Policy(program.remat, min_shard_elements=0, accumulate=accumulate)
     fsdp = jshard.FSDP(mesh, policy, units=program.units if units else ())
-    start = fsdp.shard if exists else fsdp.init
+    start = fsdp.from_model if exists else fsdp.init
     model: Any = program.model(nnx.Rngs(0)) if exists else program.model
     states, steps = [], []
     for phase in program.phases:
@@ -167,7 +167,7 @@ def sharded(
             states[i] = state
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
-    parts = fsdp.unshard((state.params, state.frozen, state.model_state))
+    parts = fsdp.fetch((state.params, state.frozen, state.model_state))
     flat = [item for part in parts for item in nnx.to_flat_state(part)]
     return Run(losses, norms, _arrays(dict(flat)))
 

@@ -115,7 +115,7 @@ def test_what_is_read_outside_of_its_unit_is_the_full_value(mesh, module):
     fsdp = fsdp_of(mesh)
     state = fsdp.init(wrapped(module), TX)
     step = fsdp.train_step(loss_fn, TX)
-    plain = nnx.to_pure_dict(fsdp.unshard(state.params))
+    plain = nnx.to_pure_dict(fsdp.fetch(state.params))
     opt_state = TX.init(plain)
 
     @jax.jit
@@ -131,7 +131,7 @@ def test_what_is_read_outside_of_its_unit_is_the_full_value(mesh, module):
         updates, opt_state = TX.update(grads, opt_state, plain)
         plain = optax.apply_updates(plain, updates)
         np.testing.assert_allclose(metrics["loss"], want, rtol=BOUND)
-    got = nnx.to_pure_dict(fsdp.unshard(state.params))
+    got = nnx.to_pure_dict(fsdp.fetch(state.params))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=BOUND * np.abs(w).max())
 

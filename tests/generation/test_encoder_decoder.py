@@ -102,7 +102,9 @@ def test_sharded_and_divided_prompts_give_the_same(devices, style):
     want = Generator(make_model(style))(PROMPTS, **options)
     mesh = jshard.make_mesh(devices=used)
     fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
-    sharded = Generator.sharded(fsdp, fsdp.shard(make_model(style), optax.identity()))
+    sharded = Generator.sharded(
+        fsdp, fsdp.from_model(make_model(style), optax.identity())
+    )
     assert sharded(PROMPTS, **options) == want
     assert Generator(make_model(style), used)(PROMPTS, **options) == want
 

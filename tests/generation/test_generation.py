@@ -99,7 +99,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
 
 def test_sharded_and_divided_prompts_give_the_same():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
-    state = fsdp.shard(make_model(), optax.identity())
+    state = fsdp.from_model(make_model(), optax.identity())
     options = {"length": 7, "sampling": Sampling(0.9, top_k=20), "seed": 5}
     one = Generator(make_model())(PROMPTS, **options)
     sharded = Generator.sharded(fsdp, state)(PROMPTS, **options)

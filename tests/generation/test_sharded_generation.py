@@ -101,7 +101,7 @@ def products_of_gathers(module: Any, body: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 def test_tokens_are_those_of_whole_weights_bit_for_bit(devices):
     fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:devices]), policy())
-    state = fsdp.shard(large_model(), optax.identity())
+    state = fsdp.from_model(large_model(), optax.identity())
     options = {"length": 9, "sampling": Sampling(0.9, top_k=20), "seed": 5}
     want = Generator(large_model())(PROMPTS, **options)
     assert Generator.sharded(fsdp, state)(PROMPTS, **options) == want

@@ -62,7 +62,7 @@ def logits(folder: Path, mapped: Mapped, replica: int, images: np.ndarray) -> An
     fsdp, state, _ = imported(folder, mapped, replica)
     predict = fsdp.predict_step(lambda model, batch: model(batch["image"]))
     with jax.default_matmul_precision("highest"):
-        return fsdp.unshard(predict(state, fsdp.shard_batch({"image": images})))
+        return fsdp.fetch(predict(state, fsdp.shard_batch({"image": images})))
 
 
 RECIPE = """\

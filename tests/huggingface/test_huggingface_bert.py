@@ -101,9 +101,9 @@ def test_logits_are_those_of_transformers(transformers, folder, inputs):
             fsdp = jshard.FSDP(
                 make_mesh(replica, 8 // replica), jshard.Policy(min_shard_elements=0)
             )
-            state = fsdp.shard(model, optax.identity())
+            state = fsdp.from_model(model, optax.identity())
             predict = fsdp.predict_step(our_logits)
-            check(fsdp.unshard(predict(state, fsdp.shard_batch(inputs))))
+            check(fsdp.fetch(predict(state, fsdp.shard_batch(inputs))))
 
 
 def test_a_run_from_a_folder_is_exported_as_it_was(

@@ -146,7 +146,7 @@ def test_greedy_tokens_are_those_of_transformers(
     prompts = [x[m] for x, m in zip(batch["inputs"], batch["mask"], strict=True)]
     model = our_model(folder(case))
     fsdp = jshard.FSDP(make_mesh(2, 4), jshard.Policy(min_shard_elements=0))
-    sharded = Generator.sharded(fsdp, fsdp.shard(model, optax.identity()))
+    sharded = Generator.sharded(fsdp, fsdp.from_model(model, optax.identity()))
     for generator in (Generator(model), Generator(model, jax.devices()[:3]), sharded):
         got = generator(prompts, length=20, sampling=Sampling(0), stop_tokens=stop)
         assert got == [row[:end] for row, end in zip(rows, ends, strict=True)]

@@ -101,7 +101,7 @@ def our_state(fsdp: jshard.FSDP, base: Path, adapters: Path | None) -> Any:
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = Llama(LlamaConfig(**keys), rngs=rngs)
         targets = ("attention.q", "attention.out", "down")
-        jshard.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets, rngs=rngs)
+        jshard.nn.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets, rngs=rngs)
         return model
 
     state = fsdp.init(make, ADAMW, wrt=nnx.LoRAParam)

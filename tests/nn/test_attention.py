@@ -23,7 +23,7 @@ def heads(width: int = 64, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def attend(q: jax.Array, implementation: str = "auto") -> jax.Array:
-    return jshard.dot_product_attention(
+    return jshard.nn.dot_product_attention(
         q, q, q, is_causal=True, implementation=implementation
     )
 
@@ -158,7 +158,7 @@ def test_attention_is_softmax_of_scaled_scores_times_values(implementation):
     weights = np.exp(scores)
     weights /= weights.sum(-1, keepdims=True)
     want = np.einsum("bnts,bsnh->btnh", weights, v4)
-    got = jshard.dot_product_attention(
+    got = jshard.nn.dot_product_attention(
         *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), implementation=implementation
     )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

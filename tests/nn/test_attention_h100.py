@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 import jshard
 from h100 import h100s
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS, compile_for, tracing_for
 from jshard.plan.cost.cost import work
 from jshard.plan.hlo import hlo
@@ -32,7 +32,7 @@ def compiled(*, width: int = 128, ids: bool = False, **options: Any) -> Any:
         more = {"segment_ids_BT": ids_BT} if ids else {}
 
         def loss(q, kv):
-            out = jshard.dot_product_attention(
+            out = jshard.nn.dot_product_attention(
                 q, kv, kv, is_causal=True, **options, **more
             )
             return jnp.sum(out.astype(jnp.float32))

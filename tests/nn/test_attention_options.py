@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard
-from jshard.describe import attention_kernels
 from jshard.nn import attention, blockwise_attention
 from jshard.nn.documents import documents, starts_and_lengths
 from jshard.plan import GPUS, tracing_for
+from jshard.plan.start_up import attention_kernels, describe
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 
@@ -99,7 +99,7 @@ def check_blocks(
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "blockwise_attention", smaller)
         attend = functools.partial(
-            jshard.dot_product_attention, implementation="blockwise"
+            jshard.nn.dot_product_attention, implementation="blockwise"
         )
         compare(attend, shapes, options | {"soft_cap": soft_cap})
 
@@ -136,7 +136,7 @@ def test_blockwise_attention_is_the_definition(shapes, options, soft_cap, block)
 def test_xlas_attention_is_the_definition(options):
     with jax.enable_x64(True):
         # JAX's softmax is in float32.
-        attend = jshard.dot_product_attention
+        attend = jshard.nn.dot_product_attention
         options = options | {"is_causal": True}
         compare(attend, (2, 7, 7, 4, 2, 4), options, bound=1e-5)
 
@@ -145,7 +145,7 @@ def test_a_row_with_more_documents_than_stated_is_nan_and_others_are_not():
     q, k, v = arrays((2, 4, 4, 2, 1, 4))
     ids = jnp.array([[0, 1, 0, 0], [5, 5, 7, 7]])
     for implementation in ("xla", "blockwise"):
-        out = jshard.dot_product_attention(
+        out = jshard.nn.dot_product_attention(
             q, k, v, segment_ids_BT=ids, max_segments=2, implementation=implementation
         )
         assert jnp.isnan(out[0]).all()
@@ -177,13 +177,13 @@ def test_documents_are_runs_and_have_starts_and_lengths():
 def test_options_without_a_meaning_are_one_clear_line(options, why):
     q, k, v = arrays((2, 4, 4, 2, 1, 4))
     with pytest.raises(jshard.UserError, match=f"^attention.*{why}"):
-        jshard.dot_product_attention(q, k, v, **options)
+        jshard.nn.dot_product_attention(q, k, v, **options)
 
 
 def test_segment_ids_need_as_many_keys_as_queries():
     q, k, v = arrays((2, 4, 6, 2, 1, 4))
     with pytest.raises(jshard.UserError, match="need as many keys as queries, not 6"):
-        jshard.dot_product_attention(q, k, v, segment_ids_BT=jnp.zeros((2, 4), int))
+        jshard.nn.dot_product_attention(q, k, v, segment_ids_BT=jnp.zeros((2, 4), int))
 
 
 # The kernel that a GPU gets.
@@ -208,7 +208,7 @@ def kernels(
 
         def loss(q):
             k = q[:, :, :1]
-            out = jshard.dot_product_attention(
+            out = jshard.nn.dot_product_attention(
                 q, k, k, is_causal=True, **options, **more
             )
             return jnp.sum(out.astype(jnp.float32))
@@ -275,7 +275,7 @@ class Layer(nnx.Module):
     def __call__(self, x, ids_BT):
         q, k, v = jnp.split(self.qkv(x), (8, 12), axis=-1)
         q, k, v = (y.reshape(*y.shape[:2], -1, 4) for y in (q, k, v))
-        y = jshard.dot_product_attention(
+        y = jshard.nn.dot_product_attention(
             q, k, v, is_causal=True, segment_ids_BT=ids_BT, **self.options
         )
         return x + self.out(y.reshape(x.shape))
@@ -308,9 +308,9 @@ def test_blocks_in_a_sharded_step_follow_one_device_and_the_definition(
     policy = jshard.Policy(min_shard_elements=0, remat=remat, prefetch=True)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
     state = fsdp.init(make, optax.sgd(0.1))
-    params, graphdef = fsdp.unshard(state.params), state.graphdef
+    params, graphdef = fsdp.fetch(state.params), state.graphdef
     step = fsdp.train_step(loss_fn, optax.sgd(0.1))
-    note = fsdp.describe(state, batch, step)
+    note = describe(fsdp, state, batch, step)
     assert "\nattention       XLA's, block by block" in note
     state, metrics = step(state, fsdp.shard_batch(batch))
 
@@ -329,6 +329,6 @@ def test_blocks_in_a_sharded_step_follow_one_device_and_the_definition(
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12),
-        fsdp.unshard(state.params),
+        fsdp.fetch(state.params),
         after,
     )

@@ -1,4 +1,4 @@
-"""jshard.cross_entropy against all logits at once, and what it costs."""
+"""jshard.nn.cross_entropy against all logits at once, and what it costs."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import hlo
 import jshard
 import parity
-from jshard import cross_entropy
+from jshard.nn import cross_entropy
 from jshard.nn.cross_entropy import _logsumexp_in_one_pass
 
 WEIGHTS = {
@@ -253,7 +253,7 @@ class Model(nnx.Module):
     """Embeds and predicts: nothing but a head."""
 
     splits_sequences = True
-    tensor_split = jshard.Split(columns=("head",))
+    tensor_split = jshard.nn.Split(columns=("head",))
 
     def __init__(self, tied: bool, rngs: nnx.Rngs):
         kwargs = {"param_dtype": jnp.float64, "rngs": rngs}
@@ -290,7 +290,7 @@ def test_a_step_on_a_mesh_follows_a_plain_run(x64, tied, frozen, min_shard):
     wrt = lambda path, value: isinstance(value, nnx.Param) and frozen not in path
     state = fsdp.init(lambda rngs: Model(tied, rngs), optimizer, wrt=wrt)
     model = Model(tied, nnx.Rngs(0))
-    nnx.update(model, fsdp.unshard(nnx.state(fsdp.model(state))))
+    nnx.update(model, fsdp.fetch(nnx.state(fsdp.model(state))))
     graphdef, params, rest = nnx.split(model, wrt, ...)
 
     def mean(params):
@@ -308,7 +308,7 @@ def test_a_step_on_a_mesh_follows_a_plain_run(x64, tied, frozen, min_shard):
     )
     state, metrics = step(state, fsdp.shard_batch(batch))
     assert parity.error(metrics["loss"], loss) <= 1e-12
-    got, want = map(parity.by_path, (fsdp.unshard(state.params), want))
+    got, want = map(parity.by_path, (fsdp.fetch(state.params), want))
     assert parity.worst(got, want) <= 1e-12
     assert len(want) == (1 if tied or frozen else 2)
 
@@ -335,7 +335,7 @@ def test_on_a_mesh_a_token_of_weight_0_adds_nothing(x64, mesh):
         tx = optax.sgd(1.0)
         state = fsdp.init(lambda rngs: Model(False, rngs), tx)
         state, metrics = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(batch))
-        return metrics["loss"], parity.by_path(fsdp.unshard(state.params))
+        return metrics["loss"], parity.by_path(fsdp.fetch(state.params))
 
     (loss, params), (want, want_params) = updated(np.inf, **mesh), updated(0.5)
     assert parity.error(loss, want) <= 1e-12

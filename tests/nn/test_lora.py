@@ -22,7 +22,7 @@ ADAPTERS = {f"blocks.{layer}.lora_{side}" for layer in ("up", "down") for side i
 def make(rngs: nnx.Rngs, **options: Any) -> Decoder:
     model = Decoder(SIZES, rngs)
     given = {"rank": 3, "alpha": 6.0, "param_dtype": float, "rngs": rngs}
-    jshard.add_lora(model, **given | options)
+    jshard.nn.add_lora(model, **given | options)
     return model
 
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_adapted_is_an_error_of_one_line(options, message):
 def test_adapters_are_added_once():
     model = make(nnx.Rngs(0))
     with pytest.raises(jshard.UserError, match=r"'blocks\.down' has an adapter"):
-        jshard.add_lora(model, rank=1, alpha=1.0, rngs=nnx.Rngs(0))
+        jshard.nn.add_lora(model, rank=1, alpha=1.0, rngs=nnx.Rngs(0))
 
 
 def merged(model: Any) -> Any:
@@ -103,7 +103,7 @@ def test_only_adapters_train_as_they_do_in_merged_kernels(x64):
     state = fsdp.init(make, TX, wrt=nnx.LoRAParam)
     names = {".".join(map(str, p)) for p, _ in nnx.to_flat_state(state.params)}
     assert names == ADAPTERS
-    frozen = fsdp.unshard(state.frozen)
+    frozen = fsdp.fetch(state.frozen)
 
     graphdef, params, rest = nnx.split(
         make(nnx.Rngs(jax.random.key(0))), nnx.LoRAParam, ...
@@ -124,7 +124,7 @@ def test_only_adapters_train_as_they_do_in_merged_kernels(x64):
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
     leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
     check_close(leaves(state.params), leaves(params), 1e-5)  # float32
-    jax.tree.map(np.testing.assert_array_equal, fsdp.unshard(state.frozen), frozen)
+    jax.tree.map(np.testing.assert_array_equal, fsdp.fetch(state.frozen), frozen)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Optimizer state in bfloat16: under other transformations, in training and on disk."""
 
+import importlib
 import re
 from typing import Any
 
@@ -23,12 +24,13 @@ from decoder import (
     values_like,
 )
 from jshard.checkpoint.restore import restore_state
-from jshard.optim import bf16_moments
 from jshard.optim.bf16_moments import Bf16MomentsState
 from jshard.training.config.config import check as check_config
 from jshard.training.config.config import complete
 from jshard.training.recipe import find_recipe, open_recipe
 
+# The module, not the function of its name.
+bf16_moments = importlib.import_module("jshard.optim.bf16_moments")
 POLICY = jshard.Policy(min_shard_elements=0)
 
 
@@ -46,24 +48,30 @@ def matrices(params: Any) -> Any:
 
 
 WRAPPED = {
-    "alone": lambda: jshard.bf16_moments(optax.adamw(1e-3)),
-    "around a chain": lambda: jshard.bf16_moments(
+    "alone": lambda: jshard.optim.bf16_moments(optax.adamw(1e-3)),
+    "around a chain": lambda: jshard.optim.bf16_moments(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     ),
-    "around per_layer": lambda: jshard.bf16_moments(jshard.per_layer(optax.lamb(1e-3))),
-    "in per_layer": lambda: jshard.per_layer(jshard.bf16_moments(optax.lamb(1e-3))),
-    "in per_layer, with matrices": lambda: jshard.per_layer(
-        jshard.bf16_moments(optax.contrib.muon(1e-3))
+    "around per_layer": lambda: jshard.optim.bf16_moments(
+        jshard.optim.per_layer(optax.lamb(1e-3))
     ),
-    "around a mask": lambda: jshard.bf16_moments(
+    "in per_layer": lambda: jshard.optim.per_layer(
+        jshard.optim.bf16_moments(optax.lamb(1e-3))
+    ),
+    "in per_layer, with matrices": lambda: jshard.optim.per_layer(
+        jshard.optim.bf16_moments(optax.contrib.muon(1e-3))
+    ),
+    "around a mask": lambda: jshard.optim.bf16_moments(
         optax.masked(optax.adamw(1e-3), matrices)
     ),
-    "in a mask": lambda: optax.masked(jshard.bf16_moments(optax.adamw(1e-3)), matrices),
-    "around hyperparameters": lambda: jshard.bf16_moments(
+    "in a mask": lambda: optax.masked(
+        jshard.optim.bf16_moments(optax.adamw(1e-3)), matrices
+    ),
+    "around hyperparameters": lambda: jshard.optim.bf16_moments(
         optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
     ),
     "in hyperparameters": lambda: optax.inject_hyperparams(
-        lambda learning_rate: jshard.bf16_moments(optax.adamw(learning_rate))
+        lambda learning_rate: jshard.optim.bf16_moments(optax.adamw(learning_rate))
     )(learning_rate=1e-3),
 }
 
@@ -89,10 +97,10 @@ def test_moments_and_they_alone_are_bfloat16_and_sharded_like_parameters(name):
 
 def test_moments_of_scalars_and_factored_statistics_stay_float32():
     params = {"scale": jnp.ones(()), "matrix": jnp.ones((256, 256))}
-    adam: Any = jshard.bf16_moments(optax.adam(1e-3)).init(params).inner[0]
+    adam: Any = jshard.optim.bf16_moments(optax.adam(1e-3)).init(params).inner[0]
     assert adam.mu["scale"].dtype == jnp.float32
     assert adam.mu["matrix"].dtype == jnp.bfloat16
-    factored = jshard.bf16_moments(optax.adafactor(1e-3)).init(params)
+    factored = jshard.optim.bf16_moments(optax.adafactor(1e-3)).init(params)
     dtypes = {x.dtype for x in jax.tree.leaves(factored) if x.size > 1}
     assert dtypes == {jnp.dtype("float32")}
 
@@ -105,7 +113,7 @@ def test_the_inner_update_sees_float32():
         return updates, state * 0.5
 
     inner = optax.GradientTransformationExtraArgs(lambda params: params, update)
-    tx = jshard.bf16_moments(inner)
+    tx = jshard.optim.bf16_moments(inner)
     params = jnp.ones((4, 4), jnp.bfloat16)
     updates, state = tx.update(params, tx.init(params), params, value=3)
     assert seen == [(jnp.float32, 3)]
@@ -122,7 +130,10 @@ def test_the_state_takes_half_the_memory():
 
     adamw = optax.adamw(1e-3)
     counts = 4
-    assert held(jshard.bf16_moments(adamw)) - 2 * counts == (held(adamw) - counts) / 2
+    assert (
+        held(jshard.optim.bf16_moments(adamw)) - 2 * counts
+        == (held(adamw) - counts) / 2
+    )
 
 
 # Why: training.
@@ -146,9 +157,13 @@ def test_a_second_moment_decays_and_rounded_to_nearest_it_is_stuck(monkeypatch):
 
     want = 1e-3 * 0.999**steps
     assert second_moment(adam) == pytest.approx(want, rel=1e-3)
-    assert second_moment(jshard.bf16_moments(adam)) == pytest.approx(want, rel=0.02)
+    assert second_moment(jshard.optim.bf16_moments(adam)) == pytest.approx(
+        want, rel=0.02
+    )
     monkeypatch.setattr(bf16_moments, "round_to_bf16", to_nearest)
-    assert second_moment(jshard.bf16_moments(adam)) == pytest.approx(1e-3, rel=0.01)
+    assert second_moment(jshard.optim.bf16_moments(adam)) == pytest.approx(
+        1e-3, rel=0.01
+    )
 
 
 def train(tx: Any, steps: int = 1000) -> tuple[np.ndarray, nnx.State, nnx.State]:
@@ -190,14 +205,14 @@ def test_adamw_follows_float32_where_rounding_to_nearest_does_not(monkeypatch):
             total(nu_) / total(nu),
         )
 
-    early, late, moved, moments = apart(*train(jshard.bf16_moments(tx)))
+    early, late, moved, moments = apart(*train(jshard.optim.bf16_moments(tx)))
     assert early < 2e-3
     assert late < 0.01
     assert moved < 0.01
     assert 0.97 < moments < 1.03
     monkeypatch.setattr(bf16_moments, "round_to_bf16", to_nearest)
     # Gradients are small by now; second moments are still those of large ones.
-    _, late, moved, moments = apart(*train(jshard.bf16_moments(tx)))
+    _, late, moved, moments = apart(*train(jshard.optim.bf16_moments(tx)))
     assert late > 0.05
     assert moved > 0.01
     assert moments > 1.5
@@ -207,7 +222,7 @@ def test_adamw_follows_float32_where_rounding_to_nearest_does_not(monkeypatch):
 
 
 def test_a_checkpoint_restores_bfloat16_moments_on_another_mesh(tmp_path):
-    tx = jshard.bf16_moments(optax.adamw(1e-2))
+    tx = jshard.optim.bf16_moments(optax.adamw(1e-2))
     fsdp, other = checkpoints.make_fsdp(), checkpoints.make_fsdp(2, 4)
     state = fsdp.init(checkpoints.Model, tx)
     moments = values_like(state.opt_state.inner[0].mu)

@@ -61,7 +61,7 @@ def averages(history: list[dict[tuple, Any]]) -> dict[tuple, Any]:
 def test_averages_are_those_of_the_parameters_of_every_step(replica, accumulate):
     variant = parity.Variant(layers=1, frozen=True)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), policy(accumulate=accumulate))
-    tx = parity.optimizer("adamw", jshard.per_layer)
+    tx = parity.optimizer("adamw", jshard.optim.per_layer)
 
     def loss(model: nnx.Module, batch: dict[str, Any]) -> jshard.Mean:
         [(_, total, count)], _ = parity.sums(variant, model, batch)
@@ -70,11 +70,11 @@ def test_averages_are_those_of_the_parameters_of_every_step(replica, accumulate)
     make_model = parity.make_model(variant, units=False)
     state = fsdp.init(make_model, tx, wrt=parity.trained(variant))
     step = fsdp.train_step(loss, tx)
-    history = [parity.by_path(fsdp.unshard(state.params))]
+    history = [parity.by_path(fsdp.fetch(state.params))]
     for examples in parity.batches(variant):
         state, _ = step(state, fsdp.shard_batch(examples))
-        history.append(parity.by_path(fsdp.unshard(state.params)))
-    got = parity.by_path(fsdp.unshard(state.ema))
+        history.append(parity.by_path(fsdp.fetch(state.params)))
+    got = parity.by_path(fsdp.fetch(state.ema))
     assert not any("embed" in path for path in got), "frozen parameters are averaged"
     assert parity.worst(got, averages(history)) <= 1e-14
 
@@ -134,7 +134,7 @@ def test_averages_are_evaluated_as_weights_by_the_program_of_the_parameters():
     assert len(traces) == 1
 
     model = make_decoder(SIZES)(nnx.Rngs(0))
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fsdp.unshard(state.ema))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fsdp.fetch(state.ema))
     nnx.update(model, half)
     want = float(loss_fn(model, batch()).compute())
     assert got == pytest.approx(want, rel=1e-5)

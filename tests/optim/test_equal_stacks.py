@@ -132,7 +132,7 @@ def test_layers_of_equal_stacks_train_as_if_each_had_an_optimizer_of_its_own(
 ):
     policy = jshard.Policy(min_shard_elements=0, offload=offload)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), policy)
-    tx = jshard.per_layer(ACROSS[name]())
+    tx = jshard.optim.per_layer(ACROSS[name]())
     state = fsdp.init(Model, tx)
     want = reference(state.params, ACROSS[name]())
     step = fsdp.train_step(loss_fn, tx)
@@ -142,7 +142,7 @@ def test_layers_of_equal_stacks_train_as_if_each_had_an_optimizer_of_its_own(
 
 
 def test_the_state_of_a_stack_is_found_by_its_path_in_the_model():
-    tx = jshard.per_layer(optax.adam(1e-2))
+    tx = jshard.optim.per_layer(optax.adam(1e-2))
     state = tx.init(nnx.state(Model(nnx.Rngs(0)), nnx.Param))
     stacked = state.stacked  # pyright: ignore[reportAttributeAccessIssue]
     assert set(stacked) == {"encoder.layers", "decoder.layers", "deep"}
@@ -166,7 +166,7 @@ class Root(nnx.Module):
 )
 def test_stacks_that_are_the_model_and_aliases_of_weights_have_states(make, names):
     params = nnx.state(make(), nnx.Param)
-    tx = jshard.per_layer(optax.lamb(1e-2))
+    tx = jshard.optim.per_layer(optax.lamb(1e-2))
     state: Any = tx.init(params)
     assert sorted(state.stacked) == names
     _, after = tx.update(params, state, params)
@@ -210,13 +210,13 @@ class Shallow(Model):
 
 
 OPTIMIZERS = {
-    "muon": lambda: jshard.per_layer(optax.contrib.muon(1e-2)),
+    "muon": lambda: jshard.optim.per_layer(optax.contrib.muon(1e-2)),
     "bf16": lambda: optax.chain(
         optax.clip_by_global_norm(1.0),
-        jshard.per_layer(jshard.bf16_moments(optax.adam(1e-2))),
+        jshard.optim.per_layer(jshard.optim.bf16_moments(optax.adam(1e-2))),
     ),
     "around": lambda: optax.MultiSteps(
-        jshard.bf16_moments(jshard.per_layer(optax.lamb(1e-2))), 2
+        jshard.optim.bf16_moments(jshard.optim.per_layer(optax.lamb(1e-2))), 2
     ).gradient_transformation(),
 }
 
@@ -248,9 +248,9 @@ def test_a_checkpoint_with_states_by_depth_restores_bit_for_bit(name, make, tmp_
 def test_what_a_checkpoint_with_states_by_depth_lacks_is_told(tmp_path):
     policy = jshard.Policy(min_shard_elements=0)
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
-    state = fsdp.init(Model, jshard.per_layer(optax.sgd(1e-2, momentum=0.9)))
+    state = fsdp.init(Model, jshard.optim.per_layer(optax.sgd(1e-2, momentum=0.9)))
     save_steps(tmp_path, with_former_names(state), 1)
-    abstract = fsdp.abstract_state(Model, jshard.per_layer(optax.adam(1e-2)))
+    abstract = fsdp.abstract_state(Model, jshard.optim.per_layer(optax.adam(1e-2)))
     told = pytest.raises(jshard.UserError, match=r"lacks opt_state.*; it has un")
     with jshard.Checkpointer(tmp_path) as checkpointer, told:
         checkpointer.restore(abstract)

@@ -121,7 +121,7 @@ def test_a_step_that_overflows_changes_no_averages_and_no_model_state(accumulate
     step = fsdp.train_step(loss_fn, optimizer)
 
     def values(state):
-        kept = fsdp.unshard((state.params, state.ema, state.model_state))
+        kept = fsdp.fetch((state.params, state.ema, state.model_state))
         return [np.asarray(x) for x in jax.tree.leaves(kept)]
 
     good, bad = make_batches(2)

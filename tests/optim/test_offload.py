@@ -13,8 +13,8 @@ import jshard
 import parity
 from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.describe import traffic
 from jshard.errors import UserError
+from jshard.plan.start_up import describe, traffic
 
 OFFLOADS = ("optimizer", "all")
 BOUND = 1e-9
@@ -54,7 +54,7 @@ def test_training_follows_the_plain_run(offload, name, units, mesh, knobs):
     variant = parity.Variant(tied=units, frozen=not units, dropout=True)
     got = parity.train(
         variant,
-        parity.optimizer(name, jshard.per_layer),
+        parity.optimizer(name, jshard.optim.per_layer),
         jshard.make_mesh(replica=mesh[0], fsdp=mesh[1]),
         make_policy(offload, **knobs),
         units,
@@ -128,7 +128,7 @@ def test_the_note_says_what_is_in_host_memory():
     state = fsdp.abstract_state(make_decoder(Sizes(layers=2)), tx)
     tokens = np.zeros((8, 8), np.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    note = fsdp.describe(state, batch, fsdp.train_step(loss_fn, tx))
+    note = describe(fsdp, state, batch, fsdp.train_step(loss_fn, tx))
     sharded = [x for x in jax.tree.leaves(state.params) if len(x.sharding.spec)]
     held = 2 * 4 * sum(x.size for x in sharded) // 8  # both moments
     assert f", {held / 1024:.1f} KiB a device in host memory" in note
@@ -143,7 +143,7 @@ def test_the_note_says_what_is_in_host_memory():
         (optax.chain(optax.adam(1e-3), CLIP), "'reduce_sum' on a Stack of 3 layers"),
         (optax.lamb(1e-3), "'reduce_sum' on a Stack of 3 layers"),
         (
-            jshard.per_layer(optax.contrib.muon(1e-3)),
+            jshard.optim.per_layer(optax.contrib.muon(1e-3)),
             "'shard_map' on a Stack of 3 layers",
         ),
         (
@@ -155,7 +155,7 @@ def test_the_note_says_what_is_in_host_memory():
 def test_an_update_that_mixes_layers_is_an_error_that_says_where(tx, said):
     with pytest.raises(UserError, match=re.escape(said)) as error:
         trace(tx, make_policy("optimizer"))
-    assert "jshard.per_layer" in str(error.value)
+    assert "jshard.optim.per_layer" in str(error.value)
 
 
 def test_an_update_that_depends_on_the_number_of_layers_is_an_error():

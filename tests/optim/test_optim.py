@@ -92,7 +92,10 @@ TRANSFORMATIONS = parity.TRANSFORMATIONS | {
 def test_per_layer_is_the_optimizer_on_unstacked_layers(name):
     params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
     plain = unstacked(params)
-    tx, plain_tx = jshard.per_layer(TRANSFORMATIONS[name]()), TRANSFORMATIONS[name]()
+    tx, plain_tx = (
+        jshard.optim.per_layer(TRANSFORMATIONS[name]()),
+        TRANSFORMATIONS[name](),
+    )
     state, plain_state = tx.init(params), plain_tx.init(plain)
     for step in range(3):
         grads = random_like(params, step)
@@ -107,7 +110,7 @@ def test_per_layer_is_the_optimizer_on_unstacked_layers(name):
 
 def test_per_layer_is_the_optimizer_itself_without_stacks():
     params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
-    tx = jshard.per_layer(optax.lamb(1e-2))
+    tx = jshard.optim.per_layer(optax.lamb(1e-2))
     updates, _ = tx.update(params, tx.init(params), params)
     want, _ = optax.lamb(1e-2).update(params, optax.lamb(1e-2).init(params), params)
     check_close(updates, want)
@@ -139,7 +142,7 @@ def update_on(fsdp: jshard.FSDP, tx: Any) -> Any:
 def test_extra_arguments_reach_every_layer(sharded, with_params):
     devices = jax.devices()[: 8 if sharded else 1]
     fsdp = jshard.FSDP(jshard.make_mesh(devices=devices), POLICY)
-    tx = optax.chain(optax.identity(), jshard.per_layer(times_value()))
+    tx = optax.chain(optax.identity(), jshard.optim.per_layer(times_value()))
     state = fsdp.init(Model, tx)
     got, _ = update_on(fsdp, tx)(
         state.params,
@@ -170,7 +173,7 @@ def make_stack(layers: int, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("layers", [1, 3, 4, 9])
 def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
-    tx = jshard.per_layer(optax.contrib.muon(1e-2))
+    tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
     state = fsdp.init(make_stack(layers, (WIDTH, WIDTH)), tx)
     update = update_on(fsdp, tx)
     args = (state.params, state.opt_state, state.params)
@@ -188,7 +191,7 @@ def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
 
 def test_whole_matrix_optimizers_update_replicated_stacks_too():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY)
-    tx = jshard.per_layer(optax.contrib.muon(1e-2))
+    tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
     state = fsdp.init(make_stack(3, (5, 7)), tx)
     assert set(specs(state.params).values()) == {P()}
     got, _ = update_on(fsdp, tx)(state.params, state.opt_state, state.params)
@@ -221,19 +224,19 @@ def labels(params: Any) -> Any:
 
 
 WRAPPED = {
-    "muon on nested stacks": lambda: jshard.per_layer(optax.contrib.muon(1e-2)),
+    "muon on nested stacks": lambda: jshard.optim.per_layer(optax.contrib.muon(1e-2)),
     "multi_transform": lambda: optax.multi_transform(
         {
-            "muon": jshard.per_layer(optax.contrib.muon(1e-2)),
+            "muon": jshard.optim.per_layer(optax.contrib.muon(1e-2)),
             "adam": optax.adam(1e-2),
         },
         labels,
     ),
     "multi_steps": lambda: optax.MultiSteps(
-        jshard.per_layer(optax.lamb(1e-2)), every_k_schedule=2
+        jshard.optim.per_layer(optax.lamb(1e-2)), every_k_schedule=2
     ).gradient_transformation(),
     "injected": lambda: optax.inject_hyperparams(
-        lambda learning_rate: jshard.per_layer(optax.lamb(learning_rate))
+        lambda learning_rate: jshard.optim.per_layer(optax.lamb(learning_rate))
     )(learning_rate=optax.linear_schedule(1e-2, 0, 10)),
 }
 
@@ -281,7 +284,7 @@ def found(opt_state: Any, name: str) -> list[Any]:
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(jshard.per_layer, id="per_layer"),
+        pytest.param(jshard.optim.per_layer, id="per_layer"),
         pytest.param(lambda tx: tx, id="", marks=pytest.mark.slow),
     ],
 )
@@ -302,7 +305,7 @@ def test_moments_are_sharded_like_their_parameters(name, wrap):
 
 def test_factored_statistics_and_counts_are_replicated():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY)
-    tx = jshard.per_layer(parity.TRANSFORMATIONS["adafactor"]())
+    tx = jshard.optim.per_layer(parity.TRANSFORMATIONS["adafactor"]())
     state = train(fsdp, tx, steps=1)
     for statistic in ("v_row", "v_col"):
         parts = found(state.opt_state, statistic)

@@ -1,6 +1,7 @@
 """bf16_moments: rounding right on average, the same on every mesh, on shards."""
 
 import functools
+import importlib
 import re
 from typing import Any
 
@@ -17,11 +18,12 @@ from jax import lax
 import hlo
 import jshard
 from decoder import Sizes, lower_update, make_decoder, make_fsdp, values_like
-from jshard.optim import bf16_moments
 from jshard.optim.bf16_moments import random_bits, round_to_bf16
 from jshard.optim.per_layer import sharded_update
 from jshard.optim.update import update
 
+# The module, not the function of its name.
+bf16_moments = importlib.import_module("jshard.optim.bf16_moments")
 POLICY = jshard.Policy(min_shard_elements=0)
 ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)
 KEY = (jnp.uint32(1), jnp.uint32(2))
@@ -173,26 +175,28 @@ def differing(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 
 def test_the_bits_depend_on_seed_step_name_and_layer_and_on_nothing_else():
     grads = make_params(4)
-    first = rounded(jshard.bf16_moments(KEEP), grads)
-    assert differing(first, rounded(jshard.bf16_moments(KEEP), grads)) == 0
-    assert differing(first, rounded(jshard.bf16_moments(KEEP, seed=1), grads)) > 0.2
-    assert differing(first, rounded(jshard.bf16_moments(KEEP), grads, 2)) > 0.2
+    first = rounded(jshard.optim.bf16_moments(KEEP), grads)
+    assert differing(first, rounded(jshard.optim.bf16_moments(KEEP), grads)) == 0
+    assert (
+        differing(first, rounded(jshard.optim.bf16_moments(KEEP, seed=1), grads)) > 0.2
+    )
+    assert differing(first, rounded(jshard.optim.bf16_moments(KEEP), grads, 2)) > 0.2
     # Layers have the same values here, and other bits.
     matrix = first["['blocks']['matrix'].value"]
     assert all(np.mean(matrix[0] != layer) > 0.2 for layer in matrix[1:])
     # Layer 1 is the same in a Stack of another depth.
-    fewer = rounded(jshard.bf16_moments(KEEP), make_params(2))
+    fewer = rounded(jshard.optim.bf16_moments(KEEP), make_params(2))
     np.testing.assert_array_equal(fewer["['blocks']['matrix'].value"], matrix[:2])
 
 
 def test_names_tell_moments_of_equal_shape_apart():
     x = values_like(jnp.zeros((64, 64)))
-    got = rounded(jshard.bf16_moments(KEEP), {"a": x, "b": x})
+    got = rounded(jshard.optim.bf16_moments(KEEP), {"a": x, "b": x})
     assert np.mean(got["['a']"] != got["['b']"]) > 0.2
 
 
 def test_the_moments_of_a_parameter_are_rounded_apart():
-    tx = jshard.bf16_moments(optax.chain(KEEP, optax.identity(), KEEP))
+    tx = jshard.optim.bf16_moments(optax.chain(KEEP, optax.identity(), KEEP))
     state: Any = tx.update(make_params(2), tx.init(make_params(2)))[1].inner
     first, second = (as_raw(state[i].trace["head"]["matrix"][...]) for i in (0, 2))
     assert np.mean(first != second) > 0.2
@@ -201,8 +205,8 @@ def test_the_moments_of_a_parameter_are_rounded_apart():
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_the_same_values_are_rounded_alike_on_every_mesh(per_layer):
-    tx = jshard.bf16_moments(KEEP)
-    tx = jshard.per_layer(tx) if per_layer else tx
+    tx = jshard.optim.bf16_moments(KEEP)
+    tx = jshard.optim.per_layer(tx) if per_layer else tx
     results = []
     for mesh in (
         jshard.make_mesh(devices=jax.devices()[:1]),
@@ -230,14 +234,14 @@ class Nested(nnx.Module):
 
 TWO_MOMENTS = functools.partial(optax.scale_by_adam, b1=0.5, b2=0.75)
 ORDERS = {
-    "alone": lambda: jshard.bf16_moments(TWO_MOMENTS()),
-    "around": lambda: jshard.bf16_moments(jshard.per_layer(TWO_MOMENTS())),
-    "inside": lambda: jshard.per_layer(jshard.bf16_moments(TWO_MOMENTS())),
-    "around a chain": lambda: jshard.bf16_moments(
-        optax.chain(optax.identity(), jshard.per_layer(TWO_MOMENTS()))
+    "alone": lambda: jshard.optim.bf16_moments(TWO_MOMENTS()),
+    "around": lambda: jshard.optim.bf16_moments(jshard.optim.per_layer(TWO_MOMENTS())),
+    "inside": lambda: jshard.optim.per_layer(jshard.optim.bf16_moments(TWO_MOMENTS())),
+    "around a chain": lambda: jshard.optim.bf16_moments(
+        optax.chain(optax.identity(), jshard.optim.per_layer(TWO_MOMENTS()))
     ),
     "in a mask": lambda: optax.masked(
-        jshard.per_layer(jshard.bf16_moments(TWO_MOMENTS())), True
+        jshard.optim.per_layer(jshard.optim.bf16_moments(TWO_MOMENTS())), True
     ),
 }
 MESHES = {  # (replica, fsdp), offload
@@ -296,8 +300,8 @@ def test_around_and_inside_per_layer_round_alike_on_every_mesh(order, where):
 @pytest.mark.parametrize("inside", [True, False])
 def test_bits_are_made_where_the_shards_are(inside):
     sizes = Sizes(width=64, hidden=128, vocab=256)
-    tx = jshard.bf16_moments(optax.adamw(1e-3))
-    tx = jshard.per_layer(tx) if inside else tx
+    tx = jshard.optim.bf16_moments(optax.adamw(1e-3))
+    tx = jshard.optim.per_layer(tx) if inside else tx
     lowered, _ = lower_update(make_fsdp(POLICY), make_decoder(sizes), tx)
     text = lowered.compile().as_text() or ""
     assert "u16[" in text

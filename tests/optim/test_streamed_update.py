@@ -154,16 +154,18 @@ TRANSFORMATIONS: dict[str, Any] = {
         CLIP, optax.adamw(optax.linear_schedule(0, 1e-2, 2), mask=matrices)
     ),
     "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "lamb": optax.chain(CLIP, jshard.per_layer(optax.lamb(1e-2))),
-    "adafactor": jshard.per_layer(
+    "lamb": optax.chain(CLIP, jshard.optim.per_layer(optax.lamb(1e-2))),
+    "adafactor": jshard.optim.per_layer(
         optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
     ),
     "adaptive clipping": optax.chain(
-        jshard.per_layer(optax.adaptive_grad_clip(0.01)), optax.adam(1e-2)
+        jshard.optim.per_layer(optax.adaptive_grad_clip(0.01)), optax.adam(1e-2)
     ),
     "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-    "bf16 moments": optax.chain(CLIP, jshard.bf16_moments(optax.adamw(1e-2))),
-    "bf16 moments per layer": jshard.per_layer(jshard.bf16_moments(optax.adam(1e-2))),
+    "bf16 moments": optax.chain(CLIP, jshard.optim.bf16_moments(optax.adamw(1e-2))),
+    "bf16 moments per layer": jshard.optim.per_layer(
+        jshard.optim.bf16_moments(optax.adam(1e-2))
+    ),
     "no state": optax.sgd(1e-2),
     "odd": odd(),
 }

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import jshard
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import compile_for, devices, has_plugin, tracing_for
 from jshard.plan.constants import read_constants
 from jshard.plan.cost.traffic import count

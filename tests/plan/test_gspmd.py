@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jshard.mesh import make_mesh
+from jshard.fsdp.mesh import make_mesh
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama
 from models.llama_config import LlamaConfig

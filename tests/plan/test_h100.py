@@ -14,7 +14,7 @@ import hlo
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from h100 import h100s
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS as KINDS
 from jshard.plan import compile_for, tracing_for
 from models.llama import Llama, LlamaConfig
@@ -75,7 +75,7 @@ def test_the_inputs_of_layers_wait_in_host_memory_if_they_are_named():
     "knobs",
     [
         {},
-        {"remat": "dots", "first_k": 4, "keep_last": 2, "reshard_root": True},
+        {"remat": "dots", "first_k": 4, "reshard_root": True},
         {"accumulate": 2, "reshard_after_forward": 2},
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from hlo import Array, collectives, dots
-from jshard.scopes import FURTHER_ROUNDS
+from jshard.fsdp.scopes import FURTHER_ROUNDS
 
 HEADER = "HloModule test, is_scheduled=true, num_partitions=8\n"
 

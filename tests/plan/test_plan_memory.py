@@ -15,7 +15,7 @@ import hlo
 import jshard
 from decoder import Sizes, loss_fn, make_decoder, policies
 from h100 import h100s
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS
 from jshard.plan.memory import buffers
 from jshard.plan.memory.memory import Memory, memory

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 import jshard
 from decoder import MOMENTUM, Sizes, loss_fn, make_decoder
 from hlo import compile
-from jshard import describe
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
+from jshard.plan import start_up
 from jshard.plan.cost.traffic import count, least
 from jshard.plan.hlo.hlo import parse
 
@@ -40,7 +40,6 @@ def sharded(**knobs: Any) -> jshard.Policy:
     [
         ({}, 1, 1),
         ({"accumulate": 2}, 1, 2),
-        ({"keep_last": 1}, 1, 1),
         ({"prefetch": True, "first_k": 2, "remat": "dots"}, 1, 1),
         ({"reshard_after_forward": False}, 1, 0),
         ({"reshard_after_forward": 2}, 1, 4 / 7),
@@ -55,7 +54,7 @@ def test_a_step_sends_the_least_and_gathers_a_unit_again_for_its_backward(
 ):
     policy = sharded(**knobs)
     mesh, state, traced = traced_step(policy, replica)
-    written = describe.traffic(traced.jaxpr.jaxpr, dict(mesh.shape))
+    written = start_up.traffic(traced.jaxpr.jaxpr, dict(mesh.shape))
     found = {(k, NAMES[dtype]): t.wire_bytes for (k, dtype), t in written.items()}
     needed = least(mesh, policy, state, prefetch=False)
     gathers = sum(size for (kind, _), size in needed.items() if kind == "all-gather")
@@ -71,7 +70,7 @@ def test_a_step_sends_the_least_and_gathers_a_unit_again_for_its_backward(
 def test_one_byte_gathers_send_no_less_than_the_values_without_their_scales():
     policy = sharded(precision=jshard.Precision(gather="int8"))
     mesh, state, traced = traced_step(policy)
-    written = describe.traffic(traced.jaxpr.jaxpr, dict(mesh.shape))
+    written = start_up.traffic(traced.jaxpr.jaxpr, dict(mesh.shape))
     needed = least(mesh, policy, state, prefetch=False)
     values = written["all-gather", "int8"].wire_bytes
     # The head again, and the embedding's table: in one byte it is less than the rows.
@@ -85,7 +84,7 @@ def test_a_mesh_without_shards_needs_nothing():
 
 def test_the_compiled_program_sends_what_is_written():
     mesh, _, traced = traced_step(sharded())
-    written = describe.traffic(traced.jaxpr.jaxpr, dict(mesh.shape))
+    written = start_up.traffic(traced.jaxpr.jaxpr, dict(mesh.shape))
     module = parse(compile(traced.lower()).as_text())
     compiled = {(row.kind, row.dtype): row for row in count(module, mesh.size, None)}
     for kind in ("all-gather", "reduce-scatter"):

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
-from jshard.mesh import AXES, BATCH
+from jshard.fsdp.mesh import AXES, BATCH
 from jshard.plan.constants import STATED
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (

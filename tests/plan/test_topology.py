@@ -8,7 +8,7 @@ import pytest
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from h100 import h100s
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS, devices, has_plugin
 from jshard.plan.topology import parse
 

@@ -77,11 +77,11 @@ def test_a_sharded_run_follows_one_device(x64, replica, remat):
 
     policy = jshard.Policy(min_shard_elements=0, remat=remat)
     fsdp = jshard.FSDP(parity.make_mesh(replica, 8 // replica), policy)
-    state, step = fsdp.shard(model, tx), fsdp.train_step(bert.loss_fn, tx)
+    state, step = fsdp.from_model(model, tx), fsdp.train_step(bert.loss_fn, tx)
     for want in losses:
         state, metrics = step(state, fsdp.shard_batch(rows))
         assert parity.error(metrics["loss"], want) <= 1e-9
-    got = fsdp.unshard(state.params)
+    got = fsdp.fetch(state.params)
     errors = jax.tree.map(parity.error, nnx.to_pure_dict(got), nnx.to_pure_dict(params))
     assert max(jax.tree.leaves(errors)) <= 1e-9
 

@@ -118,7 +118,7 @@ def test_qwix_lora_on_tunix_llama3_trains_as_on_one_device(llama3, qwix, monkeyp
     policy = jshard.Policy(min_shard_elements=0)
     units = (llama3.DecoderLayer, llama3.Embedder)
     fsdp = jshard.FSDP(make_mesh(1, 8), policy, units=units)
-    state = fsdp.shard(model, TX, wrt=nnx.LoRAParam)
+    state = fsdp.from_model(model, TX, wrt=nnx.LoRAParam)
     frozen = [x for x in jax.tree.leaves(state.frozen) if x.ndim > 1]
     assert len(frozen) > 10
     assert all("fsdp" in x.sharding.spec for x in frozen)
@@ -139,7 +139,7 @@ def test_qwix_lora_on_tunix_llama3_trains_as_on_one_device(llama3, qwix, monkeyp
         updates, opt_state = TX.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-9)
-    trained = fsdp.unshard(state.params)
+    trained = fsdp.fetch(state.params)
     for got, want in zip(
         jax.tree.leaves(trained), jax.tree.leaves(params), strict=True
     ):
@@ -181,7 +181,7 @@ def train_sharded(
     for batch in batches():
         state, metrics = step(state, fsdp.shard_batch(batch))
         losses.append(float(metrics["loss"]))
-    return losses, fsdp.unshard(state.params)
+    return losses, fsdp.fetch(state.params)
 
 
 @pytest.mark.parametrize("in_float32", [True, False])

@@ -35,12 +35,12 @@ def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
         return jnp.sum(loss * weights)
 
     def chunked(x, head):
-        return jshard.cross_entropy(x, head, targets, weights, chunk=chunk).total
+        return jshard.nn.cross_entropy(x, head, targets, weights, chunk=chunk).total
 
     want = jax.value_and_grad(plain, (0, 1))(x_BTD, head_DV)
     got = jax.value_and_grad(chunked, (0, 1))(x_BTD, head_DV)
     chex.assert_trees_all_close(got, want, rtol=1e-12)
-    mean = jshard.cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk)
+    mean = jshard.nn.cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk)
     assert mean.count == weights.sum()
 
 

@@ -105,7 +105,7 @@ def test_a_run_is_that_of_one_device(x64, kind, mesh):
         first, *others = (np.asarray(shard.data) for shard in array.addressable_shards)
         for other in others:
             np.testing.assert_array_equal(other, first)
-    got = (history, *fsdp.unshard((state.params, statistics)))
+    got = (history, *fsdp.fetch((state.params, statistics)))
     for g, w in zip(
         jax.tree.leaves(got), jax.tree.leaves(plain_run(kind)), strict=True
     ):

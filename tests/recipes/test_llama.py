@@ -199,7 +199,7 @@ def test_a_sharded_run_follows_one_device(x64, monkeypatch):
         step = fsdp.train_step(loss, optimizer)
         state, _ = step(state, fsdp.shard_batch(batch))
         state, metrics = step(state, fsdp.shard_batch(batch))
-        return fsdp.unshard(state.params), metrics
+        return fsdp.fetch(state.params), metrics
 
     def loss(model: Llama, batch: dict[str, jax.Array]) -> jshard.Mean | jshard.Loss:
         return model.loss(batch["inputs"], batch["targets"], batch["weights"])

@@ -127,7 +127,7 @@ def test_training_follows_one_device_with_lists_of_layers(case):
     )
     fsdp = jshard.FSDP(make_mesh(*case["mesh"]), policy)
     model = T5(config(case["style"], jnp.float64), rngs=nnx.Rngs(0))
-    state = fsdp.shard(model, tx)
+    state = fsdp.from_model(model, tx)
     step = fsdp.train_step(loss_fn, tx)
 
     graphdef, params, rest = nnx.split(plain(model), nnx.Param, ...)
@@ -147,7 +147,7 @@ def test_training_follows_one_device_with_lists_of_layers(case):
         state, metrics = step(state, fsdp.shard_batch(batch(i)))
         params, opt_state, want = plain_step(params, opt_state, batch(i))
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-9)
-    check_close(values(fsdp.unshard(state.params)), values(params))
+    check_close(values(fsdp.fetch(state.params)), values(params))
 
 
 @pytest.mark.slow
@@ -166,8 +166,8 @@ def test_each_decoder_layer_alone_sends_its_gradient_to_the_encoder(prefetch):
         only[layer] = kernel.get_value()[layer]
         kernel.set_value(jnp.asarray(only))
         before = values(nnx.state(model, nnx.Param))
-        state, _ = step(fsdp.shard(model, tx), fsdp.shard_batch(batch()))
-        after = values(fsdp.unshard(state.params))
+        state, _ = step(fsdp.from_model(model, tx), fsdp.shard_batch(batch()))
+        after = values(fsdp.fetch(state.params))
         grads = nnx.grad(lambda model: loss_fn(model, batch()).compute())(plain(model))
         want = {name: -grad for name, grad in values(grads).items()}
         got = {name: after[name] - before[name] for name in after}

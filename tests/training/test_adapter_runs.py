@@ -36,7 +36,7 @@ ADAPTERS = (
         "    return Model(**config.model, rngs=rngs)",
         """\
     model = Model(**config.model, rngs=rngs)
-    jshard.add_lora(model, rank=2, alpha=4.0, rngs=rngs)
+    jshard.nn.add_lora(model, rank=2, alpha=4.0, rngs=rngs)
     return model
 """,
     )

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import jshard
-from jshard.describe import traffic
+from jshard.plan.start_up import traffic
 from jshard.training.fit_experts import with_experts
 from jshard.training.job import abstract_batch, make_job, make_mesh
 from jshard.training.make_config import make_config

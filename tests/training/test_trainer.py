@@ -159,7 +159,7 @@ def test_fit_goes_on_bit_for_bit_after_a_kill(step, name, tmp_path):
 
 
 def values(trainer: jshard.Trainer):
-    return trainer.fsdp.unshard((trainer.state.params, trainer.state.opt_state))
+    return trainer.fsdp.fetch((trainer.state.params, trainer.state.opt_state))
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_predictions_come_in_batches_and_by_the_users_function(tmp_path):
 
 
 def test_early_stopping_ends_the_run_as_done_and_saved(tmp_path, capsys):
-    hook = jshard.early_stopping("eval_loss", patience=2)
+    hook = jshard.training.early_stopping("eval_loss", patience=2)
     optimizer = {"make_optimizer": lambda config: optax.sgd(0.0)}
     config = {"steps": 50, "eval_every": 2, "checkpoint.every": 100}
     trainer = make(tmp_path, on_evaluation=hook, config=config, **optimizer).fit()

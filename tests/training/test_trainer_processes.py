@@ -20,7 +20,7 @@ def work(folder: Path) -> dict[str, Any]:
 
     def ask(trainer: jshard.Trainer, step: int, metrics: Any) -> None:
         if step == 3 and jax.process_index() == 1:
-            raise jshard.StopTraining("enough")
+            raise jshard.training.StopTraining("enough")
 
     config = {"checkpoint.every": 100, "log_every": 2, "eval_every": 4}
     trainer = make(folder, on_step=ask, config=config)

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from jshard.plan.start_up import describe
 from parity import make_mesh
 from runs import (
     as_unit,
@@ -104,9 +105,9 @@ def test_batch_norm_with_accumulate_takes_each_micro_batch_for_a_batch():
     (value, rest), grads = loss(params, rest)
     check_close(metrics["loss"], value, 1e-9)
     want = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    check_close(fsdp.unshard(state.params), jax.tree.map(np.asarray, want), 1e-9)
-    got = fsdp.unshard(state.model_state)
+    check_close(fsdp.fetch(state.params), jax.tree.map(np.asarray, want), 1e-9)
+    got = fsdp.fetch(state.model_state)
     check_close(got, jax.tree.map(np.asarray, rest), 1e-9)
-    note = fsdp.describe(state, x, step)
+    note = describe(fsdp, state, x, step)
     assert "norm: statistics of one micro-batch" in note
     assert "each of the 2 micro-batches updates" in note

@@ -128,7 +128,7 @@ def check(
         # Whole weights, gradients, and sums of them; parameters as shards.
         held = copies * params + params // DEVICES
     elif group is True:
-        held = copies * params // DEVICES + policy.keep_last * bytes_of(read)
+        held = copies * params // DEVICES
     else:
         kept = bytes_of(read) // (group or 1)
         held = copies * params // DEVICES + layers * kept
@@ -148,7 +148,7 @@ def check(
         ("full", {}),
         ("none", {"reshard_after_forward": 2}),
         ("dots", {"reshard_after_forward": False}),
-        ("names", {"accumulate": 2, "keep_last": 8}),
+        ("names", {"accumulate": 2, "first_k": 8}),
         ("full", {"accumulate": 2, "defer_scatter": True}),
     ],
     ids=str,
@@ -217,7 +217,7 @@ def test_an_update_needs_no_more_than_gradients_parameters_and_moments(name, mom
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"first_k": 40, "keep_last": 9, "remat": "dots"},
+        {"first_k": 40, "remat": "dots"},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"accumulate": 2}, marks=pytest.mark.slow),
         pytest.param({"reshard_after_forward": 2}, marks=pytest.mark.slow),

@@ -101,7 +101,7 @@ def test_models_with_arrays_of_their_own_train_as_with_flax(
     fsdp = jshard.FSDP(mesh, policy, units=(layer,))
     model = make_model(nnx.Rngs(jax.random.key(0)))
     want = plain(model)
-    state = fsdp.init(make_model, TX) if start == "init" else fsdp.shard(model, TX)
+    state = fsdp.init(make_model, TX) if start == "init" else fsdp.from_model(model, TX)
     step, history = fsdp.train_step(loss_fn, TX), []
     batch = fsdp.shard_batch(np.asarray(example()))
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_they_are_in_checkpoints_and_in_models_made_of_a_state(tmp_path):
     other = jshard.FSDP(mesh, POLICY, units=(Table,))
     restored = saver.restore(other.abstract_state(make_model, TX))
     # Orbax reads in threads, where the test's 64 bits are not in force.
-    got, want = other.unshard(restored.model_arrays), fsdp.unshard(state.model_arrays)
+    got, want = other.fetch(restored.model_arrays), fsdp.fetch(state.model_arrays)
     chex.assert_trees_all_close(got, want, rtol=1e-6)
     np.testing.assert_allclose(
         other.model(restored)(x), fsdp.model(state)(x), rtol=1e-5, atol=1e-6

@@ -186,7 +186,7 @@ def steps(make_model: Any, layer: Any, devices: int, units: tuple = ()) -> Any:
     for _ in range(2):
         state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
         history.append((metrics["loss"], metrics["grad_norm"]))
-    return history, fsdp.unshard(state.params)
+    return history, fsdp.fetch(state.params)
 
 
 @pytest.mark.quick("4-Sows", "4-SetsAnAttribute", "4-WritesItsParameter", "4-Appends")

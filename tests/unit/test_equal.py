@@ -287,7 +287,7 @@ def test_a_learned_weight_trains_as_on_one_device(accumulate):
     value, grads = jax.value_and_grad(plain)(params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-12)
-    got = fsdp.unshard(state.params)["weight"].get_value()
+    got = fsdp.fetch(state.params)["weight"].get_value()
     want = params["weight"].get_value() - 0.1 * grads["weight"].get_value()
     np.testing.assert_allclose(got, want, rtol=1e-12)
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from jshard.functional import gather, scan_layers
 from jshard.layout.specs import shard_dim
 
 LAYERS, WIDTH, EXAMPLES = 4, 16, 16
@@ -94,7 +95,7 @@ def test_scan_layers_has_values_and_gradients_of_a_plain_scan(
     problem, replica, remat, reshard
 ):
     apply = functools.partial(
-        jshard.scan_layers,
+        jshard.functional.scan_layers,
         layer,
         specs=SPECS,
         remat=remat,
@@ -111,7 +112,7 @@ def test_scan_layers_has_values_and_gradients_of_a_plain_scan(
 def test_scan_layers_differentiates_values_that_the_layer_closes_over(problem):
     def apply(params, scale, x):
         varied = scale * (1 + 0 * jnp.sum(x))  # one differs by device, one does not
-        return jshard.scan_layers(
+        return scan_layers(
             lambda p, x: layer(p, x, (scale + varied) / 2), params, x, specs=SPECS
         )
 
@@ -123,7 +124,7 @@ def test_scan_layers_differentiates_values_that_the_layer_closes_over(problem):
 @pytest.mark.parametrize("replica", [1, 2, 8])
 def test_gather_has_values_and_gradients_of_the_full_parameters(problem, replica):
     def apply(params, scale, x):
-        full = jshard.gather(params, SPECS)
+        full = gather(params, SPECS)
         return jax.lax.scan(lambda x, p: layer(p, x, scale), x, full)
 
     params, scale, x = problem
@@ -137,7 +138,7 @@ def test_scan_layers_takes_a_pytree_carry_with_integers(problem):
 
     def apply(params, scale, x):
         carry = {"x": x, "n": jnp.int32(0)}
-        out = jshard.scan_layers(count, params, carry, scale, specs=SPECS, remat="none")
+        out = scan_layers(count, params, carry, scale, specs=SPECS, remat="none")
         return out["x"] * out["n"], {"v": jnp.zeros(1)}
 
     def plain_apply(params, scale, x):
@@ -159,8 +160,8 @@ def test_low_precision_gathers_can_reduce_in_full_precision(problem, functional)
         x = x.astype(jnp.bfloat16)
         scale = scale.astype(jnp.bfloat16)
         if functional == "scan_layers":
-            return jshard.scan_layers(layer, params, x, scale, specs=SPECS, **dtypes)
-        full = jshard.gather(params, SPECS, **dtypes)
+            return scan_layers(layer, params, x, scale, specs=SPECS, **dtypes)
+        full = gather(params, SPECS, **dtypes)
         return jax.lax.scan(lambda x, p: layer(p, x, scale), x, full)
 
     step = sharded(jshard.make_mesh(), apply)
@@ -184,7 +185,7 @@ def test_scan_layers_rejects_a_layer_that_changes_its_carry(problem):
         return jnp.concatenate([x, x @ p["w"]], axis=1)
 
     apply = lambda p, scale, x: (
-        jshard.scan_layers(grow, p, x, specs=SPECS),
+        scan_layers(grow, p, x, specs=SPECS),
         {"v": scale},
     )
     with pytest.raises(
@@ -196,7 +197,7 @@ def test_scan_layers_rejects_a_layer_that_changes_its_carry(problem):
 def test_scan_layers_rejects_an_unknown_remat_policy(problem):
     params, scale, x = problem
     with pytest.raises(jshard.UserError, match="'most' is not one of full, attention"):
-        jshard.scan_layers(layer, params, x, scale, specs=SPECS, remat="most")
+        scan_layers(layer, params, x, scale, specs=SPECS, remat="most")
 
 
 shapes = st.lists(st.integers(0, 12), max_size=4).map(tuple)

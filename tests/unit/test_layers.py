@@ -151,7 +151,7 @@ def test_gathered_outside_a_mesh_is_the_unit_itself():
     dense = Dense(nnx.Rngs(0))
     assert jshard.gathered(dense) is dense
     x = example()
-    module, same = jshard.gathered_before(unit, x)
+    module, same = jshard.gathered(unit, before=x)
     assert module is unit
     assert same is x
 
@@ -215,7 +215,7 @@ def test_features_wait_for_the_gradient_of_the_head_gathered_before_them(before)
             x = self.blocks(x)
             if not before:
                 return jshard.gathered(self.head)(x)
-            head, x = jshard.gathered_before(self.head, x)
+            head, x = jshard.gathered(self.head, before=x)
             return head(x)
 
     def loss_fn(model, x):

@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 
 import jshard
+from jshard.plan.start_up import describe
 from parity import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -120,7 +121,7 @@ def test_a_linen_transformer_trains_as_on_one_device_with_linen_alone(model, mes
     fsdp = jshard.FSDP(make_mesh(*mesh), POLICY, units=(nnx.bridge.ToNNX,))
     state = fsdp.init(model, TX)
     step = fsdp.train_step(loss_fn, TX)
-    plain = linen_variables(fsdp.unshard(state.params))
+    plain = linen_variables(fsdp.fetch(state.params))
     opt_state = TX.init(plain)
 
     @jax.jit
@@ -136,7 +137,7 @@ def test_a_linen_transformer_trains_as_on_one_device_with_linen_alone(model, mes
         updates, opt_state = TX.update(grads, opt_state, plain)
         plain = optax.apply_updates(plain, updates)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-9)
-    got = linen_variables(fsdp.unshard(state.params))
+    got = linen_variables(fsdp.fetch(state.params))
     assert jax.tree.structure(got) == jax.tree.structure(plain)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())
@@ -146,5 +147,5 @@ def test_each_linen_layer_is_a_unit_and_nothing_is_root():
     fsdp = jshard.FSDP(make_mesh(1, 8), POLICY, units=(nnx.bridge.ToNNX,))
     state = fsdp.abstract_state(Wrapped, TX)
     step = fsdp.train_step(loss_fn, TX)
-    text = fsdp.describe(state, np.zeros((EXAMPLES, TIME), int), step)
+    text = describe(fsdp, state, np.zeros((EXAMPLES, TIME), int), step)
     assert not any(line.startswith("root") for line in text.splitlines())

@@ -121,7 +121,7 @@ def test_training_is_that_of_linen_and_optax_alone(layers, mesh, remat, accumula
     fsdp = jshard.FSDP(make_mesh(*mesh), policy)
     state = fsdp.init(wrapped(module), TX)
     step = fsdp.train_step(loss_fn, TX)
-    plain = tree(fsdp.unshard(state.params))
+    plain = tree(fsdp.fetch(state.params))
     abstract = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
     assert jax.tree.map(jnp.shape, plain) == jax.tree.map(jnp.shape, abstract)
     opt_state = TX.init(plain)
@@ -137,7 +137,7 @@ def test_training_is_that_of_linen_and_optax_alone(layers, mesh, remat, accumula
         updates, opt_state = TX.update(grads, opt_state, plain)
         plain = optax.apply_updates(plain, updates)
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-9)
-    got = tree(fsdp.unshard(state.params))
+    got = tree(fsdp.fetch(state.params))
     assert jax.tree.structure(got) == jax.tree.structure(plain)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())
@@ -180,11 +180,11 @@ def test_weights_that_exist_and_dropout():
     model = wrapped(module, params=params, streams=("dropout",))(nnx.Rngs(0))
     assert not np.array_equal(model(batch()), model(batch()))
     fsdp = jshard.FSDP(make_mesh(1, 8), jshard.Policy(min_shard_elements=0))
-    state = fsdp.shard(model, TX)
-    got = tree(fsdp.unshard(state.params))["params"]
+    state = fsdp.from_model(model, TX)
+    got = tree(fsdp.fetch(state.params))["params"]
     jax.tree.map(np.testing.assert_array_equal, got, params)
     step = fsdp.train_step(loss_fn, optax.sgd(0.0))
-    state = fsdp.shard(model, optax.sgd(0.0))
+    state = fsdp.from_model(model, optax.sgd(0.0))
     state, first = step(state, fsdp.shard_batch(batch()))
     _, second = step(state, fsdp.shard_batch(batch()))
     assert first["loss"] != second["loss"]

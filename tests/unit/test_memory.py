@@ -192,7 +192,9 @@ def test_the_chunked_loss_holds_no_logits_of_a_whole_sequence():
         def loss(x_BTD: jax.Array, head_DV: jax.Array) -> Any:
             targets = jnp.zeros((B, T), jnp.int32)
             weights = jnp.ones((B, T))
-            loss = jshard.cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk)
+            loss = jshard.nn.cross_entropy(
+                x_BTD, head_DV, targets, weights, chunk=chunk
+            )
             return loss.total
 
         shapes = (B, T, D), (D, V)

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.checks import check_products
-from jshard.comm import quantized
-from jshard.describe import traffic
+from jshard.collectives import quantized
+from jshard.fsdp.checks import check_products
+from jshard.plan.start_up import describe, traffic
 
 LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 3, 32, 4, 128, 256
 FLOAT8 = jshard.Precision(products="float8")
@@ -129,10 +129,10 @@ def gradients(
     """(parameters, gradients, loss) of a step, by name."""
     tx = optax.sgd(1.0)
     state = fsdp.init(make_model, tx)
-    before = fsdp.unshard(nnx.to_pure_dict(state.params))
+    before = fsdp.fetch(nnx.to_pure_dict(state.params))
     step = fsdp.train_step(loss_fn, tx)
     state, metrics = step(state, fsdp.shard_batch(inputs()))
-    after = fsdp.unshard(nnx.to_pure_dict(state.params))
+    after = fsdp.fetch(nnx.to_pure_dict(state.params))
     return before, jax.tree.map(np.subtract, before, after), metrics["loss"]
 
 
@@ -249,7 +249,7 @@ def test_the_start_up_note_says_how_much_is_multiplied_in_float8():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(precision=FLOAT8))
     tx = optax.sgd(1.0)
     state = fsdp.abstract_state(Model, tx)
-    note = fsdp.describe(state, inputs(), fsdp.train_step(loss_fn, tx))
+    note = describe(fsdp, state, inputs(), fsdp.train_step(loss_fn, tx))
     # In units of a square product: each has two in the backward, and full remat repeats
     # all but the last one of a layer, which is not in float8, and neither is the head.
     # What is in a remat of its own, `up`, is repeated twice.

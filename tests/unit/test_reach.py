@@ -90,12 +90,12 @@ def check(
     fsdp = jshard.FSDP(make_mesh(*mesh), policy, units=units)
     tx = optax.sgd(1.0)
     state = fsdp.init(make_model(place), tx)
-    before = fsdp.unshard(state.params)
+    before = fsdp.fetch(state.params)
     step = fsdp.train_step(functools.partial(loss_fn, ways), tx)
     state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
     for name, value in want.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-9, err_msg=name)
-    grads = jax.tree.map(lambda a, b: a - b, before, fsdp.unshard(state.params))
+    grads = jax.tree.map(lambda a, b: a - b, before, fsdp.fetch(state.params))
     for (path, got), grad in zip(
         jax.tree_util.tree_leaves_with_path(grads),
         jax.tree.leaves(want_grads),
@@ -194,7 +194,7 @@ def test_the_layer_dimension_is_not_sharded_where_units_tells_of_it(
 
 def test_per_layer_keeps_a_state_for_layers_that_units_tells_of():
     fsdp = jshard.FSDP(make_mesh(1, 8), POLICY, units={Residual: 1})
-    optimizer = jshard.per_layer(optax.scale_by_adam())
+    optimizer = jshard.optim.per_layer(optax.scale_by_adam())
     state: Any = fsdp.abstract_state(make_model("stacked by vmap"), optimizer)
     (key,) = state.opt_state.stacked
     assert key == "module.blocks"

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 import jshard
 from h100 import h100s
-from jshard.mesh import BATCH
+from jshard.fsdp.mesh import BATCH
 from jshard.plan import tracing_for
 from jshard.plan.cost.cost import Transfer, transfer, work
 from jshard.plan.cost.timeline import replay

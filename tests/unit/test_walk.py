@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import jshard
-from jshard.comm import collectives
+from jshard.collectives import gather as gathers
 
 ROOT = Path(jshard.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -45,7 +45,7 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
         return all_gather(*args, **kwargs)
 
-    monkeypatch.setattr(collectives.lax, "all_gather", gather)
+    monkeypatch.setattr(gathers.lax, "all_gather", gather)
     mesh = AbstractMesh((1, 8), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     fsdp = jshard.FSDP(mesh)
     state = fsdp.abstract_state(Model, optax.sgd(0.1))
@@ -53,13 +53,13 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     jax.eval_shape(fsdp.train_step(loss_fn, optax.sgd(0.1)), state, batch)
     # Abstract weights are gathered first, to know their types.
     found = next(walk for walk in walks if walk[-4].endswith(": body"))
-    return found[found.index("fsdp.py: train_step") :]
+    return found[found.index("fsdp/fsdp.py: train_step") :]
 
 
 def test_a_gather_is_twelve_frames_and_six_files_from_the_step(monkeypatch):
     frames = walk(monkeypatch)
-    assert frames[0] == "fsdp.py: train_step"
-    assert frames[-1] == "comm/collectives.py: all_gather"
+    assert frames[0] == "fsdp/fsdp.py: train_step"
+    assert frames[-1] == "collectives/gather.py: all_gather"
     assert len(frames) <= 12
     assert len({frame.split(":")[0] for frame in frames}) <= 6
 

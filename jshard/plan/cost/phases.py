@@ -3,7 +3,7 @@
 The direction comes from the JAX operation of an instruction, and so does the scope of
 layers. Instructions that XLA adds have no operation: in a loop over layers they have
 its direction, and elsewhere kernels belong to the phase of the kernel before them. The
-words are also scopes (``jshard.scopes``), which a profile of the step shows.
+words are also scopes (``jshard.fsdp.scopes``), which a profile of the step shows.
 """
 
 import bisect
@@ -13,9 +13,9 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 
+from jshard.fsdp.scopes import LAYERS
 from jshard.plan.cost.timeline import COMPUTE, Event, Loops, Timeline
 from jshard.plan.hlo.hlo import direction
-from jshard.scopes import LAYERS
 
 
 def _in_layers(event: Event) -> bool:

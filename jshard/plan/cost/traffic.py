@@ -14,17 +14,17 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jshard.fsdp.mesh import REPLICA, names_of, shard_axes
+from jshard.fsdp.policy import Policy, UnitPolicy
+from jshard.fsdp.precision import is_float, is_quantized
+from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.specs import LOOKED_UP
-from jshard.mesh import REPLICA, names_of, shard_axes
 from jshard.plan.cost.cost import Transfer, transfer
 from jshard.plan.hlo.hlo import Computation, Module
 from jshard.plan.topology import GPU
-from jshard.policy import Policy, UnitPolicy
-from jshard.precision import is_float, is_quantized
-from jshard.state import TrainState
-from jshard.unit.segments import spans
+from jshard.unit.layers import spans
 
 NVLINK, NETWORK, SHARED = "NVLink", "network", "shared memory"
 
@@ -202,5 +202,4 @@ def _gathered_again(policy: UnitPolicy, length: int, prefetch: bool) -> int:
     return sum(
         stop - start - (prefetched and stop - start > 1)
         for start, stop in spans(policy, length)
-        if start < length - policy.keep_last
     )

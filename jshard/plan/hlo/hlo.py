@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jshard.scopes import FURTHER_ROUNDS, UPDATE
+from jshard.fsdp.scopes import FURTHER_ROUNDS, UPDATE
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(

@@ -15,14 +15,14 @@ import jax
 from flax import nnx
 
 from jshard.formatting import format_bytes
+from jshard.fsdp.policy import Names, Policy
+from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo.hlo import direction
 from jshard.plan.memory import buffers, parts
 from jshard.plan.topology import GPU, GPUS_A_HOST
-from jshard.policy import Names, Policy
-from jshard.state import TrainState
 from jshard.training.memory import compiled_bytes
 
 

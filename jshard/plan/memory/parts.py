@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flax import nnx
 
+from jshard.fsdp.state import TrainState
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo import flow
 from jshard.plan.hlo.hlo import BACKWARD, FORWARD, Module, arrays, direction
 from jshard.plan.memory.buffers import Assignment, Slot, Value
-from jshard.state import TrainState
 
 PARAMETERS, OPTIMIZER, BATCH = "parameters", "optimizer", "batch"
 GRADIENTS, GATHERED = "gradients", "gathered weights"

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from jshard.errors import UserError
+from jshard.fsdp.policy import POLICIES
 from jshard.plan.topology import GPUS_A_HOST
-from jshard.policy import POLICIES
 from jshard.training.config.config import Config, flatten, nearest
 
 Settings = dict[str, str]  # text by key: {"policy.remat": "dots"}

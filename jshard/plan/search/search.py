@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard import mesh as meshes
 from jshard.errors import UserError
+from jshard.fsdp import mesh as meshes
 from jshard.plan.constants import find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice

@@ -7,9 +7,9 @@ from typing import Any
 
 from jshard.compat.xla_options import check_options
 from jshard.errors import UserError
+from jshard.fsdp.policy import OF_UNITS, POLICIES, Names, Offload, Policy
+from jshard.fsdp.precision import Precision
 from jshard.knob import knobs
-from jshard.policy import OF_UNITS, POLICIES, Names, Offload, Policy
-from jshard.precision import Precision
 from jshard.training.config.command_line import parse_value
 from jshard.training.config.config import Config
 

@@ -14,7 +14,7 @@ from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import CHECKPOINTS
 from jshard.errors import RunFailed, UserError
 from jshard.formatting import format_bytes
-from jshard.state import TrainState
+from jshard.fsdp.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.progress import ProgressDisplay
 from jshard.training.report.report import METRICS

@@ -13,7 +13,7 @@ from jshard.checkpoint.restore import (
     restore_state,
 )
 from jshard.errors import UserError
-from jshard.state import TrainState
+from jshard.fsdp.state import TrainState
 from jshard.training.huggingface import find_map, model_of, require_map
 from jshard.training.job import Job
 

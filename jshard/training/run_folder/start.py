@@ -11,7 +11,7 @@ from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.state import TrainState
+from jshard.fsdp.state import TrainState
 from jshard.training.config.config import Config
 from jshard.training.report.report import METRICS, read_metrics
 from jshard.training.run_folder.resume import (

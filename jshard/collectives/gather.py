@@ -1,0 +1,174 @@
+"""All-gathers of parameters, with the dtypes on the wire.
+
+Everything here runs inside ``shard_map(check_vma=False)``: an array is one device's
+own, and nothing is summed over devices unless a line of ``reduce.py`` says so.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jshard.collectives import quantized
+from jshard.collectives.reduce import all_reduce_in_unit, cast, on_rank_zero, scatter
+from jshard.compat.jaxprs import is_typed
+from jshard.errors import UserError
+from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
+from jshard.fsdp.precision import is_float, is_quantized
+from jshard.fsdp.scopes import ALL_GATHER
+from jshard.layout.placement import Placement
+
+
+@jax.named_scope(ALL_GATHER)
+def all_gather(
+    shard: jax.Array, place: Placement, scale: jax.Array | None = None
+) -> jax.Array:
+    """Returns the full parameter in the layer's dtype, from this device's shard.
+
+    With a scale it is in float8 instead, divided by the scale.
+    """
+    shard = place.fetched(shard)
+    if scale is not None:
+        values = quantized.to_float8(shard, scale, place.gather)
+        for dim, axes in _gathers(place, values.ndim):
+            values = quantized.gather_float8(values, dim, axes)
+        return values
+    quantized_gather = is_quantized(place.gather)
+    full = shard if quantized_gather else cast(shard, place.gather)
+    for dim, axes in _gathers(place, full.ndim):
+        if quantized_gather:
+            full = quantized.all_gather(full, dim, place.gather, axes)
+        else:
+            full = lax.all_gather(full, axes, axis=dim, tiled=True)
+    return on_rank_zero(full.astype(place.compute or shard.dtype), place)
+
+
+def _gathers(place: Placement, ndim: int) -> list[tuple[int, Any]]:
+    """Returns (dimension, axes) of each all-gather that a layer's weight takes."""
+    over = [(place.dim, place.axes())] if place.shards() > 1 else []
+    split = [(dim, axis) for dim, axis in place.splits if place.whole]
+    return [(ndim + dim, axes) for dim, axes in [*over, *split] if dim is not None]
+
+
+def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
+    """Returns this device's part of a full parameter, split over ``group`` neighbours.
+
+    The part has the dtype on the wire where that is smaller. The values were gathered
+    in that dtype, so this is lossless. Quantized dtypes are not used: the blocks of a
+    part would have other scales.
+    """
+    if place.dim is None:
+        return full
+    dim, group = full.ndim + place.dim, min(group, place.shards())
+    size = full.shape[dim] // group
+    start = lax.axis_index(place.axes()) % group * size
+    part = lax.dynamic_slice_in_dim(full, start, size, dim)
+    if place.gather is None or is_quantized(place.gather):
+        return part
+    smaller = jnp.dtype(place.gather).itemsize < part.dtype.itemsize
+    return cast(part, place.gather) if smaller else part
+
+
+@jax.named_scope(ALL_GATHER)
+def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
+    """The inverse of ``split``: an all-gather within each group.
+
+    The result has the dtype ``place.compute``.
+    """
+    if place.dim is None:
+        return part
+    dim, axes, group = part.ndim + place.dim, place.axes(), min(group, place.shards())
+    groups = np.arange(place.shards()).reshape(-1, group).tolist()
+    if group > 1 and place.scale is not None:
+        part = quantized.gather_float8(part, dim, axes, groups)
+    elif group > 1:
+        part = lax.all_gather(
+            part, axes, axis=dim, axis_index_groups=groups, tiled=True
+        )
+    return cast(part, place.compute)
+
+
+def gather_leaf(
+    shard: jax.Array, place: Placement, scale: jax.Array | None = None
+) -> jax.Array:
+    """``all_gather`` whose transpose scatters and sums, each in its own dtype.
+
+    A unit has a backward of its own, but derivatives of that one come here, too. With a
+    scale there is no transpose: the gradient is that of the product's handle.
+    """
+    if scale is not None or not (place.trainable and is_float(shard)):
+        return all_gather(shard, place, scale)
+    dtype = shard.dtype
+
+    @jax.custom_vjp
+    def run(shard):
+        return all_gather(shard, place)
+
+    def backward(_, grad):
+        return (all_reduce_in_unit(scatter(grad, place), place, dtype),)
+
+    run.defvjp(lambda shard: (run(shard), None), backward)
+    return run(shard)
+
+
+def placements(
+    specs: Any, params: Any, *, dtype: Any = None, reduce_dtype: Any = None
+) -> Any:
+    """Returns a Placement for each leaf of a plain pytree.
+
+    ``specs`` has the structure of ``params`` and includes a stack's layer dimension.
+    """
+    sharded = shard_axes()
+    if any(map(is_typed, jax.tree.leaves(params))):
+        raise UserError(
+            "jshard.functional.gather and scan_layers write the sums over devices out; "
+            "call them, and differentiate, inside jax.shard_map(..., check_vma=False)"
+        )
+
+    def place(param: Any, spec: PartitionSpec) -> Placement:
+        dims = [i for i, axis in enumerate(spec) if axis == sharded]
+        if not dims and FSDP in spec:
+            raise UserError(
+                f"specs: {spec} on a mesh with a context axis; parameters are sharded "
+                f"over both axes, so name {sharded} in place of {FSDP!r}"
+            )
+        dim = dims[0] - len(param.shape) if dims else None
+        others = set(manual_axes()) - set(names_of(sharded) if dims else ())
+        real = jnp.issubdtype(param.dtype, jnp.floating)
+        return Placement(
+            dim,
+            gather=dtype if real else None,
+            compute=dtype if real else None,
+            reduce=reduce_dtype if real else None,
+            sum_over=tuple(axis for axis in manual_axes() if axis in others),
+            sum_at="unit",
+            trainable=is_float(param),
+        )
+
+    return jax.tree.map(place, params, specs)
+
+
+def gather(
+    params: Any, specs: Any, *, dtype: Any = None, reduce_dtype: Any = None
+) -> Any:
+    """All-gathers a pytree of shards; the transpose is a reduce-scatter.
+
+    For use inside ``shard_map(check_vma=False)`` over a mesh with an "fsdp" axis.
+    Take derivatives inside it, too: the gradient of each leaf is then complete, the sum
+    of all devices' gradients.
+
+    Args:
+      params: pytree of local shards.
+      specs: a PartitionSpec for each leaf; the dimension named "fsdp" is gathered,
+        a leaf without one is returned unchanged, and its gradient is all-reduced.
+      dtype: dtype on the wire and of the result; None keeps the parameter's.
+      reduce_dtype: dtype of the reduction; None keeps the gradient's.
+
+    Returns:
+      The same tree with full arrays.
+    """
+    places = placements(specs, params, dtype=dtype, reduce_dtype=reduce_dtype)
+    return jax.tree.map(gather_leaf, params, places)

@@ -1,0 +1,113 @@
+"""Quantized all-gathers: weights are sent as one byte each, with scales.
+
+Weights that are computed with in a wider dtype have a scale per block. This follows
+ZeRO++ (Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for
+Giant Model Training", section 3.1). Every block of 256 values is sent with its own
+scale, so an outlier reduces the precision of its own block only.
+
+Operands of float8 products (``jshard.unit.products``) have one scale for the tensor,
+as cuBLASLt wants it. Their values stay in float8.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.fsdp.mesh import shard_axes
+
+BLOCK = 256  # values that share a scale of four bytes, which adds 1.6 % on the wire
+
+
+def all_gather(shard: jax.Array, dim: int, dtype: Any, axes: Any = None) -> jax.Array:
+    """Returns the full parameter, gathered along ``dim`` with values of ``dtype``.
+
+    All devices get the same weights: a device's own shard is quantized, too.
+
+    Args:
+      shard: this device's part.
+      dim: the sharded dimension.
+      dtype: int8, float8_e4m3fn or float8_e5m2; the result has the shard's dtype.
+      axes: the mesh axis, or axes, to gather over; by default all that shard.
+    """
+    values, scales = quantize(shard, dtype)
+    # Gathered as int8: XLA:CPU gathers float8 as float16, and NCCL rejects float8
+    # before sm90.
+    bits = lax.bitcast_convert_type(values, jnp.int8)
+    bits, scales = (lax.all_gather(x, axes or shard_axes()) for x in (bits, scales))
+    parts = jax.vmap(dequantize)(lax.bitcast_convert_type(bits, values.dtype), scales)
+    parts = parts.astype(shard.dtype)
+    parts = jnp.moveaxis(parts.reshape(-1, *shard.shape), 0, dim)
+    shape = list(shard.shape)
+    shape[dim] *= parts.shape[dim]
+    return parts.reshape(shape)
+
+
+def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Quantizes values in blocks, each with its own scale.
+
+    The scale maps the largest value of a block to the largest of ``dtype``. A block
+    with an infinity or a NaN becomes all NaN.
+
+    Returns:
+      Values of ``dtype`` (n,), and a float32 scale for each block of 256 of them, of
+      which the last may be shorter.
+    """
+    blocks = _blocks(x.astype(jnp.float32).reshape(-1))
+    integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
+    scales = jnp.max(jnp.abs(blocks), axis=1) / largest
+    # A block whose scale would be subnormal becomes zero: such a scale is too coarse.
+    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales)
+    scaled = blocks / jnp.where(scales == 0, 1, scales)[:, None]
+    values = (jnp.round(scaled) if integer else scaled).astype(dtype)
+    return values.reshape(-1)[: x.size], scales
+
+
+def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Reverses ``quantize`` up to rounding; returns float32 (n,)."""
+    blocks = _blocks(values).astype(jnp.float32) * scales[:, None]
+    return blocks.reshape(-1)[: values.size]
+
+
+def _blocks(flat: jax.Array) -> jax.Array:
+    """Reshapes to (blocks, 256), padded with zeros."""
+    return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+# One scale for a tensor.
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude in ``x``, a float32 scalar."""
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def tensor_scale(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the scale of tensors with these largest magnitudes, in float32.
+
+    It is the smallest power of two above ``largest`` over the largest value of
+    ``dtype``: dividing by it rounds nothing, so all hardware makes the same float8
+    values, and bfloat16 holds their products with the scale exactly. With an infinity
+    or a NaN the scale is infinite, and the product NaN.
+    """
+    ratio = largest / float(jnp.finfo(dtype).max)
+    bits = lax.bitcast_convert_type(ratio, jnp.int32)
+    exponent = jnp.int32(0x7F800000)  # all bits but the sign's and the fraction's
+    below = lax.bitcast_convert_type(bits & exponent, jnp.float32)
+    return jnp.where(ratio < jnp.finfo(jnp.float32).tiny, 1, 2 * below)
+
+
+def to_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns ``x / scale`` in ``dtype``, where the quotients fit."""
+    return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
+
+
+def gather_float8(
+    values: jax.Array, dim: int, axes: Any, groups: list[list[int]] | None = None
+) -> jax.Array:
+    """Returns float8 values gathered along ``dim`` over axes, or groups in them."""
+    bits = lax.bitcast_convert_type(values, jnp.int8)  # for the reason above
+    bits = lax.all_gather(bits, axes, axis=dim, axis_index_groups=groups, tiled=True)
+    return lax.bitcast_convert_type(bits, values.dtype)

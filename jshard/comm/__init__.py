@@ -1,1 +1,0 @@
-"""Collectives of parameters and gradients, their transposes, and their order."""

@@ -1,0 +1,169 @@
+"""Checks of what a user passes to FSDP, with errors that say what to do."""
+
+import warnings
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from jshard.errors import UserError, some_of
+from jshard.fsdp.mesh import devices_of_a_sequence, named_sizes, shards_of
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import is_float
+from jshard.fsdp.state import TrainState
+from jshard.layout.layers import layer_dims
+from jshard.layout.layout import Layout
+from jshard.layout.variables import variables
+from jshard.unit.modules import Stack, is_unit, root_variables
+
+# Variables that calls of a model change or draw from; they have no gradients.
+_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
+
+
+_FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs (Ada, Hopper) that multiply float8
+
+
+def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the policy wants float8 products that cannot be had."""
+    if not policy.multiplies_in_float8():
+        return
+    if policy.offload == "all":
+        raise UserError(
+            "precision.products='float8' does not go with policy.offload='all': scales "
+            "need all shards on the device; use offload='optimizer'"
+        )
+    if isinstance(mesh, AbstractMesh):
+        return
+    device = mesh.devices.flat[0]
+    capability = str(getattr(device, "compute_capability", None) or "")
+    numbers = tuple(map(int, capability.split("."))) if "." in capability else None
+    if device.platform == "gpu" and numbers and numbers < _FLOAT8_CAPABILITY:
+        raise UserError(
+            f"precision.products='float8' needs GPUs of compute capability 8.9 or "
+            f"newer (Ada, Hopper, Blackwell); {device.device_kind} has {capability}; "
+            "use products=None"
+        )
+
+
+def check_trained(params: nnx.State) -> None:
+    """Raises UserError unless ``params`` has parameters, all of them trainable."""
+    if not jax.tree.leaves(params):
+        raise UserError(
+            "the model has no parameters that wrt selects; nothing can be trained"
+        )
+    for path, variable in nnx.to_flat_state(params):
+        name = ".".join(map(str, path))
+        if not isinstance(variable, nnx.Variable) or isinstance(variable, _STATE):
+            raise UserError(
+                f"wrt selects {name!r}, a {type(variable).__name__}; it must select "
+                "nnx.Param variables, or types of your own that hold weights"
+            )
+        for value in jax.tree.leaves(variable):
+            if not is_float(value):
+                raise UserError(
+                    f"wrt selects {name!r} of {value.dtype}; only floating-point "
+                    "parameters can be trained"
+                )
+
+
+def check_units(model: nnx.Module, units: Sequence[type]) -> None:
+    """Raises UserError if no submodule is an instance of a type in ``units``."""
+    inside = [module for path, module in nnx.iter_modules(model) if path]
+    types = [getattr(type(module), "plain_class", type(module)) for module in inside]
+    names = sorted({cls.__name__ for cls in types})
+    for unit in units:
+        if any(isinstance(module, unit) for module in inside):
+            continue
+        problem = f"the model has no {unit.__name__}"
+        if isinstance(model, unit):
+            problem = f"only the model itself is a {unit.__name__}, and modules that "
+            problem += "are in no unit are gathered once a step"
+        found = some_of(names, limit=12) or "none"
+        raise UserError(f"units: {problem}; its submodules are of types {found}")
+
+
+def check_model(model: nnx.Module, policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError unless policy and mesh fit a model with its Units."""
+    found = {path: module for path, module in nnx.iter_modules(model) if path}
+    units = [path for path, module in found.items() if is_unit(module)]
+    stacks = [path for path in units if isinstance(found[path], Stack)]
+    policy.check_overrides(found, units, stacks)
+    _check_layer_counts(policy, model)
+    _check_splits_sequences(model, mesh)
+
+
+def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
+    """Raises UserError if ``policy`` counts layers that no Stack of the model has."""
+    has_stacks = any(isinstance(m, Stack) for _, m in nnx.iter_modules(model))
+    shapes = [np.shape(v.get_value())[: layer_dims(v)] for _, v in variables(model)]
+    most = max((number for shape in shapes for number in shape), default=0)
+    for name, count in policy.everywhere("first_k").items():
+        if count is None:
+            continue
+        if not has_stacks:
+            raise UserError(
+                f"policy.{name} counts the layers of a jshard.Stack, and the model has "
+                "none; name its Units in policy.overrides, with remat or "
+                "reshard_after_forward"
+            )
+        if count > most:
+            raise UserError(
+                f"policy.{name}={count} is more layers than the model has: its largest "
+                f"Stack has {most}"
+            )
+
+
+def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> None:
+    """Warns if more than a quarter of the parameters are in no Stack or Unit."""
+    size = {
+        ".".join(map(str, path)): variable.get_value().size
+        for path, variable in root_variables(model, state.params, state.frozen)
+        if layout.places[path].dim is not None
+    }
+    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
+    part = sum(size.values()) / total
+    if part > 1 / 4 and shards_of(layout.mesh) > 1:
+        largest = sorted(size, key=lambda name: -size[name])[:3]
+        warnings.warn(
+            f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
+            "gathered at the start of a step and kept: wrap the modules of "
+            f"{', '.join(largest)} in jshard.Unit, or name their types in units=",
+            stacklevel=4,  # the caller of FSDP.init
+        )
+
+
+def warn_of_own_dtypes(state: TrainState, layout: Layout) -> None:
+    """Warns if most parameters are in modules whose own dtype is kept."""
+    size = {}
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            asked = layout.policy.precision_at(path).compute
+            kept, value = layout.places[path].compute, variable.get_value()
+            real = jnp.issubdtype(value.dtype, jnp.floating)
+            if asked is not None and real and kept != asked:
+                size[".".join(map(str, path))] = value.size
+    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
+    if sum(size.values()) > total / 2:
+        largest = sorted(size, key=lambda name: -size[name])[:3]
+        warnings.warn(
+            f"{sum(size.values()) / total:.0%} of the parameters are in modules whose "
+            "own dtype is wider than precision.compute, and is kept: leave out the "
+            f"dtype of the modules of {', '.join(largest)}, or give them a precision "
+            "in policy.overrides",
+            stacklevel=4,  # the caller of FSDP.init
+        )
+
+
+def _check_splits_sequences(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if a mesh splits sequences and the model does not say it can."""
+    axes = devices_of_a_sequence(mesh)
+    if axes and not getattr(model, "splits_sequences", False):
+        raise UserError(
+            f"mesh: {named_sizes(axes)}, but {type(model).__name__} does not say that "
+            "its sequences may be split: take positions from jshard.nn.positions, "
+            "attend with jshard.nn.dot_product_attention, and set splits_sequences = "
+            "True on the class (docs/how_to/long_sequences.md)"
+        )

@@ -1,0 +1,416 @@
+"""FSDP: makes sharded states, and the jitted steps that train and evaluate them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jshard.compat import xla_options
+from jshard.cpu.order import in_order
+from jshard.cpu.pacing import Paced
+from jshard.fsdp import step
+from jshard.fsdp.batch import (
+    batch_specs,
+    check_batch,
+    place_examples,
+    split_batch,
+)
+from jshard.fsdp.checks import (
+    check_model,
+    check_products,
+    check_trained,
+    check_units,
+    warn_of_large_root,
+    warn_of_own_dtypes,
+)
+from jshard.fsdp.given import check_optimizer, check_unit_types, existing, from_seed
+from jshard.fsdp.mesh import (
+    axes_of,
+    check_mesh,
+    examples_spec,
+    platform,
+    shards_of,
+    split_sequences,
+)
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
+from jshard.layout import transfer
+from jshard.layout.capacity import check_capacity
+from jshard.layout.initial_values import make, mark_stacked, prepare
+from jshard.layout.layout import Layout
+from jshard.layout.memory_kinds import check_memory, on_device, typed_as_device
+from jshard.nn.loss import Means
+from jshard.optim.update import check_state, first_fields, next_state
+from jshard.parallel.splits import Split
+from jshard.unit import modules
+from jshard.unit.batch_norm import of_one_device
+
+
+class FSDP:
+    """Fully sharded data-parallel training on a mesh.
+
+    Args:
+      mesh: a mesh with axes "replica" and "fsdp", and maybe "context"
+        (``jshard.make_mesh``). With an abstract one (``mesh.abstract_mesh``), steps can
+        be traced but not run.
+      policy: what is gathered, kept and reduced, and in which dtypes.
+      units: module types whose instances become Units, without editing the model. A
+        mapping also says how many leading dimensions of a type's variables count layers
+        that ``nnx.vmap`` stacked: ``{Block: 1, nnx.Linear: 0}``.
+      tensor_splits: modules, by path ("blocks.attention"), that are called within
+        ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
+        not say so itself, on a mesh with a "tensor" axis.
+      compiler_options: XLA options for the jitted steps. They override the options that
+        jshard sets on GPUs (``jshard.compat.xla_options``); None leaves an option to
+        XLA.
+
+    Raises:
+      UserError: the mesh lacks an axis, the policy does not fit it, or ``units`` holds
+        something other than module types.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | AbstractMesh,
+        policy: Policy | None = None,
+        *,
+        units: Sequence[type] | Mapping[type, int] = (),
+        tensor_splits: Mapping[str, Split] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        self.mesh: Any = check_mesh(mesh)
+        self.policy: Policy = policy or Policy()
+        self.policy.check_groups(shards_of(mesh, split=True))
+        self.tensor_splits = {
+            tuple(path.split(".")): split
+            for path, split in (tensor_splits or {}).items()
+        }
+        check_memory(self.policy, mesh)
+        check_products(self.policy, mesh)
+        self.units = check_unit_types(units)
+        self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
+        self.compiler_options = xla_options.compiler_options(
+            platform(mesh),
+            mesh.size,
+            compiler_options,
+            float8=self.policy.multiplies_in_float8(),
+        )
+
+    # States.
+
+    def init(
+        self,
+        make_model: Callable[[nnx.Rngs], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        seed: int = 0,
+        wrt: Any = nnx.Param,
+    ) -> TrainState:
+        """Creates a state directly as shards.
+
+        Full parameters never exist on a device or on the host, and the values do not
+        depend on the mesh. Arrays in host memory (``Policy.offload``) are created on
+        the device, a few at a time.
+
+        Args:
+          make_model: makes the model from random streams.
+          optimizer: any optax transformation.
+          seed: the seed of the random streams.
+          wrt: an NNX filter that selects the parameters to train.
+
+        Raises:
+          UserError: ``wrt`` selects no parameters of the model, an override of the
+            policy matches no module, or the memory is too small for the state.
+        """
+        create = self._creator(from_seed(make_model), optimizer, wrt)
+        seed_array = jnp.asarray(seed, jnp.uint32)
+        abstract = self._abstract(create, seed_array)
+        check_capacity(abstract, self.mesh.local_devices)
+        leaves, structure = jax.tree.flatten(abstract)
+
+        # Only the arrays: each call of make_model may make other functions
+        # (initializers, lambdas), and with them another tree structure.
+        def arrays(seed: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(create(seed))
+
+        made = make(self._in_order(arrays), (seed_array,), leaves)
+        return jax.tree.unflatten(structure, made)
+
+    def from_model(
+        self,
+        model: nnx.Module,
+        optimizer: optax.GradientTransformation,
+        wrt: Any = nnx.Param,
+    ) -> TrainState:
+        """Creates a state from an existing model, such as a pretrained one.
+
+        The state is like that of ``init``, but with the model's values, which are
+        copied to the devices shard by shard. The model is not changed, and may be
+        deleted.
+
+        Args:
+          model: a model with full arrays, in numpy or on devices of this process; the
+            same in each process.
+          optimizer: any optax transformation.
+          wrt: an NNX filter that selects the parameters to train, such as
+            ``nnx.LoRAParam``. The other parameters are sharded and stay as they are.
+
+        Raises:
+          UserError: as ``init``, or the model does not hold full arrays.
+        """
+        merge, values = existing(model)
+        create = self._creator(merge, optimizer, wrt)
+        abstract = self._abstract(create, values)
+        check_capacity(abstract, self.mesh.local_devices)
+
+        def start(step: jax.Array, params: nnx.State) -> list[jax.Array]:
+            params = jax.tree.map(on_device, params)
+            return jax.tree.leaves(first_fields(self.policy, optimizer, params, step))
+
+        put = transfer.put_state
+        arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
+        started = {
+            field.name: getattr(abstract, field.name)
+            for field in dataclasses.fields(TrainState)
+            if field.name not in ("graphdef", *ModelArrays._fields)
+        }
+        leaves, structure = jax.tree.flatten(started)
+        inputs = (jnp.zeros((), jnp.int32), arrays.params)
+        made = make(self._in_order(start), inputs, leaves)
+        return dataclasses.replace(
+            abstract, **arrays._asdict(), **jax.tree.unflatten(structure, made)
+        )
+
+    def abstract_state(
+        self,
+        make_model: Callable[[nnx.Rngs], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        wrt: Any = nnx.Param,
+    ) -> TrainState:
+        """Returns the state of ``init`` as ShapeDtypeStructs with shardings.
+
+        Nothing is allocated. Raises the errors of ``init``.
+        """
+        create = self._creator(from_seed(make_model), optimizer, wrt)
+        return self._abstract(create, jnp.zeros((), jnp.uint32))
+
+    def _abstract(self, create: Callable[[Any], TrainState], inputs: Any) -> TrainState:
+        shapes = jax.eval_shape(create, inputs)
+        check_trained(shapes.params)
+        model = self._abstract_model(shapes)
+        layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
+        warn_of_large_root(model, shapes, layout)
+        warn_of_own_dtypes(shapes, layout)
+        return layout.abstract(shapes)
+
+    def _creator(
+        self, make_model: Callable[[Any], nnx.Module], optimizer: Any, wrt: Any
+    ) -> Callable[[Any], TrainState]:
+        """Returns a function that makes a state from the inputs of ``make_model``."""
+        check_optimizer(optimizer)
+
+        def create(inputs: Any) -> TrainState:
+            model = make_model(inputs)
+            check_units(model, self.units)
+            is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
+            mark_stacked(model, self.layer_dims, is_parameter)
+            prepare(model, self.policy, self.mesh, self.units, is_parameter)
+            graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
+            arrays = ModelArrays(*arrays)
+            first = jnp.zeros((), jnp.int32)
+            started = first_fields(self.policy, optimizer, arrays.params, first)
+            return TrainState(graphdef=graphdef, **arrays._asdict(), **started)
+
+        return create
+
+    # Steps.
+
+    def train_step(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        optimizer: optax.GradientTransformation,
+    ) -> Step[tuple[TrainState, dict[str, jax.Array]]]:
+        """Returns the jitted step ``state, metrics = train_step(state, batch)``.
+
+        The state is donated. Metrics are scalars: "loss", "grad_norm" (before the
+        optimizer clips gradients), and the Means that ``loss_fn`` names.
+
+        Args:
+          loss_fn: ``loss_fn(model, batch)``, called with one device's examples, returns
+            a ``Mean``, a weighted sum of Means, or ``(that, {"name": Mean})``.
+          optimizer: the transformation that the state was made with.
+
+        Raises:
+          UserError: (when called) the number of examples does not divide, the loss is
+            not made of Means, state and policy disagree about averages or a loss
+            scale, or the state was donated before.
+        """
+        policy = self.policy
+
+        def train_step(
+            state: TrainState, batch: Any
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
+            check_batch(batch, self.mesh, accumulate=policy.accumulate)
+            check_state(state, policy)
+            layout = self._layout(state)
+            own = layout.gathered() if policy.defer_scatter else layout
+            build = self._builder(state, own, training=True)
+            of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
+            local = functools.partial(step.train, build, of_root, layout)
+            specs, same = layout.local_specs, PartitionSpec()
+            in_specs = (specs, batch_specs(batch, self.mesh), same)
+            run = self._shard_map(local, in_specs, (specs.params, same, same))
+            scale = state.loss_scale and state.loss_scale.scale
+            arrays = jax.tree.map(typed_as_device, state.model_arrays)
+            with split_sequences():
+                grads, metrics, model_state = run(arrays, batch, scale)
+            new, more = next_state(layout, optimizer, state, grads, model_state)
+            return layout.constrain(new), metrics | more
+
+        return self._jit(train_step, donate_argnums=0)
+
+    def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
+        """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
+
+        Results of several batches can be added: ``(a + b).compute()`` is a dict of
+        floats.
+        """
+        local = functools.partial(step.evaluate, loss_fn)
+
+        def eval_step(state: TrainState, batch: Any) -> Means:
+            check_batch(batch, self.mesh)
+            specs = batch_specs(batch, self.mesh), PartitionSpec()
+            layout = self._layout(state)
+            with split_sequences():
+                return Means(*self._in_eval_mode(local, specs, layout, state, batch))
+
+        return self._jit(eval_step)
+
+    def predict_step(
+        self, fn: Callable[[Any, Any], Any], *, donate_batch: bool = False
+    ) -> Step[Any]:
+        """Returns the jitted ``outputs = predict_step(state, batch)``, in eval mode.
+
+        Args:
+          fn: ``fn(model, batch)`` maps one device's examples to arrays with the same
+            leading dimension; the outputs are those of the global batch. Sequences are
+            whole: on a mesh with a "context" axis, examples are split over it, too.
+          donate_batch: whether outputs take the memory of the batch.
+        """
+
+        def predict_step(state: TrainState, batch: Any) -> Any:
+            local = functools.partial(step.predict, fn)
+            check_batch(batch, self.mesh, whole=True)
+            spec = examples_spec(self.mesh)
+            layout = self._layout(state).whole()
+            return self._in_eval_mode(local, (spec, spec), layout, state, batch)
+
+        donated = {"donate_argnums": 1} if donate_batch else {}
+        return self._jit(predict_step, **donated)
+
+    def _in_eval_mode(
+        self, local: Callable, specs: Any, layout: Layout, state: TrainState, batch: Any
+    ) -> Any:
+        """Runs ``local(layout, build, arrays, batch)`` on each device.
+
+        ``specs`` are those of the batch and of what is returned.
+        """
+        build = self._builder(state, layout, training=False)
+        local = functools.partial(local, layout, build)
+        of_batch, out_specs = specs
+        run = self._shard_map(local, (layout.local_specs, of_batch), out_specs)
+        arrays = jax.tree.map(typed_as_device, state.model_arrays)
+        return run(arrays, batch)
+
+    def _builder(
+        self, state: TrainState, layout: Layout, *, training: bool
+    ) -> step.Build:
+        paths = tuple(self.tensor_splits)
+        types = self.units
+        return step.builder(state.graphdef, types, paths, layout, training=training)
+
+    def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
+        options = self.compiler_options or None
+        jitted = jax.jit(self._in_order(step), compiler_options=options, **kwargs)
+        return CheckedStep(Paced(jitted) if self._on_cpus else jitted)  # pyright: ignore[reportReturnType]
+
+    def _in_order(self, fn: Callable) -> Callable:
+        return in_order(fn) if self._on_cpus else fn
+
+    @property
+    def _on_cpus(self) -> bool:
+        return self.mesh.size > 1 and platform(self.mesh) == "cpu"
+
+    def _layout(self, state: TrainState) -> Layout:
+        """Returns a state's layout; raises UserError if arrays are in other memory."""
+        layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
+        layout.check_memory(state)
+        return layout
+
+    def _abstract_model(self, state: TrainState) -> nnx.Module:
+        """Returns the model over abstract values, with its Units, for inspection."""
+        model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
+        modules.make_units(model, self.units)
+        check_model(model, self.policy, self.mesh)
+        return model
+
+    def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        names = set(axes_of(self.mesh))
+        # Each value belongs to one device: nothing is summed unless a line says so.
+        return jax.shard_map(
+            fn, mesh=self.mesh, axis_names=names, check_vma=False, **specs
+        )
+
+    # Data in and out.
+
+    def shard_batch(self, local_batch: Any) -> Any:
+        """Makes global arrays from this process's part of a batch, (examples, ...).
+
+        On a mesh with a "context" axis, arrays of two and more dimensions are split
+        along the second, the sequence. Processes that share sequences all pass them
+        whole.
+
+        Raises:
+          UserError: the number of examples does not divide by the mesh's devices, or
+            sequences do not divide by "context".
+        """
+        return split_batch(local_batch, self.mesh)
+
+    def shard_examples(self, local_batch: Any) -> Any:
+        """Makes global arrays for ``predict_step``, in which sequences are whole.
+
+        Without a "context" axis this is ``shard_batch``.
+
+        Raises:
+          UserError: the number of examples does not divide by the mesh's devices.
+        """
+        return place_examples(local_batch, self.mesh)
+
+    def model(self, state: TrainState) -> nnx.Module:
+        """Returns an ordinary module over the state's global, sharded arrays.
+
+        Raises:
+          UserError: the state was donated to a train step.
+        """
+        check_kept(state)
+        model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
+        for _, module in list(nnx.iter_modules(model)):
+            of_one_device(module)
+        return model
+
+    def fetch(self, tree: Any) -> Any:
+        """Returns the full values on the host, as a tree of numpy arrays.
+
+        Typed random keys become their key data.
+
+        Raises:
+          UserError: the tree is of a state that was donated to a train step.
+        """
+        check_kept(tree)
+        return jax.tree.map(transfer.fetch, tree)

@@ -1,0 +1,187 @@
+"""Checks and adapts what states are made from: functions, models, optimizers, types."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen, nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+
+from jshard.compat.flax_modules import is_pytree, unrecorded
+from jshard.errors import UserError
+from jshard.layout.specs import is_annotated
+from jshard.layout.variables import expose_arrays, reachable, variables
+from jshard.unit.calls import variables_in
+
+_LINEN = "a Flax Linen module; wrap it in jshard.linen.Model (docs/how_to/linen.md)"
+
+
+def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:
+    """Returns a function that makes a model from a seed, with ``make_model(rngs)``.
+
+    Raises:
+      UserError: (now, or when called) ``make_model`` is not such a function.
+    """
+    if isinstance(make_model, nnx.Module):
+        raise UserError(
+            f"make_model is a model that exists, a {type(make_model).__name__}; pass "
+            "it to fsdp.from_model(model, optimizer), or pass a function that makes it "
+            "from nnx.Rngs"
+        )
+    _refuse_linen("make_model is", make_model)
+    if not callable(make_model):
+        raise UserError(
+            f"make_model is {_kind(make_model)}; it must be a function of nnx.Rngs "
+            "that returns an nnx.Module, such as lambda rngs: Model(config, rngs=rngs)"
+        )
+    is_type = isinstance(make_model, type)
+    called, given = (make_model.__init__, 2) if is_type else (make_model, 1)
+    try:
+        inspect.signature(called).bind(*[None] * given)
+    except TypeError as error:
+        name = getattr(make_model, "__qualname__", type(make_model).__name__)
+        raise UserError(
+            f"make_model is called with nnx.Rngs alone, and {name} cannot be: {error}; "
+            "pass lambda rngs: Model(..., rngs=rngs)"
+        ) from error
+    except ValueError:  # the signature is not known
+        pass
+
+    def make(seed: jax.Array) -> nnx.Module:
+        # layout/specs.py reads the annotations of further mesh axes; Flax must not act
+        # on them.
+        with nnx.use_eager_sharding(False):
+            model = make_model(nnx.Rngs(jax.random.key(seed)))
+        _refuse_linen("make_model returned", model)
+        if not isinstance(model, nnx.Module):
+            raise UserError(
+                f"make_model returned {_kind(model)}; it must return an nnx.Module"
+            )
+        _check_is_new(model)
+        _expose_parameters(model)
+        expose_arrays(model)
+        return model
+
+    return make
+
+
+def _check_is_new(model: nnx.Module) -> None:
+    for _, variable in variables(model):
+        try:
+            variable.set_raw_value(variable.get_raw_value())
+        except TraceContextError as error:
+            raise UserError(
+                "make_model returned a model that existed before it was called; pass "
+                "that to fsdp.from_model(model, optimizer)"
+            ) from error
+
+
+def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
+    """Returns a function that makes copies of ``model`` from its values, and these.
+
+    Raises:
+      UserError: it is not a model, or its arrays are not all on this process.
+    """
+    _refuse_linen("model is", model)
+    if not isinstance(model, nnx.Module):
+        raise UserError(
+            f"model is {_kind(model)}; fsdp.from_model takes an nnx.Module that "
+            "exists. A function that makes one goes to fsdp.init"
+        )
+    changed = _expose_parameters(model)
+    graphdef, values = nnx.split(model)
+    for module, cls in changed:
+        object.__setattr__(module, "__class__", cls)
+    for path, leaf in nnx.to_flat_state(values):
+        for value in jax.tree.leaves(leaf):
+            full = isinstance(value, (np.ndarray, np.generic, int, float, complex))
+            if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+                full = value.is_fully_addressable
+            if not full:
+                raise UserError(
+                    f"model: {'.'.join(map(str, path))!r} holds {_kind(value)}; "
+                    "fsdp.from_model needs full arrays, in numpy or on devices of this "
+                    "process"
+                )
+
+    def merge(values: nnx.State) -> nnx.Module:
+        copy = nnx.merge(graphdef, values, copy=True)
+        for _, variable in variables(copy):
+            if is_annotated(variable):  # as in from_seed
+                variable.set_metadata("eager_sharding", False)
+        return copy
+
+    return merge, values
+
+
+def _expose_parameters(model: nnx.Module) -> list[tuple[nnx.Module, type]]:
+    """Makes Flax see all parameters; returns the modules changed and their types.
+
+    A module that is not a pytree becomes one if it is given a derived type, as
+    ``qwix.apply_lora_to_model`` does. All attributes that were set before then count as
+    static, parameters included. A type that is not a pytree reverts that.
+    """
+    changed = [
+        (module, type(module))
+        for module in reachable(model, stop=lambda x: False)
+        if isinstance(module, nnx.Module)
+        and is_pytree(type(module))
+        and any(map(variables_in, unrecorded(module).values()))
+    ]
+    for module, cls in changed:
+        object.__setattr__(module, "__class__", _no_pytree(cls))
+    return changed
+
+
+@functools.cache
+def _no_pytree(cls: type) -> type:
+    return types.new_class(cls.__name__, (cls,), {"pytree": False})
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises UserError unless ``optimizer`` is an optax transformation."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UserError(
+            f"optimizer is {_kind(optimizer)}; it must be an optax transformation, "
+            "such as optax.adamw(1e-3)"
+        )
+
+
+def check_unit_types(units: Any) -> tuple[type, ...]:
+    """Returns the types in ``units``; raises UserError for anything else in it."""
+    if not isinstance(units, (Sequence, Mapping, set, frozenset)):
+        raise UserError(
+            f"units is {_kind(units)}; it must be a tuple of module types, such as "
+            "(Block,)"
+        )
+    for unit in units:
+        if not (isinstance(unit, type) and issubclass(unit, nnx.Module)):
+            raise UserError(
+                f"units holds {_kind(unit)}; it must hold types of "
+                "nnx.Modules" + (f": {_LINEN}" if _is_linen(unit) else "")
+            )
+    return tuple(units)
+
+
+def _refuse_linen(what: str, value: Any) -> None:
+    if _is_linen(value):
+        raise UserError(f"{what} {_LINEN}")
+
+
+def _is_linen(value: Any) -> bool:
+    return issubclass(value if isinstance(value, type) else type(value), linen.Module)
+
+
+def _kind(value: Any) -> str:
+    """Describes a value by its type, for error messages."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the type {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,350 @@
+"""Policy: all knobs of the sharding in one place."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jshard.errors import UserError
+from jshard.fsdp.precision import Precision
+from jshard.knob import Knob, described, knob, knobs
+
+POLICIES = ("full", "attention", "dots", "none")
+# The name of what a flash attention kernel reads; "attention" and "dots" keep it.
+ATTENTION_OPERANDS = "attention_operands"
+INPUTS = "inputs"  # what Offload calls the input of each layer
+
+# The fields that a run's config may leave to what fits the memory.
+BY_MEMORY = ("remat", "accumulate")
+
+Path = Iterable[Any]  # of a module or a parameter in the model
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Names:
+    """Remat policy: keep only activations named with ``checkpoint_name``."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str):
+        if not names or not all(isinstance(name, str) for name in names):
+            raise UserError(
+                f"jshard.{type(self).__name__}{names!r}: give names of activations, "
+                f"like jshard.{type(self).__name__}('attended', 'hidden')"
+            )
+        object.__setattr__(self, "names", names)
+
+
+class Offload(Names):
+    """Remat policy: keep activations named with ``checkpoint_name`` in host memory.
+
+    They move to pinned host memory in the forward and return for the backward.
+    Everything else is recomputed. The input of each layer stays on the device, unless
+    "inputs" is one of the names.
+    """
+
+
+def check_remat(remat: Any) -> None:
+    """Raises UserError unless ``remat`` is a known policy."""
+    policy = callable(remat) and not isinstance(remat, type)
+    if remat in POLICIES or isinstance(remat, Names) or policy:
+        return
+    raise UserError(
+        f"policy.remat: {remat!r} is not one of {', '.join(POLICIES)}, "
+        "jshard.Names(...), jshard.Offload(...) or a jax.checkpoint policy"
+    )
+
+
+# False keeps full weights for the backward, True none, a number one part of them.
+Reshard = bool | int
+
+_RESHARD: dict[str, Any] = {
+    "kind": int,
+    "also": (True, False),
+    "at_least": 1,
+    "noun": "the size of a group of devices",
+}
+
+
+@described
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """How one unit (a Unit, or the layers of a Stack) treats its weights."""
+
+    remat: Any = knob(
+        "full",
+        "activation checkpointing: full recomputes each layer in the backward pass, "
+        "attention keeps flash attention, dots keeps products with weights, too, none "
+        "keeps all activations, names:A+B keeps these, offload:A+B keeps these in host "
+        "memory",
+        noun="full, attention, dots, none, names:A+B or offload:A+B",
+    )
+    """In Python also ``Names(...)`` and ``Offload(...)``, for activations named with
+    ``jax.ad_checkpoint.checkpoint_name``, or any ``jax.checkpoint`` policy. None of
+    them keeps gathered weights."""
+
+    first_k: int | None = knob(
+        None,
+        "number of layers of a Stack, from the first, that remat applies to; the "
+        "remaining layers keep all activations; None means all layers",
+        kind=int,
+        at_least=0,
+        noun="a number of layers",
+    )
+
+    reshard_after_forward: Reshard = knob(
+        True,
+        "drop gathered weights after the forward pass and gather them again for the "
+        "backward; False keeps them; a number keeps them sharded over groups of that "
+        "many devices",
+        **_RESHARD,
+    )
+    """Groups consist of neighbouring devices, such as those of a host; the backward
+    gathers within them."""
+
+    prefetch: bool | None = knob(
+        None,
+        "gather each layer's weights while the previous layer computes; None: on GPUs",
+        kind=bool,
+    )
+    """The backward pass also scatters the previous layer's gradients meanwhile.
+    Prefetching takes memory for the weights and gradients of one more layer. CPU
+    devices cannot overlap communication and computation."""
+
+    unroll: bool = knob(
+        False,
+        "compile the layers of a Stack one after the other, without a loop: faster "
+        "steps, and a compilation that takes longer with each layer; with prefetch="
+        "False, or groups as reshard_after_forward, XLA gathers ahead, which costs "
+        "memory (Llama 2 7B: 23 GiB in place of 12, and 15.1 in place of 5.6). Layers "
+        "whose weights or activations are in host memory stay in a loop",
+    )
+    """A loop copies the activations that it keeps into stacked arrays, which it clears
+    first. Without it, they stay where they are computed. The sizes are those of plans
+    for 8 GPUs without prefetch, and for 64 with groups of 8 (docs/memory.md)."""
+
+    def __post_init__(self) -> None:
+        check_remat(self.remat)
+        for name, declared in knobs(self).items():
+            if "." in name or name in ("remat", "overrides"):
+                continue  # checked elsewhere
+            if not declared.allows(value := getattr(self, name)):
+                raise UserError(
+                    f"policy.{name}: {value!r} must be {declared.possible()}"
+                )
+
+
+OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))
+_OF_STACKS = {"first_k", "prefetch", "unroll"}
+_OVERRIDABLE = (*OF_UNITS, "precision")
+
+
+@described
+@dataclasses.dataclass(frozen=True)
+class Policy(UnitPolicy):
+    """How a model is sharded, what is kept, and in which dtypes.
+
+    The fields of UnitPolicy apply to all units that ``overrides`` does not match.
+    ``precision`` holds the dtypes of parameters, gathers, computation and reductions.
+    """
+
+    reshard_root: Reshard = knob(
+        False,
+        "reshard_after_forward of the root, the modules in no Stack or Unit",
+        **_RESHARD,
+    )
+    """By default the root is gathered once a step and kept."""
+
+    precision: Precision = Precision()
+
+    accumulate: int = knob(
+        1,
+        "micro-batches a step (gradient accumulation): less memory for activations",
+        at_least=1,
+        noun="a number of micro-batches",
+    )
+    """Gradients are accumulated as shards. Batch statistics (``nnx.BatchNorm``) are
+    those of one micro-batch over all devices, and every micro-batch updates the running
+    statistics."""
+
+    defer_scatter: bool = knob(
+        False,
+        "gather weights and scatter gradients once a step, not for each micro-batch",
+    )
+    """This is ``no_sync`` in other libraries. It takes the traffic of one micro-batch,
+    and memory for all weights and gradients during the step."""
+
+    loss_scale: bool = knob(
+        False, "scale the loss in the backward pass, which float16 needs"
+    )
+    """The factor adapts to the gradients. Steps that overflow are skipped and
+    counted."""
+
+    min_shard_elements: int = knob(
+        4096,
+        "parameters (of one layer) with fewer elements are replicated",
+        at_least=0,
+        noun="a number of elements",
+    )
+    """For these a message costs more time than replication costs memory."""
+
+    ema_decay: float | None = knob(
+        None,
+        "decay of an exponential moving average of the parameters; None keeps none",
+        kind=float,
+        above=0,
+        below=1,
+        noun="a number like 0.999",
+    )
+    """After each step: ``decay * average + (1 - decay) * parameter``, with a smaller
+    decay in the first steps. ``state.with_ema_params()`` returns the averages."""
+
+    offload: str | None = knob(
+        None,
+        "what is kept in pinned host memory: the optimizer state (and averages), or "
+        "all (parameters, too)",
+        kind=str,
+        choices=("optimizer", "all"),
+    )
+    """The state is streamed through the update one layer at a time, and shards of
+    parameters are moved to the device one layer at a time."""
+
+    overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            Knob: Knob(
+                (),
+                "other values for some modules: PATTERN:KEY=VALUE,..., like "
+                "blocks.norm*:compute=float32",
+                noun="PATTERN:KEY=VALUE,...",
+            )
+        },
+    )
+    """In Python a mapping from patterns of module paths, like ``"blocks.norm*"``
+    (without the layer index of Stacks), to mappings with fields of UnitPolicy and
+    ``precision``. The first matching pattern applies."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_precision(self.precision)
+        if not isinstance(self.overrides, Mapping):
+            raise UserError(
+                f"policy.overrides: {self.overrides!r} must be a mapping, like "
+                "{'blocks.norm*': {'precision': jshard.Precision()}}"
+            )
+        for pattern, fields in self.overrides.items():
+            if not isinstance(fields, Mapping):
+                raise UserError(
+                    f"policy.overrides[{pattern!r}]: {fields!r} must be a mapping of "
+                    f"{', '.join(_OVERRIDABLE)}"
+                )
+            unknown = sorted(set(fields) - set(_OVERRIDABLE))
+            if unknown:
+                raise UserError(
+                    f"policy.overrides[{pattern!r}]: unknown {', '.join(unknown)}; "
+                    f"possible: {', '.join(_OVERRIDABLE)}"
+                )
+            values = self._overridden(fields)
+            _check_precision(values.pop("precision"))
+            UnitPolicy(**values)  # checks them
+
+    def _overridden(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OVERRIDABLE} | dict(fields)
+
+    def _override(self, path: Path) -> Mapping[str, Any]:
+        prefixes = _prefixes([path])
+        matching = (
+            fields
+            for pattern, fields in self.overrides.items()
+            if fnmatch.filter(prefixes, pattern)
+        )
+        return next(matching, {})
+
+    def unit(self, path: Path) -> UnitPolicy:
+        """Returns the policy of the Unit or Stack at ``path``."""
+        fields = self._overridden(self._override(path))
+        return UnitPolicy(**{name: fields[name] for name in OF_UNITS})
+
+    def precision_at(self, path: Path, own: Any = None) -> Precision:
+        """Returns the dtypes of the module or parameter at ``path``.
+
+        Args:
+          path: of the module or parameter.
+          own: the dtype that the module was given, or None. It is kept if it is wider
+            than that of the computation, unless an override names a precision.
+        """
+        override = self._override(path)
+        return override.get("precision") or self.precision.keeping(own)
+
+    def everywhere(self, name: str) -> dict[str, Any]:
+        """Returns a field's values, those of overrides too, by their full names."""
+        return {name: getattr(self, name)} | {
+            f"overrides[{pattern!r}].{name}": fields[name]
+            for pattern, fields in self.overrides.items()
+            if name in fields
+        }
+
+    def multiplies_in_float8(self) -> bool:
+        """Returns whether any module's products are in float8."""
+        chosen = self.everywhere("precision").values()
+        return any(precision.products is not None for precision in chosen)
+
+    def offloads_activations(self) -> bool:
+        """Returns whether any layer keeps activations in host memory."""
+        chosen = self.everywhere("remat").values()
+        return any(isinstance(remat, Offload) for remat in chosen)
+
+    def check_groups(self, shards: int) -> None:
+        """Raises UserError for a group that does not divide the fsdp axis."""
+        groups = self.everywhere("reshard_after_forward")
+        groups["reshard_root"] = self.reshard_root
+        for name, group in groups.items():
+            if not isinstance(group, bool) and shards % group:
+                sizes = [n for n in range(1, shards + 1) if shards % n == 0]
+                raise UserError(
+                    f"policy.{name}={group} does not divide the {shards} devices of "
+                    "the fsdp axis; possible: True, False, "
+                    f"{', '.join(map(str, sizes))}"
+                )
+
+    def check_overrides(
+        self, modules: Iterable[Path], units: Iterable[Path], stacks: Iterable[Path]
+    ) -> None:
+        """Raises UserError for a pattern that matches no module or has no effect.
+
+        Args:
+          modules: paths of all modules.
+          units: paths of Stacks and Units; only these have remat and resharding.
+          stacks: paths of Stacks; only these have counts of layers.
+        """
+        for pattern, fields in self.overrides.items():
+            if not fnmatch.filter(names := _prefixes(modules), pattern):
+                raise UserError(
+                    f"policy.overrides: {pattern!r} matches no module; modules are "
+                    f"{', '.join(names[:12])}"
+                )
+            for kind, paths, of_kind in (
+                ("Stacks and Units", units, set(OF_UNITS) - _OF_STACKS),
+                ("Stacks", stacks, _OF_STACKS),
+            ):
+                useless = sorted(set(fields) & of_kind)
+                names = _prefixes(paths)
+                if useless and not fnmatch.filter(names, pattern):
+                    raise UserError(
+                        f"policy.overrides[{pattern!r}]: {', '.join(useless)} applies "
+                        f"to entire {kind}, and the pattern matches none of "
+                        f"{', '.join(names) or 'them'}"
+                    )
+
+
+def _prefixes(paths: Iterable[Path]) -> list[str]:
+    """Returns the sorted dotted names of paths and of all their ancestors."""
+    parts = [[str(part) for part in path] for path in paths]
+    return sorted({".".join(p[: i + 1]) for p in parts for i in range(len(p))})
+
+
+def _check_precision(precision: Any) -> None:
+    if not isinstance(precision, Precision):
+        raise UserError(
+            f"policy.precision: {precision!r} must be a jshard.Precision(...)"
+        )

@@ -1,0 +1,1 @@
+"""The axes "context", "tensor" and "expert": exchanges, and what models declare."""

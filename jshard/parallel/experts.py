@@ -1,0 +1,341 @@
+"""Experts, maybe split over the mesh axis "expert".
+
+A device has some of the experts, whole, and tokens for all of them. It sends each token
+to the devices of its experts, and gets their results back, by one all-to-all each way
+(GShard, Lepikhin et al. 2020, arXiv:2006.16668, section 3.2).
+
+No token is dropped. Programs have static shapes, so an exchange carries a fixed number
+of rows from each device to each expert. A first round has room for somewhat more than
+an even share. Only if some device has more for an expert, further rounds follow, in a
+loop that all devices leave together. Results do not depend on how many there are.
+
+With as many rows for each expert, their products are batched ones. Grouped products
+(``lax.ragged_dot``) would not need the padding, but XLA multiplies all rows with the
+matrices of all experts there, on CPUs and on GPUs (openxla/xla#40189). On GPUs whole
+experts are therefore computed in rounds, too.
+
+Shape suffixes: N tokens, D width, K experts of a token, M choices (N times K), E
+experts, H experts held by a device, C rows of a round from one device for one expert,
+R rows of a round for one expert (C from each device of the axis).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jshard.errors import UserError
+from jshard.fsdp.mesh import EXPERT, manual_axes, on_gpus
+from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
+
+
+def on_experts(
+    apply: Callable[[Any, jax.Array, jax.Array | None, jax.Array | None], jax.Array],
+    modules: Any,
+    x_ND: jax.Array,
+    expert_NK: jax.Array,
+    weight_NK: jax.Array,
+    num_experts: int,
+    capacity: float = 1.25,
+) -> jax.Array:
+    """Returns the weighted sum of each token's K experts, wherever they are.
+
+    Args:
+      apply: the experts' function of ``modules``, rows, how many of these each expert
+        has, and what their results are multiplied with. On CPUs, where the device has
+        all experts, rows are (M, D) in the order of their experts, the numbers (E,),
+        and the factors None. Otherwise rows are (H, R, D), the numbers None (each
+        expert has R, of which some are padding), and the factors (H, R). It is best to
+        multiply before the last product, so that no backward needs results.
+      modules: a module or a tuple of modules, whose every parameter has a first
+        dimension of experts: all of them, or those that this device holds.
+      x_ND: this device's tokens.
+      expert_NK: the experts of each, from 0 to E - 1.
+      weight_NK: their weights.
+      num_experts: E.
+      capacity: rows that the first round carries from each device to each expert, as a
+        multiple of an even share.
+
+    Returns:
+      The sums, (N, D).
+
+    Raises:
+      UserError: the experts are not split as the devices of "expert" need it.
+    """
+    (N, K), expert_M = expert_NK.shape, expert_NK.reshape(-1)
+    order_M = jnp.argsort(expert_M)  # stable
+    tokens_E = jnp.bincount(expert_M, length=num_experts)
+    held = len(jax.tree.leaves(nnx.state(modules))[0])
+    if held == num_experts and not on_gpus():
+        x_MD = _permuted(jnp.repeat(x_ND, K, axis=0), order_M)
+        y_MD = _permuted(apply(modules, x_MD, tokens_E, None), jnp.argsort(order_M))
+        y_NKD = y_MD.reshape(N, K, -1)
+        weight_NK1 = weight_NK[:, :, None].astype(y_NKD.dtype)
+        return jnp.sum(y_NKD * weight_NK1, axis=1)
+    devices = _devices(held, num_experts)
+    route = _route(expert_M, order_M, tokens_E, devices)
+    y_MD = _in_rounds(apply, modules, x_ND, weight_NK, route, capacity, devices)
+    return jnp.sum(y_MD.reshape(N, K, -1), axis=1)
+
+
+def _permuted(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
+    # That indices are unique makes the gradient, a scatter, deterministic on GPUs.
+    return x_MD.at[order_M].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def capacities(choices: int, experts: int, capacity: float) -> tuple[int, int]:
+    """Returns the rows for each expert, of the first round and of further ones.
+
+    A further round carries half of an even share, so that a device that has somewhat
+    more than the first round carries costs little.
+
+    Args:
+      choices: of a device's tokens.
+      experts: of all devices.
+      capacity: of the first round, as a multiple of an even share.
+    """
+    first, further = (
+        min(8 * max(1, math.ceil(factor * choices / experts / 8)), choices)
+        for factor in (capacity, 0.5)
+    )
+    return first, further
+
+
+def _devices(held: int, num_experts: int) -> int:
+    """Returns the number of devices that share the experts."""
+    if held == num_experts:
+        return 1
+    devices = lax.axis_size(EXPERT) if EXPERT in manual_axes() else 1
+    if held * devices != num_experts:
+        raise UserError(
+            f"experts: a device holds {held} of {num_experts}, but {devices} devices "
+            "share them: split their parameters over the mesh axis 'expert', or gather "
+            "them whole"
+        )
+    return devices
+
+
+class _Route(NamedTuple):
+    """Where this device's choices go.
+
+    Attributes:
+      expert_M: the expert of each choice.
+      order_M: the choices in the order of their experts.
+      place_M: each choice's place among those of the same expert.
+      start_E: where in ``order_M`` those of each expert start.
+      tokens_E: how many there are of each expert.
+      most: the most that any device has for an expert; of this device alone, if it has
+        all experts.
+    """
+
+    expert_M: jax.Array
+    order_M: jax.Array
+    place_M: jax.Array
+    start_E: jax.Array
+    tokens_E: jax.Array
+    most: jax.Array
+
+
+def _route(
+    expert_M: jax.Array, order_M: jax.Array, tokens_E: jax.Array, devices: int
+) -> _Route:
+    start_E = jnp.cumsum(tokens_E) - tokens_E
+    place_M = jnp.argsort(order_M) - start_E[expert_M]
+    most = jnp.max(tokens_E)
+    if devices > 1:
+        with jax.named_scope(EXCHANGE_TOKENS):
+            # Over all axes, so that all devices run the same collectives.
+            most = lax.pmax(most, manual_axes())
+    return _Route(expert_M, order_M, place_M, start_E, tokens_E, most)
+
+
+def _in_rounds(
+    apply: Callable[..., jax.Array],
+    modules: Any,
+    x_ND: jax.Array,
+    weight_NK: jax.Array,
+    route: _Route,
+    capacity: float,
+    devices: int,
+) -> jax.Array:
+    """Returns the weighted results of all choices, (M, D)."""
+    graphdef, state = nnx.split(modules)
+    inputs = _Inputs(state, x_ND, weight_NK.astype(x_ND.dtype))
+    choices, experts = len(route.order_M), len(route.tokens_E)
+    first, further = capacities(choices, experts, capacity)
+
+    def compute(state: Any, x_ECD: jax.Array, weight_EC: jax.Array) -> jax.Array:
+        if devices == 1:
+            return apply(nnx.merge(graphdef, state), x_ECD, None, weight_EC)
+        with jax.named_scope(EXCHANGE_TOKENS):
+            x_HRD, weight_HR = (
+                lax.all_to_all(x, EXPERT, 0, 1, tiled=True) for x in (x_ECD, weight_EC)
+            )
+        y_HRD = apply(nnx.merge(graphdef, state), x_HRD, None, weight_HR)
+        with jax.named_scope(EXCHANGE_TOKENS):
+            return lax.all_to_all(y_HRD, EXPERT, 1, 0, tiled=True)
+
+    y_MD = _round(compute, 0, first, inputs, route)
+    if first == choices:
+        return y_MD
+    return _further_rounds(compute, first, further)(y_MD, inputs, route)
+
+
+class _Inputs(NamedTuple):
+    """What a round computes with, and has gradients."""
+
+    state: Any  # of the modules
+    x_ND: jax.Array
+    weight_NK: jax.Array
+
+
+# Maps parameters, this device's (E, C, D) rows and (E, C) factors to (E, C, D).
+_Compute = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+def _round(
+    compute: _Compute, begin: Any, size: int, inputs: _Inputs, route: _Route
+) -> jax.Array:
+    """Computes places ``begin`` to ``begin + size`` of each expert's choices.
+
+    Returns:
+      The results of these choices, and zeros for all others, (M, D).
+    """
+    M, E, K = len(route.order_M), len(route.tokens_E), inputs.weight_NK.shape[1]
+    # Indices are unique, also those of padding, which are out of bounds.
+    place_C = begin + jnp.arange(size)
+    choice_EC = route.order_M.at[route.start_E[:, None] + place_C].get(mode="clip")
+    padding_EC = M + jnp.arange(E * size).reshape(E, size)
+    choice_EC = jnp.where(place_C < route.tokens_E[:, None], choice_EC, padding_EC)
+    place_M = route.place_M - begin
+    slot_M = jnp.where(
+        (place_M >= 0) & (place_M < size),
+        route.expert_M * size + place_M,
+        E * size + jnp.arange(M),
+    )
+
+    x_ECD = _rows(jnp.repeat(inputs.x_ND, K, axis=0), choice_EC)
+    weight_EC = _rows(inputs.weight_NK.reshape(-1), choice_EC)
+    y_ECD = compute(inputs.state, x_ECD, weight_EC)
+    return _rows(y_ECD.reshape(E * size, -1), slot_M)
+
+
+def _rows(x_MD: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns rows of ``x_MD`` by unique indices, zeros for those out of bounds."""
+    return x_MD.at[index].get(unique_indices=True, mode="fill", fill_value=0)
+
+
+def _further_rounds(
+    compute: _Compute, first: int, size: int
+) -> Callable[..., jax.Array]:
+    """Returns a function that adds the results of all rounds but the first.
+
+    How many there are is known only when they run. Their backward exchanges tokens
+    again and computes again; nothing of theirs is kept.
+    """
+
+    @jax.named_scope(FURTHER_ROUNDS)
+    def add(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> jax.Array:
+        def one(begin: jax.Array, y_MD: jax.Array) -> jax.Array:
+            return y_MD + _round(compute, begin, size, inputs, route)
+
+        return _loop(first, size, route.most, one, y_MD)
+
+    def forward(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> tuple:
+        return add(y_MD, inputs, route), (inputs, route)
+
+    @jax.named_scope(FURTHER_ROUNDS)
+    def backward(kept: tuple, dy_MD: jax.Array) -> tuple:
+        inputs, route = kept
+
+        def one(begin: jax.Array, sums: _Inputs) -> _Inputs:
+            results = lambda inputs: _round(compute, begin, size, inputs, route)
+            _, pullback = jax.vjp(results, inputs)
+            return jax.tree.map(jnp.add, sums, *pullback(dy_MD))
+
+        sums = jax.tree.map(jnp.zeros_like, inputs)
+        return dy_MD, _loop(first, size, route.most, one, sums), None
+
+    adding = jax.custom_vjp(add)
+    adding.defvjp(forward, backward)
+    return adding
+
+
+def _loop(
+    begin: int,
+    size: int,
+    end: jax.Array,
+    one: Callable[[jax.Array, Any], Any],
+    init: Any,
+) -> Any:
+    """Returns ``init`` after ``one(begin, it)`` at places from ``begin`` to ``end``."""
+
+    def body(state: Any) -> Any:
+        return state[0] + size, one(*state)
+
+    start = jnp.full_like(end, begin)
+    return lax.while_loop(lambda state: state[0] < end, body, (start, init))[1]
+
+
+def exchanged_bytes(
+    tokens: int,
+    experts_per_token: int,
+    num_experts: int,
+    width: int,
+    devices: int,
+    *,
+    capacity: float = 1.25,
+    itemsize: int = 2,
+    passes: int = 3,
+) -> int:
+    """Returns the bytes that a device receives to exchange tokens for one layer.
+
+    An all-to-all brings it what the other devices have for its experts, ``capacity``
+    times an even share, and one number for each row, its weight. A second one brings
+    the results for its own tokens. The backward has both in the other direction; where
+    it computes the layer again, it needs no results. This is of the first round, and if
+    there are several micro-batches, of each.
+
+    Args:
+      tokens: N, of each device.
+      experts_per_token: K.
+      num_experts: E.
+      width: D.
+      devices: size of the axis "expert".
+      capacity: as of ``on_experts``.
+      itemsize: bytes of an activation's element.
+      passes: forward and backward are 2; 3 if the backward computes the layer again.
+    """
+    rows, _ = capacities(tokens * experts_per_token, num_experts, capacity)
+    leaving = num_experts // devices * (devices - 1) * rows
+    return leaving * ((passes + 2) * width + passes) * itemsize
+
+
+def gathered_bytes(
+    parameters: int,
+    devices: int,
+    *,
+    gathers: int = 2,
+    itemsize: int = 2,
+    reduce_itemsize: int = 4,
+) -> int:
+    """Returns the bytes that a device receives more, to gather a layer's experts.
+
+    Split over e devices and sharded over f others, a device gathers 1/e of the experts,
+    of which it has 1/f. Gathered like any other weight they are all of them, of which
+    it has 1/ef. The difference is 1 - 1/e of all experts, and the same again for the
+    gradients that are scattered. If there are several micro-batches, it is of each.
+
+    Args:
+      parameters: of all of the layer's experts.
+      devices: e, size of the axis "expert".
+      gathers: 1 in the forward, and 1 in the backward unless weights are kept.
+      itemsize: bytes of a gathered element.
+      reduce_itemsize: bytes of a gradient's element; 0 if the experts are not trained.
+    """
+    others = parameters - parameters // devices
+    return others * (gathers * itemsize + reduce_itemsize)

@@ -1,0 +1,170 @@
+"""Products whose columns and rows are split over the mesh axis "tensor".
+
+Between these, each device has a part of the sequence, as over "context". Around them
+the devices exchange tokens for features: an all-gather brings each one the tokens of
+all, it computes with its heads or hidden features, and a reduce-scatter sums what all
+have computed and leaves each one its tokens (Megatron-LM's sequence parallelism,
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The backward has the same
+collectives in the other order.
+
+Shape suffixes: B batch, T time of this device, S time of the devices of "tensor",
+V columns of this device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jshard.errors import UserError
+from jshard.fsdp.mesh import TENSOR, sequence_axes, shared_axes, split_sequences
+from jshard.fsdp.precision import is_float
+from jshard.fsdp.scopes import TENSOR_PARALLEL
+from jshard.parallel.parts import in_parts
+
+
+def tensor_parallel(
+    fn: Callable[..., Any], x_BTD: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Computes ``fn(x, ...)`` with parts of its weights on the devices of "tensor".
+
+    ``fn`` ends with products of split rows (``jshard.nn.Split``), whose sums over the
+    device's features this function adds up over devices. What follows these products in
+    ``fn`` must be linear in them, without anything added. Without the axis, and where
+    sequences are not split, this is ``fn(x, ...)``.
+
+    Args:
+      fn: maps the tokens of all devices of "tensor", (B, S, ...), to (B, S, ...).
+      x_BTD: this device's tokens.
+      *args: further arguments of ``fn``; of arrays that begin with (B, T) it gets the
+        parts of all devices, too.
+      **kwargs: the same.
+
+    Returns:
+      What ``fn`` returns, for this device's tokens.
+
+    Raises:
+      UserError: ``fn`` returns arrays without the dimensions (B, S).
+    """
+    if not splits_tokens():
+        return fn(x_BTD, *args, **kwargs)
+    axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
+
+    @jax.named_scope(TENSOR_PARALLEL)
+    def send(inputs: tuple) -> tuple:
+        return jax.tree.map(functools.partial(_gathered, inputs), inputs)
+
+    def compute(inputs: tuple) -> Any:
+        x_BSD, args, kwargs = inputs
+        with split_sequences(axes):
+            result = fn(x_BSD, *args, **kwargs)
+        _check_result(result, x_BSD)
+        return result
+
+    @jax.named_scope(TENSOR_PARALLEL)
+    def bring_back(result: Any) -> Any:
+        return jax.tree.map(_scattered, result)
+
+    inputs = (x_BTD, args, kwargs)
+    return in_parts(send, compute, bring_back, inputs, x_BTD.shape[:2])
+
+
+def splits_tokens() -> bool:
+    """Returns whether the tokens of what is traced are split over "tensor"."""
+    return TENSOR in sequence_axes() and lax.axis_size(TENSOR) > 1
+
+
+def _gathered(inputs: tuple, x: Any) -> Any:
+    x_BTD, *_ = inputs
+    if jnp.shape(x)[:2] != x_BTD.shape[:2]:
+        return x
+    return lax.all_gather(x, TENSOR, axis=1, tiled=True)
+
+
+def _check_result(result: Any, x_BSD: jax.Array) -> None:
+    for y in jax.tree.leaves(result):
+        if jnp.shape(y)[:2] != x_BSD.shape[:2] or not is_float(y):
+            raise UserError(
+                f"tensor_parallel: fn returns {jax.typeof(y)}; it must return floating "
+                f"arrays that begin with {list(x_BSD.shape[:2])}, as its input does"
+            )
+
+
+def _scattered(y_BSD: jax.Array) -> jax.Array:
+    return lax.psum_scatter(y_BSD, TENSOR, scatter_dimension=1, tiled=True)
+
+
+def own_columns(layer: nnx.Linear, sizes: Sequence[int]) -> nnx.Linear:
+    """Returns a layer with this device's columns of each of its fused projections.
+
+    Its weights are gathered whole, because no device's columns are next to each other.
+    Outside of ``tensor_parallel`` this is ``layer`` itself.
+
+    Args:
+      layer: its output is that of several projections, side by side.
+      sizes: the features of each projection.
+
+    Raises:
+      UserError: "tensor" does not divide a size.
+    """
+    if not within_tensor_parallel():
+        return layer
+    n, index = lax.axis_size(TENSOR), lax.axis_index(TENSOR)
+    if any(size % n for size in sizes):
+        raise UserError(
+            f"mesh: tensor={n} does not divide the fused projections of "
+            f"{list(sizes)} features; choose a divisor"
+        )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+    def own(x: jax.Array) -> jax.Array:
+        parts = [
+            lax.dynamic_slice_in_dim(x, start + index * (size // n), size // n, -1)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+        return jnp.concatenate(parts, axis=-1)
+
+    graphdef, state = nnx.split(layer)
+    return nnx.merge(graphdef, jax.tree.map(own, state))
+
+
+def within_tensor_parallel() -> bool:
+    """Returns whether what is traced is inside of a ``tensor_parallel`` that splits."""
+    return TENSOR in shared_axes() and TENSOR not in sequence_axes()
+
+
+def with_all_columns(
+    fn: Callable[[jax.Array], jax.Array], x_BTD: jax.Array
+) -> jax.Array:
+    """Computes ``fn``, whose weights' columns are split, with all columns.
+
+    Args:
+      fn: maps (B, S, D) to (B, S, V).
+      x_BTD: this device's tokens.
+
+    Returns:
+      All columns of this device's tokens, (B, T, V times the devices of "tensor").
+    """
+    x_BSD = lax.all_gather(x_BTD, TENSOR, axis=1, tiled=True)
+    return lax.all_to_all(fn(x_BSD), TENSOR, 1, 2, tiled=True)
+
+
+def make_parallel(model: nnx.Module, paths: Sequence[tuple]) -> None:
+    """Lets the modules at ``paths`` be called within ``tensor_parallel``, in place."""
+    for path, module in list(nnx.iter_modules(model)):
+        if tuple(map(str, path)) in paths:
+            object.__setattr__(module, "__class__", _parallel_class(type(module)))
+
+
+@functools.cache
+def _parallel_class(cls: type) -> type:
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor_parallel(
+            functools.partial(cls.__call__, self), x, *args, **kwargs
+        )
+
+    return type(cls.__name__, (cls,), {"__call__": call})

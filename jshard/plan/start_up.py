@@ -1,0 +1,329 @@
+"""The start-up note: what a step does, counted in the program that will run."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend import core
+from jax.sharding import Mesh
+
+from jshard.compat.collective_primitives import axes_of, groups_of
+from jshard.compat.jaxprs import scopes_of
+from jshard.errors import some_of
+from jshard.formatting import format_bytes
+from jshard.fsdp.batch import abstract_batch
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, shards_of
+from jshard.fsdp.mesh import axes_of as mesh_axes
+from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS, TENSOR_PARALLEL
+from jshard.fsdp.state import TrainState
+from jshard.layout.layers import layer_dims
+from jshard.layout.layout import Layout
+from jshard.layout.memory_kinds import HOST
+from jshard.nn.attention import KERNELS
+from jshard.nn.dropout import plain_streams
+from jshard.parallel.experts import gathered_bytes
+from jshard.unit.batch_norm import batch_norms
+from jshard.unit.modules import make_units, root_variables
+from jshard.unit.products import SCOPE
+
+_KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "pmax": "all-reduce",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "all_to_all": "all-to-all",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind and dtype in a program.
+
+    Attributes:
+      count: how many run, with loops unrolled.
+      wire_bytes: what each device receives: (n-1)/n of the full arrays, twice that
+        for an all-reduce.
+      network_bytes: the part of them in collectives that span hosts.
+    """
+
+    count: int = 0
+    wire_bytes: int = 0
+    network_bytes: int = 0
+
+
+def traffic(
+    jaxpr: Any,
+    sizes: dict[str, int],
+    network: Mapping[str, int] | None = None,
+    scope: str = "",
+) -> dict[tuple[str, str], Traffic]:
+    """Counts the collectives of a jaxpr, by kind and dtype.
+
+    Loop bodies count once per iteration; scalars and groups of one device do not
+    count. Collectives that the partitioner adds outside ``shard_map`` are not in a
+    jaxpr.
+
+    Args:
+      jaxpr: the program, e.g. ``train_step.trace(state, batch).jaxpr.jaxpr``.
+      sizes: number of devices along each mesh axis.
+      network: the axes that span hosts, and how many of their devices share one.
+      scope: counts only collectives in this name scope.
+    """
+    network = network or {}
+    found: dict[tuple[str, str], Traffic] = {}
+    for eqn, times in equations(jaxpr):
+        kind = _KINDS.get(eqn.primitive.name)
+        if kind is None or scope not in scopes_of(eqn):
+            continue
+        axes, groups = axes_of(eqn), groups_of(eqn)
+        n = len(groups[0]) if groups else int(np.prod([sizes[axis] for axis in axes]))
+        crosses = any(n > network[axis] for axis in axes if axis in network)
+        for x in eqn.outvars if kind == "all-gather" else eqn.invars:
+            if n == 1 or x.aval.size <= 1:
+                continue
+            nbytes = x.aval.size * x.aval.dtype.itemsize * (n - 1) // n
+            nbytes *= times * (2 if kind == "all-reduce" else 1)
+            key = (kind, x.aval.dtype.name)
+            old = found.get(key, Traffic())
+            found[key] = Traffic(
+                old.count + times,
+                old.wire_bytes + nbytes,
+                old.network_bytes + (nbytes if crosses else 0),
+            )
+    return found
+
+
+def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields each equation, nested ones included, and how often it runs.
+
+    A loop whose end is known only when it runs counts once, unless it is of rounds that
+    only an uneven choice of experts needs.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        if eqn.primitive.name == "while" and FURTHER_ROUNDS in scopes_of(eqn):
+            continue
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner, times * trips)
+
+
+def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
+    """Yields each matrix product, its FLOPs in all, and how often it runs."""
+    for eqn, times in equations(jaxpr):
+        if eqn.primitive.name == "dot_general":
+            (over, _), _ = eqn.params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[d] for d in over)
+            yield eqn, 2 * times * depth * eqn.outvars[0].aval.size, times
+
+
+def product_flops(jaxpr: core.Jaxpr) -> tuple[int, int]:
+    """Returns the FLOPs of a program's matrix products, and how many there are."""
+    found = list(_products(jaxpr))
+    return sum(flops for _, flops, _ in found), sum(times for *_, times in found)
+
+
+def attention_kernels(jaxpr: core.Jaxpr) -> list[str]:
+    """Returns what the program's attention is, in words; empty without any."""
+    scopes = {scopes_of(eqn) for eqn, _ in equations(jaxpr)}
+    return [
+        words for scope, words in KERNELS.items() if any(scope in x for x in scopes)
+    ]
+
+
+def network_axes(mesh: Mesh, hosts: Sequence[Any]) -> dict[str, int]:
+    """Returns the axes that span hosts, and how many of their devices share one.
+
+    ``hosts`` are those of the mesh's devices (``mesh.hosts_of``).
+    """
+    of_host = np.reshape(hosts, mesh.devices.shape)
+    shared = {}
+    for dimension, axis in enumerate(mesh.axis_names):
+        same = of_host == of_host.take([0], axis=dimension)
+        if axis in mesh_axes(mesh) and not same.all():
+            shared[axis] = int(same.sum(axis=dimension).max())
+    return shared
+
+
+def describe(
+    fsdp: FSDP,
+    state: TrainState,
+    batch: Any,
+    train_step: Any,
+    hosts: Sequence[int] | None = None,
+) -> str:
+    """Describes a step in a few lines of text, the start-up note.
+
+    They name the devices, the mesh, the number of parameters in total and on each
+    device, the collectives of a step with their bytes, and what is replicated and
+    why.
+
+    Args:
+      fsdp: what made the step.
+      state: the state, or an abstract one.
+      batch: one process's part of a batch, or abstract global arrays.
+      train_step: a train step of ``fsdp``. It is traced here, which saves its first
+        call from tracing it.
+      hosts: the host of each process, as for ``make_mesh``.
+    """
+    mesh, policy = fsdp.mesh, fsdp.policy
+    jaxpr = train_step.trace(state, abstract_batch(batch, mesh)).jaxpr.jaxpr
+    layout = Layout.of(state, policy, mesh, fsdp.tensor_splits)
+    model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
+    make_units(model, fsdp.units)
+    sizes = dict(mesh.shape)
+    host_of = hosts_of(list(mesh.devices.flat), hosts)
+    network = network_axes(mesh, host_of)
+    device = mesh.devices.flat[0]
+    kind = getattr(device, "device_kind", device.platform)
+    text = f"{mesh.size} x {kind}: {mesh_text(mesh)}"
+    if (number := len(set(host_of))) > 1:
+        where = [
+            f"{axis} {'across' if axis in network else 'within'}"
+            for axis in mesh_axes(mesh)
+        ]
+        text += f"; {number} hosts: {', '.join(where)} them"
+    lines = [("mesh", text), ("parameters", _parameters(state))]
+    for (name, dtype), t in sorted(traffic(jaxpr, sizes, network).items()):
+        text = f"{t.count} a step, {format_bytes(t.wire_bytes)} a device, {dtype}"
+        if t.network_bytes == t.wire_bytes:
+            text += ", over the network"
+        elif network:
+            part = format_bytes(t.network_bytes) if t.network_bytes else "none"
+            text += f", {part} over the network"
+        lines.append((name + "s", text))
+    lines += _tensor(jaxpr, sizes, network) + _experts(jaxpr, state, layout)
+    if kernels := attention_kernels(jaxpr):
+        lines.append(("attention", ", and ".join(kernels)))
+    if policy.multiplies_in_float8():
+        lines.append(("float8", _float8(jaxpr)))
+    lines += _replicated(state, layout) + _root(model, state, layout)
+    norms = batch_norms(model)
+    if norms and policy.accumulate > 1:
+        text = "statistics of one micro-batch over all devices; each of the "
+        text += f"{policy.accumulate} micro-batches updates the running statistics"
+        lines.append(("batch norm", f"{_some(norms)}: {text}"))
+    if streams := plain_streams(model):
+        text = f"{_some(streams)}: plain random streams, whose draws depend on the mesh"
+        lines.append(("random", f"{text} (those of jshard.Dropout do not)"))
+    return "\n".join(f"{name:<16}{text}" for name, text in lines)
+
+
+def _float8(jaxpr: Any) -> str:
+    """Says which part of the products with weights, by FLOPs, is in float8."""
+    flops, in_float8 = 0, 0
+    for eqn, work, _ in _products(jaxpr):
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        if not batch:  # attention has batches of heads
+            flops += work
+            in_float8 += work if SCOPE in scopes_of(eqn) else 0
+    part = in_float8 / flops if flops else 0
+    return f"{part:.0%} of the FLOPs of products with weights"
+
+
+def _tensor(
+    jaxpr: Any, sizes: dict[str, int], network: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Says what layers that "tensor" splits exchange."""
+    if sizes.get(TENSOR, 1) == 1:
+        return []
+    moved = traffic(jaxpr, sizes, network, scope=TENSOR_PARALLEL).values()
+    exchanged = sum(x.wire_bytes for x in moved)
+    text = f"{sum(x.count for x in moved)} exchanges of tokens a step, "
+    text += f"{format_bytes(exchanged)} a device, which products wait for"
+    if across := sum(x.network_bytes for x in moved):
+        text += f"; {format_bytes(across)} cross the network: keep tensor in a host"
+    return [("tensor", text)]
+
+
+def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, str]]:
+    """Compares what an exchange of tokens moves with gathers of all experts."""
+    sizes, policy = dict(layout.mesh.shape), layout.policy
+    devices, gathered = sizes.get(EXPERT, 1), 0
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            place, x = layout.places[path], variable.get_value()
+            if all(axis != EXPERT for _, axis in place.splits):
+                continue
+            arrives = jnp.dtype(place.gather or x.dtype)
+            reduced = jnp.dtype(place.reduce or place.compute or arrives)
+            gathered += gathered_bytes(
+                x.size,
+                devices,
+                gathers=2 if policy.unit(path).reshard_after_forward else 1,
+                itemsize=arrives.itemsize,
+                reduce_itemsize=reduced.itemsize if place.trainable else 0,
+            )
+    if not gathered:
+        return []
+    moved = traffic(jaxpr, sizes, scope=EXCHANGE_TOKENS)
+    exchanged = sum(x.wire_bytes for x in moved.values())
+    gathered *= 1 if policy.defer_scatter else policy.accumulate
+    text = f"split over {devices} devices: tokens move {format_bytes(exchanged)} a "
+    text += f"device and step; whole experts would move {format_bytes(gathered)}"
+    return [("experts", text)]
+
+
+def _parameters(state: TrainState) -> str:
+    params = jax.tree.leaves((state.params, state.frozen))
+    trained = sum(x.size for x in jax.tree.leaves(state.params))
+    total, local = sum(x.size for x in params), sum(map(_local_size, params))
+    held = {"host": 0, "device": 0}
+    for x in jax.tree.leaves(state):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            where = "host" if x.sharding.memory_kind == HOST else "device"
+            held[where] += _local_size(x) * x.dtype.itemsize
+    text = f"{total:,} ({local:,} a device); state {format_bytes(held['device'])}"
+    text += " a device"
+    if held["host"]:
+        text += f", {format_bytes(held['host'])} a device in host memory"
+    return text if trained == total else f"{text}; {trained:,} are trained"
+
+
+def _local_size(x: Any) -> int:
+    return int(np.prod(x.sharding.shard_shape(x.shape)))
+
+
+def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
+    shards, fewest = shards_of(layout.mesh), layout.policy.min_shard_elements
+    if shards == 1:
+        return [("replicated", "everything: the fsdp axis has one device")]
+    small, indivisible = [], []
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            if layout.places[path].dim is None:
+                shape = np.shape(variable.get_value())
+                few = np.prod(shape[layer_dims(variable) :]) < fewest
+                (small if few else indivisible).append(".".join(map(str, path)))
+    return [
+        ("replicated", f"{reason}: {_some(names)}")
+        for reason, names in (
+            (f"fewer than {fewest} elements (a layer)", small),
+            (f"no dimension divides by {shards}", indivisible),
+        )
+        if names
+    ]
+
+
+def _root(
+    model: nnx.Module, state: TrainState, layout: Layout
+) -> list[tuple[str, str]]:
+    root = root_variables(model, state.params, state.frozen)
+    if not root or shards_of(layout.mesh) == 1:
+        return []
+    names = [".".join(map(str, path)) for path, _ in root]
+    nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
+    treated = "gathered as a unit" if layout.policy.reshard_root else "kept for a step"
+    text = f"{format_bytes(nbytes)} in no Stack or Unit, {treated}"
+    return [("root", f"{text}: {_some(names)}")]
+
+
+def _some(names: list[str]) -> str:
+    return some_of(names, limit=4)

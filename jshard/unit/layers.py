@@ -1,0 +1,120 @@
+"""One layer of a Stack's stacked arrays: its shards, its backward, its gradients."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.fsdp.policy import UnitPolicy
+from jshard.layout.placement import Placement
+from jshard.unit.linearize import Inputs, Layer
+from jshard.unit.unit import barrier, drop
+
+# Layers start to stop - 1: a layer in their loop, one outside of it, and whether they
+# follow each other without a loop.
+Segment = tuple[int, int, Layer, Layer, bool]
+
+
+def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:
+    """Returns (start, stop) of each run of layers with the same remat policy."""
+    first = length if policy.first_k is None else min(policy.first_k, length)
+    return list(itertools.pairwise(sorted({0, first, length})))
+
+
+def layer_of(stacked: Any, index: Any) -> Any:
+    """Returns one layer of a pytree of (L, ...) arrays."""
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(
+            x, index, keepdims=False, allow_negative_indices=False
+        ),
+        stacked,
+    )
+
+
+def put_layer(stacked: Any, layer: Any, index: Any) -> Any:
+    """Returns a pytree of (L, ...) arrays with one layer replaced; None stays None."""
+    return jax.tree.map(
+        lambda x, y: lax.dynamic_update_index_in_dim(
+            x, y, index, 0, allow_negative_indices=False
+        ),
+        stacked,
+        layer,
+    )
+
+
+def shards_after(
+    stacked: Inputs, places: Sequence[Placement], index: Any, after: Any
+) -> tuple[list[jax.Array], Any]:
+    """Returns one layer's shards, in device memory, that wait for ``after``.
+
+    The barrier stands before the slices, so that XLA casts a shard while it slices it,
+    and keeps no slice of the forward for the backward.
+    """
+    if any(place.hosted for place in places):
+        pairs = zip(layer_of(stacked.weights, index), places, strict=True)
+        return barrier([place.fetched(shard) for shard, place in pairs], after)
+    shards, after = barrier(stacked.weights, after)
+    return layer_of(shards, index), after
+
+
+def run_layer(
+    layer: Layer,
+    consts: list[Any],
+    stacked: Inputs,
+    dropping: dict[str, Any] | None,
+    index: Any,
+    weights: list[Any],
+    carry: Any,
+) -> tuple[Any, tuple[Any, Any]]:
+    """Runs a layer, and drops its weights.
+
+    ``dropping`` has the arguments of ``drop``, or is None if there is no backward.
+
+    Returns:
+      The new carry, and (ys, (residuals, kept weights)).
+    """
+    inputs = Inputs(weights, layer_of(stacked.xs, index), carry, stacked.args)
+    if dropping is None:
+        (carry, aux), *others = layer.evaluate(inputs)
+        return carry, ((aux, *others), None)
+    ((carry, aux), *others), residuals = layer.forward(inputs, consts)
+    kept = drop(weights, layer.reads, **dropping)
+    return carry, ((aux, *others), (residuals, kept))
+
+
+def transpose_layer(
+    layer: Layer,
+    consts: list[Any],
+    stacked: Inputs,
+    index: Any,
+    weights: list[Any],
+    residuals: Any,
+    ys_ct: Any,
+    sums: Inputs,
+) -> tuple[Inputs, list[Any]]:
+    """Runs a layer's backward.
+
+    Returns:
+      ``sums``, the gradients of all inputs so far, with those of this layer but for its
+      weights; and the gradients of its full weights.
+    """
+    inputs = Inputs(weights, layer_of(stacked.xs, index), [], stacked.args)
+    aux_ct, *others = ys_ct
+    cotangents = ((sums.carry, aux_ct), *others)
+    grads = layer.transpose(inputs, consts, residuals, cotangents)
+    args = jax.tree.map(lambda a, g: a + g, sums.args, grads.args)
+    xs = put_layer(sums.xs, grads.xs, index)
+    return sums._replace(carry=grads.carry, args=args, xs=xs), grads.weights
+
+
+def add_weights(sums: Inputs, grads: Sequence[Any], index: Any) -> Inputs:
+    """Adds a layer's gradients, one shard of each, to the sums."""
+    return sums._replace(weights=put_layer(sums.weights, grads, index))
+
+
+def join_layers(all_ys: Sequence[Any]) -> Any:
+    """Returns the stacked ys of all segments in one."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_ys)

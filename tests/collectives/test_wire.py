@@ -1,0 +1,244 @@
+"""Each knob of the traffic moves what it says: groups, deferral, dtypes on the wire.
+
+The CPU compiler keeps float16 and int8 on the wire, but turns bfloat16 into float32:
+where a test uses that, the program before compilation tells.
+"""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import hlo
+import jshard
+from decoder import (
+    REMATS,
+    TABLE,
+    Sizes,
+    check_counts,
+    local_tokens,
+    lower_step,
+    make_fsdp,
+    policies,
+)
+from jshard.collectives.quantized import BLOCK
+from jshard.layout.layers import layer_dims
+from parity import every_pair
+
+SIZES = Sizes()
+
+
+def step_collectives(
+    policy: jshard.Policy, *, replica: int = 1, sizes: Sizes = SIZES
+) -> tuple[list[hlo.Collective], dict[str, int]]:
+    """Of a step of the decoder; and the elements of each parameter (of a layer).
+
+    All but those of the embedding, whose rows are exchanged (``test_embedding.py``).
+    """
+    fsdp = make_fsdp(policy, replica=replica)
+    lowered, state = lower_step(fsdp, sizes)
+    elements = {}
+    for path, variable in nnx.to_flat_state(state.params):
+        shape = np.shape(variable.get_value())
+        layered = layer_dims(variable) > 0
+        elements[".".join(map(str, path))] = int(np.prod(shape[layered:]))
+    tokens = local_tokens(fsdp)
+    del elements[TABLE]
+    exchanged = (8 // replica * tokens, tokens * sizes.width)
+    found = [
+        c
+        for c in hlo.collectives(hlo.compile(lowered).as_text())
+        if c.kind != "all-to-all" or sum(x.size for x in c.operands) not in exchanged
+    ]
+    return found, elements
+
+
+def runs(name: str) -> int:
+    return SIZES.layers if name.startswith("blocks.") else 1
+
+
+def wire(found: list[hlo.Collective], kind: str) -> dict[tuple[int, str], int]:
+    """Bytes that a device sends, by (devices, dtype), less scalars."""
+    sent: Counter = Counter()
+    for c in found:
+        if c.kind == kind and c.operands[0].size > 1:
+            sent[c.group, c.operands[0].dtype] += c.wire_bytes
+    return dict(sent)
+
+
+def asked(policy: jshard.Policy, kind: str) -> set[str]:
+    """Dtypes of the collectives of a kind in the program before compilation."""
+    text = lower_step(make_fsdp(policy), SIZES)[0].as_text("hlo")
+    return set(re.findall(rf"= (\w+)\[\d[^\]]*\]\S* {kind}\(", text))
+
+
+# Groups.
+
+
+@pytest.mark.quick("(2,4)-full", "(1,2)-none")
+@every_pair(
+    mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
+    remat=("full", "names", "none"),
+    accumulate=(1, 2),
+    plain=(False, True),
+)
+def test_the_backward_gathers_within_groups_alone(case):
+    (replica, group), (remat, reads) = case["mesh"], REMATS[case["remat"]]
+    policy = policies(
+        remat=remat, reshard_after_forward=group, accumulate=case["accumulate"]
+    )
+    check_counts(policy, reads, replica=replica, plain=case["plain"])
+
+
+def test_groups_send_their_part_of_what_the_backward_reads():
+    found, elements = step_collectives(policies(reshard_after_forward=2))
+    reads = REMATS["full"][1]
+    total = sum(size * runs(name) for name, size in elements.items())
+    again = sum(elements[name] * runs(name) for name in reads)
+    # (n - 1)/n of every parameter over all, and 1/2 of what is read over two.
+    assert wire(found, "all-gather") == {
+        (8, "f32"): 4 * total * 7 // 8,
+        (2, "f32"): 4 * again // 2,
+    }
+    assert wire(found, "reduce-scatter") == {(8, "f32"): 4 * total * 7 // 8}
+
+
+# Some layers, and the root.
+
+
+@pytest.mark.quick("{'first_k': 1}-dots")
+@pytest.mark.parametrize(
+    ("knobs", "remat"),
+    [
+        ({"first_k": 0}, "full"),
+        ({"reshard_after_forward": 2, "first_k": 2}, "full"),
+        ({"first_k": 1}, "dots"),
+    ],
+    ids=str,
+)
+def test_some_layers_keep_more_and_gather_less(knobs, remat):
+    remat, reads = REMATS[remat]
+    check_counts(policies(remat=remat, **knobs), reads)
+
+
+@pytest.mark.slow
+@every_pair(
+    remat=("full", "names"),
+    reshard_after_forward=(True, False, 4),
+    first_k=(None, 0, 2, 4),
+    accumulate=(1, 2),
+)
+def test_some_layers_hold_for_every_pair_of_choices(case):
+    remat, reads = REMATS[case["remat"]]
+    check_counts(policies(**case | {"remat": remat}), reads)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "replica", "plain"),
+    [
+        (True, 1, False),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(1, 2, False, marks=pytest.mark.slow),
+        pytest.param(True, 2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_backward_gathers_the_root_again_when_it_is_resharded(
+    reshard, replica, plain
+):
+    remat, reads = REMATS["full"]
+    policy = policies(remat=remat, reshard_root=reshard, accumulate=2)
+    check_counts(policy, reads | {"norm.scale"}, replica=replica, plain=plain)
+
+
+# Deferred scatters.
+
+
+@pytest.mark.quick("full-True-1-1-False", "none-True-2")
+@every_pair(
+    remat=("full", "none"),
+    reshard_after_forward=(True, False, 1),
+    replica=(1, 2, 8),
+    accumulate=(1, 4),
+    plain=(False, True),
+)
+def test_deferred_gradients_are_gathered_and_scattered_once_a_step(case):
+    knobs = {k: case[k] for k in ("reshard_after_forward", "accumulate")}
+    policy = policies(remat=REMATS[case["remat"]][0], defer_scatter=True, **knobs)
+    check_counts(policy, set(), replica=case["replica"], plain=case["plain"])
+
+
+# Dtypes.
+
+
+def test_sums_in_another_dtype_leave_as_all_to_alls_of_as_many_bytes():
+    half = jshard.Precision(reduce="float16", sum="float32")
+    found, elements = step_collectives(policies(precision=half), replica=2)
+    total = sum(size * runs(name) for name, size in elements.items())
+    assert wire(found, "all-to-all") == {(4, "f16"): 2 * total * 3 // 4}
+    assert wire(found, "reduce-scatter") == {}
+    exchanges = [c for c in found if c.kind == "all-to-all"]
+    assert sum(c.times for c in exchanges) == sum(map(runs, elements))
+    # Over replicas the sums go as they are, the embedding's, too.
+    total += SIZES.vocab * SIZES.width
+    assert wire(found, "all-reduce") == {(2, "f32"): 4 * total // 4}
+
+
+def test_bfloat16_gradients_that_add_up_in_float32_travel_in_bfloat16():
+    half = jshard.Precision(reduce="bfloat16", sum="float32")
+    looked_up = {"s32", "f32"}  # ids, and rows as they are
+    assert asked(policies(precision=half), "all-to-all") == {"bf16"} | looked_up
+    assert asked(policies(precision=half), "reduce-scatter") == set()
+
+
+def test_sums_in_the_dtype_of_the_wire_are_reduce_scatters():
+    same = jshard.Precision(reduce="bfloat16", sum="bfloat16")
+    whole = policies(precision=same, defer_scatter=True)  # no rows are exchanged
+    assert asked(whole, "all-to-all") == set()
+    assert asked(policies(precision=same), "reduce-scatter") == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
+)
+def test_gathers_in_one_byte_bring_a_scale_for_each_block(dtype):
+    sizes = Sizes(width=64, hidden=128, vocab=192)  # whole blocks in every matrix
+    policy = jshard.Policy(precision=jshard.Precision(gather=dtype))
+    found, elements = step_collectives(policy, sizes=sizes)
+    matrices = {name: n for name, n in elements.items() if n >= 4096}
+    assert all(n % (8 * BLOCK) == 0 for n in matrices.values())
+    assert {"head.kernel", "blocks.up.kernel"} < matrices.keys()
+    values = sum(2 * n * runs(name) for name, n in matrices.items())
+    assert wire(found, "all-gather") == {
+        (8, "s8"): values * 7 // 8,
+        (8, "f32"): 4 * values // BLOCK * 7 // 8,
+    }
+    # Gradients travel as they are.
+    total = sum(n * runs(name) for name, n in matrices.items())
+    assert wire(found, "reduce-scatter") == {(8, "f32"): 4 * total * 7 // 8}
+
+
+def test_what_an_override_names_travels_in_its_own_dtypes():
+    half = jshard.Precision(gather="float16", compute="float32", reduce="float16")
+    full = {"precision": jshard.Precision()}
+    policy = policies(precision=half, overrides={"norm": full, "blocks.norm*": full})
+    found, elements = step_collectives(policy)
+    norms = {name for name in elements if "norm" in name}
+    others = elements.keys() - norms
+    reads = REMATS["full"][1]
+    for dtype, width, names in (("f32", 4, norms), ("f16", 2, others)):
+        total = sum(elements[name] * runs(name) for name in names)
+        again = sum(elements[name] * runs(name) for name in names & reads)
+        gathered, scattered = (
+            wire(found, kind)[8, dtype] for kind in ("all-gather", "reduce-scatter")
+        )
+        assert gathered == width * (total + again) * 7 // 8
+        assert scattered == width * total * 7 // 8
+
+
+def test_groups_keep_and_gather_weights_in_the_dtype_of_the_wire():
+    half = jshard.Precision(gather="float16", compute="float32")
+    policy = policies(precision=half, reshard_after_forward=2)
+    found, _ = step_collectives(policy)
+    assert {key[1] for key in wire(found, "all-gather")} == {"f16"}

@@ -1,0 +1,94 @@
+"""Attention over a cache of keys and values equals attention over whole sequences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard
+from jshard.generation.kv_cache import KVCache, attend, cross_attend
+
+T, N, K, H = 7, 4, 2, 6
+LENGTHS = [7, 4, 1]  # of three sequences
+
+
+def qkv(dtype=jnp.float64):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((len(LENGTHS), T, heads, H) for heads in (N, K, K))
+    pairs = zip(keys, shapes, strict=True)
+    return [jax.random.normal(*pair, dtype) for pair in pairs]
+
+
+@pytest.mark.parametrize("parts", [[7], [3, 4], [1] * 7])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"soft_cap": 2.0, "scale": 0.7}], ids=str
+)
+def test_equals_attention_over_whole_sequences(x64, parts, options):
+    """However many tokens are given at a time; padding, on the right, is not seen."""
+    q, k, v = qkv()
+    whole = jshard.nn.dot_product_attention(
+        q, k, v, is_causal=True, implementation="blockwise", **options
+    )
+    cache = KVCache.zeros(2, len(LENGTHS), 8, K, H, jnp.float64)
+    steps = jnp.arange(T)
+    positions = jnp.where(steps < jnp.array(LENGTHS)[:, None], steps, -1)
+    outputs, start = [], 0
+    for size in parts:
+        now = slice(start, start := start + size)
+        y, cache = attend(
+            q[:, now], k[:, now], v[:, now], positions[:, now], cache, 1, **options
+        )
+        outputs.append(y)
+    real = positions >= 0
+    np.testing.assert_allclose(
+        jnp.concatenate(outputs, axis=1)[real], whole[real], rtol=1e-12, atol=1e-12
+    )
+    for row, length in enumerate(LENGTHS):  # padding is written nowhere
+        keys_SKH = cache.k_BLKSH[row, 1].swapaxes(0, 1)
+        np.testing.assert_array_equal(keys_SKH[:length], k[row, :length])
+        assert not jnp.any(keys_SKH[length:])
+    assert not jnp.any(cache.v_BLKSH[:, 0])  # the other layer
+
+
+def test_positions_beyond_the_cache_are_written_nowhere():
+    q, k, v = qkv(jnp.float32)
+    positions = jnp.full((len(LENGTHS), T), 8).at[:, 1].set(-5)
+    empty = KVCache.zeros(1, len(LENGTHS), 8, K, H, jnp.float32)
+    y, cache = attend(q, k, v, positions, empty, 0)
+    assert not any(jnp.any(x) for x in cache)
+    assert jnp.all(jnp.isfinite(y))
+
+
+def test_is_in_the_dtypes_of_queries_and_cache():
+    q, k, v = qkv(jnp.bfloat16)
+    empty = KVCache.zeros(1, len(LENGTHS), T, K, H, jnp.float32)
+    y, cache = attend(q, k, v, jnp.zeros((3, T), jnp.int32), empty, 0)
+    assert y.dtype == jnp.bfloat16
+    assert cache.k_BLKSH.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("x64")
+def test_crossed_attention_and_a_bias_are_a_plain_softmax():
+    rng = np.random.default_rng(0)
+    L, B, S, T = 3, 2, 5, 2
+    k, v = rng.normal(size=(2, L, B, S, N, H))
+    q, bias = rng.normal(size=(B, T, N, H)), rng.normal(size=(B, N, T, S))
+    mask = np.arange(S) < [[5], [2]]
+
+    def plain(scores, seen, layer):
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("bnts,bsnh->btnh", weights, v[layer])
+
+    crossed = KVCache.stacked(jnp.asarray(k), jnp.asarray(v), jnp.float64)
+    scores = np.einsum("btnh,bsnh->bnts", q, k[1])
+    got = cross_attend(jnp.asarray(q), crossed, 1, jnp.asarray(mask), scale=1.0)
+    np.testing.assert_allclose(got, plain(scores, mask[:, None, None], 1), rtol=1e-12)
+
+    last = np.tile([3, 4], (B, 1))  # of five tokens, three are cached
+    q, k_new, v_new, bias = map(jnp.asarray, (q, k[1][:, 3:], v[1][:, 3:], bias))
+    last = jnp.asarray(last)
+    got, _ = attend(q, k_new, v_new, last, crossed, 1, bias_BNTS=bias, scale=1.0)
+    causal = np.arange(S) <= np.array([[3], [4]])
+    np.testing.assert_allclose(got, plain(scores + bias, causal, 1), rtol=1e-12)

@@ -1,0 +1,237 @@
+"""Experts split over devices, against all of them on one device, in float64."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import hlo
+from jshard.cpu.order import in_order
+from jshard.parallel import experts
+from jshard.parallel.experts import capacities, exchanged_bytes, gathered_bytes
+from jshard.plan.start_up import equations, traffic
+from models.moe import MixtureOfExperts
+
+E, K, D, F, BATCH, TIME = 8, 2, 6, 10, 8, 20
+AXES = ("replica", "fsdp", "expert")
+CHOICES = BATCH * TIME * K // 8  # of each of eight devices
+
+
+@functools.cache
+def mixture(capacity: float = 1.25) -> tuple[Any, dict]:
+    model = MixtureOfExperts(
+        D,
+        F,
+        E,
+        K,
+        normalized=True,
+        activation=jax.nn.silu,
+        residual_std=0.3,
+        dtype=jnp.float64,
+        param_dtype=jnp.float64,
+        rngs=nnx.Rngs(0),
+        capacity=capacity,
+    )
+    graphdef, params = nnx.split(model)
+    rng = np.random.default_rng(0)
+    return graphdef, jax.tree.map(
+        lambda x: x + 0.3 * rng.standard_normal(x.shape), params
+    )
+
+
+def skewed(params: Any, skew: str) -> Any:
+    """Routes some tokens, or all, to the same experts."""
+    kernel = params["router"]["kernel"].get_value()
+    push = {"even": 0.0, "skewed": 1.0, "all to two": 100.0}[skew]
+    kernel = kernel.at[0].set(push * jnp.array([1, 1, 0, 0, 0, 0, 0, 0.0]))
+    params["router"]["kernel"].set_value(kernel)
+    return params
+
+
+def tokens() -> tuple[Any, Any]:
+    rng = np.random.default_rng(1)
+    x_BTD = rng.standard_normal((BATCH, TIME, D))
+    x_BTD[..., 0] = 1.0  # what ``skewed`` looks at
+    return jnp.asarray(x_BTD), jnp.asarray(rng.standard_normal(x_BTD.shape))
+
+
+def objective(graphdef: Any, remat: Any, params: Any, x_BTD: Any, out_BTD: Any) -> Any:
+    def layer(params: Any, x_BTD: Any) -> Any:
+        y_BTD, load = nnx.merge(graphdef, params)(x_BTD)
+        return y_BTD + x_BTD, load
+
+    if remat != "none":
+        policies = jax.checkpoint_policies
+        policy = {
+            "full": policies.nothing_saveable,
+            "dots": policies.dots_with_no_batch_dims_saveable,
+            "names": policies.save_only_these_names("hidden"),
+        }[remat]
+        layer = jax.checkpoint(layer, policy=policy)
+    y_BTD, load = layer(params, x_BTD)
+    return jnp.sum(y_BTD * out_BTD), (y_BTD, load.chosen_E)
+
+
+def on_mesh(shape: tuple[int, ...], capacity: float, remat: str, params: Any) -> Any:
+    """(function, arguments): value and gradients with the experts split."""
+    graphdef, _ = mixture(capacity)
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = Mesh(devices, AXES)
+    specs = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), params)
+    batch = P(AXES)
+
+    def step(number: Any, params: Any, x_BTD: Any, out_BTD: Any) -> Any:
+        def local(params: Any, x_BTD: Any) -> Any:
+            return objective(graphdef, remat, params, x_BTD, out_BTD)
+
+        (total, (y_BTD, chosen_E)), (of_params, of_x) = jax.value_and_grad(
+            local, argnums=(0, 1), has_aux=True
+        )(params, x_BTD)
+        # Each device's own: of experts that are split, over the others alone.
+        of_params = jax.tree.map(
+            lambda g, spec: jax.lax.psum(g, [a for a in AXES if a not in spec]),
+            of_params,
+            specs,
+        )
+        grads = of_params, of_x
+        return (
+            jax.lax.psum(total, AXES),
+            y_BTD,
+            jax.lax.pmean(chosen_E, AXES),
+            grads,
+        )
+
+    run = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), specs, batch, batch),
+        out_specs=(P(), batch, P(), (specs, batch)),
+        check_vma=False,
+    )
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    x_BTD, out_BTD = (place(x, batch) for x in tokens())
+    params = jax.tree.map(place, params, specs)
+    return jax.jit(in_order(run)), (jnp.int32(0), params, x_BTD, out_BTD)
+
+
+@functools.cache
+def on_one_device(skew: str) -> Any:
+    graphdef, params = mixture()
+    params = skewed(jax.tree.map(jnp.asarray, params), skew)
+    value_and_grad = jax.value_and_grad(
+        functools.partial(objective, graphdef, "none"), argnums=(0, 1), has_aux=True
+    )
+    (value, (y_BTD, chosen_E)), grads = jax.jit(value_and_grad)(params, *tokens())
+    return params, (value, y_BTD, chosen_E, grads)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.quick("full-0.1-skewed-4", "none-1.25-all to two-8")
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("skew", ["even", "skewed", "all to two"])
+@pytest.mark.parametrize("capacity", [0.1, 1.25, 4.0])
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "names"])
+def test_split_experts_are_those_of_one_device(devices, skew, capacity, remat):
+    params, want = on_one_device(skew)
+    shape = {1: (2, 4, 1), 2: (2, 2, 2), 4: (1, 2, 4), 8: (1, 1, 8)}[devices]
+    run, arguments = on_mesh(shape, capacity, remat, params)
+    got = run(*arguments)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def all_to_alls(shape: tuple[int, ...], capacity: float, remat: str) -> Any:
+    run, arguments = on_mesh(shape, capacity, remat, on_one_device("even")[0])
+    return run.trace(*arguments).jaxpr.jaxpr, dict(zip(AXES, shape, strict=True))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("remat", "passes"), [("none", 2), ("full", 3)])
+def test_tokens_go_to_experts_each_pass_and_results_return_once(remat, passes):
+    jaxpr, sizes = all_to_alls((1, 2, 4), 1.25, remat)
+    rows, _ = capacities(CHOICES, E, 1.25)
+    found = traffic(jaxpr, sizes)["all-to-all", "float64"]
+    assert rows == 8  # 6.25 rounded up
+    assert found.count == 2 * passes + 2  # with weights
+    tokens = BATCH * TIME // 8
+    of = {"itemsize": 8, "passes": passes}
+    assert found.wire_bytes == exchanged_bytes(tokens, K, E, D, 4, **of)
+    # Each loop of further rounds has those of its own rounds, and is not counted.
+    loops = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "while"]
+    assert len(loops) == 2  # in the forward, and in the backward
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_first_round_with_room_for_all_needs_no_others():
+    jaxpr, _ = all_to_alls((1, 2, 4), 8.0, "none")
+    assert not any(eqn.primitive.name == "while" for eqn, _ in equations(jaxpr))
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_compiled_exchange_has_the_traffic_of_its_first_round():
+    run, arguments = on_mesh((1, 2, 4), 1.25, "none", on_one_device("even")[0])
+    text = hlo.compile(run.lower(*arguments)).as_text()
+    found = [x for x in hlo.collectives(text) if x.kind == "all-to-all" and x.times]
+    assert sum(x.times for x in found if "f64" in str(x.operands)) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_uneven_rounds_never_hang_and_never_differ():
+    params, _ = on_one_device("skewed")
+    run, arguments = on_mesh((2, 2, 2), 0.1, "full", params)
+    first = run(*arguments)
+    for _ in range(300):
+        again = run(*arguments)
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@pytest.mark.parametrize(
+    ("choices", "experts", "capacity", "rows"),
+    [
+        (4096, 8, 1.25, (640, 256)),
+        (100, 4, 1.25, (32, 16)),
+        (4096, 8, 0.01, (8, 256)),
+        (64, 4, 9.0, (64, 8)),
+        (6, 2, 1.25, (6, 6)),
+    ],
+)
+def test_rounds_have_room_for_shares_in_multiples_of_eight(
+    choices, experts, capacity, rows
+):
+    assert capacities(choices, experts, capacity) == rows
+
+
+def test_closed_forms_count_the_bytes_of_exchanging_and_of_gathering():
+    # Mixtral 8x7B, 8192 tokens a device, 8 devices: 2560 rows for each expert.
+    mixtral = {"experts_per_token": 2, "num_experts": 8, "width": 4096, "devices": 8}
+    assert exchanged_bytes(8192, **mixtral) == 7 * 2560 * (5 * 4096 + 3) * 2
+    experts = 8 * 3 * 4096 * 14336
+    assert gathered_bytes(experts, 8) == experts * 7 // 8 * (2 + 2 + 4)
+    # What is cheaper depends on the tokens, and not on the devices.
+    for devices in (2, 4, 8):
+        of = mixtral | {"devices": devices}
+        assert exchanged_bytes(110_000, **of) < gathered_bytes(experts, devices)
+        assert exchanged_bytes(111_000, **of) > gathered_bytes(experts, devices)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.quick("all to two-full")
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("skew", ["even", "all to two"])
+def test_rounds_with_whole_experts_are_grouped_products(skew, remat, monkeypatch):
+    params, want = on_one_device(skew)
+    monkeypatch.setattr(experts, "on_gpus", lambda: True)  # where these are slow
+    run, arguments = on_mesh((2, 4, 1), 1.25, remat, params)
+    jaxpr = run.trace(*arguments).jaxpr.jaxpr
+    names = {eqn.primitive.name for eqn, _ in equations(jaxpr)}
+    assert "while" in names
+    assert not names & {"ragged_dot_general", "all_to_all"}
+    for a, b in zip(*map(jax.tree.leaves, (run(*arguments), want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,345 @@
+"""Heads and features split over devices: `make_mesh(tensor=)`.
+
+The reference is the model as an ordinary Flax module, on one device, with JAX and optax
+alone, in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+import parity
+from jshard.plan.start_up import traffic
+from split_models import TIME, batch, start, trains_alike
+
+CASES = {
+    "llama": ("llama", True, "adamw", {"tensor": 2, "accumulate": 2}),
+    "gpt with dropout": ("gpt", True, "adamw", {"tensor": 4, "accumulate": 2}),
+    "all axes": (
+        "untied",
+        True,
+        "adamw",
+        {"tensor": 2, "context": 2, "replica": 2},
+    ),
+    "tensor alone": ("llama", False, "sgd", {"tensor": 2, "fsdp": 1, "devices": 2}),
+    "three devices": (
+        "three heads",
+        False,
+        "adamw",
+        {"tensor": 3, "fsdp": 1, "devices": 3},
+    ),
+    "hybrid": ("llama", True, "muon", {"tensor": 2, "replica": 2, "remat": "dots"}),
+    "windows": (
+        "windows",
+        True,
+        "adamw",
+        {"tensor": 2, "context": 2, "prefetch": True},
+    ),
+    "fused": ("fused", True, "adamw", {"tensor": 2, "remat": "none"}),
+    "tiles": ("tiles", False, "adamw", {"tensor": 2, "remat": "attention"}),
+    "deferred": (
+        "llama",
+        False,
+        "adamw",
+        {"tensor": 2, "accumulate": 2, "defer_scatter": True},
+    ),
+    "groups": ("llama", False, "adamw", {"tensor": 2, "reshard_after_forward": 2}),
+    "no reshard": (
+        "gpt",
+        False,
+        "adamw",
+        {"tensor": 2, "reshard_after_forward": False, "unroll": True},
+    ),
+}
+
+
+@pytest.mark.quick("llama")
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_split_features_train_as_whole_ones_on_one_device(case):
+    trains_alike(*case)
+
+
+@pytest.mark.quick("tensor")
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor": 2}, {"tensor": 2, "context": 2, "remat": "none"}],
+    ids=["tensor", "both"],
+)
+def test_exchanges_in_parts_of_the_examples_compute_the_same(options, monkeypatch):
+    monkeypatch.setattr("jshard.parallel.parts.on_gpus", lambda: True)
+    trains_alike("windows", True, "adamw", options)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_layer_exchanges_tokens_twice_a_pass_and_gathers_its_own_part():
+    fsdp, state, train_step = start("untied llama", tensor=2, remat="none")
+    shards = fsdp.shard_batch(batch(False, 0))
+    jaxpr = train_step.trace(state, shards).jaxpr.jaxpr
+    found = traffic(jaxpr, dict(fsdp.mesh.shape))
+    layers, rows, width, vocabulary = 2, 2, 16, 40
+    tokens = rows * TIME * width * 8 // 2  # received from the other device
+    # Attention and MLP: tokens in and out, and in the backward the other way. The loss
+    # gathers features and, on the way, targets and weights, in two chunks.
+    exchanged = layers * 2 * 2
+    split = 2 * (16 * 16) + 2 * (16 * 8) + 3 * (16 * 32)  # a layer's matrices
+    own = layers * split * 8 // 2 * 3 // 4  # a half of them, of which 3/4 arrive
+    head = width * vocabulary * 8 // 2 * 3 // 4
+    norms = (layers * 2 + 1) * width * 8 * 7 // 8
+    gathers = found["all-gather", "float64"]
+    rows_and_weights = tokens + rows * TIME * 8 // 2
+    assert gathers.wire_bytes == (
+        exchanged * tokens + rows_and_weights + 2 * own + head + 2 * norms - 16 * 7
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_the_axis_costs_no_memory_of_the_state():
+    def bytes_a_device(**mesh):
+        _, state, _ = start("untied", **mesh)
+        leaves = jax.tree.leaves((state.params, state.opt_state))
+        return sum(x.addressable_shards[0].data.nbytes for x in leaves)
+
+    assert bytes_a_device(tensor=4) == bytes_a_device(fsdp=8)
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
+    fsdp, state, train_step = start("gpt in float32")
+    state, _ = train_step(state, fsdp.shard_batch(batch(False, 0)))
+    want = fsdp.fetch(state)
+    meshes = [
+        {"fsdp": 2, "context": 2, "tensor": 2},
+        {"fsdp": 4, "devices": jax.devices()[:4]},
+        {"fsdp": 1, "tensor": 4, "replica": 2},
+    ]
+    for number, mesh in enumerate(meshes):
+        with jshard.Checkpointer(tmp_path / str(number)) as checkpointer:
+            checkpointer.save(state)
+        other, abstract, _ = start("gpt in float32", **mesh)
+        with jshard.Checkpointer(tmp_path / str(number)) as checkpointer:
+            state = checkpointer.restore(abstract)
+        jax.tree.map(np.testing.assert_array_equal, other.fetch(state), want)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_predictions_have_whole_sequences_and_weights():
+    def logits(**mesh):
+        fsdp, state, _ = start("untied llama", **mesh)
+        predict = fsdp.predict_step(lambda model, batch: model(batch["inputs"]))
+        examples = fsdp.shard_examples({"inputs": batch(False, 0)["inputs"]})
+        return fsdp.fetch(predict(state, examples))
+
+    np.testing.assert_allclose(logits(tensor=2, context=2), logits(), rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_logits_of_a_split_head_are_those_of_the_whole_head():
+    def loss(**mesh):
+        fsdp, state, _ = start("untied llama", **mesh)
+
+        def of_logits(model, batch):
+            logits_BTV = model(batch["inputs"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                logits_BTV, batch["targets"]
+            )
+            return jshard.Mean(
+                jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+            )
+
+        evaluate = fsdp.eval_step(of_logits)
+        return evaluate(state, fsdp.shard_batch(batch(False, 0))).compute()["loss"]
+
+    assert loss(tensor=2, context=2) == pytest.approx(loss(), rel=1e-12)
+
+
+class Attention(nnx.Module):
+    """Somebody's attention, which takes the number of heads from its input."""
+
+    def __init__(self, rngs):
+        self.query, self.key, self.value = (
+            nnx.LinearGeneral(
+                16, (4, 8), use_bias=False, param_dtype=jnp.float64, rngs=rngs
+            )
+            for _ in range(3)
+        )
+        self.out = nnx.LinearGeneral(
+            (4, 8), 16, axis=(-2, -1), param_dtype=jnp.float64, rngs=rngs
+        )
+
+    def __call__(self, x):
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8**0.5
+        y = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        return self.out(y)
+
+
+class Foreign(nnx.Module):
+    """Somebody's block, without a word about jshard."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, param_dtype=jnp.float64, rngs=rngs)
+        self.attention = Attention(rngs)
+        self.mlp = nnx.Sequential(
+            nnx.Linear(16, 32, param_dtype=jnp.float64, rngs=rngs),
+            jax.nn.gelu,
+            nnx.Linear(32, 16, param_dtype=jnp.float64, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
+
+
+class ForeignModel(nnx.Module):
+    splits_sequences = True
+
+    def __init__(self, rngs):
+        self.blocks = jshard.Stack(Foreign, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+HEADS = {"query.kernel": -2, "key.kernel": -2, "value.kernel": -2, "out.kernel": -3}
+SPLITS = {
+    "blocks.attention": jshard.nn.Split(rows=("out.bias",), dims=HEADS),
+    "blocks.mlp": jshard.nn.Split(columns=("layers.0",), rows=("layers.2",)),
+}
+
+
+@pytest.mark.usefixtures("x64")
+def test_modules_named_by_path_are_split_without_an_edit():
+    def squares(model, batch):
+        return jshard.Mean(jnp.sum((model(batch["x"]) - 1) ** 2), batch["x"].size)
+
+    x = np.random.default_rng(0).normal(size=(8, 12, 16))
+
+    def trained(splits, **mesh):
+        fsdp = jshard.FSDP(jshard.make_mesh(**mesh), tensor_splits=splits)
+        tx = optax.adam(1e-2)
+        state, step = fsdp.init(ForeignModel, tx), fsdp.train_step(squares, tx)
+        metrics = {}
+        for _ in range(3):
+            state, metrics = step(state, fsdp.shard_batch({"x": x}))
+        return float(metrics["loss"]), parity.by_path(fsdp.fetch(state.params))
+
+    loss, params = trained(None, fsdp=1, devices=jax.devices()[:1])
+    split_loss, split_params = trained(SPLITS, tensor=4)
+    assert split_loss == pytest.approx(loss, rel=1e-9)
+    assert parity.worst(split_params, params) <= 1e-9
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (None, "tensor=2, but ForeignModel declares nothing that this axis splits"),
+        ({"blocks.mpl": jshard.nn.Split()}, "no module 'blocks.mpl'; it has blocks, "),
+        ({"blocks": jshard.nn.Split()}, "'blocks' is a Stack or a Unit"),
+        (
+            {"blocks.mlp": jshard.nn.Split(columns=("layers.7",))},
+            "'blocks.mlp' has no parameters at 'layers.7'",
+        ),
+        (
+            {"blocks.mlp": jshard.nn.Split(columns=("layers.0",), counts={"heads": 3})},
+            "tensor=2 does not divide heads=3 of 'blocks.mlp'",
+        ),
+    ],
+)
+def test_splits_that_cannot_be_are_refused_in_one_line(splits, message):
+    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2), tensor_splits=splits)
+    with pytest.raises(jshard.UserError, match=message):
+        fsdp.abstract_state(ForeignModel, optax.sgd(0.1))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("model", "mesh", "message"),
+    [
+        ("three heads", {"tensor": 2}, "tensor=2 does not divide num_heads=3 of "),
+        ("untied", {"tensor": 8}, "tensor=8 does not divide num_heads=4 of "),
+        ("gpt", {"tensor": 2, "expert": 2}, "expert=2, but GPT declares nothing"),
+    ],
+)
+def test_models_that_do_not_divide_are_refused_in_one_line(model, mesh, message):
+    with pytest.raises(jshard.UserError, match=message):
+        start(model, **mesh)
+
+
+class Holder(nnx.Module):
+    def __init__(self, make, rngs):
+        self.inner = make(rngs)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class Residual(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, param_dtype=jnp.float64, rngs=rngs)
+        self.down = nnx.Linear(32, 16, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Bounded(Residual):
+    def __call__(self, x):
+        return jnp.tanh(self.down(jnp.tanh(self.up(x))))
+
+
+class Dropping(Residual):
+    make_dropout = nnx.Dropout
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = self.make_dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.down(jnp.tanh(self.up(x))))
+
+
+class DroppingAlike(Dropping):
+    make_dropout = jshard.Dropout
+
+
+class Open(Residual):
+    def __call__(self, x):
+        return self.up(x)[..., :16]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Residual, r"'add' puts what all devices have beside .*test_tensor.py:\d+"),
+        (Bounded, "'tanh' is not linear in sums over split features"),
+        (Dropping, "sums over split features are dropped on some devices alone"),
+        (DroppingAlike, "Dropout: within tensor_parallel a device has some features"),
+        (Open, "what is added up over devices is no sum over split features"),
+    ],
+)
+def test_modules_that_do_not_end_with_split_rows_are_refused(module, message):
+    class Outer(ForeignModel):
+        def __init__(self, rngs):
+            self.unit = jshard.Unit(Holder(module, rngs))
+
+        def __call__(self, x):
+            return self.unit(x)
+
+    splits = {"unit.inner": jshard.nn.Split(columns=("up",), rows=("down",))}
+    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2), tensor_splits=splits)
+    tx = optax.sgd(0.1)
+    state = fsdp.abstract_state(Outer, tx)
+    step = fsdp.train_step(lambda model, x: jshard.Mean(model(x).sum(), x.size), tx)
+    with pytest.raises(jshard.UserError, match=message):
+        step.trace(state, fsdp.shard_batch(np.ones((8, 4, 16))))

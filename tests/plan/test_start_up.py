@@ -1,0 +1,98 @@
+"""The start-up note says what the compiled program does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hlo
+import jshard
+from jshard.plan.start_up import describe, traffic
+from models.gpt import GPT, GPTConfig
+
+CONFIG = GPTConfig(
+    vocab_size=64,
+    sequence_length=16,
+    num_layers=3,
+    num_heads=2,
+    width=32,
+    loss_chunk=64,
+)
+OPTIMIZER = optax.sgd(0.1)
+
+
+def make_model(rngs: nnx.Rngs) -> GPT:
+    return GPT(CONFIG, rngs=rngs)
+
+
+def loss_fn(model, batch):
+    return model.loss(batch["tokens"], batch["tokens"], batch["weights"])
+
+
+BATCH = {"tokens": np.zeros((32, 16), np.int32), "weights": np.ones((32, 16), "f4")}
+
+
+@pytest.mark.quick("2-2")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("replica", [1, 2])
+def test_traffic_of_the_note_is_that_of_the_compiled_program(replica, accumulate):
+    fsdp = jshard.FSDP(
+        jshard.make_mesh(replica=replica), jshard.Policy(accumulate=accumulate)
+    )
+    state = fsdp.abstract_state(make_model, OPTIMIZER)
+    step = fsdp.train_step(loss_fn, OPTIMIZER)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    noted = traffic(step.trace(state, batch).jaxpr.jaxpr, dict(fsdp.mesh.shape))
+    found = hlo.collectives(step.lower(state, batch).compile().as_text() or "")
+    for kind in ("all-gather", "reduce-scatter"):
+        compiled = [c for c in found if c.kind == kind and c.group > 1]
+        count = sum(c.times * len(c.results) for c in compiled)
+        assert count == noted[kind, "float32"].count > 0
+
+
+def test_the_note_names_devices_sizes_what_is_replicated_and_why():
+    class Odd(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.even = jshard.Unit(nnx.Linear(64, 64, use_bias=False, rngs=rngs))
+            self.odd = jshard.Unit(nnx.Linear(71, 73, use_bias=False, rngs=rngs))
+            self.scale = nnx.Param(jnp.ones(4))
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            y = self.odd(jnp.pad(x, [(0, 0), (0, 7)]))
+            return self.dropout(self.even(x)) * self.scale.sum() + y.mean()
+
+    def loss(model, batch):
+        return jshard.Mean(jnp.sum(model(batch)), batch.size)
+
+    fsdp = jshard.FSDP(jshard.make_mesh())
+    state = fsdp.abstract_state(Odd, OPTIMIZER)
+    step = fsdp.train_step(loss, OPTIMIZER)
+    note = describe(fsdp, state, np.ones((8, 64), np.float32), step)
+    total = 64 * 64 + 71 * 73 + 4
+    assert "8 x cpu: replica 1 x fsdp 8" in note
+    assert f"{total:,} ({64 * 64 // 8 + 71 * 73 + 4:,} a device)" in note
+    assert "no dimension divides by 8: odd.kernel" in note
+    assert "fewer than 4096 elements (a layer): scale" in note
+    assert "dropout.rngs" in note
+    wire = 64 * 64 * 4 * 7 / 8 / 1024  # one gather and, as dx is not needed, one more
+    assert f"reduce-scatters 1 a step, {wire:.1f} KiB a device, float32" in note
+
+
+@pytest.mark.slow
+def test_tracing_for_the_note_is_not_repeated_by_the_first_step():
+    traces = []
+
+    def counting_loss(model, batch):
+        traces.append(1)
+        return loss_fn(model, batch)
+
+    fsdp = jshard.FSDP(jshard.make_mesh())
+    state = fsdp.init(make_model, OPTIMIZER)
+    step = fsdp.train_step(counting_loss, OPTIMIZER)
+    describe(fsdp, fsdp.abstract_state(make_model, OPTIMIZER), BATCH, step)
+    after_note = len(traces)
+    step(state, fsdp.shard_batch(BATCH))
+    assert len(traces) == after_note > 0
