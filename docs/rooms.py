@@ -40,7 +40,8 @@ ROOMS = {
     ),
     "plan": Room(10, 0, 700, "compile for absent GPUs"),
     "surface": Room(
-        11, 440, 860, "the public names", "__init__ functional linen safetensors_read testing"
+        11, 440, 860, "the public names",
+        "__init__ functional linen safetensors_read testing",
     ),
     "training": Room(9, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
     "start-up note": Room(
