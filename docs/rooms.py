@@ -66,7 +66,7 @@ ROOMS = {
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
         "errors formatting knob version "
-        "fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
+        "fsdp/mesh fsdp/activations fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
     ),
 }  # fmt: skip
 

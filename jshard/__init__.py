@@ -13,9 +13,10 @@ from jshard import nn as nn
 from jshard import optim as optim
 from jshard.collectives.reduce import pmean
 from jshard.errors import UserError
+from jshard.fsdp.activations import Names, Offload
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import make_mesh
-from jshard.fsdp.policy import Names, Offload, Policy
+from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision
 from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import Dropout

@@ -4,6 +4,8 @@ Everything here runs inside ``shard_map(check_vma=False)``: an array is one devi
 own, and nothing is summed over devices unless a line of ``reduce.py`` says so.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,25 +24,22 @@ from jshard.fsdp.scopes import ALL_GATHER
 from jshard.layout.placement import Placement
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 @jax.named_scope(ALL_GATHER)
-def all_gather(
-    shard: jax.Array, place: Placement, scale: jax.Array | None = None
-) -> jax.Array:
-    """Returns the full parameter in the layer's dtype, from this device's shard.
-
-    With a scale it is in float8 instead, divided by the scale.
-    """
+def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
+    """Returns the full parameter in the layer's dtype, from this device's shard."""
+    if place.gradient_only:
+        place = dataclasses.replace(place, gradient_only=False)
+        full = jax.eval_shape(lambda shard: all_gather(shard, place), shard)
+        return jnp.zeros(full.shape, full.dtype)
     shard = place.fetched(shard)
-    if scale is not None:
-        values = quantized.to_float8(shard, scale, place.gather)
-        for dim, axes in _gathers(place, values.ndim):
-            values = quantized.gather_float8(values, dim, axes)
-        return values
     quantized_gather = is_quantized(place.gather)
     full = shard if quantized_gather else cast(shard, place.gather)
     for dim, axes in _gathers(place, full.ndim):
         if quantized_gather:
             full = quantized.all_gather(full, dim, place.gather, axes)
+        elif is_quantized(full.dtype):
+            full = quantized.all_gather_values(full, dim, axes)
         else:
             full = lax.all_gather(full, axes, axis=dim, tiled=True)
     return on_rank_zero(full.astype(place.compute or shard.dtype), place)
@@ -82,36 +81,26 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
         return part
     dim, axes, group = part.ndim + place.dim, place.axes(), min(group, place.shards())
     groups = np.arange(place.shards()).reshape(-1, group).tolist()
-    if group > 1 and place.scale is not None:
-        part = quantized.gather_float8(part, dim, axes, groups)
-    elif group > 1:
-        part = lax.all_gather(
-            part, axes, axis=dim, axis_index_groups=groups, tiled=True
-        )
+    if group > 1:
+        part = quantized.all_gather_values(part, dim, axes, groups)
     return cast(part, place.compute)
 
 
-def gather_leaf(
-    shard: jax.Array, place: Placement, scale: jax.Array | None = None
-) -> jax.Array:
-    """``all_gather`` whose transpose scatters and sums, each in its own dtype.
+def _forward(shard: jax.Array, place: Placement) -> tuple[jax.Array, jax.Array]:
+    return all_gather(shard, place), jnp.zeros(0, shard.dtype)
 
-    A unit has a backward of its own, but derivatives of that one come here, too. With a
-    scale there is no transpose: the gradient is that of the product's handle.
+
+def _backward(place: Placement, like: jax.Array, grad: Any) -> tuple[Any]:
+    """Scatters and sums, each in its own dtype.
+
+    A unit has a backward of its own, but derivatives of that one come here, too.
     """
-    if scale is not None or not (place.trainable and is_float(shard)):
-        return all_gather(shard, place, scale)
-    dtype = shard.dtype
+    if not place.trainable:
+        return (None,)
+    return (all_reduce_in_unit(scatter(grad, place), place, like.dtype),)
 
-    @jax.custom_vjp
-    def run(shard):
-        return all_gather(shard, place)
 
-    def backward(_, grad):
-        return (all_reduce_in_unit(scatter(grad, place), place, dtype),)
-
-    run.defvjp(lambda shard: (run(shard), None), backward)
-    return run(shard)
+all_gather.defvjp(_forward, _backward)
 
 
 def placements(
@@ -171,4 +160,4 @@ def gather(
       The same tree with full arrays.
     """
     places = placements(specs, params, dtype=dtype, reduce_dtype=reduce_dtype)
-    return jax.tree.map(gather_leaf, params, places)
+    return jax.tree.map(all_gather, params, places)

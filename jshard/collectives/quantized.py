@@ -104,10 +104,12 @@ def to_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
 
 
-def gather_float8(
+def all_gather_values(
     values: jax.Array, dim: int, axes: Any, groups: list[list[int]] | None = None
 ) -> jax.Array:
-    """Returns float8 values gathered along ``dim`` over axes, or groups in them."""
-    bits = lax.bitcast_convert_type(values, jnp.int8)  # for the reason above
+    """Returns an array gathered along ``dim`` over axes, or groups in them."""
+    bits = values
+    if one_byte := values.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        bits = lax.bitcast_convert_type(values, jnp.int8)  # for the reason above
     bits = lax.all_gather(bits, axes, axis=dim, axis_index_groups=groups, tiled=True)
-    return lax.bitcast_convert_type(bits, values.dtype)
+    return lax.bitcast_convert_type(bits, values.dtype) if one_byte else bits

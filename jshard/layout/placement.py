@@ -37,8 +37,8 @@ class Placement:
       trainable: whether a gradient is computed and reduce-scattered.
       hosted: whether shards are in host memory (``memory_kinds.typed_as_device``).
       float8: whether products with it may be in float8 (``Precision.products``).
-      scale: for a parameter that is gathered for float8 products, the index of its
-        scale in the last of its unit's arrays.
+      gradient_only: whether the parameter is not gathered, and zeros take the gradient
+        of a weight that is made otherwise (``jshard.unit.float8``).
     """
 
     dim: int | None
@@ -51,7 +51,7 @@ class Placement:
     trainable: bool = True
     hosted: bool = False
     float8: bool = False
-    scale: int | None = None
+    gradient_only: bool = False
     over: tuple[str, ...] | None = None
     splits: tuple[tuple[int, str], ...] = ()
     whole: bool = False

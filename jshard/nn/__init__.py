@@ -6,12 +6,14 @@ from jshard.nn.lora import add_lora
 from jshard.parallel.context import positions
 from jshard.parallel.splits import Split
 from jshard.parallel.tensor import tensor_parallel
+from jshard.unit.products import matmul
 
 __all__ = [
     "Split",
     "add_lora",
     "cross_entropy",
     "dot_product_attention",
+    "matmul",
     "positions",
     "tensor_parallel",
 ]

@@ -25,8 +25,8 @@ from jshard.optim.streamed_update import streamed_update
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]
-# (gradients, number of updates including this one, whether to update; None is yes)
-Given = tuple[nnx.State, jax.Array, jax.Array | None]
+# (gradients, loss, number of updates including this one, whether to; None is yes)
+Given = tuple[nnx.State, jax.Array, jax.Array, jax.Array | None]
 
 
 def first_fields(
@@ -63,11 +63,12 @@ def next_state(
     state: TrainState,
     grads: nnx.State,
     model_state: nnx.State,
+    loss: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Returns the state after a step, and the metrics of its gradients.
 
-    ``grads`` are global arrays sharded like their parameters, and ``model_state`` is
-    the model's state after the forward.
+    ``grads`` are global arrays sharded like their parameters, ``model_state`` is the
+    model's state after the forward, and ``loss`` that of the global batch.
     """
     steps, finite, scale = state.step + 1, None, state.loss_scale
     norm = optax.tree.norm(jax.tree.map(at_least_float32, grads))
@@ -79,7 +80,8 @@ def next_state(
         metrics["loss_scale"] = scale.scale
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
-    moving, given = (state.params, state.opt_state, state.ema), (grads, steps, finite)
+    moving = (state.params, state.opt_state, state.ema)
+    given = (grads, loss, steps, finite)
     params, opt_state, averages = update(
         layout.mesh, layout.policy, optimizer, moving, given
     )
@@ -113,10 +115,10 @@ def update(
 
     def run(moving: Moving, given: Given) -> Moving:
         params, opt_state, averages = moving
-        grads, steps, finite = given
+        grads, loss, steps, finite = given
         with sharded_update(mesh, policy):
-            wide = for_update(params)
-            updates, opt_state = optimizer.update(grads, opt_state, wide)
+            updates = grads, opt_state, for_update(params)
+            updates, opt_state = _update_with(optimizer, loss, *updates)
         params = optax.apply_updates(params, updates)
         if averages is not None:
             assert policy.ema_decay is not None  # see check_state
@@ -134,6 +136,25 @@ def update(
     leaves = jax.tree_util.tree_leaves_with_path(moving)
     owners = list(itertools.starmap(follow(params, names), leaves))
     return streamed_update(run, moving, given, (cut, _one_layer(given)), owners)
+
+
+def _update_with(optimizer: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
+    """Calls ``optimizer.update``, with ``value=loss`` where it takes more arguments.
+
+    Raises:
+      UserError: it needs arguments that a step does not have.
+    """
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return optimizer.update(*args)
+    try:
+        return optimizer.update(*args, value=loss)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise UserError(
+            f"optimizer: {error}; a step has the gradients and value=, the loss, and "
+            "no more: no line search, say"
+        ) from error
 
 
 def _one_layer(tree: Any) -> Any:

@@ -1,64 +1,87 @@
-"""Chooses a unit's weights for float8 products, and scales them.
+"""Gathers a unit's weights for float8 products in float8, with one scale each.
 
 A weight has one scale on all devices, so its shards need the largest magnitude among
 them: one all-reduce a unit, for all its weights and for all layers of a Stack.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.collectives.quantized import tensor_scale
+from jshard.collectives.quantized import tensor_scale, to_float8
 from jshard.fsdp.mesh import shard_axes
-from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.unit.linearize import TracedLayer
-from jshard.unit.parameters import Parameters
-from jshard.unit.products import E4M3, multiplied_only
+from jshard.unit.products import E4M3, dequantized
 
 
 def in_float8(
-    own: Parameters, traced: TracedLayer, *, stacked: bool = False
-) -> tuple[Parameters, TracedLayer]:
-    """Returns a unit that gathers the weights of float8 products in float8.
+    fn: Callable[..., Any],
+    shards: list[jax.Array],
+    places: list[Placement],
+    xs: list[jax.Array],
+    *,
+    stacked: bool,
+) -> tuple[Callable[..., Any], list[jax.Array], list[Placement], list[jax.Array]]:
+    """Returns a unit's function and arrays with weights in float8, if it has any.
 
-    These are the weights that ``Precision.products`` allows and that the unit only
-    multiplies with. The scales become the last of the unit's parameters. If
-    ``stacked``, the unit is a Stack: ``own`` are all layers' shards, ``traced`` is one.
+    The shards of these are rounded, and become parameters that are not trained. The
+    parameters themselves are not gathered, and take the gradients. The scales become
+    the last of ``xs``.
+
+    Args:
+      fn: the unit as a function of full weights, ``fn(weights, xs, carry, args)``.
+      shards: this device's, of the unit's parameters; (L, ...) if ``stacked``.
+      places: their placements.
+      xs: the unit's other arrays.
+      stacked: whether the unit is a Stack.
     """
-    weights = traced.inputs.weights
-    candidates = [
-        place.float8 and is_float(weight) and len(weight.shape) >= 2
-        for place, weight in zip(own.places, weights, strict=True)
+    chosen = [
+        lax.stop_gradient(shard)
+        for shard, place in zip(shards, places, strict=True)
+        if place.float8
     ]
-    leaves = jax.tree.leaves(traced.inputs)[: len(traced.jaxpr.invars)]
-    chosen = multiplied_only(traced.jaxpr, traced.consts, leaves, candidates)
-    if not any(chosen):
-        return own, traced
-    places, scaled = list(own.places), []
-    grads: list[Any] = [None] * len(weights)
-    for i in itertools.compress(range(len(weights)), chosen):
-        grads[i] = jax.ShapeDtypeStruct(weights[i].shape, weights[i].dtype)
-        places[i] = dataclasses.replace(
-            places[i], gather=jnp.dtype(E4M3), compute=None, scale=len(scaled)
-        )
-        scaled.append(own.shards[i])
-    scales = _scales(scaled, stacked)
-    own = Parameters([*own.shards, scales], [*places, Placement(None, trainable=False)])
-    inputs = traced.inputs._replace(weights=own.weight_types(layer=stacked))
-    return own, dataclasses.replace(traced, inputs=inputs, grads=grads)
+    if not chosen:
+        return fn, shards, places, xs
+    scales = _scales(chosen, stacked)
+    round_all = jax.vmap(to_float8, (0, 0, None)) if stacked else to_float8
+    values = [round_all(x, scales[..., i], E4M3) for i, x in enumerate(chosen)]
+    as_values = {"gather": None, "compute": None, "trainable": False}
+    places_of_values = [dataclasses.replace(p, **as_values) for p in places if p.float8]
+    kept = [dataclasses.replace(p, gradient_only=p.float8) for p in places]
+
+    def decoded(weights, xs, carry, args):
+        weights, values = list(weights[: len(places)]), weights[len(places) :]
+        *xs, scales = xs
+        rounded = zip(values, scales, strict=True)
+        for i, place in enumerate(places):
+            if place.float8:
+                value, scale = next(rounded)
+                dense = dequantized(value, scale.astype(weights[i].dtype))
+                weights[i] = _with_gradient(dense, weights[i])
+        return fn(weights, xs, carry, args)
+
+    return decoded, [*shards, *values], [*kept, *places_of_values], [*xs, scales]
+
+
+# Not a sum with zeros: XLA multiplies in float8 what is dequantized and nothing else.
+@jax.custom_vjp
+def _with_gradient(weight: jax.Array, zeros: jax.Array) -> jax.Array:
+    """Returns the weight; ``zeros`` take its gradient."""
+    return weight
+
+
+_with_gradient.defvjp(lambda weight, _: (weight, None), lambda _, grad: (None, grad))
 
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:
     """Returns the scales of full weights, (weights,), or (L, weights) if stacked."""
-    # The largest magnitude has no gradient.
-    magnitudes = [jnp.abs(lax.stop_gradient(shard)) for shard in shards]
-    over = [range(1 if stacked else 0, x.ndim) for x in magnitudes]
-    largest = [jnp.max(x, axis=tuple(o)) for x, o in zip(magnitudes, over, strict=True)]
+    over = [tuple(range(1 if stacked else 0, x.ndim)) for x in shards]
+    largest = [
+        jnp.max(jnp.abs(x), axis=axes) for x, axes in zip(shards, over, strict=True)
+    ]
     together = jnp.stack([x.astype(jnp.float32) for x in largest], axis=-1)
     return tensor_scale(lax.pmax(together, shard_axes()), E4M3)

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.collectives.embedding import is_cheaper, look_up
-from jshard.collectives.gather import gather_leaf
+from jshard.collectives.gather import all_gather
 from jshard.compat.flax_modules import is_pytree
+from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
-from jshard.layout.layers import mark_layers
+from jshard.layout.layers import layer_dims, mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.tables import is_table, mark_table
 from jshard.layout.variables import (
@@ -36,7 +37,9 @@ from jshard.layout.variables import (
 )
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
-from jshard.unit.partition import Static, combine, partition
+from jshard.unit.float8 import in_float8
+from jshard.unit.partition import combine, partition
+from jshard.unit.products import Float8, fits, take_float8
 from jshard.unit.shards import hide, is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
@@ -76,9 +79,10 @@ class Unit(nnx.Module, pytree=False):
 class Stack(nnx.Module, pytree=False):
     """Equal layers with stacked parameters, applied by a scan, gathered one by one.
 
-    ``stack(x, *args)`` calls each layer with ``(x, *args)``. If layers return ``x``, so
-    does the stack. If they return ``(x, aux)``, the stack returns ``(x, aux)`` with aux
-    stacked. A Stack has the attributes of a layer, with variables of shape (L, ...).
+    ``stack(x, *args, **kwargs)`` calls each layer with these arguments, ``x`` being
+    what the layer before returned. If layers return ``x``, so does the stack. If they
+    return ``(x, aux)``, the stack returns ``(x, aux)`` with aux stacked. A Stack has
+    the attributes of a layer, with variables of shape (L, ...).
 
     Args:
       make_layer: makes one layer from its own ``nnx.Rngs``.
@@ -124,9 +128,9 @@ class Stack(nnx.Module, pytree=False):
             )
         _become(self, layers, _stack_class(type(layers)))
 
-    def __call__(self, x: Any, *args: Any) -> Any:
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the last layer's output, or (output, stacked aux)."""
-        run, finish = prepare_layers(self, x, args)
+        run, finish = prepare_layers(self, x, (args, kwargs))
         return finish(*run())[0]
 
 
@@ -214,8 +218,12 @@ def place(
         for path in units
         if isinstance(found[path], Stack) or not isinstance(found[path], _SINGLE)
     ]
+    multiplied: dict[tuple, tuple[int, ...]] = {}  # sums over these, in float8
     for path, module in list(nnx.iter_modules(model)):
         over_all_devices(module)
+        in_layer = any(path[: len(layer)] == layer for layer in layers)
+        if in_layer and policy.multiplies_in_float8():
+            multiplied |= {(*path, name): over for name, over in take_float8(module)}
         precision = policy.precision_at(path, own_dtype(module))
         set_compute_dtype(module, precision.compute)
         if isinstance(module, (Unit, Stack)):
@@ -228,8 +236,12 @@ def place(
     for path, variable in variables(model):
         if path in placements:
             where = placements[path]
-            if not any(path[: len(layer)] == layer for layer in layers):
-                where = dataclasses.replace(where, float8=False)
+            if where.float8:
+                gather = functools.partial(all_gather, place=where)
+                shape = jax.eval_shape(gather, variable.get_value()).shape
+                over, depth = multiplied.get(path), layer_dims(variable)
+                chosen = over is not None and fits(shape[depth:], over)
+                where = dataclasses.replace(where, float8=chosen)
             hide(variable, where, ".".join(map(str, path)))
 
 
@@ -239,7 +251,7 @@ def gather_root(model: nnx.Module) -> None:
     for variable in [v for path, v in variables(model) if own(path, v)]:
         shard = shard_of(variable)
         assert shard is not None
-        variable.set_raw_value(gather_leaf(shard.array, shard.place))
+        variable.set_raw_value(all_gather(shard.array, shard.place))
         show(variable)
 
 
@@ -288,6 +300,11 @@ def open_unit(
     rest, static = partition(others)
 
     def module(weights: list, rest: list | None = None) -> nnx.Module:
+        if rest is not None:  # while the unit runs
+            weights = [
+                Float8(weight, shard.name) if shard.place.float8 else weight
+                for weight, shard in zip(weights, shards, strict=True)
+            ]
         whole = [v.copy(w) for v, w in zip(owned, weights, strict=True)]
         inner = others if rest is None else combine(rest, static)
         plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)
@@ -324,9 +341,8 @@ def _run_unit(
         arrays, static = partition(changes)
         return results, arrays, (of_results, static)
 
-    results, arrays, (of_results, static) = run_unit(
-        call, shards, places, rest, inputs, policy
-    )
+    of_unit = in_float8(call, shards, places, rest, stacked=False)
+    results, arrays, (of_results, static) = run_unit(*of_unit, inputs, policy)
     result, changed = combine(results, of_results)
     apply_changes(unit, combine(arrays, static), layers=False)
     for i, value in changed.items():
@@ -337,10 +353,10 @@ def _run_unit(
 def prepare_layers(
     stack: Stack,
     x: Any,
-    args: tuple,
+    others: tuple[tuple, dict],
     beside: tuple[list[jax.Array], list[Placement]] = ([], []),
 ) -> tuple[Callable, Callable]:
-    """Returns the functions ``run`` and ``finish`` for ``stack(x, *args)``.
+    """Returns the functions ``run`` and ``finish`` for ``stack(x, *args, **kwargs)``.
 
     ``finish(*run())`` returns the result of the call and the full weights of
     ``beside``, gathered while the last layer runs. In a step, ``run`` is the scan of
@@ -351,13 +367,14 @@ def prepare_layers(
         Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
-    extra, arguments = partition(args)
+    extra, arguments = partition(others)
     carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
         plain = module(weights, rest)
+        args, kwargs = combine(extra, arguments)
         result, changes, changed = call_method(
-            type(plain).__call__, plain, (carry, *combine(extra, arguments)), {}
+            type(plain).__call__, plain, (carry, *args), kwargs
         )
         if changed:
             raise UserError(
@@ -375,7 +392,8 @@ def prepare_layers(
 
     policy = stack.unit_policy
     if policy is not None:
-        run = make_scan(layer, shards, places, rest, carry, extra, policy, beside)
+        of_layers = in_float8(layer, shards, places, rest, stacked=True)
+        run = make_scan(*of_layers, carry, extra, policy, beside)
         return run, finish
 
     def body(carry, rest):

@@ -23,21 +23,22 @@ FLOAT8 = jshard.Precision(products="float8")
 
 
 class Layer(nnx.Module):
-    """As any model's author may write it; ``odd`` is not only multiplied with."""
+    """Flax's linear layers, and weights of its own with and without ``matmul``."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.general = nnx.LinearGeneral(WIDTH, (4, 32), rngs=rngs)
-        self.mixed = nnx.Einsum("btnh,nhd->btd", (4, 32, WIDTH), rngs=rngs)
+        shape, bias_shape = (4, 32, WIDTH), (WIDTH,)
+        self.mixed = nnx.Einsum("btnh,nhd->btd", shape, bias_shape, rngs=rngs)
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
         normal = nnx.initializers.normal(0.05)
-        self.down = nnx.Param(normal(rngs.params(), (WIDTH, HIDDEN)))
+        self.down = nnx.Param(normal(rngs.params(), (HIDDEN, WIDTH)), matmul=True)
         self.odd = nnx.Param(normal(rngs.params(), (WIDTH, WIDTH)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x += self.mixed(jnp.tanh(self.general(self.norm(x))))
         h = nnx.remat(lambda up, x: jax.nn.gelu(up(x)))(self.up, x)
-        x += jnp.einsum("df,btf->btd", self.down[...], h)
+        x += jshard.nn.matmul(h, self.down)
         return x + jnp.dot(x, jnp.sin(self.odd[...]))
 
 
@@ -98,9 +99,10 @@ def reference_layer(p: Any, x_BTD: jax.Array) -> jax.Array:
     general, up = p["general"], p["up"]
     y = product(normed * p["norm"]["scale"], general["kernel"].reshape(WIDTH, WIDTH))
     y = jnp.tanh(y + general["bias"].reshape(WIDTH))
-    x += product(y, p["mixed"]["kernel"].reshape(WIDTH, WIDTH))
+    mixed = p["mixed"]
+    x += product(y, mixed["kernel"].reshape(WIDTH, WIDTH)) + mixed["bias"]
     h = jax.nn.gelu(product(x, up["kernel"]) + up["bias"])
-    x += product(h, p["down"].T)
+    x += product(h, p["down"])
     return x + x @ jnp.sin(p["odd"])
 
 
@@ -171,6 +173,11 @@ def test_a_step_is_that_of_one_device_with_the_same_quantization(mesh, knobs):
     check_close(grads, want, 1e-4)
 
 
+def plain_dot(*args: Any, **options: Any) -> jax.Array:
+    """A product of the author's own."""
+    return jax.lax.dot_general(*args, **options)
+
+
 class Gated(nnx.Module):
     """A layer whose weights must not all be in float8."""
 
@@ -178,17 +185,18 @@ class Gated(nnx.Module):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.dense = linear(WIDTH, WIDTH)
         self.router = linear(WIDTH, 16)
-        self.exact = linear(WIDTH, WIDTH)
         self.left_out = linear(WIDTH, WIDTH)
+        self.replaced = linear(WIDTH, WIDTH, dot_general=plain_dot)
+        self.experts = nnx.Einsum("bti,tio->bto", (TIME, WIDTH, WIDTH), rngs=rngs)
+        normal = nnx.initializers.normal(0.05)
+        self.exact = nnx.Param(normal(rngs.params(), (WIDTH, WIDTH)))
         self.table = nnx.Embed(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gates = jax.nn.sigmoid(self.router(x)).repeat(WIDTH // 16, -1)
-        float32 = self.exact.kernel[...].astype(jnp.float32)
-        exact = x.astype(jnp.float32) @ float32
         looked_up = self.table(jnp.arange(TIME))
         y = self.dense(x) * gates + self.left_out(x) + looked_up
-        return x + (y + exact).astype(x.dtype)
+        return x + y + self.replaced(x) + self.experts(x) + x @ self.exact[...]
 
 
 class GatedModel(nnx.Module):
@@ -207,7 +215,7 @@ def traced(fsdp: jshard.FSDP, make_model: Any) -> tuple[Any, jshard.TrainState]:
     return fsdp.train_step(loss_fn, tx).trace(state, x), state
 
 
-def test_a_weight_is_gathered_in_bytes_if_all_it_does_is_multiply():
+def test_weights_of_linear_layers_are_gathered_in_bytes_and_no_others():
     bf16 = jshard.Precision(compute="bfloat16")
     float8 = dataclasses.replace(bf16, products="float8")
     overrides = {"layers.left_out": {"precision": bf16}}
@@ -222,6 +230,49 @@ def test_a_weight_is_gathered_in_bytes_if_all_it_does_is_multiply():
     assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * WIDTH**2 * 7 // 8
     # One reduction for the scales of all layers.
     assert found["all-reduce", "float32"].count == 1
+
+
+class Reading(nnx.Module):
+    """A linear layer whose kernel is read by other code."""
+
+    def __init__(self, read: Any, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.read = read
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x) + self.read(x, self.linear.kernel)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda x, w: x @ w, id="product"),
+        pytest.param(lambda x, w: x @ w[...], id="value"),
+        pytest.param(lambda x, w: x @ jnp.sin(w[...]), id="function"),
+        pytest.param(lambda x, w: x @ (2 * w[...]), id="arithmetic"),
+        pytest.param(lambda x, w: x @ w[...].T, id="method"),
+        pytest.param(lambda x, w: x + w[0], id="index"),
+        pytest.param(lambda x, w: x + np.asarray(w[...])[0], id="numpy"),
+        pytest.param(lambda x, w: x + jnp.stack(list(w)), id="loop"),
+    ],
+)
+def test_a_weight_in_float8_that_is_read_otherwise_is_named_in_the_error(read):
+    class Whole(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layer = jshard.Unit(Reading(read, rngs))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layer(x)
+
+    policy = jshard.Policy(precision=FLOAT8)
+    error = re.escape("parameter 'layer.linear.kernel' is in float8")
+    with pytest.raises(jshard.UserError, match=f"{error}.*give 'layer.linear' a"):
+        traced(jshard.FSDP(jshard.make_mesh(), policy), Whole)
+
+
+def test_matmul_wants_a_parameter_that_was_made_for_it():
+    with pytest.raises(jshard.UserError, match=r"nnx\.Param\(value, matmul=True\)"):
+        jshard.nn.matmul(jnp.ones((2, 3)), nnx.Param(jnp.ones((3, 4))))
 
 
 def test_without_products_in_float8_nothing_changes():
