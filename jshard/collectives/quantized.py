@@ -5,7 +5,7 @@ ZeRO++ (Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication 
 Giant Model Training", section 3.1). Every block of 256 values is sent with its own
 scale, so an outlier reduces the precision of its own block only.
 
-Operands of float8 products (``jshard.unit.products``) have one scale for the tensor,
+Operands of float8 products (``jshard.float8.products``) have one scale for the tensor,
 as cuBLASLt wants it. Their values stay in float8.
 """
 

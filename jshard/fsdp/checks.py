@@ -17,7 +17,8 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.variables import variables
-from jshard.unit.modules import Stack, is_unit, root_variables
+from jshard.unit.model import root_variables
+from jshard.unit.modules import Stack, is_unit
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)

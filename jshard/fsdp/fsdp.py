@@ -36,8 +36,8 @@ from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
-from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
+from jshard.unit.model import make_units
 
 
 class FSDP:
@@ -286,7 +286,7 @@ class FSDP:
     def _abstract_model(self, state: TrainState) -> nnx.Module:
         """Returns the model over abstract values, with its Units, for inspection."""
         model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
-        modules.make_units(model, self.units)
+        make_units(model, self.units)
         check_model(model, self.policy, self.mesh)
         return model
 

@@ -32,8 +32,8 @@ from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_stre
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.optim.update import check_state, next_state
 from jshard.parallel.tensor import make_parallel
-from jshard.unit import modules
 from jshard.unit.calls import own_containers
+from jshard.unit.model import gather_root, make_sharded, make_units, root_as_unit
 
 # build(graphdef, layout, params, frozen, model_state, training=...) -> a model
 Build = Callable[..., nnx.Module]
@@ -66,10 +66,10 @@ def build(
     else:
         model.eval()
     make_parallel(model, tensor_parallel)
-    modules.make_units(model, units)
-    modules.place(model, layout.policy, layout.places)
+    make_units(model, units)
+    make_sharded(model, layout.policy, layout.places)
     if not training or layout.policy.reshard_root is False:
-        modules.gather_root(model)
+        gather_root(model)
     return model
 
 
@@ -90,7 +90,7 @@ def train_step(
         check_batch(batch, mesh, accumulate=policy.accumulate)
         check_state(state, policy)
         model_of = functools.partial(build, state.graphdef, training=True)
-        of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
+        of_root = root_as_unit(loss_fn, policy.reshard_root)
         local = functools.partial(train, model_of, of_root, layout)
         specs, same = layout.local_specs, PartitionSpec()
         in_specs = (specs, batch_specs(batch, mesh), same)

@@ -9,11 +9,11 @@ from flax import nnx
 
 from jshard.compat.jaxprs import replay
 from jshard.errors import UserError
+from jshard.fsdp.equal import differing
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.layout import Layout
 from jshard.nn.dropout import merge_state
-from jshard.unit.equal import differing
 from jshard.unit.remat import check_names
 
 

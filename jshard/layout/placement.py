@@ -38,7 +38,7 @@ class Placement:
       hosted: whether shards are in host memory (``memory_kinds.typed_as_device``).
       float8: whether products with it may be in float8 (``Precision.products``).
       gradient_only: whether the parameter is not gathered, and zeros take the gradient
-        of a weight that is made otherwise (``jshard.unit.float8``).
+        of a weight that is made otherwise (``jshard.float8.weights``).
     """
 
     dim: int | None

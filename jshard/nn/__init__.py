@@ -1,12 +1,12 @@
 """What a model imports: attention, cross entropy, LoRA, and splits over "tensor"."""
 
+from jshard.float8.products import matmul
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.lora import add_lora
 from jshard.parallel.context import positions
 from jshard.parallel.splits import Split
 from jshard.parallel.tensor import tensor_parallel
-from jshard.unit.products import matmul
 
 __all__ = [
     "Split",

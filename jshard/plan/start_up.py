@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jshard.compat.collective_primitives import axes_of, groups_of
 from jshard.compat.jaxprs import scopes_of
 from jshard.errors import some_of
+from jshard.float8.products import SCOPE
 from jshard.formatting import format_bytes
 from jshard.fsdp.batch import abstract_batch
 from jshard.fsdp.fsdp import FSDP
@@ -29,8 +30,7 @@ from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.parallel.experts import gathered_bytes
 from jshard.unit.batch_norm import batch_norms
-from jshard.unit.modules import make_units, root_variables
-from jshard.unit.products import SCOPE
+from jshard.unit.model import make_units, root_variables
 
 _KINDS = {
     "all_gather": "all-gather",

@@ -91,18 +91,19 @@ def transpose_layer(
     stacked: Inputs,
     index: Any,
     weights: list[Any],
-    residuals: Any,
-    ys_ct: Any,
+    needed: tuple[Any, Any],
     sums: Inputs,
 ) -> tuple[Inputs, list[Any]]:
     """Runs a layer's backward.
+
+    ``needed`` are the layer's residuals, and the cotangents of its ys.
 
     Returns:
       ``sums``, the gradients of all inputs so far, with those of this layer but for its
       weights; and the gradients of its full weights.
     """
     inputs = Inputs(weights, layer_of(stacked.xs, index), [], stacked.args)
-    aux_ct, *others = ys_ct
+    residuals, (aux_ct, *others) = needed
     cotangents = ((sums.carry, aux_ct), *others)
     grads = layer.transpose(inputs, consts, residuals, cotangents)
     args = jax.tree.map(lambda a, g: a + g, sums.args, grads.args)

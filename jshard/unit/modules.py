@@ -1,8 +1,8 @@
 """Stack and Unit: the Flax modules that place the gathers.
 
 Outside a jshard step, both are ordinary modules. For a step, ``FSDP`` replaces every
-parameter with a Shard and gives every Stack and Unit its UnitPolicy (``place``). When a
-unit is called, it gathers the parameters that it owns: all of its parameters except
+parameter with a Shard and gives every Stack and Unit its UnitPolicy (``model.py``). When
+a unit is called, it gathers the parameters that it owns: all of its parameters except
 those of inner units. Neither class changes parameter paths. A Unit *is* the module that
 it wraps, with a subclass that gathers first. A Stack is a single layer whose variables
 have a leading layer dimension.
@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.collectives.embedding import is_cheaper, look_up
-from jshard.collectives.gather import all_gather
 from jshard.compat.flax_modules import is_pytree
 from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
-from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
-from jshard.fsdp.precision import own_dtype, set_compute_dtype
-from jshard.layout.layers import layer_dims, mark_layers
+from jshard.float8.products import Float8
+from jshard.float8.weights import in_float8
+from jshard.fsdp.policy import UnitPolicy
+from jshard.layout.layers import mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.tables import is_table, mark_table
 from jshard.layout.variables import (
@@ -35,19 +35,13 @@ from jshard.layout.variables import (
     reachable,
     variables,
 )
-from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
-from jshard.unit.float8 import in_float8
 from jshard.unit.partition import combine, partition
-from jshard.unit.products import Float8, fits, take_float8
-from jshard.unit.shards import hide, is_shard, shard_of, show
+from jshard.unit.shards import is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
 
 M = TypeVar("M", bound=nnx.Module)
-
-# As Units of their own these are heads and embeddings, without float8 products.
-_SINGLE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
 
 
 # With pytree=False, Flax does not touch the module that an instance becomes.
@@ -72,7 +66,7 @@ class Unit(nnx.Module, pytree=False):
     def __init__(self, module: nnx.Module):
         if isinstance(module, (Unit, Stack)):
             raise UserError(f"{type(module).__name__} is a Unit or a Stack already")
-        _become(self, module, _unit_class(type(module)))
+        _become(self, module, unit_class(type(module)))
         mark_table(self)
 
 
@@ -141,7 +135,8 @@ def _become(target: nnx.Module, source: nnx.Module, cls: type) -> None:
 
 
 @functools.cache
-def _unit_class(cls: type) -> type:
+def unit_class(cls: type) -> type:
+    """Returns the Unit of a type of module."""
     methods = {
         name: _gathering(member)
         for name, member in inspect.getmembers_static(cls, callable)
@@ -174,7 +169,7 @@ def _gathering(method: Callable) -> Callable:
     def call(self, *args, **kwargs):
         if self.unit_policy is None:
             return method(self, *args, **kwargs)
-        return _run_unit(self, method, args, kwargs, self.unit_policy)
+        return call_unit(self, method, args, kwargs, self.unit_policy)
 
     return call
 
@@ -184,7 +179,7 @@ def is_unit(value: Any) -> bool:
     return isinstance(value, (Unit, Stack))
 
 
-def _own_paths(module: nnx.Module) -> set[tuple]:
+def own_paths(module: nnx.Module) -> set[tuple]:
     """Returns the paths of variables that are reachable outside of inner units.
 
     A parameter that an inner unit shares with ``module`` belongs to ``module``, even if
@@ -196,83 +191,8 @@ def _own_paths(module: nnx.Module) -> set[tuple]:
 
 def own_parameters(module: nnx.Module) -> Callable[[tuple, Any], bool]:
     """Returns an NNX filter for the sharded parameters that ``module`` itself owns."""
-    own = _own_paths(module)
+    own = own_paths(module)
     return lambda path, v: path in own and is_shard(v)
-
-
-def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
-    """Turns every submodule with a type in ``units`` into a Unit, in place."""
-    for path, module in list(nnx.iter_modules(model)):
-        if path and isinstance(module, units) and not is_unit(module):
-            object.__setattr__(module, "__class__", _unit_class(type(module)))
-
-
-def place(
-    model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
-) -> None:
-    """Replaces every parameter with a Shard and gives every unit its policy."""
-    found = dict(nnx.iter_modules(model))
-    units = [path for path, module in found.items() if is_unit(module)]
-    layers = [
-        path
-        for path in units
-        if isinstance(found[path], Stack) or not isinstance(found[path], _SINGLE)
-    ]
-    multiplied: dict[tuple, tuple[int, ...]] = {}  # sums over these, in float8
-    for path, module in list(nnx.iter_modules(model)):
-        over_all_devices(module)
-        in_layer = any(path[: len(layer)] == layer for layer in layers)
-        if in_layer and policy.multiplies_in_float8():
-            multiplied |= {(*path, name): over for name, over in take_float8(module)}
-        precision = policy.precision_at(path, own_dtype(module))
-        set_compute_dtype(module, precision.compute)
-        if isinstance(module, (Unit, Stack)):
-            module.unit_policy = policy.unit(path)
-            # A prefetched weight passes a barrier with activations, so it depends on
-            # them, and the remat of an outer unit would keep it as a residual.
-            if any(path[: len(unit)] == unit for unit in units if unit != path):
-                in_turn = dataclasses.replace(module.unit_policy, prefetch=False)
-                module.unit_policy = in_turn
-    for path, variable in variables(model):
-        if path in placements:
-            where = placements[path]
-            if where.float8:
-                gather = functools.partial(all_gather, place=where)
-                shape = jax.eval_shape(gather, variable.get_value()).shape
-                over, depth = multiplied.get(path), layer_dims(variable)
-                chosen = over is not None and fits(shape[depth:], over)
-                where = dataclasses.replace(where, float8=chosen)
-            hide(variable, where, ".".join(map(str, path)))
-
-
-def gather_root(model: nnx.Module) -> None:
-    """Gathers the parameters that the root module owns, in place."""
-    own = own_parameters(model)
-    for variable in [v for path, v in variables(model) if own(path, v)]:
-        shard = shard_of(variable)
-        assert shard is not None
-        variable.set_raw_value(all_gather(shard.array, shard.place))
-        show(variable)
-
-
-def root_as_unit(fn: Callable, reshard: Reshard) -> Callable:
-    """Returns ``fn(model, *args)`` as one Unit that owns the root's parameters.
-
-    If ``reshard`` is False, the root is gathered already, and this is ``fn`` itself.
-    """
-    if reshard is False:
-        return fn
-    policy = UnitPolicy("none", reshard_after_forward=reshard)
-    return lambda model, *args: _run_unit(model, fn, args, {}, policy)
-
-
-def root_variables(
-    model: nnx.Module, *parameters: nnx.State
-) -> list[tuple[tuple, nnx.Variable]]:
-    """Returns (path, Variable) of each of ``parameters`` that the root itself owns."""
-    paths = {path for part in parameters for path, _ in nnx.to_flat_state(part)}
-    paths &= _own_paths(model)
-    return [(path, v) for path, v in variables(model) if path in paths]
 
 
 def make_plain(module: Any) -> None:
@@ -317,9 +237,13 @@ def open_unit(
     return arrays, places, rest, module
 
 
-def _run_unit(
+def call_unit(
     unit: Any, method: Callable, args: tuple, kwargs: dict, policy: UnitPolicy
 ) -> Any:
+    """Returns ``method(unit, *args, **kwargs)``, run as one unit.
+
+    What the method changes in the module, or in Variables that it is passed, changes.
+    """
     shards, places, rest, module = open_unit(unit)
     if is_table(unit) and method is nnx.Embed.__call__:
         # A unit owns no shard if its table is shared or is gathered already.
@@ -392,7 +316,7 @@ def prepare_layers(
     policy = stack.unit_policy
     if policy is not None:
         of_layers = in_float8(layer, shards, places, rest, stacked=True)
-        run = make_scan(*of_layers, carry, extra, policy, beside)
+        run = make_scan(*of_layers, carry, extra, policy, beside=beside)
         return run, finish
 
     def body(carry, rest):

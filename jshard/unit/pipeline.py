@@ -88,30 +88,27 @@ def forward(
 @jax.named_scope(LAYERS)
 def backward(
     segments: Sequence[Segment],
-    places: list[Placement],
-    reshard: Reshard,
-    types: list[Any],
+    how: tuple[list[Placement], Reshard, list[Any]],
     saved: tuple[Inputs, Any, Any],
     ys_ct: Any,
     sums: Inputs,
     parts: list[Any],
 ) -> tuple[Inputs, list[Any]]:
     """Does what ``backward`` of ``stack.py`` does."""
-    stacked, consts, saved = saved
-    for segment, of_segment, needed in reversed(
-        list(zip(segments, consts, saved, strict=True))
+    stacked, consts, of_segments = saved
+    for segment, own_consts, needed in reversed(
+        list(zip(segments, consts, of_segments, strict=True))
     ):
-        static = segment, of_segment, places, reshard, types
-        sums, parts = _segment_backward(*static, stacked, needed, ys_ct, (sums, parts))
+        sums, parts = _segment_backward(
+            segment, own_consts, how, stacked, needed, ys_ct, (sums, parts)
+        )
     return sums, parts
 
 
 def _segment_backward(
     segment: Segment,
     consts: tuple[list, list],
-    places: list[Placement],
-    reshard: Reshard,
-    types: list[Any],
+    how: tuple[list[Placement], Reshard, list[Any]],
     stacked: Inputs,
     saved: tuple[Any, Any, Any],
     ys_ct: Any,
@@ -122,9 +119,7 @@ def _segment_backward(
     Args:
       segment: the segment.
       consts: of its layer in the loop, and of that outside.
-      places: of the layers' parameters.
-      reshard: see ``UnitPolicy``.
-      types: a layer's abstract shards.
+      how: as in ``backward``.
       stacked: the inputs of all layers.
       saved: (residuals, kept weights) of all layers but the last, stacked; the same for
         the last; and the weights that the backward of the last layer reads, or None.
@@ -136,6 +131,7 @@ def _segment_backward(
       The same, with the gradients of the segment.
     """
     start, stop, layer, outside, unroll = segment
+    places, reshard, types = how
     (sums, parts_above), last = sums_and_parts, stop - 1
     most, (last_residuals, last_kept), weights = saved
     # The all-reduce over replicas takes time, too: it runs beside yet another layer.
@@ -169,7 +165,7 @@ def _segment_backward(
         residuals, _ = layer_of(most, index - start)
         own_ct = layer_of(ys_ct, index)
         sums, grads_here = transpose_layer(
-            layer, consts, stacked, index, weights, residuals, own_ct, sums
+            layer, consts, stacked, index, weights, (residuals, own_ct), sums
         )
         reduced = None
         if parts is not None:
@@ -195,9 +191,9 @@ def _segment_backward(
     if last > start:
         _, kept = layer_of(most, last - 1 - start)
         next_weights, sums, weights = gather_before(last - 1, kept, sums, weights)
-    last_ct = layer_of(ys_ct, last)
+    last_needed = last_residuals, layer_of(ys_ct, last)
     sums, grads = transpose_layer(
-        outside, consts[1], stacked, last, weights, last_residuals, last_ct, sums
+        outside, consts[1], stacked, last, weights, last_needed, sums
     )
     (parts_above, grads), carry_ct = barrier((parts_above, grads), sums.carry)
     sums = sums._replace(carry=carry_ct)

@@ -55,6 +55,7 @@ def make_scan(
     carry: Any,
     args: Sequence[jax.Array],
     policy: UnitPolicy,
+    *,
     beside: tuple[Sequence[jax.Array], Sequence[Placement]] = ((), ()),
 ) -> Callable[[], tuple[Any, Any, list[jax.Array]]]:
     """Prepares the scan of ``fn(weights, xs, carry, args)`` over layers.
@@ -176,7 +177,7 @@ def _backward(
     next_grads = select(next_grads, [place.trainable for place in of_next])
     parts = scatter(next_grads, of_next)
     sums, parts = segments_backward(
-        segments, own, reshard, own_types, saved, (aux_ct, *others), sums, parts
+        segments, (own, reshard, own_types), saved, (aux_ct, *others), sums, parts
     )
     return sums, None, reduce(parts, of_next, next_types)
 
@@ -184,9 +185,7 @@ def _backward(
 @jax.named_scope(LAYERS)
 def backward(
     segments: Sequence[Segment],
-    places: list[Placement],
-    reshard: Reshard,
-    types: list[Any],
+    how: tuple[list[Placement], Reshard, list[Any]],
     saved: tuple[Inputs, Any, Any],
     ys_ct: Any,
     sums: Inputs,
@@ -195,10 +194,9 @@ def backward(
     """Runs the backward of all segments, the last layer first.
 
     Args:
-      segments: as in the forward, like ``places`` and ``reshard``.
-      places: of the layers' parameters.
-      reshard: see ``UnitPolicy``.
-      types: a layer's abstract shards.
+      segments: as in the forward.
+      how: placements of the layers' parameters, ``reshard_after_forward``, and a
+        layer's abstract shards.
       saved: what the forward saved.
       ys_ct: cotangents of the stacked ys.
       sums: the gradients so far.
@@ -207,7 +205,7 @@ def backward(
     Returns:
       ``sums`` with the gradients of all layers, and ``parts``.
     """
-    stacked, consts, saved = saved
+    (places, reshard, types), (stacked, consts, saved) = how, saved
     parts, carry_ct = barrier(parts, sums.carry)
     sums = sums._replace(carry=carry_ct)
     for segment, (layer_consts, _), needed in reversed(
@@ -227,7 +225,7 @@ def backward(
                 source, carry_ct = barrier(source, sums.carry)
                 sums = sums._replace(carry=carry_ct)
             weights = gather_again(source, places, reshard)
-            sums, grads = transpose(index, weights, residuals, ys_ct, sums)
+            sums, grads = transpose(index, weights, (residuals, ys_ct), sums)
             grads = reduce(scatter(grads, places), places, types)
             return (index - 1, add_weights(sums, grads, index)), None
 

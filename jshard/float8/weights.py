@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.quantized import tensor_scale, to_float8
+from jshard.float8.products import E4M3, Float8
 from jshard.fsdp.mesh import shard_axes
 from jshard.layout.placement import Placement
-from jshard.unit.products import E4M3, Float8
 
 
 def in_float8(

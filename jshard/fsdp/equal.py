@@ -106,29 +106,29 @@ def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
 def _gathered_in(outer: Any, jaxpr: Any, names: Sequence[str]) -> str | None:
     """Returns the name of a parameter that is gathered inside the equation ``outer``.
 
-    Each parameter has a bit, which shards keep on their way to a gather.
+    Each parameter has two bits: one that shards keep on their way to a gather, and one
+    for all that is computed from what ``outer`` gathers.
     """
-    gathered = 0
+    number = len(names)
+    of_shards = (1 << number) - 1
 
-    def inside(eqn: Any, entering: list[int]) -> list[int] | None:
-        nonlocal gathered
-        name = eqn.primitive.name
+    def inside(
+        eqn: Any, entering: list[int], *, marks: bool = True
+    ) -> list[int] | None:
+        name, bits = eqn.primitive.name, union(entering)
         if name.startswith("all_gather"):
-            gathered |= union(entering)
-        elif open_inner(eqn) is not None or name in ("scan", "while", "cond"):
+            gathered = (bits & of_shards) << number if marks else 0
+            return [bits & ~of_shards | gathered] * len(eqn.outvars)
+        if open_inner(eqn) is not None or name in ("scan", "while", "cond"):
             return None
-        return [union(entering) if name in _PASS_ON else 0] * len(eqn.outvars)
+        return [bits if name in _PASS_ON else bits & ~of_shards] * len(eqn.outvars)
 
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
-        nonlocal gathered
         if eqn is outer:
-            through(eqn, entering, inside)
-            return [0] * len(eqn.outvars)
-        before, out = gathered, inside(eqn, entering)
-        gathered = before  # outside of it
-        return out
+            return through(eqn, entering, inside)
+        return inside(eqn, entering, marks=False)
 
-    bits = [1 << i for i in range(len(names))]
-    bits += [0] * (len(jaxpr.invars) - len(bits))
-    dependencies(jaxpr, bits, rule)
-    return names[gathered.bit_length() - 1] if gathered else None
+    bits = [1 << i for i in range(number)]
+    bits += [0] * (len(jaxpr.invars) - number)
+    found = union(dependencies(jaxpr, bits, rule)) >> number
+    return names[found.bit_length() - 1] if found else None

@@ -1,0 +1,108 @@
+"""The model of a step: every parameter a Shard, every unit with its policy.
+
+``FSDP`` builds it anew, over a device's shards, each time a step is traced.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from jshard.collectives.gather import all_gather
+from jshard.float8.products import fits, take_float8
+from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
+from jshard.fsdp.precision import own_dtype, set_compute_dtype
+from jshard.layout.layers import layer_dims
+from jshard.layout.placement import Placement
+from jshard.layout.variables import variables
+from jshard.unit.batch_norm import over_all_devices
+from jshard.unit.modules import (
+    Stack,
+    Unit,
+    call_unit,
+    is_unit,
+    own_parameters,
+    own_paths,
+    unit_class,
+)
+from jshard.unit.shards import hide, shard_of, show
+
+# As Units of their own these are heads and embeddings, without float8 products.
+_SINGLE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
+
+
+def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
+    """Turns every submodule with a type in ``units`` into a Unit, in place."""
+    for path, module in list(nnx.iter_modules(model)):
+        if path and isinstance(module, units) and not is_unit(module):
+            object.__setattr__(module, "__class__", unit_class(type(module)))
+
+
+def make_sharded(
+    model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
+) -> None:
+    """Replaces every parameter with a Shard and gives every unit its policy."""
+    found = dict(nnx.iter_modules(model))
+    units = [path for path, module in found.items() if is_unit(module)]
+    layers = [
+        path
+        for path in units
+        if isinstance(found[path], Stack) or not isinstance(found[path], _SINGLE)
+    ]
+    multiplied: dict[tuple, tuple[int, ...]] = {}  # sums over these, in float8
+    for path, module in list(nnx.iter_modules(model)):
+        over_all_devices(module)
+        in_layer = any(path[: len(layer)] == layer for layer in layers)
+        if in_layer and policy.multiplies_in_float8():
+            multiplied |= {(*path, name): over for name, over in take_float8(module)}
+        precision = policy.precision_at(path, own_dtype(module))
+        set_compute_dtype(module, precision.compute)
+        if isinstance(module, (Unit, Stack)):
+            module.unit_policy = policy.unit(path)
+            # A prefetched weight passes a barrier with activations, so it depends on
+            # them, and the remat of an outer unit would keep it as a residual.
+            if any(path[: len(unit)] == unit for unit in units if unit != path):
+                in_turn = dataclasses.replace(module.unit_policy, prefetch=False)
+                module.unit_policy = in_turn
+    for path, variable in variables(model):
+        if path in placements:
+            placement = placements[path]
+            if placement.float8:
+                gather = functools.partial(all_gather, place=placement)
+                shape = jax.eval_shape(gather, variable.get_value()).shape
+                over, depth = multiplied.get(path), layer_dims(variable)
+                chosen = over is not None and fits(shape[depth:], over)
+                placement = dataclasses.replace(placement, float8=chosen)
+            hide(variable, placement, ".".join(map(str, path)))
+
+
+def gather_root(model: nnx.Module) -> None:
+    """Gathers the parameters that the root module owns, in place."""
+    own = own_parameters(model)
+    for variable in [v for path, v in variables(model) if own(path, v)]:
+        shard = shard_of(variable)
+        assert shard is not None
+        variable.set_raw_value(all_gather(shard.array, shard.place))
+        show(variable)
+
+
+def root_as_unit(fn: Callable, reshard: Reshard) -> Callable:
+    """Returns ``fn(model, *args)`` as one Unit that owns the root's parameters.
+
+    If ``reshard`` is False, the root is gathered already, and this is ``fn`` itself.
+    """
+    if reshard is False:
+        return fn
+    policy = UnitPolicy("none", reshard_after_forward=reshard)
+    return lambda model, *args: call_unit(model, fn, args, {}, policy)
+
+
+def root_variables(
+    model: nnx.Module, *parameters: nnx.State
+) -> list[tuple[tuple, nnx.Variable]]:
+    """Returns (path, Variable) of each of ``parameters`` that the root itself owns."""
+    paths = {path for part in parameters for path, _ in nnx.to_flat_state(part)}
+    paths &= own_paths(model)
+    return [(path, v) for path, v in variables(model) if path in paths]
