@@ -39,7 +39,7 @@ ROOMS = {
         "train launch inspect export tokenize generate perplexity __main__",
     ),
     "surface": Room(
-        9, 525, 720, "the public names", "__init__ functional linen"
+        9, 525, 720, "the public names", "__init__ functional linen testing"
     ),
     "plan": Room(9, 735, 860, "for absent GPUs"),
     "training": Room(8, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
