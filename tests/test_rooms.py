@@ -15,16 +15,16 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
     "commands": 1150,
-    "surface": 400,
+    "surface": 500,
     "plan": 4950,
     "training": 11150,
     "checkpoint": 2950,
     "generation": 900,
     "start-up note": 350,
     "fsdp": 1350,
-    "nn": 1500,
-    "optim": 1250,
-    "unit": 2900,
+    "nn": 1350,
+    "optim": 1150,
+    "unit": 2850,
     "cpu": 400,
     "collectives": 500,
     "layout": 1250,
@@ -44,7 +44,7 @@ LONGER = {
     "plan/cost/cost.py": 364,
     "plan/hlo/hlo.py": 351,
     "training/data/corpus.py": 383,
-    "unit/modules.py": 404,
+    "unit/modules.py": 403,
 }
 
 
