@@ -18,7 +18,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jshard.collectives.gather import gather_leaf
+from jshard.collectives.gather import all_gather
 from jshard.compat.jaxprs import needed_for
 from jshard.errors import UserError
 from jshard.layout.layers import layer_dims, mark_layers
@@ -199,7 +199,7 @@ def _outside_of_units(variable: nnx.Variable) -> jax.Array:
     assert shard is not None
     if layer_dims(variable):
         return shard.array
-    whole = jax.eval_shape(lambda x: gather_leaf(x, shard.place), shard.array)
+    whole = jax.eval_shape(lambda x: all_gather(x, shard.place), shard.array)
     return jnp.zeros(whole.shape, whole.dtype)
 
 

@@ -1,7 +1,6 @@
 """Names, samples, configs and metadata of strangers do not control the terminal."""
 
 import ast
-import importlib
 import json
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from jshard.cli import command
 from jshard.cli.terminal import show
 from jshard.errors import Preempted, RunFailed
 from jshard.formatting import one_line, printable
+from jshard.training import generate_command
 from jshard.training.progress import ProgressDisplay
 
 PACKAGE = Path(jshard.__file__).parent
-generate = importlib.import_module("jshard.generate")  # not the function of its name
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\ud800\x7f"
 # What is no letter, and yet of a text: of Persian, of emoji, of French, of Chinese.
 PLAIN = "a\u200cb 👩\u200d🔬 1\u202f000\xa0€\u3000。\n\tend"
@@ -52,7 +51,7 @@ def test_what_is_shown(capsys):
     show(HOSTILE)
     show(HOSTILE, error=True, end="")
     ProgressDisplay(1).say(f"sample:\n{HOSTILE}")
-    generate._print(HOSTILE)
+    generate_command._print(HOSTILE)
     out, err = capsys.readouterr()
     assert is_harmless(out)
     assert is_harmless(err)
@@ -79,7 +78,7 @@ def test_warnings_are_one_line():
 
 def test_generated_json_is_the_same_json():
     entry = {"prompt": PLAIN, "text": HOSTILE, "tokens": [1]}
-    text = generate._json(entry)
+    text = generate_command._json(entry)
     assert json.loads(text) == entry
     assert is_harmless(text)
     assert "€" in text

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jshard.collectives import quantized
-from jshard.collectives.reduce import all_reduce_in_unit, cast, on_first, scatter
+from jshard.collectives.reduce import all_reduce_in_unit, cast, on_rank_zero, scatter
 from jshard.compat.jaxprs import is_typed
 from jshard.errors import UserError
 from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
@@ -24,12 +24,13 @@ from jshard.fsdp.scopes import ALL_GATHER
 from jshard.layout.placement import Placement
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 @jax.named_scope(ALL_GATHER)
 def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     """Returns the full parameter in the layer's dtype, from this device's shard."""
     if place.gradient_only:
         place = dataclasses.replace(place, gradient_only=False)
-        full = jax.eval_shape(functools.partial(all_gather, place=place), shard)
+        full = jax.eval_shape(lambda shard: all_gather(shard, place), shard)
         return jnp.zeros(full.shape, full.dtype)
     shard = place.fetched(shard)
     quantized_gather = is_quantized(place.gather)
@@ -37,9 +38,11 @@ def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     for dim, axes in _gathers(place, full.ndim):
         if quantized_gather:
             full = quantized.all_gather(full, dim, place.gather, axes)
-        else:
+        elif is_quantized(full.dtype):
             full = quantized.all_gather_values(full, dim, axes)
-    return on_first(full.astype(place.compute or shard.dtype), place)
+        else:
+            full = lax.all_gather(full, axes, axis=dim, tiled=True)
+    return on_rank_zero(full.astype(place.compute or shard.dtype), place)
 
 
 def _gathers(place: Placement, ndim: int) -> list[tuple[int, Any]]:
@@ -83,24 +86,21 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     return cast(part, place.compute)
 
 
-def gather_leaf(shard: jax.Array, place: Placement) -> jax.Array:
-    """``all_gather`` whose transpose scatters and sums, each in its own dtype.
+def _forward(shard: jax.Array, place: Placement) -> tuple[jax.Array, jax.Array]:
+    return all_gather(shard, place), jnp.zeros(0, shard.dtype)
+
+
+def _backward(place: Placement, like: jax.Array, grad: Any) -> tuple[Any]:
+    """Scatters and sums, each in its own dtype.
 
     A unit has a backward of its own, but derivatives of that one come here, too.
     """
-    if not (place.trainable and is_float(shard)):
-        return all_gather(shard, place)
-    dtype = shard.dtype
+    if not place.trainable:
+        return (None,)
+    return (all_reduce_in_unit(scatter(grad, place), place, like.dtype),)
 
-    @jax.custom_vjp
-    def run(shard):
-        return all_gather(shard, place)
 
-    def backward(_, grad):
-        return (all_reduce_in_unit(scatter(grad, place), place, dtype),)
-
-    run.defvjp(lambda shard: (run(shard), None), backward)
-    return run(shard)
+all_gather.defvjp(_forward, _backward)
 
 
 def placements(
@@ -160,4 +160,4 @@ def gather(
       The same tree with full arrays.
     """
     places = placements(specs, params, dtype=dtype, reduce_dtype=reduce_dtype)
-    return jax.tree.map(gather_leaf, params, places)
+    return jax.tree.map(all_gather, params, places)

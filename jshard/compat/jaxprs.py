@@ -9,6 +9,7 @@ change.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,11 +41,6 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def read_by(eqns: Iterable[Any]) -> set[Any]:
     """Returns the variables that the equations read."""
     return {v for eqn in eqns for v in variables(eqn.invars)}
-
-
-def made_by(eqns: Iterable[Any]) -> set[Any]:
-    """Returns the variables that the equations define."""
-    return {v for eqn in eqns for v in eqn.outvars}
 
 
 def find(jaxpr: core.Jaxpr, names: set[str]) -> Any:
@@ -212,20 +208,29 @@ def is_typed(x: Any) -> bool:
     return kind is not None and bool(kind.varying)
 
 
-def trace_once(fn: Callable, *args: Any) -> tuple[Callable, Any, core.Jaxpr]:
-    """Returns a callable that reuses one trace, its abstract results, and its jaxpr.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A value that is not an array, as a pytree without leaves.
 
-    ``fn`` is a function of pytrees, and ``args`` have the structure, shapes and dtypes
-    of all later calls.
+    A traced function can return it.
     """
-    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+
+    value: Any
+
+
+def replay(traced: core.ClosedJaxpr, shapes: Any) -> Callable:
+    """Returns a function that evaluates a trace of ``jax.make_jaxpr``.
+
+    ``shapes`` has the structure of its results.
+    """
     structure = jax.tree.structure(shapes)
 
     def call(*args: Any) -> Any:
         leaves = core.jaxpr_as_fun(traced)(*jax.tree.leaves(args))
         return jax.tree.unflatten(structure, map(jnp.asarray, leaves))
 
-    return call, jax.tree.unflatten(structure, traced.out_avals), traced.jaxpr
+    return call
 
 
 def without_dead_code(fn: Callable) -> Callable:

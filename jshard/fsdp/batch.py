@@ -1,13 +1,18 @@
-"""A batch on the mesh: examples split over devices, and maybe their sequences."""
+"""A batch on the mesh: examples split over devices, and maybe their sequences.
+
+Arrays, those of typed random keys too, are (examples, ...). A scalar, which may be a
+key, is the same for every example: each device and micro-batch has it.
+"""
 
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.errors import UserError
+from jshard.errors import UserError, some_of
 from jshard.fsdp.mesh import (
     batch_spec,
     devices_of_a_sequence,
@@ -18,39 +23,36 @@ from jshard.fsdp.mesh import (
 )
 
 
-def split_batch(local_batch: Any, mesh: Mesh) -> Any:
-    """Makes the global arrays of ``FSDP.shard_batch``."""
-    _, parts = rows_of_process(mesh)
-    check_batch(local_batch, mesh, parts=parts)
+def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:
+    """Makes the global arrays of ``FSDP.shard_batch``; ``shard_examples`` if whole."""
+    _, parts = rows_of_process(mesh, whole=whole)
+    check_batch(local_batch, mesh, parts=parts, whole=whole)
 
-    def put(x: Any) -> jax.Array:
-        x = np.asarray(x)
-        shape = (len(x) * parts, *x.shape[1:])
-        sharding = NamedSharding(mesh, batch_spec(mesh, x.ndim))
-        if len(sharding.spec) > 1:  # only what this process has of the sequences
+    def put(x: Any, spec: PartitionSpec) -> jax.Array:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = put(jax.random.key_data(x), spec)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        x, sharding = np.asarray(x), NamedSharding(mesh, spec)
+        shape = (len(x) * parts, *x.shape[1:]) if spec else x.shape
+        if len(spec) > 1:  # only what this process has of the sequences
             places = sharding.devices_indices_map(shape)
             here = [places[device] for device in sharding.addressable_devices]
             ends = [place[1].indices(shape[1])[:2] for place in here]
             x = x[:, min(ends)[0] : max(ends)[1]]
         return jax.make_array_from_process_local_data(sharding, x, shape)
 
-    return jax.tree.map(put, local_batch)
+    return jax.tree.map(put, local_batch, batch_specs(local_batch, mesh, whole=whole))
 
 
-def place_examples(local_batch: Any, mesh: Mesh) -> Any:
-    """Makes the global arrays of ``FSDP.shard_examples``."""
-    _, parts = rows_of_process(mesh, whole=True)
-    check_batch(local_batch, mesh, parts=parts, whole=True)
-    sharding = NamedSharding(mesh, examples_spec(mesh))
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
-        local_batch,
-    )
+def batch_specs(batch: Any, mesh: Any, *, whole: bool = False) -> Any:
+    """Returns the spec of each array of a batch; sequences may be kept ``whole``."""
 
+    def spec(x: Any) -> PartitionSpec:
+        if not np.ndim(x):
+            return PartitionSpec()
+        return examples_spec(mesh) if whole else batch_spec(mesh, np.ndim(x))
 
-def batch_specs(batch: Any, mesh: Any) -> Any:
-    """Returns the spec of each array of a batch whose sequences may be split."""
-    return jax.tree.map(lambda x: batch_spec(mesh, np.ndim(x)), batch)
+    return jax.tree.map(spec, batch)
 
 
 def abstract_batch(batch: Any, mesh: Any) -> Any:
@@ -60,14 +62,14 @@ def abstract_batch(batch: Any, mesh: Any) -> Any:
     """
     parts = rows_of_process(mesh)[1] if jax.process_count() > 1 else 1
 
-    def of(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, batch_spec(mesh, np.ndim(x)))
+    def of(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
         if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        shape = (np.shape(x)[0] * parts, *np.shape(x)[1:])
+        shape = (np.shape(x)[0] * parts, *np.shape(x)[1:]) if spec else ()
         return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
 
-    return jax.tree.map(of, batch)
+    return jax.tree.map(of, batch, batch_specs(batch, mesh))
 
 
 def check_batch(
@@ -86,13 +88,13 @@ def check_batch(
     axes = {} if whole else devices_of_a_sequence(mesh)
     named, shared = named_sizes(axes), math.prod(axes.values())
     devices = mesh.size if whole else groups_of_examples(mesh)
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or () in sizes:
+    sizes = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+    if len(sizes) != 1:
         raise UserError(
-            "batch: every array needs the same leading dimension, the examples; "
-            f"got leading dimensions {sorted(sizes)}"
+            "batch: every array but scalars needs the same leading dimension, the "
+            f"examples; got {some_of(sorted(map(str, sizes)), limit=4) or 'no arrays'}"
         )
-    examples = sizes.pop()[0] * parts
+    examples = sizes.pop() * parts
     if examples % (devices * accumulate) or not examples:
         by = f"{devices} devices"
         if axes:

@@ -9,18 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
-from jshard.cpu.pacing import Paced
+from jshard.cpu.pacing import pace
 from jshard.fsdp import step
-from jshard.fsdp.batch import (
-    batch_specs,
-    check_batch,
-    place_examples,
-    split_batch,
-)
+from jshard.fsdp.batch import split_batch
 from jshard.fsdp.checks import (
     check_model,
     check_products,
@@ -30,23 +25,16 @@ from jshard.fsdp.checks import (
     warn_of_own_dtypes,
 )
 from jshard.fsdp.given import check_optimizer, check_unit_types, existing, from_seed
-from jshard.fsdp.mesh import (
-    axes_of,
-    check_mesh,
-    examples_spec,
-    platform,
-    shards_of,
-    split_sequences,
-)
+from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
 from jshard.layout.capacity import check_capacity
 from jshard.layout.initial_values import make, mark_stacked, prepare
 from jshard.layout.layout import Layout
-from jshard.layout.memory_kinds import check_memory, on_device, typed_as_device
+from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.nn.loss import Means
-from jshard.optim.update import check_state, first_fields, next_state
+from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
 from jshard.unit import modules
 from jshard.unit.batch_norm import of_one_device
@@ -95,6 +83,9 @@ class FSDP:
         check_products(self.policy, mesh)
         self.units = check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
+        self._build = functools.partial(
+            step.build, self.units, tuple(self.tensor_splits)
+        )
         self.compiler_options = xla_options.compiler_options(
             platform(mesh),
             mesh.size,
@@ -174,12 +165,8 @@ class FSDP:
 
         put = transfer.put_state
         arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
-        started = {
-            field.name: getattr(abstract, field.name)
-            for field in dataclasses.fields(TrainState)
-            if field.name not in ("graphdef", *ModelArrays._fields)
-        }
-        leaves, structure = jax.tree.flatten(started)
+        fields = ("step", "opt_state", "ema", "loss_scale")
+        leaves, structure = jax.tree.flatten({x: getattr(abstract, x) for x in fields})
         inputs = (jnp.zeros((), jnp.int32), arrays.params)
         made = make(self._in_order(start), inputs, leaves)
         return dataclasses.replace(
@@ -243,36 +230,18 @@ class FSDP:
         Args:
           loss_fn: ``loss_fn(model, batch)``, called with one device's examples, returns
             a ``Mean``, a weighted sum of Means, or ``(that, {"name": Mean})``.
-          optimizer: the transformation that the state was made with.
+          optimizer: the transformation that the state was made with. One that takes
+            more than gradients (``optax.contrib.reduce_on_plateau``) is given
+            ``value=``, the loss.
 
         Raises:
           UserError: (when called) the number of examples does not divide, the loss is
             not made of Means, state and policy disagree about averages or a loss
-            scale, or the state was donated before.
+            scale, the optimizer needs more than gradients and the loss, or the state
+            was donated before.
         """
-        policy = self.policy
-
-        def train_step(
-            state: TrainState, batch: Any
-        ) -> tuple[TrainState, dict[str, jax.Array]]:
-            check_batch(batch, self.mesh, accumulate=policy.accumulate)
-            check_state(state, policy)
-            layout = self._layout(state)
-            own = layout.gathered() if policy.defer_scatter else layout
-            build = self._builder(state, own, training=True)
-            of_root = modules.root_as_unit(loss_fn, policy.reshard_root)
-            local = functools.partial(step.train, build, of_root, layout)
-            specs, same = layout.local_specs, PartitionSpec()
-            in_specs = (specs, batch_specs(batch, self.mesh), same)
-            run = self._shard_map(local, in_specs, (specs.params, same, same))
-            scale = state.loss_scale and state.loss_scale.scale
-            arrays = jax.tree.map(typed_as_device, state.model_arrays)
-            with split_sequences():
-                grads, metrics, model_state = run(arrays, batch, scale)
-            new, more = next_state(layout, optimizer, state, grads, model_state)
-            return layout.constrain(new), metrics | more
-
-        return self._jit(train_step, donate_argnums=0)
+        run = step.train_step(self._layout, self._build, loss_fn, optimizer)
+        return self._jit(run, donate_argnums=0)
 
     def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
@@ -280,16 +249,7 @@ class FSDP:
         Results of several batches can be added: ``(a + b).compute()`` is a dict of
         floats.
         """
-        local = functools.partial(step.evaluate, loss_fn)
-
-        def eval_step(state: TrainState, batch: Any) -> Means:
-            check_batch(batch, self.mesh)
-            specs = batch_specs(batch, self.mesh), PartitionSpec()
-            layout = self._layout(state)
-            with split_sequences():
-                return Means(*self._in_eval_mode(local, specs, layout, state, batch))
-
-        return self._jit(eval_step)
+        return self._jit(step.eval_step(self._layout, self._build, loss_fn))
 
     def predict_step(
         self, fn: Callable[[Any, Any], Any], *, donate_batch: bool = False
@@ -302,42 +262,13 @@ class FSDP:
             whole: on a mesh with a "context" axis, examples are split over it, too.
           donate_batch: whether outputs take the memory of the batch.
         """
+        run = step.predict_step(self._layout, self._build, fn)
+        return self._jit(run, donate_argnums=1 if donate_batch else ())
 
-        def predict_step(state: TrainState, batch: Any) -> Any:
-            local = functools.partial(step.predict, fn)
-            check_batch(batch, self.mesh, whole=True)
-            spec = examples_spec(self.mesh)
-            layout = self._layout(state).whole()
-            return self._in_eval_mode(local, (spec, spec), layout, state, batch)
-
-        donated = {"donate_argnums": 1} if donate_batch else {}
-        return self._jit(predict_step, **donated)
-
-    def _in_eval_mode(
-        self, local: Callable, specs: Any, layout: Layout, state: TrainState, batch: Any
-    ) -> Any:
-        """Runs ``local(layout, build, arrays, batch)`` on each device.
-
-        ``specs`` are those of the batch and of what is returned.
-        """
-        build = self._builder(state, layout, training=False)
-        local = functools.partial(local, layout, build)
-        of_batch, out_specs = specs
-        run = self._shard_map(local, (layout.local_specs, of_batch), out_specs)
-        arrays = jax.tree.map(typed_as_device, state.model_arrays)
-        return run(arrays, batch)
-
-    def _builder(
-        self, state: TrainState, layout: Layout, *, training: bool
-    ) -> step.Build:
-        paths = tuple(self.tensor_splits)
-        types = self.units
-        return step.builder(state.graphdef, types, paths, layout, training=training)
-
-    def _jit(self, step: Callable, **kwargs: Any) -> jax.stages.Wrapped:
+    def _jit(self, fn: Callable, **kwargs: Any) -> jax.stages.Wrapped:
         options = self.compiler_options or None
-        jitted = jax.jit(self._in_order(step), compiler_options=options, **kwargs)
-        return CheckedStep(Paced(jitted) if self._on_cpus else jitted)  # pyright: ignore[reportReturnType]
+        jitted = jax.jit(self._in_order(fn), compiler_options=options, **kwargs)
+        return CheckedStep(jitted, pace if self._on_cpus else None)  # pyright: ignore[reportReturnType]
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn
@@ -359,18 +290,14 @@ class FSDP:
         check_model(model, self.policy, self.mesh)
         return model
 
-    def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        specs = {"in_specs": in_specs, "out_specs": out_specs}
-        names = set(axes_of(self.mesh))
-        # Each value belongs to one device: nothing is summed unless a line says so.
-        return jax.shard_map(
-            fn, mesh=self.mesh, axis_names=names, check_vma=False, **specs
-        )
-
     # Data in and out.
 
     def shard_batch(self, local_batch: Any) -> Any:
         """Makes global arrays from this process's part of a batch, (examples, ...).
+
+        An array of typed random keys has a key an example. A scalar, which may be a
+        key, stays whole: every example of every process, device and micro-batch has
+        the same.
 
         On a mesh with a "context" axis, arrays of two and more dimensions are split
         along the second, the sequence. Processes that share sequences all pass them
@@ -390,7 +317,7 @@ class FSDP:
         Raises:
           UserError: the number of examples does not divide by the mesh's devices.
         """
-        return place_examples(local_batch, self.mesh)
+        return split_batch(local_batch, self.mesh, whole=True)
 
     def model(self, state: TrainState) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays.

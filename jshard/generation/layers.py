@@ -33,11 +33,11 @@ class Layers(nnx.Module):
 
         self.layers = nnx.List(map(layer, range(count)))
 
-    def __call__(self, x: Any, *args: Any) -> Any:
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the last layer's output, or (output, stacked aux)."""
         auxes, has_aux = [], False
         for layer in self.layers:
-            x, aux, has_aux = split_aux(layer(x, *args), x)
+            x, aux, has_aux = split_aux(layer(x, *args, **kwargs), x)
             auxes.append(aux)
         if not has_aux:
             return x

@@ -1,7 +1,8 @@
 """The end of a step: updates the optimizer's state, the parameters and the averages."""
 
 import dataclasses
-import itertools
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,16 +18,24 @@ from jshard.fsdp.scopes import UPDATE
 from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
-from jshard.layout.specs import follow
+from jshard.layout.memory_kinds import on_device, on_host
 from jshard.layout.variables import is_variable
 from jshard.optim import ema, loss_scale
 from jshard.optim.per_layer import sharded_update
+from jshard.optim.reach import (
+    Reach,
+    across_layers,
+    check_masks,
+    is_chain,
+    reach,
+    split,
+)
 from jshard.optim.streamed_update import streamed_update
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]
-# (gradients, number of updates including this one, whether to update; None is yes)
-Given = tuple[nnx.State, jax.Array, jax.Array | None]
+# (gradients, loss, number of updates including this one, whether to; None is yes)
+Given = tuple[nnx.State, jax.Array, jax.Array, jax.Array | None]
 
 
 def first_fields(
@@ -63,11 +72,12 @@ def next_state(
     state: TrainState,
     grads: nnx.State,
     model_state: nnx.State,
+    loss: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Returns the state after a step, and the metrics of its gradients.
 
-    ``grads`` are global arrays sharded like their parameters, and ``model_state`` is
-    the model's state after the forward.
+    ``grads`` are global arrays sharded like their parameters, ``model_state`` is the
+    model's state after the forward, and ``loss`` that of the global batch.
     """
     steps, finite, scale = state.step + 1, None, state.loss_scale
     norm = optax.tree.norm(jax.tree.map(at_least_float32, grads))
@@ -79,7 +89,8 @@ def next_state(
         metrics["loss_scale"] = scale.scale
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
-    moving, given = (state.params, state.opt_state, state.ema), (grads, steps, finite)
+    moving = (state.params, state.opt_state, state.ema)
+    given = (grads, loss, steps, finite)
     params, opt_state, averages = update(
         layout.mesh, layout.policy, optimizer, moving, given
     )
@@ -107,43 +118,110 @@ def update(
     Arrays in host memory (``Policy.offload``) are streamed through the update.
 
     Raises:
-      UserError: arrays are in host memory, and the optimizer does not treat layers
-        independently.
+      UserError: arrays are in host memory, and the optimizer is not known to treat
+        layers independently.
     """
-
-    def run(moving: Moving, given: Given) -> Moving:
-        params, opt_state, averages = moving
-        grads, steps, finite = given
-        with sharded_update(mesh, policy):
-            wide = for_update(params)
-            updates, opt_state = optimizer.update(grads, opt_state, wide)
-        params = optax.apply_updates(params, updates)
-        if averages is not None:
-            assert policy.ema_decay is not None  # see check_state
-            averages = ema.update(averages, params, policy.ema_decay, steps)
-        new = (params, opt_state, averages)
-        return new if finite is None else loss_scale.select(finite, new, moving)
-
+    run = functools.partial(_run, mesh, policy)
+    whole = optax.with_extra_args_support(optimizer).update
     if policy.offload is None:
-        return run(moving, given)
-    params, _, averages = moving
-    layer = _one_layer(params)
-    opt_state = jax.eval_shape(lambda layer: optimizer.init(for_update(layer)), layer)
-    cut = (layer, opt_state, averages and jax.eval_shape(ema.start, layer))
-    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
-    leaves = jax.tree_util.tree_leaves_with_path(moving)
-    owners = list(itertools.starmap(follow(params, names), leaves))
-    return streamed_update(run, moving, given, (cut, _one_layer(given)), owners)
+        return run(whole, moving, given)
+    params, opt_state, averages = moving
+    grads, loss, steps, finite = given
+    front, layered = split(whole)
+    states, number = _states(optimizer, opt_state), len(front)
+    if any(map(on_host, jax.tree.leaves(states[:number]))):
+        raise UserError(
+            f"policy.offload: {across_layers(front[-1])} in the optimizer is not known "
+            "to treat the layers of a Stack independently, so no state of it or before "
+            "it can be updated a layer at a time; clip first and put what follows in "
+            "per_layer, which gives it one layer's tensors, as in "
+            "optax.chain(optax.clip_by_global_norm(1.0), "
+            "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
+        )
+    wide = for_update(jax.tree.map(on_device, params))
+    grads, first = _call(_chained(front), loss, grads, states[:number], wide)
+    if finite is not None:
+        first = loss_scale.select(finite, first, states[:number])
+
+    check_masks(layered, params, _with_layers(params, lambda _: 1))
+    moving, given = (params, states[number:], averages), (grads, loss, steps, finite)
+    deeper = _with_layers((params, given, averages), lambda length: length + 1)
+    opt_state = jax.eval_shape(lambda p: optimizer.init(for_update(p)), deeper[0])
+    params, last, averages = streamed_update(
+        functools.partial(run, _chained(layered)),
+        moving,
+        given,
+        ((deeper[0], _states(optimizer, opt_state)[number:], deeper[2]), deeper[1]),
+        params,
+        separate=max(map(reach, layered), default=Reach.NUMBER) <= Reach.TENSOR,
+    )
+    states = (*first, *last)
+    return params, states if is_chain(optimizer.update) else states[0], averages
 
 
-def _one_layer(tree: Any) -> Any:
-    """Returns an abstract tree with the arrays of each Stack cut to one layer."""
+def _run(
+    mesh: Mesh, policy: Policy, transform: Any, moving: Moving, given: Given
+) -> Moving:
+    """Updates what is ``moving`` by ``transform(gradients, state, parameters)``."""
+    params, opt_state, averages = moving
+    grads, loss, steps, finite = given
+    with sharded_update(mesh, policy):
+        updates = grads, opt_state, for_update(params)
+        updates, opt_state = _call(transform, loss, *updates)
+    params = optax.apply_updates(params, updates)
+    if averages is not None:
+        assert policy.ema_decay is not None  # see check_state
+        averages = ema.update(averages, params, policy.ema_decay, steps)
+    new = (params, opt_state, averages)
+    return new if finite is None else loss_scale.select(finite, new, moving)
 
-    def cut(x: Any) -> Any:
+
+def _call(transform: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
+    """Calls an optimizer's update with ``value=loss``.
+
+    Raises:
+      UserError: it needs arguments that a step does not have.
+    """
+    try:
+        return transform(*args, value=loss)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise UserError(
+            f"optimizer: {error}; a step has the gradients and value=, the loss, and "
+            "no more: no line search, say"
+        ) from error
+
+
+def _states(optimizer: optax.GradientTransformation, opt_state: Any) -> tuple:
+    """Returns the state of each stage of a chain."""
+    return opt_state if is_chain(optimizer.update) else (opt_state,)
+
+
+def _chained(stages: list[Any]) -> Any:
+    """Returns the update of a chain, from those of its stages."""
+
+    def transform(
+        updates: Any, states: tuple, params: Any, **extra: Any
+    ) -> tuple[Any, tuple]:
+        new = []
+        for stage, state in zip(stages, states, strict=True):
+            updates, after = stage(updates, state, params, **extra)
+            new.append(after)
+        return updates, tuple(new)
+
+    return transform
+
+
+def _with_layers(tree: Any, number: Callable[[int], int]) -> Any:
+    """Returns an abstract tree with another number of layers in each Stack."""
+
+    def abstract(x: Any) -> Any:
         if not is_variable(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        value = x.get_value()
-        shape = (1, *value.shape[1:]) if layer_dims(x) else value.shape
-        return x.copy(jax.ShapeDtypeStruct(shape, value.dtype))
+        shape, dtype = x.get_value().shape, x.get_value().dtype
+        if layer_dims(x):
+            shape = (number(shape[0]), *shape[1:])
+        return x.copy(jax.ShapeDtypeStruct(shape, dtype))
 
-    return jax.tree.map(cut, tree, is_leaf=is_variable)
+    return jax.tree.map(abstract, tree, is_leaf=is_variable)

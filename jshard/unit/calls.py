@@ -17,8 +17,7 @@ from jshard.unit.shards import is_shard, show
 Changes = dict[tuple[tuple[str, ...], str], Any]
 
 
-class _Absent:
-    """The value of an attribute that was deleted."""
+_ABSENT = object()  # the value of an attribute that was deleted
 
 
 def variables_in(tree: Any) -> list[nnx.Variable]:
@@ -52,7 +51,7 @@ def call_method(
         for name in dict.fromkeys((*old, *new)):
             if name in old and name in new and _same(old[name], new[name]):
                 continue
-            value = vars(own).get(name, _Absent())
+            value = vars(own).get(name, _ABSENT)
             if is_variable(value) and isinstance(value.get_raw_value(), Float8):
                 continue  # a transform of Flax sets all that it was given
             _check_attribute(value, own, name)
@@ -94,7 +93,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
         old: Any = vars(owner).get(name)
         if is_variable(value) and value.get_raw_value() is None:
             continue  # a weight that is unchanged (``trace_layer``)
-        if isinstance(value, _Absent):
+        if value is _ABSENT:
             delattr(owner, name)
         elif is_variable(old) and is_variable(value):
             sharded = is_shard(old)

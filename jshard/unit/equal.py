@@ -108,35 +108,27 @@ def _gathered_in(outer: Any, jaxpr: Any, names: Sequence[str]) -> str | None:
 
     Each parameter has a bit, which shards keep on their way to a gather.
     """
+    gathered = 0
 
     def inside(eqn: Any, entering: list[int]) -> list[int] | None:
+        nonlocal gathered
         name = eqn.primitive.name
-        if name.startswith("all_gather") and union(entering):
-            raise _Found(union(entering))
-        if open_inner(eqn) is not None or name in ("scan", "while", "cond"):
+        if name.startswith("all_gather"):
+            gathered |= union(entering)
+        elif open_inner(eqn) is not None or name in ("scan", "while", "cond"):
             return None
         return [union(entering) if name in _PASS_ON else 0] * len(eqn.outvars)
 
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        nonlocal gathered
         if eqn is outer:
             through(eqn, entering, inside)
-        name = eqn.primitive.name
-        if name.startswith("all_gather"):
             return [0] * len(eqn.outvars)
-        return inside(eqn, entering)
+        before, out = gathered, inside(eqn, entering)
+        gathered = before  # outside of it
+        return out
 
     bits = [1 << i for i in range(len(names))]
     bits += [0] * (len(jaxpr.invars) - len(bits))
-    try:
-        dependencies(jaxpr, bits, rule)
-    except _Found as found:
-        return names[found.bits.bit_length() - 1]
-    return None
-
-
-class _Found(Exception):
-    """The bits of the parameters that a gather reads."""
-
-    def __init__(self, bits: int):
-        super().__init__(bits)
-        self.bits = bits
+    dependencies(jaxpr, bits, rule)
+    return names[gathered.bit_length() - 1] if gathered else None

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jshard.collectives.gather import placements
-from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
-from jshard.unit.partition import Static
+from jshard.compat.jaxprs import Static
+from jshard.fsdp.activations import check_remat
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.unit.stack import make_scan, split_aux
 
 

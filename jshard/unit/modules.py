@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.collectives.embedding import is_cheaper, look_up
-from jshard.collectives.gather import gather_leaf
+from jshard.collectives.gather import all_gather
 from jshard.compat.flax_modules import is_pytree
+from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
@@ -37,7 +38,7 @@ from jshard.layout.variables import (
 from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.calls import apply_changes, call_method, variables_in
 from jshard.unit.float8 import in_float8
-from jshard.unit.partition import Static, combine, partition
+from jshard.unit.partition import combine, partition
 from jshard.unit.products import Float8, fits, take_float8
 from jshard.unit.shards import hide, is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
@@ -78,9 +79,10 @@ class Unit(nnx.Module, pytree=False):
 class Stack(nnx.Module, pytree=False):
     """Equal layers with stacked parameters, applied by a scan, gathered one by one.
 
-    ``stack(x, *args)`` calls each layer with ``(x, *args)``. If layers return ``x``, so
-    does the stack. If they return ``(x, aux)``, the stack returns ``(x, aux)`` with aux
-    stacked. A Stack has the attributes of a layer, with variables of shape (L, ...).
+    ``stack(x, *args, **kwargs)`` calls each layer with these arguments, ``x`` being
+    what the layer before returned. If layers return ``x``, so does the stack. If they
+    return ``(x, aux)``, the stack returns ``(x, aux)`` with aux stacked. A Stack has
+    the attributes of a layer, with variables of shape (L, ...).
 
     Args:
       make_layer: makes one layer from its own ``nnx.Rngs``.
@@ -126,9 +128,9 @@ class Stack(nnx.Module, pytree=False):
             )
         _become(self, layers, _stack_class(type(layers)))
 
-    def __call__(self, x: Any, *args: Any) -> Any:
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the last layer's output, or (output, stacked aux)."""
-        run, finish = prepare_layers(self, x, args)
+        run, finish = prepare_layers(self, x, (args, kwargs))
         return finish(*run())[0]
 
 
@@ -235,7 +237,7 @@ def place(
         if path in placements:
             where = placements[path]
             if where.float8:
-                gather = functools.partial(gather_leaf, place=where)
+                gather = functools.partial(all_gather, place=where)
                 shape = jax.eval_shape(gather, variable.get_value()).shape
                 over, depth = multiplied.get(path), layer_dims(variable)
                 chosen = over is not None and fits(shape[depth:], over)
@@ -249,7 +251,7 @@ def gather_root(model: nnx.Module) -> None:
     for variable in [v for path, v in variables(model) if own(path, v)]:
         shard = shard_of(variable)
         assert shard is not None
-        variable.set_raw_value(gather_leaf(shard.array, shard.place))
+        variable.set_raw_value(all_gather(shard.array, shard.place))
         show(variable)
 
 
@@ -350,10 +352,10 @@ def _run_unit(
 def prepare_layers(
     stack: Stack,
     x: Any,
-    args: tuple,
+    others: tuple[tuple, dict],
     beside: tuple[list[jax.Array], list[Placement]] = ([], []),
 ) -> tuple[Callable, Callable]:
-    """Returns the functions ``run`` and ``finish`` for ``stack(x, *args)``.
+    """Returns the functions ``run`` and ``finish`` for ``stack(x, *args, **kwargs)``.
 
     ``finish(*run())`` returns the result of the call and the full weights of
     ``beside``, gathered while the last layer runs. In a step, ``run`` is the scan of
@@ -364,13 +366,14 @@ def prepare_layers(
         Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
-    extra, arguments = partition(args)
+    extra, arguments = partition(others)
     carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
         plain = module(weights, rest)
+        args, kwargs = combine(extra, arguments)
         result, changes, changed = call_method(
-            type(plain).__call__, plain, (carry, *combine(extra, arguments)), {}
+            type(plain).__call__, plain, (carry, *args), kwargs
         )
         if changed:
             raise UserError(

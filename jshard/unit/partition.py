@@ -1,6 +1,5 @@
 """Splits a pytree into its arrays and the rest, and joins them, as in equinox."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -10,18 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.compat.jaxprs import Static
 from jshard.unit.shards import array_of, is_shard, with_array
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """A value that is not an array, as a pytree without leaves.
-
-    A traced function can return it.
-    """
-
-    value: Any
 
 
 def partition(tree: Any) -> tuple[list[jax.Array], Static]:

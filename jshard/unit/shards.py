@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard.collectives.gather import gather_leaf
+from jshard.collectives.gather import all_gather
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
 
@@ -38,7 +38,7 @@ class Shard:
                 "read it from jshard.gathered(unit)",
                 stacklevel=2,
             )
-        return gather_leaf(self.array, self.place)
+        return all_gather(self.array, self.place)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

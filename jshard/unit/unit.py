@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.collectives.gather import gather_leaf, join, split
+from jshard.collectives.gather import all_gather, join, split
 from jshard.collectives.reduce import all_reduce_in_unit
 from jshard.collectives.reduce import scatter as scatter_leaf
 from jshard.fsdp.policy import Reshard, UnitPolicy
@@ -34,7 +34,7 @@ from jshard.unit.linearize import Inputs, Layer, differentiable, trace_layer
 from jshard.unit.partition import abstract, select
 
 # gather(shards, places) -> full weights. A partial: it adds no stack frame.
-gather: Callable[..., Any] = functools.partial(jax.tree.map, gather_leaf)
+gather: Callable[..., Any] = functools.partial(jax.tree.map, all_gather)
 
 
 def run_unit(
@@ -123,7 +123,7 @@ def gather_again(
     ``source`` is what ``drop`` returned, or the shards if that is None.
     """
     if reshard is True:
-        return map_present(gather_leaf, source, places)
+        return map_present(all_gather, source, places)
     if group := int(reshard):
         return map_present(lambda x, p: join(x, p, group), source, places)
     return list(source)

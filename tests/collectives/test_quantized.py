@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import hlo
 import jshard
 from jshard.collectives import quantized
-from jshard.collectives.gather import gather_leaf
+from jshard.collectives.gather import all_gather
 from jshard.collectives.quantized import BLOCK, dequantize, quantize
 from jshard.layout.placement import Placement
 
@@ -125,7 +125,7 @@ def gradient(gather: Any, weights: jax.Array, upstream: jax.Array) -> Any:
 
     def local(shard: jax.Array, upstream: jax.Array) -> jax.Array:
         full: Any
-        full, pullback = jax.vjp(lambda w: gather_leaf(w, place), shard)
+        full, pullback = jax.vjp(lambda w: all_gather(w, place), shard)
         # The forward's result, too, so that its gather is not dead.
         return pullback(upstream[0] * jnp.sum(full))[0]
 

@@ -93,7 +93,8 @@ before = seen()
 import jshard
 for module in pkgutil.walk_packages(jshard.__path__, "jshard."):
     optional = "wandb" in module.name or "mlflow" in module.name
-    if not optional and "__main__" not in module.name:
+    command = module.name == "jshard.generate" or "__main__" in module.name
+    if not optional and not command:
         importlib.import_module(module.name)
 now = seen()
 print([key for key, value in before.items() if now.get(key) != value], len(before))

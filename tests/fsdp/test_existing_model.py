@@ -210,7 +210,10 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     [
         (Model, r"model is the type Model; .* goes to fsdp\.init"),
         (lambda rngs: Model(rngs), r"model is a function; .* goes to fsdp\.init"),
-        ({"kernel": np.ones(8)}, r"model is a dict; fsdp\.shard takes an nnx\.Module"),
+        (
+            {"kernel": np.ones(8)},
+            r"model is a dict; fsdp\.from_model takes an nnx\.Module",
+        ),
         (
             nnx.eval_shape(lambda: Model(nnx.Rngs(0))),
             r"'blocks\.0\.bias' holds a Shape",

@@ -32,8 +32,8 @@ class Configured(nnx.Module):
 @pytest.mark.parametrize(
     ("make_model", "message"),
     [
-        (existing, r"a model that exists, a Dense; pass it to fsdp\.shard\("),
-        (lambda rngs: existing, r"existed before it was called; .* fsdp\.shard\("),
+        (existing, r"a model that exists, a Dense; pass it to fsdp\.from_model\("),
+        (lambda rngs: existing, r"existed before it was called; .* fsdp\.from_model\("),
         (linen.Dense(8), r"is a Flax Linen module; .*jshard\.linen\.Model \(docs/h"),
         (lambda rngs: linen.Dense(8), r"returned a Flax Linen module; .*linen\.Model"),
         ({"kernel": jnp.ones(8)}, r"is a dict; .*function of nnx\.Rngs .* lambda rngs"),

@@ -15,15 +15,14 @@ import pytest
 import jshard
 from jobs import environment
 from jshard.cli.command import run_command
-from jshard.perplexity import mean_nats, windows
+from jshard.generation import generate
+from jshard.perplexity import mean_nats, run_perplexity, windows
+from jshard.training.generate_command import run_generate
 from jshard.training.trained_model import open_model
 from models.gpt import GPT, GPTConfig
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = {
-    name: importlib.import_module(f"jshard.{name}")
-    for name in ("generate", "perplexity")
-}
+COMMANDS = {"generate": run_generate, "perplexity": run_perplexity}
 
 
 def train(folder: Path, *words: str, devices: int = 8) -> Path:
@@ -76,7 +75,7 @@ def call(monkeypatch, capsys):
         monkeypatch.setattr("warnings.formatwarning", None)
         code = 0
         try:
-            run_command(getattr(COMMANDS[name], f"run_{name}"))
+            run_command(COMMANDS[name])
         except SystemExit as error:
             code = int(error.code or 0)
         return code, *capsys.readouterr()
@@ -259,5 +258,14 @@ def test_an_encoder_decoder_answers_prompts(encoder_decoder, call, tmp_path):
     assert "T5 is an encoder-decoder" in err
 
 
-def test_jshard_generate_is_a_function_also_where_the_command_is_imported():
-    assert callable(jshard.generate)
+def test_no_import_puts_a_module_in_place_of_the_function():
+    with pytest.raises(ImportError, match=r"run python -m jshard\.generate"):
+        importlib.import_module("jshard.generate")
+    assert jshard.generate is generate
+    assert COMMANDS["generate"].__module__ != "jshard.generate"
+
+
+def test_the_command_is_found_by_its_name(tmp_path):
+    done = python("jshard.generate", "--help", cwd=tmp_path, count=1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: python -m jshard.generate")

@@ -148,7 +148,7 @@ def check(
         ("full", {}),
         ("none", {"reshard_after_forward": 2}),
         ("dots", {"reshard_after_forward": False}),
-        ("names", {"accumulate": 2, "first_k": 8}),
+        ("names", {"accumulate": 2}),
         ("full", {"accumulate": 2, "defer_scatter": True}),
     ],
     ids=str,

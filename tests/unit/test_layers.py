@@ -154,6 +154,10 @@ def test_gathered_outside_a_mesh_is_the_unit_itself():
     module, same = jshard.gathered(unit, before=x)
     assert module is unit
     assert same is x
+    blocks = make_stack(Dense, nnx.Rngs(0))
+    module, out = jshard.gathered(unit, during=(blocks, x))
+    assert module is unit
+    np.testing.assert_array_equal(out, blocks(x))
 
 
 # Errors.
@@ -200,6 +204,10 @@ def test_what_is_a_unit_already_is_refused():
         jshard.Stack(Dense, 0, rngs=rngs)
     with pytest.raises(jshard.UserError, match="gathers one layer at a time"):
         jshard.gathered(make_stack(Dense, rngs))
+    with pytest.raises(jshard.UserError, match="gathered: mask= needs during="):
+        jshard.gathered(Dense(rngs), mask=1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(jshard.UserError, match="before= or during=, not both"):
+        jshard.gathered(Dense(rngs), before=1, during=(Dense(rngs), 1))  # pyright: ignore[reportCallIssue]
 
 
 # A gradient that waits.

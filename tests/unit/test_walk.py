@@ -1,4 +1,4 @@
-"""From a step to the gather of a layer's weight: few frames, those of the docs."""
+"""The ways of a weight, a gradient and an activation: few frames, those of the docs."""
 
 import re
 import traceback
@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import jshard
 from jshard.collectives import gather as gathers
+from jshard.collectives import reduce as reduces
+from jshard.unit import linearize
 
 ROOT = Path(jshard.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -32,39 +34,58 @@ def loss_fn(model, x):
     return jshard.Mean(jnp.sum(model(x)), len(x))
 
 
-def walk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Frames of jshard, "file: function", below the first gather of a layer."""
+def frames(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[list[str]]:
+    """Frames of jshard, "file: function", at each call of ``module.name`` in a step."""
     walks: list[list[str]] = []
-    all_gather = jax.lax.all_gather
+    called = getattr(module, name)
 
-    def gather(*args: Any, **kwargs: Any) -> Any:
-        frames = traceback.extract_stack()[:-1]
-        names = [(Path(frame.filename), frame.name) for frame in frames]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        stack = traceback.extract_stack()[:-1]
+        files = [(Path(frame.filename), frame.name) for frame in stack]
         walks.append(
-            [f"{p.relative_to(ROOT)}: {name}" for p, name in names if ROOT in p.parents]
+            [f"{p.relative_to(ROOT)}: {name}" for p, name in files if ROOT in p.parents]
         )
-        return all_gather(*args, **kwargs)
+        return called(*args, **kwargs)
 
-    monkeypatch.setattr(gathers.lax, "all_gather", gather)
+    monkeypatch.setattr(module, name, call)
     mesh = AbstractMesh((1, 8), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    fsdp = jshard.FSDP(mesh)
+    fsdp = jshard.FSDP(mesh, jshard.Policy(prefetch=True, remat="dots"))
     state = fsdp.abstract_state(Model, optax.sgd(0.1))
     batch = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     jax.eval_shape(fsdp.train_step(loss_fn, optax.sgd(0.1)), state, batch)
-    # Abstract weights are gathered first, to know their types.
-    found = next(walk for walk in walks if walk[-4].endswith(": body"))
-    return found[found.index("fsdp/fsdp.py: train_step") :]
+    starts = [walk.index(START) for walk in walks if START in walk]
+    return [walk[start:] for walk, start in zip(walks, starts, strict=False)]
 
 
-def test_a_gather_is_twelve_frames_and_six_files_from_the_step(monkeypatch):
-    frames = walk(monkeypatch)
-    assert frames[0] == "fsdp/fsdp.py: train_step"
-    assert frames[-1] == "collectives/gather.py: all_gather"
-    assert len(frames) <= 12
-    assert len({frame.split(":")[0] for frame in frames}) <= 6
+START = "fsdp/step.py: train_step"
 
 
-def test_the_docs_have_the_walk_that_is_traced(monkeypatch):
+WALKS = {
+    "From the step to a gather": (gathers.lax, "all_gather", "pipeline.py: forward"),
+    "A gradient's way": (reduces.lax, "psum_scatter", "unit.py: scatter"),
+    "An activation's way": (linearize, "run_used", "pipeline.py: step"),
+}
+
+
+def walk(monkeypatch: pytest.MonkeyPatch, heading: str) -> list[str]:
+    """The first walk of its kind through a frame that ends with the last name."""
+    module, name, through = WALKS[heading]
+    walks = frames(monkeypatch, module, name)
+    found = next(w for w in walks if any(frame.endswith(through) for frame in w))
+    return [frame for frame in found if "<" not in frame]  # lambdas, comprehensions
+
+
+def test_a_gather_is_six_frames_and_four_files_from_the_step(monkeypatch):
+    found = walk(monkeypatch, "From the step to a gather")
+    assert found[0] == START
+    assert found[-1] == "collectives/gather.py: all_gather"
+    assert len(found) <= 6
+    assert len({frame.split(":")[0] for frame in found}) <= 4
+
+
+@pytest.mark.parametrize("heading", WALKS)
+def test_the_docs_have_the_walk_that_is_traced(monkeypatch, heading):
     text = PAGE.read_text(encoding="utf-8")
-    steps = re.findall(r"^\d+\. `jshard/(\S+)`, `(\w+)`", text, re.M)
-    assert [f"{file}: {name}" for file, name in steps] == walk(monkeypatch)
+    (section,) = re.findall(rf"^### {heading}$(.*?)^##", text, re.M | re.S)
+    steps = re.findall(r"^\d+\. `jshard/(\S+)`, `(\w+)`", section, re.M)
+    assert [f"{file}: {name}" for file, name in steps] == walk(monkeypatch, heading)

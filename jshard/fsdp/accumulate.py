@@ -1,0 +1,103 @@
+"""Gradient accumulation: a step as a scan over micro-batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jshard.compat.jaxprs import without_dead_code
+from jshard.fsdp.mesh import manual_axes
+from jshard.fsdp.state import ModelArrays
+from jshard.fsdp.terms import seeds
+from jshard.nn.dropout import merge_state
+from jshard.nn.loss import Loss, Mean
+
+# (the arrays of a batch, and the index of each micro-batch): (micro-batches, ...) each
+Micro = tuple[Any, jax.Array]
+
+
+def split(batch: Any, number: int) -> Micro:
+    """Cuts a device's examples into micro-batches; each has the scalars whole."""
+
+    def cut(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if not x.ndim:
+            return jnp.broadcast_to(x, (number,))
+        return x.reshape(number, -1, *x.shape[1:])
+
+    return jax.tree.map(cut, batch), jnp.arange(number, dtype=jnp.uint32)
+
+
+def first_of(micro: Micro) -> Micro:
+    """Returns the first micro-batch and its index."""
+    return jax.tree.map(lambda x: x[0], micro)
+
+
+def accumulate(
+    forward: Callable,
+    shapes: tuple[Loss, dict[str, Mean]],
+    arrays: ModelArrays,
+    micro: Micro,
+    dtypes: nnx.State,
+    scale: jax.Array | None,
+) -> tuple[nnx.State, Loss, dict[str, Mean], nnx.State]:
+    """Scans micro-batches; adds up gradients and Means.
+
+    Args:
+      forward: ``forward(params, frozen, state, batch, index)`` runs one micro-batch.
+      shapes: the abstract loss and named Means that it returns.
+      arrays: as one device has them.
+      micro: this device's micro-batches.
+      dtypes: those in which gradients are added up.
+      scale: scales the loss in the backward; None is 1.
+    """
+    counts = _count(forward, arrays, micro)
+    last = len(micro[1]) - 1
+
+    def body(carry, slices):
+        sums, state = carry
+        # Without the barrier XLA moves gathers, whose shards are the same for every
+        # micro-batch, out of the loop, and keeps the full weights for all of it.
+        batch, index = slices  # the index is the same everywhere and needs no barrier
+        (params, frozen), batch = lax.optimization_barrier((arrays[:2], batch))
+        rest = (frozen, state, batch, index)
+        _, pullback, (loss, metrics, after) = jax.vjp(
+            lambda params: forward(params, *rest), params, has_aux=True
+        )
+        (grads,) = pullback(seeds(loss, counts, scale))
+        means = [mean for _, mean in loss.terms]
+        sums = jax.tree.map(
+            lambda s, x: s + x.astype(s.dtype), sums, (grads, means, metrics)
+        )
+        state = merge_state(state, after, last=index == last)
+        return (sums, state), [weight for weight, _ in loss.terms]
+
+    loss, metrics = shapes
+    zeros = jax.tree.map(lambda x, d: jnp.zeros(x.shape, d), arrays.params, dtypes)
+    none = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype),
+        ([mean for _, mean in loss.terms], metrics),
+    )
+    start = ((zeros, *none), arrays.model_state)
+    ((grads, means, metrics), after), weights = lax.scan(body, start, micro)
+    terms = ((weight[0], mean) for weight, mean in zip(weights, means, strict=True))
+    return grads, Loss(tuple(terms)), metrics, after
+
+
+def _count(forward: Callable, arrays: ModelArrays, micro: Micro) -> list[jax.Array]:
+    """Returns the global counts of the loss's terms, by a pass for counts only."""
+
+    def one(_, slices):
+        leaves, tree = jax.tree.flatten((*arrays, *slices))
+
+        def of_leaves(*leaves):
+            _, (loss, *_) = forward(*jax.tree.unflatten(tree, leaves))
+            return [mean.count for _, mean in loss.terms]
+
+        return None, without_dead_code(of_leaves)(*leaves)
+
+    _, counts = lax.scan(one, None, micro)
+    return [lax.psum(jnp.sum(count, axis=0), manual_axes()) for count in counts]
