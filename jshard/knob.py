@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import math
 import operator
+import textwrap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ class Knob:
         config, fit an int32 or a float32.
       below: An exclusive upper bound.
       noun: What a value of `kind` is, like "a number of layers".
+      more: What it does and costs, in sentences, for the docstring of its class.
     """
 
     default: Any
@@ -54,6 +56,7 @@ class Knob:
     at_most: float | None = None
     below: float | None = None
     noun: str = ""
+    more: str = ""
 
     def __post_init__(self):
         if self.kind is None:
@@ -141,9 +144,20 @@ def knobs(cls: Any, prefix: str = "") -> dict[str, Knob]:
 
 
 def described(cls: type[T]) -> type[T]:
-    """Adds the knobs of a dataclass to its docstring."""
-    lines = [f"  {name}: {declared.help}." for name, declared in knobs(cls).items()]
-    text = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:", *lines]
+    """Adds the knobs of a dataclass to its docstring, as attributes."""
+    text = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
+    for name, declared in knobs(cls).items():
+        default = declared.default if declared.default != () else "none"
+        entry = f"{name}: {declared.help}. {declared.more}".strip()
+        entry += f" Possible: {declared.possible()}. Default: {default}."
+        text += textwrap.wrap(
+            entry,
+            80,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     cls.__doc__ = "\n".join(text)
     return cls
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jshard.collectives import quantized
-from jshard.collectives.reduce import all_reduce_in_unit, cast, on_first, scatter
+from jshard.collectives.reduce import all_reduce_in_unit, cast, on_rank_zero, scatter
 from jshard.compat.jaxprs import is_typed
 from jshard.errors import UserError
 from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
@@ -38,9 +38,11 @@ def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
     for dim, axes in _gathers(place, full.ndim):
         if quantized_gather:
             full = quantized.all_gather(full, dim, place.gather, axes)
-        else:
+        elif is_quantized(full.dtype):
             full = quantized.all_gather_values(full, dim, axes)
-    return on_first(full.astype(place.compute or shard.dtype), place)
+        else:
+            full = lax.all_gather(full, axes, axis=dim, tiled=True)
+    return on_rank_zero(full.astype(place.compute or shard.dtype), place)
 
 
 def _gathers(place: Placement, ndim: int) -> list[tuple[int, Any]]:

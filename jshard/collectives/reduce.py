@@ -21,14 +21,14 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def on_first(x: jax.Array, place: Placement) -> jax.Array:
-    """Returns zeros unless this is the first device along ``place.on_first``.
+def on_rank_zero(x: jax.Array, place: Placement) -> jax.Array:
+    """Returns zeros unless this is the first device along ``place.on_rank_zero``.
 
     Weights and their gradients are treated alike.
     """
-    if place.on_first is None or place.whole:
+    if place.on_rank_zero is None or place.whole:
         return x
-    return jnp.where(lax.axis_index(place.on_first) == 0, x, jnp.zeros_like(x))
+    return jnp.where(lax.axis_index(place.on_rank_zero) == 0, x, jnp.zeros_like(x))
 
 
 @jax.named_scope(REDUCE_SCATTER)
@@ -38,7 +38,7 @@ def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     Each device gets the part of its shard. A replicated parameter's gradient is only
     cast.
     """
-    grad = on_first(cast(grad, place.reduce), place)
+    grad = on_rank_zero(cast(grad, place.reduce), place)
     if place.dim is None or place.shards() == 1:
         return grad
     dim, axes = grad.ndim + place.dim, place.axes()

@@ -4,6 +4,8 @@ Tested with Flax 0.12.8 and 0.12.12. If it breaks, Units cannot be created from 
 that are not pytrees, nor states from models to which ``qwix`` added adapters.
 """
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax import nnx
@@ -26,3 +28,11 @@ def unrecorded(module: nnx.Module) -> dict[str, Any]:
     """
     recorded: Any = module._pytree__nodes
     return {name: x for name, x in vars(module).items() if name not in recorded}
+
+
+def record(module: nnx.Module, names: Iterable[str]) -> Callable[[], None]:
+    """Makes Flax search these attributes, too; returns a function that undoes it."""
+    recorded: Any = module._pytree__nodes
+    for name in names:
+        setattr(module, name, nnx.data(vars(module)[name]))
+    return functools.partial(object.__setattr__, module, "_pytree__nodes", recorded)

@@ -8,8 +8,6 @@ xla/pjrt/cpu/cpu_client.cc). On GPUs the caller's thread waits, which is harmles
 """
 
 import collections
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,33 +19,18 @@ _AHEAD = 2
 _under_way: collections.deque[jax.Array] = collections.deque()
 
 
-class Paced:
-    """A jitted function that allows two calls in flight.
+def pace(outputs: Any) -> None:
+    """Waits until the call two before the one that returns ``outputs`` is done.
 
-    Each call waits until the call two before it is done, over all functions. Other
-    attributes (``lower``, ``trace``, ...) are those of the jitted function.
+    It counts the calls of all functions.
     """
-
-    def __init__(self, jitted: Callable[..., Any]):
-        """Wraps a function that ``jax.jit`` returned."""
-        self._jitted = jitted
-        functools.update_wrapper(self, jitted)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the jitted function, and waits if too many calls are in flight."""
-        outputs = self._jitted(*args, **kwargs)
-        arrays = [x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)]
-        if not arrays or any(isinstance(x, Tracer) for x in arrays):
-            return outputs
-        # Wait for the smallest output, which keeps little memory alive. The last of
-        # that size is a metric: the state's arrays are donated to the next step.
-        _under_way.append(min(reversed(arrays), key=lambda x: x.size))
-        while len(_under_way) > _AHEAD:
-            before = _under_way.popleft()
-            if not before.is_deleted():
-                before.block_until_ready()
-        return outputs
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the jitted function."""
-        return getattr(self._jitted, name)
+    arrays = [x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)]
+    if not arrays or any(isinstance(x, Tracer) for x in arrays):
+        return
+    # Wait for the smallest output, which keeps little memory alive. The last of that
+    # size is a metric: the state's arrays are donated to the next step.
+    _under_way.append(min(reversed(arrays), key=lambda x: x.size))
+    while len(_under_way) > _AHEAD:
+        before = _under_way.popleft()
+        if not before.is_deleted():
+            before.block_until_ready()

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
-from jshard.cpu.pacing import Paced
+from jshard.cpu.pacing import pace
 from jshard.fsdp import step
 from jshard.fsdp.batch import split_batch
 from jshard.fsdp.checks import (
@@ -165,12 +165,8 @@ class FSDP:
 
         put = transfer.put_state
         arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
-        started = {
-            field.name: getattr(abstract, field.name)
-            for field in dataclasses.fields(TrainState)
-            if field.name not in ("graphdef", *ModelArrays._fields)
-        }
-        leaves, structure = jax.tree.flatten(started)
+        fields = ("step", "opt_state", "ema", "loss_scale")
+        leaves, structure = jax.tree.flatten({x: getattr(abstract, x) for x in fields})
         inputs = (jnp.zeros((), jnp.int32), arrays.params)
         made = make(self._in_order(start), inputs, leaves)
         return dataclasses.replace(
@@ -234,12 +230,15 @@ class FSDP:
         Args:
           loss_fn: ``loss_fn(model, batch)``, called with one device's examples, returns
             a ``Mean``, a weighted sum of Means, or ``(that, {"name": Mean})``.
-          optimizer: the transformation that the state was made with.
+          optimizer: the transformation that the state was made with. One that takes
+            more than gradients (``optax.contrib.reduce_on_plateau``) is given
+            ``value=``, the loss.
 
         Raises:
           UserError: (when called) the number of examples does not divide, the loss is
             not made of Means, state and policy disagree about averages or a loss
-            scale, or the state was donated before.
+            scale, the optimizer needs more than gradients and the loss, or the state
+            was donated before.
         """
         run = step.train_step(self._layout, self._build, loss_fn, optimizer)
         return self._jit(run, donate_argnums=0)
@@ -269,7 +268,7 @@ class FSDP:
     def _jit(self, fn: Callable, **kwargs: Any) -> jax.stages.Wrapped:
         options = self.compiler_options or None
         jitted = jax.jit(self._in_order(fn), compiler_options=options, **kwargs)
-        return CheckedStep(Paced(jitted) if self._on_cpus else jitted)  # pyright: ignore[reportReturnType]
+        return CheckedStep(jitted, pace if self._on_cpus else None)  # pyright: ignore[reportReturnType]
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn
@@ -295,6 +294,10 @@ class FSDP:
 
     def shard_batch(self, local_batch: Any) -> Any:
         """Makes global arrays from this process's part of a batch, (examples, ...).
+
+        An array of typed random keys has a key an example. A scalar, which may be a
+        key, stays whole: every example of every process, device and micro-batch has
+        the same.
 
         On a mesh with a "context" axis, arrays of two and more dimensions are split
         along the second, the sequence. Processes that share sequences all pass them

@@ -1,8 +1,6 @@
 """Checks and adapts what states are made from: functions, models, optimizers, types."""
 
-import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from jshard.compat.flax_modules import is_pytree, unrecorded
+from jshard.compat.flax_modules import is_pytree, record, unrecorded
 from jshard.errors import UserError
 from jshard.layout.specs import is_annotated
 from jshard.layout.variables import expose_arrays, reachable, variables
@@ -93,10 +91,10 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
             f"model is {_kind(model)}; fsdp.from_model takes an nnx.Module that "
             "exists. A function that makes one goes to fsdp.init"
         )
-    changed = _expose_parameters(model)
+    undo = _expose_parameters(model)
     graphdef, values = nnx.split(model)
-    for module, cls in changed:
-        object.__setattr__(module, "__class__", cls)
+    for restore in undo:
+        restore()
     for path, leaf in nnx.to_flat_state(values):
         for value in jax.tree.leaves(leaf):
             full = isinstance(value, (np.ndarray, np.generic, int, float, complex))
@@ -119,28 +117,20 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
     return merge, values
 
 
-def _expose_parameters(model: nnx.Module) -> list[tuple[nnx.Module, type]]:
-    """Makes Flax see all parameters; returns the modules changed and their types.
+def _expose_parameters(model: nnx.Module) -> list[Callable[[], None]]:
+    """Makes Flax see all parameters; returns functions that undo it.
 
     A module that is not a pytree becomes one if it is given a derived type, as
     ``qwix.apply_lora_to_model`` does. All attributes that were set before then count as
-    static, parameters included. A type that is not a pytree reverts that.
+    static, parameters included.
     """
-    changed = [
-        (module, type(module))
-        for module in reachable(model, stop=lambda x: False)
-        if isinstance(module, nnx.Module)
-        and is_pytree(type(module))
-        and any(map(variables_in, unrecorded(module).values()))
-    ]
-    for module, cls in changed:
-        object.__setattr__(module, "__class__", _no_pytree(cls))
-    return changed
-
-
-@functools.cache
-def _no_pytree(cls: type) -> type:
-    return types.new_class(cls.__name__, (cls,), {"pytree": False})
+    undo = []
+    for module in reachable(model, stop=lambda x: False):
+        if isinstance(module, nnx.Module) and is_pytree(type(module)):
+            found = unrecorded(module).items()
+            if names := [name for name, value in found if variables_in(value)]:
+                undo.append(record(module, names))
+    return undo
 
 
 def check_optimizer(optimizer: Any) -> None:

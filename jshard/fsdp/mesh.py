@@ -11,7 +11,7 @@ import contextvars
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -287,20 +287,11 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in manual)
 
 
-class _Sequences(NamedTuple):
-    """What becomes of sequences in the part of a step that is being traced.
-
-    Attributes:
-      shared: the axes whose devices share the sequences of their examples.
-      split: those of them over which sequences are split here.
-    """
-
-    shared: tuple[str, ...] = ()
-    split: tuple[str, ...] = ()
-
-
-_WHOLE = _Sequences()
-_sequences = contextvars.ContextVar[_Sequences]("sequences", default=_WHOLE)
+# While a step is traced: the axes whose devices share the sequences of their examples,
+# and those of them over which sequences are split here.
+_sequences = contextvars.ContextVar[tuple[tuple[str, ...], tuple[str, ...]]](
+    "sequences", default=((), ())
+)
 
 
 @contextlib.contextmanager
@@ -310,8 +301,8 @@ def split_sequences(axes: tuple[str, ...] = SEQUENCE) -> Iterator[None]:
     Inside of another such context, these are some of its axes, and the devices of the
     others have the same sequences.
     """
-    shared = _sequences.get().shared or axes
-    token = _sequences.set(_Sequences(shared, axes))
+    shared, _ = _sequences.get()
+    token = _sequences.set((shared or axes, axes))
     try:
         yield
     finally:
@@ -320,20 +311,19 @@ def split_sequences(axes: tuple[str, ...] = SEQUENCE) -> Iterator[None]:
 
 def sequence_axes() -> tuple[str, ...]:
     """Returns the axes over which the sequences of what is traced are split."""
-    manual = manual_axes()
-    return tuple(axis for axis in _sequences.get().split if axis in manual)
+    _, split = _sequences.get()
+    return tuple(axis for axis in manual_axes() if axis in split)
 
 
 def shared_axes() -> tuple[str, ...]:
     """Returns the axes whose devices share the sequences of what is traced."""
-    manual = manual_axes()
-    return tuple(axis for axis in _sequences.get().shared if axis in manual)
+    shared, _ = _sequences.get()
+    return tuple(axis for axis in manual_axes() if axis in shared)
 
 
 def axes_of_examples() -> tuple[str, ...]:
     """Returns the manual axes over which the examples of what is traced are split."""
-    shared = _sequences.get().shared
-    return tuple(axis for axis in manual_axes() if axis not in shared)
+    return tuple(axis for axis in manual_axes() if axis not in shared_axes())
 
 
 def context_size() -> int:

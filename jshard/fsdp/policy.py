@@ -6,53 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jshard.errors import UserError
+from jshard.fsdp.activations import Offload, check_remat
 from jshard.fsdp.precision import Precision
 from jshard.knob import Knob, described, knob, knobs
-
-POLICIES = ("full", "attention", "dots", "none")
-# The name of what a flash attention kernel reads; "attention" and "dots" keep it.
-ATTENTION_OPERANDS = "attention_operands"
-INPUTS = "inputs"  # what Offload calls the input of each layer
 
 # The fields that a run's config may leave to what fits the memory.
 BY_MEMORY = ("remat", "accumulate")
 
 Path = Iterable[Any]  # of a module or a parameter in the model
-
-
-@dataclasses.dataclass(frozen=True, init=False)
-class Names:
-    """Remat policy: keep only activations named with ``checkpoint_name``."""
-
-    names: tuple[str, ...]
-
-    def __init__(self, *names: str):
-        if not names or not all(isinstance(name, str) for name in names):
-            raise UserError(
-                f"jshard.{type(self).__name__}{names!r}: give names of activations, "
-                f"like jshard.{type(self).__name__}('attended', 'hidden')"
-            )
-        object.__setattr__(self, "names", names)
-
-
-class Offload(Names):
-    """Remat policy: keep activations named with ``checkpoint_name`` in host memory.
-
-    They move to pinned host memory in the forward and return for the backward.
-    Everything else is recomputed. The input of each layer stays on the device, unless
-    "inputs" is one of the names.
-    """
-
-
-def check_remat(remat: Any) -> None:
-    """Raises UserError unless ``remat`` is a known policy."""
-    policy = callable(remat) and not isinstance(remat, type)
-    if remat in POLICIES or isinstance(remat, Names) or policy:
-        return
-    raise UserError(
-        f"policy.remat: {remat!r} is not one of {', '.join(POLICIES)}, "
-        "jshard.Names(...), jshard.Offload(...) or a jax.checkpoint policy"
-    )
 
 
 # False keeps full weights for the backward, True none, a number one part of them.
@@ -78,10 +39,11 @@ class UnitPolicy:
         "keeps all activations, names:A+B keeps these, offload:A+B keeps these in host "
         "memory",
         noun="full, attention, dots, none, names:A+B or offload:A+B",
+        more="full takes a third more computation and least memory. In Python also "
+        "``Names(...)`` and ``Offload(...)``, for activations named with "
+        "``jax.ad_checkpoint.checkpoint_name``, or any ``jax.checkpoint`` policy. None "
+        "of them keeps gathered weights.",
     )
-    """In Python also ``Names(...)`` and ``Offload(...)``, for activations named with
-    ``jax.ad_checkpoint.checkpoint_name``, or any ``jax.checkpoint`` policy. None of
-    them keeps gathered weights."""
 
     first_k: int | None = knob(
         None,
@@ -90,6 +52,8 @@ class UnitPolicy:
         kind=int,
         at_least=0,
         noun="a number of layers",
+        more="Each remaining layer saves its recomputation, and costs the memory of "
+        "all its activations.",
     )
 
     reshard_after_forward: Reshard = knob(
@@ -98,18 +62,19 @@ class UnitPolicy:
         "backward; False keeps them; a number keeps them sharded over groups of that "
         "many devices",
         **_RESHARD,
+        more="True costs a second gather a step, False the memory of all weights, and "
+        "a group of g the memory of a g-th of them. Groups consist of neighbouring "
+        "devices, such as those of a host; the backward gathers within them.",
     )
-    """Groups consist of neighbouring devices, such as those of a host; the backward
-    gathers within them."""
 
     prefetch: bool | None = knob(
         None,
         "gather each layer's weights while the previous layer computes; None: on GPUs",
         kind=bool,
+        more="The backward pass also scatters the previous layer's gradients "
+        "meanwhile. Prefetching takes memory for the weights and gradients of one more "
+        "layer. CPU devices cannot overlap communication and computation.",
     )
-    """The backward pass also scatters the previous layer's gradients meanwhile.
-    Prefetching takes memory for the weights and gradients of one more layer. CPU
-    devices cannot overlap communication and computation."""
 
     unroll: bool = knob(
         False,
@@ -118,10 +83,11 @@ class UnitPolicy:
         "False, or groups as reshard_after_forward, XLA gathers ahead, which costs "
         "memory (Llama 2 7B: 23 GiB in place of 12, and 15.1 in place of 5.6). Layers "
         "whose weights or activations are in host memory stay in a loop",
+        more="A loop copies the activations that it keeps into stacked arrays, which "
+        "it clears first. Without it, they stay where they are computed. The sizes are "
+        "those of plans for 8 GPUs without prefetch, and for 64 with groups of 8 "
+        "(docs/memory.md).",
     )
-    """A loop copies the activations that it keeps into stacked arrays, which it clears
-    first. Without it, they stay where they are computed. The sizes are those of plans
-    for 8 GPUs without prefetch, and for 64 with groups of 8 (docs/memory.md)."""
 
     def __post_init__(self) -> None:
         check_remat(self.remat)
@@ -142,18 +108,26 @@ _OVERRIDABLE = (*OF_UNITS, "precision")
 @described
 @dataclasses.dataclass(frozen=True)
 class Policy(UnitPolicy):
-    """How a model is sharded, what is kept, and in which dtypes.
+    """How a model is sharded, what is kept, and in which dtypes; how a step runs.
 
-    The fields of UnitPolicy apply to all units that ``overrides`` does not match.
-    ``precision`` holds the dtypes of parameters, gathers, computation and reductions.
+    remat to unroll apply to all Units and Stacks that ``overrides`` does not match.
+    ``precision`` is a ``jshard.Precision``.
+
+    Three settings are of the step, not of sharding: ``accumulate``, ``loss_scale`` and
+    ``ema_decay``. They live here because more than ``FSDP.train_step`` reads them: a
+    state has averages and a scale from its first step on, gradients that are
+    accumulated are summed elsewhere and in other dtypes (so a state's layout depends on
+    it), and the planner and ``fit`` choose micro-batches together with ``remat``. One
+    object says what a run is, so a state, a step and a plan cannot disagree.
     """
 
     reshard_root: Reshard = knob(
         False,
         "reshard_after_forward of the root, the modules in no Stack or Unit",
         **_RESHARD,
+        more="By default the root is gathered once a step and kept, which costs the "
+        "memory of its weights; True gathers it again for the backward.",
     )
-    """By default the root is gathered once a step and kept."""
 
     precision: Precision = Precision()
 
@@ -162,31 +136,33 @@ class Policy(UnitPolicy):
         "micro-batches a step (gradient accumulation): less memory for activations",
         at_least=1,
         noun="a number of micro-batches",
+        more="Weights are gathered and gradients scattered for each micro-batch, "
+        "unless defer_scatter. Gradients are accumulated as shards. Batch statistics "
+        "(``nnx.BatchNorm``) are those of one micro-batch over all devices, and every "
+        "micro-batch updates the running statistics.",
     )
-    """Gradients are accumulated as shards. Batch statistics (``nnx.BatchNorm``) are
-    those of one micro-batch over all devices, and every micro-batch updates the running
-    statistics."""
 
     defer_scatter: bool = knob(
         False,
         "gather weights and scatter gradients once a step, not for each micro-batch",
+        more="This is ``no_sync`` in other libraries. It takes the traffic of one "
+        "micro-batch, and memory for all weights and gradients during the step.",
     )
-    """This is ``no_sync`` in other libraries. It takes the traffic of one micro-batch,
-    and memory for all weights and gradients during the step."""
 
     loss_scale: bool = knob(
-        False, "scale the loss in the backward pass, which float16 needs"
+        False,
+        "scale the loss in the backward pass, which float16 needs",
+        more="The factor adapts to the gradients. Steps that overflow are skipped and "
+        "counted.",
     )
-    """The factor adapts to the gradients. Steps that overflow are skipped and
-    counted."""
 
     min_shard_elements: int = knob(
         4096,
         "parameters (of one layer) with fewer elements are replicated",
         at_least=0,
         noun="a number of elements",
+        more="For these a message costs more time than replication costs memory.",
     )
-    """For these a message costs more time than replication costs memory."""
 
     ema_decay: float | None = knob(
         None,
@@ -195,9 +171,10 @@ class Policy(UnitPolicy):
         above=0,
         below=1,
         noun="a number like 0.999",
+        more="After each step: ``decay * average + (1 - decay) * parameter``, with a "
+        "smaller decay in the first steps. ``state.with_ema_params()`` returns the "
+        "averages.",
     )
-    """After each step: ``decay * average + (1 - decay) * parameter``, with a smaller
-    decay in the first steps. ``state.with_ema_params()`` returns the averages."""
 
     offload: str | None = knob(
         None,
@@ -205,9 +182,10 @@ class Policy(UnitPolicy):
         "all (parameters, too)",
         kind=str,
         choices=("optimizer", "all"),
+        more="It saves device memory and costs transfers. The state is streamed "
+        "through the update one layer at a time, and shards of parameters are moved to "
+        "the device one layer at a time.",
     )
-    """The state is streamed through the update one layer at a time, and shards of
-    parameters are moved to the device one layer at a time."""
 
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(
         default_factory=dict,
@@ -217,12 +195,13 @@ class Policy(UnitPolicy):
                 "other values for some modules: PATTERN:KEY=VALUE,..., like "
                 "blocks.norm*:compute=float32",
                 noun="PATTERN:KEY=VALUE,...",
+                more="In Python a mapping from patterns of module paths, like "
+                "'blocks.norm*' (without the layer index of Stacks), to mappings with "
+                "remat, first_k, reshard_after_forward, prefetch, unroll and "
+                "precision. The first matching pattern applies.",
             )
         },
     )
-    """In Python a mapping from patterns of module paths, like ``"blocks.norm*"``
-    (without the layer index of Stacks), to mappings with fields of UnitPolicy and
-    ``precision``. The first matching pattern applies."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

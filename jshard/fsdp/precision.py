@@ -22,45 +22,54 @@ class Precision:
     """Mixed precision: dtypes, as strings or JAX dtypes; None keeps the module's."""
 
     param: Any = knob(
-        None, "dtype of stored parameters; None is the model's", **_FLOATING
+        None,
+        "dtype of stored parameters; None is the model's",
+        **_FLOATING,
+        more="Gradients and optimizer state have it too, except that those of float16 "
+        "parameters are float32.",
     )
-    """Gradients and optimizer state have it too, except that those of float16
-    parameters are float32."""
 
     gather: Any = knob(
         None,
         "dtype in which weights are gathered; None is that of compute",
         kind=str,
         choices=(*FLOATING, *ONE_BYTE),
+        more="int8, float8_e4m3fn and float8_e5m2 are scaled in blocks "
+        "(``collectives/quantized.py``). Adapters (``nnx.LoRAParam``) are small and "
+        "learn in small steps: in place of one byte they are gathered in the dtype "
+        "of compute.",
     )
-    """int8, float8_e4m3fn and float8_e5m2 are scaled in blocks
-    (``collectives/quantized.py``). Adapters (``nnx.LoRAParam``) are small and learn in
-    small steps: in place of one byte they are gathered in the dtype of compute."""
 
     compute: Any = knob(
-        None, "dtype of the computation; None is the model's", **_FLOATING
+        None,
+        "dtype of the computation; None is the model's",
+        **_FLOATING,
+        more="The dtype of a layer's weights. The ``dtype`` attribute of modules that "
+        "have one, like Flax's own, is set to it, so that their inputs are cast "
+        "too. A module that was given a wider dtype keeps it, as a router does with "
+        "``dtype=float32``, unless overrides give it a precision: its weights are "
+        "gathered and used in its own.",
     )
-    """The dtype of a layer's weights. The ``dtype`` attribute of modules that have one,
-    like Flax's own, is set to it, so that their inputs are cast too. A module that was
-    given a wider dtype keeps it, as a router does with ``dtype=float32``, unless
-    overrides give it a precision: its weights are gathered and used in its own."""
 
     reduce: Any = knob(
-        None, "dtype in which gradients are sent; None is that of compute", **_FLOATING
+        None,
+        "dtype in which gradients are sent; None is that of compute",
+        **_FLOATING,
+        more="It applies to what each unit sends. Gradients that are accumulated over "
+        "micro-batches, and those of replicated parameters, are sent in the "
+        "parameter's dtype at the end of the step.",
     )
-    """It applies to what each unit sends. Gradients that are accumulated over
-    micro-batches, and those of replicated parameters, are sent in the parameter's
-    dtype at the end of the step."""
 
     sum: Any = knob(
         None,
         "dtype in which gradients are summed; None is that of reduce",
         **_FLOATING,
+        more="A collective sums in the dtype it sends. For another dtype an all-to-all "
+        "of as many bytes takes the place of a reduce-scatter, and each device sums "
+        "what it receives: bfloat16 is sent, without its rounding in the sums. An "
+        "all-reduce over replicas, or in plain data parallelism, is sent in this "
+        "dtype.",
     )
-    """A collective sums in the dtype it sends. For another dtype an all-to-all of as
-    many bytes takes the place of a reduce-scatter, and each device sums what it
-    receives: bfloat16 is sent, without its rounding in the sums. An all-reduce over
-    replicas, or in plain data parallelism, is sent in this dtype."""
 
     products: Any = knob(
         None,
@@ -68,13 +77,15 @@ class Precision:
         "of compute capability 8.9 or newer; None multiplies in compute's dtype",
         kind=str,
         choices=("float8",),
+        more="Weights and activations are float8_e4m3fn, and gradients of outputs "
+        "float8_e5m2, each tensor with one scale; sums are in float32. These "
+        "weights are gathered in float8, whatever ``gather`` is: the kernels of "
+        "``nnx.Linear``, ``LinearGeneral`` and ``Einsum`` in layers, and parameters "
+        "for ``jshard.nn.matmul``. Embeddings, heads, norms and the root keep "
+        "``compute``, and so do weights whose smaller side is below 128 or a 16th of "
+        "the larger (routers), or whose sides are not multiples of 16. CPUs emulate "
+        "the same numbers.",
     )
-    """Weights and activations are float8_e4m3fn, and gradients of outputs
-    float8_e5m2, each tensor with one scale; sums are in float32. These weights are
-    gathered in float8, whatever ``gather`` is. Embeddings, heads, norms and the root
-    keep ``compute``, and so do weights that are not only multiplied with, whose
-    smaller side is below 128 or a 16th of the larger (routers), or whose sides are not
-    multiples of 16. CPUs emulate the same numbers."""
 
     def __post_init__(self) -> None:
         for name, declared in knobs(type(self)).items():

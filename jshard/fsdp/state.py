@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -122,15 +123,18 @@ class CheckedStep:
     attributes are those of the jitted function.
     """
 
-    def __init__(self, jitted: Any):
-        """Wraps what ``jax.jit`` returned, or behaves like it."""
-        self._jitted = jitted
+    def __init__(self, jitted: Any, after: Callable | None = None):
+        """Wraps what ``jax.jit`` returned; ``after`` is given each result."""
+        self._jitted, self._after = jitted, after
         functools.update_wrapper(self, jitted)
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """Runs the step; raises UserError if the state was donated before."""
         check_kept(state)
-        return self._jitted(state, batch)
+        outputs = self._jitted(state, batch)
+        if self._after is not None:
+            self._after(outputs)
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the jitted function."""

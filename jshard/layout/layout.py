@@ -184,7 +184,7 @@ class Layout:
                 trainable=place.trainable,
                 float8=place.float8,
                 splits=place.splits,
-                on_first=place.on_first,
+                on_rank_zero=place.on_rank_zero,
             )
             for path, place in self.places.items()
         }
@@ -230,6 +230,6 @@ def _places(
             float8=precision.products is not None,
             over=over,
             splits=parts.splits,
-            on_first=parts.on_first,
+            on_rank_zero=parts.on_rank_zero,
         )
     return places

@@ -24,8 +24,8 @@ class Placement:
       splits: (dimension, axis) for each mesh axis that splits the parameter for
         computing; the layer gets the device's part of it.
       whole: whether the layer gets the full parameter in spite of ``splits``.
-      on_first: an axis on whose first device alone the layer gets the parameter, and
-        zeros elsewhere: a bias that is added to partial sums.
+      on_rank_zero: an axis on whose first device alone the layer gets the parameter,
+        and zeros elsewhere: a bias that is added to partial sums.
       gather: the dtype communicated by the all-gather; None for the parameter's dtype.
       compute: the dtype passed to the layer; None for the parameter's dtype.
       reduce: the dtype communicated by the reduce-scatter; None for the gradient's
@@ -55,7 +55,7 @@ class Placement:
     over: tuple[str, ...] | None = None
     splits: tuple[tuple[int, str], ...] = ()
     whole: bool = False
-    on_first: str | None = None
+    on_rank_zero: str | None = None
 
     def axes(self) -> str | tuple[str, ...]:
         """Returns the axes of the gathers and scatters along ``dim``."""
@@ -72,7 +72,7 @@ class Placement:
         """Returns the axes over which devices have different parts of the parameter."""
         over = names_of(self.axes()) if self.dim is not None else ()
         apart = (axis for _, axis in self.splits)
-        return (*over, *apart, *names_of(self.on_first))
+        return (*over, *apart, *names_of(self.on_rank_zero))
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

@@ -47,11 +47,11 @@ class Parts(NamedTuple):
 
     Attributes:
       splits: (dimension from the end, axis) pairs.
-      on_first: the axis on whose first device alone a layer gets the parameter.
+      on_rank_zero: the axis on whose first device alone a layer gets the parameter.
     """
 
     splits: tuple[tuple[int, str], ...] = ()
-    on_first: str | None = None
+    on_rank_zero: str | None = None
 
 
 WHOLE = Parts()
@@ -105,7 +105,7 @@ def find_splits(
             at = paths[id(variable)]
             parts = found.get(at, WHOLE)
             if dim is None:
-                found[at] = parts._replace(on_first=axis)
+                found[at] = parts._replace(on_rank_zero=axis)
                 continue
             _check_size(variable, dim, axis, mesh.shape[axis], f"{where}.{name}")
             found[at] = parts._replace(splits=(*parts.splits, (dim, axis)))
@@ -168,7 +168,7 @@ def _check_counts(counts: Mapping[str, int], axis: str, size: int, where: str) -
 def _dims(
     split: Split, parameters: Mapping[str, nnx.Variable], where: str
 ) -> dict[str, int | None]:
-    """Returns the split dimension of each parameter, or None for ``on_first``."""
+    """Returns the split dimension of each parameter, or None for ``on_rank_zero``."""
     dims: dict[str, int | None] = {}
     for name in _of(split.columns, parameters, where):
         if not name.endswith("lora_a"):  # the columns are those of lora_b

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jshard.collectives.gather import placements
 from jshard.compat.jaxprs import Static
-from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
+from jshard.fsdp.activations import check_remat
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.unit.stack import make_scan, split_aux
 
 

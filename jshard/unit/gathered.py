@@ -24,11 +24,15 @@ def gathered(unit: M, *, before: X) -> tuple[M, X]: ...
 
 
 @overload
-def gathered(unit: M, *, during: tuple[Any, ...]) -> tuple[M, Any]: ...
+def gathered(unit: M, *, during: tuple[Any, ...], **kwargs: Any) -> tuple[M, Any]: ...
 
 
 def gathered(
-    unit: Any, *, before: Any = None, during: tuple[Any, ...] | None = None
+    unit: Any,
+    *,
+    before: Any = None,
+    during: tuple[Any, ...] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Returns the plain module with full weights, for use ahead of a loop.
 
@@ -51,24 +55,27 @@ def gathered(
       unit: the Unit.
       before: arrays that the plain module is applied to.
       during: a Stack and what it is called with.
+      **kwargs: what the Stack is called with by keyword.
 
     Returns:
       The plain module; with ``before`` or ``during``, a pair of it and these arrays, or
       what the Stack returns.
 
     Raises:
-      UserError: ``unit`` is a Stack, whose layers are gathered one at a time, or both
-        ``before`` and ``during`` are given.
+      UserError: ``unit`` is a Stack, whose layers are gathered one at a time; both
+        ``before`` and ``during`` are given; or keywords without ``during``.
     """
     if before is not None and during is not None:
         raise UserError("jshard.gathered: give before= or during=, not both")
+    if kwargs and during is None:
+        raise UserError(f"jshard.gathered: {next(iter(kwargs))}= needs during=")
     parts = _parts(unit)
     if during is not None:
         stack, x, *args = during
         if not parts:
-            return unit, stack(x, *args)
+            return unit, stack(x, *args, **kwargs)
         shards, places, _, module = parts
-        run, finish = prepare_layers(stack, x, (tuple(args), {}), (shards, places))
+        run, finish = prepare_layers(stack, x, (tuple(args), kwargs), (shards, places))
         out, weights = finish(*run())
         return module(weights), out
     if not parts:

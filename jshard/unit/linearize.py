@@ -24,7 +24,7 @@ from jshard.compat.jaxprs import (
     without_effects,
 )
 from jshard.errors import UserError
-from jshard.fsdp.policy import INPUTS, Offload
+from jshard.fsdp.activations import INPUTS, Offload
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
 from jshard.unit.dataflow import dependencies

@@ -7,7 +7,8 @@ import jax
 from jax.extend import core
 
 from jshard.errors import UserError
-from jshard.fsdp.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload, Policy
+from jshard.fsdp.activations import ATTENTION_OPERANDS, INPUTS, Names, Offload
+from jshard.fsdp.policy import Policy
 
 
 def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.errors import UserError
+from jshard.fsdp.activations import Offload
 from jshard.fsdp.mesh import on_gpus
-from jshard.fsdp.policy import Offload, Reshard, UnitPolicy
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement

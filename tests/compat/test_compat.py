@@ -249,6 +249,11 @@ def test_flax_modules():
         found = flax_modules.unrecorded(module)
         assert "w" in found
         assert "other" not in found
+        undo = flax_modules.record(module, ["w"])
+        assert "w" not in flax_modules.unrecorded(module)
+        assert len(jax.tree.leaves(nnx.state(module))) == 2
+        undo()
+        assert "w" in flax_modules.unrecorded(module)
 
 
 def test_orbax_files(tmp_path):

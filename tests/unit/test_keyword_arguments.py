@@ -35,9 +35,8 @@ class During(Model):
 
     def __call__(self, batch):
         options = {"mask": batch["mask"], "double": True}
-        head, x = jshard.gathered_during(
-            self.head, self.layers, batch["x"], batch["shift"], **options
-        )
+        layers = (self.layers, batch["x"], batch["shift"])
+        head, x = jshard.gathered(self.head, during=layers, **options)
         return head(x)
 
 
@@ -66,7 +65,7 @@ def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetc
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
     tx, batch = optax.sgd(0.1), make_batch()
     state = fsdp.init(make_model, tx)
-    params = nnx.to_pure_dict(fsdp.unshard(state.params))
+    params = nnx.to_pure_dict(fsdp.fetch(state.params))
 
     def loss_fn(model, batch):
         return jshard.Mean(jnp.sum(model(batch) ** 2), EXAMPLES // 8)
@@ -81,5 +80,5 @@ def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetc
     state, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(batch))
     assert abs(metrics["loss"] - value) < 1e-9
     want = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    got = nnx.to_pure_dict(fsdp.unshard(state.params))
+    got = nnx.to_pure_dict(fsdp.fetch(state.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), got, want)

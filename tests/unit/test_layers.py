@@ -204,6 +204,8 @@ def test_what_is_a_unit_already_is_refused():
         jshard.Stack(Dense, 0, rngs=rngs)
     with pytest.raises(jshard.UserError, match="gathers one layer at a time"):
         jshard.gathered(make_stack(Dense, rngs))
+    with pytest.raises(jshard.UserError, match="gathered: mask= needs during="):
+        jshard.gathered(Dense(rngs), mask=1)  # pyright: ignore[reportCallIssue]
     with pytest.raises(jshard.UserError, match="before= or during=, not both"):
         jshard.gathered(Dense(rngs), before=1, during=(Dense(rngs), 1))  # pyright: ignore[reportCallIssue]
 

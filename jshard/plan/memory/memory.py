@@ -15,7 +15,8 @@ import jax
 from flax import nnx
 
 from jshard.formatting import format_bytes
-from jshard.fsdp.policy import Names, Policy
+from jshard.fsdp.activations import Names
+from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.own_dtypes import own_dtypes

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from jshard.errors import UserError
-from jshard.fsdp.policy import POLICIES
+from jshard.fsdp.activations import POLICIES
 from jshard.plan.topology import GPUS_A_HOST
 from jshard.training.config.config import Config, flatten, nearest
 

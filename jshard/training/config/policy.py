@@ -7,7 +7,8 @@ from typing import Any
 
 from jshard.compat.xla_options import check_options
 from jshard.errors import UserError
-from jshard.fsdp.policy import OF_UNITS, POLICIES, Names, Offload, Policy
+from jshard.fsdp.activations import POLICIES, Names, Offload
+from jshard.fsdp.policy import OF_UNITS, Policy
 from jshard.fsdp.precision import Precision
 from jshard.knob import knobs
 from jshard.training.config.command_line import parse_value

@@ -1,0 +1,100 @@
+"""Compares sharded steps with one device's, in the tests of a user's model."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import make_mesh
+from jshard.fsdp.policy import Policy
+
+# The gradient of a parameter may be nothing but rounding (a bias before a norm's mean):
+# it is measured against this part of the largest gradient at least.
+_SMALLEST = 1e-2
+
+
+def check_step(
+    fsdp: FSDP,
+    make_model: Callable[[nnx.Rngs], nnx.Module],
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    seed: int = 0,
+    wrt: Any = nnx.Param,
+    tolerance: float = 1e-3,
+) -> None:
+    """Checks that loss and gradients of a step are those of a single device.
+
+    The model is made twice, with the same values: sharded as ``fsdp`` says, and on the
+    first device of its mesh, with no other knob of the policy than its precisions. It
+    is for small models, in one process; in float64 rounding hides nothing.
+
+    Args:
+      fsdp: the mesh and policy to check.
+      make_model: as for ``FSDP.init``.
+      loss_fn: as for ``FSDP.train_step``.
+      batch: the global batch, in arrays of the host.
+      seed: the seed of the random streams.
+      wrt: an NNX filter that selects the parameters to train.
+      tolerance: the largest difference of the losses, relative to one device's, and of
+        the entries of a parameter's gradient, relative to the largest of them.
+
+    Raises:
+      AssertionError: they differ; names the parameter whose gradient differs most.
+      UserError: as ``FSDP.init`` and the step.
+    """
+    overrides = {
+        modules: {name: value for name, value in knobs.items() if name == "precision"}
+        for modules, knobs in fsdp.policy.overrides.items()
+    }
+    alone = FSDP(
+        make_mesh(fsdp=1, devices=[fsdp.mesh.devices.flat[0]]),
+        Policy(precision=fsdp.policy.precision, overrides=overrides),
+        units=fsdp.layer_dims or fsdp.units,
+        tensor_splits={".".join(p): split for p, split in fsdp.tensor_splits.items()},
+    )
+    given = (make_model, loss_fn, batch, seed, wrt)
+    loss, grads = _loss_and_grads(fsdp, *given)
+    wanted, wanted_grads = _loss_and_grads(alone, *given)
+    largest = {name: float(np.max(np.abs(g))) for name, g in wanted_grads.items()}
+    least = _SMALLEST * max(largest.values(), default=0.0) or 1.0
+    errors = {
+        name: float(np.max(np.abs(grads[name] - g))) / max(largest[name], least)
+        for name, g in wanted_grads.items()
+    }
+    errors = {name: np.nan_to_num(e, nan=np.inf) for name, e in errors.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    close = abs(loss - wanted) <= tolerance * abs(wanted)
+    if close and errors[worst] <= tolerance:
+        return
+    mesh = ", ".join(f"{axis}={size}" for axis, size in fsdp.mesh.shape.items())
+    raise AssertionError(
+        f"check_step: on {mesh} the loss is {loss:.6g}, and on one device "
+        f"{wanted:.6g}; the gradient of {worst!r} differs most, by {errors[worst]:.2g} "
+        f"of its largest entry (tolerance {tolerance:g})"
+    )
+
+
+def _loss_and_grads(
+    fsdp: FSDP, make_model: Any, loss_fn: Any, batch: Any, seed: int, wrt: Any
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Returns the loss of a step, and the gradients by the parameters' names."""
+    keep = optax.trace(decay=0.0)  # its state is the gradients
+    state = fsdp.init(make_model, keep, seed=seed, wrt=wrt)
+    with warnings.catch_warnings():  # of what this very check is for
+        warnings.filterwarnings("ignore", "mesh: tensor: is '.*' linear in sums")
+        step = fsdp.train_step(loss_fn, keep)
+        state, metrics = step(state, fsdp.shard_batch(batch))
+    grads = jax.tree_util.tree_leaves_with_path(fsdp.fetch(state.opt_state.trace))
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in grads
+    }
+    return float(metrics["loss"]), {
+        name.removesuffix(".value"): np.asarray(x, np.float64)
+        for name, x in named.items()
+    }
