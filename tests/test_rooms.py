@@ -23,7 +23,7 @@ MOST_LINES = {
     "start-up note": 350,
     "fsdp": 1350,
     "nn": 1500,
-    "optim": 1150,
+    "optim": 1210,
     "unit": 2900,
     "cpu": 400,
     "collectives": 500,
