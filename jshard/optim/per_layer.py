@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 from jshard.fsdp.policy import Policy
 from jshard.layout.layers import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
-from jshard.optim.reach import Reach, reach
-from jshard.optim.whole_layers import map_whole_layers
+from jshard.optim.whole_layers import map_layers
 
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 _layers = ContextVar[tuple[Any, ...]]("layers", default=())
@@ -72,7 +71,7 @@ class PerLayerState(NamedTuple):
 
 
 def per_layer(
-    tx: optax.GradientTransformation, *, whole: bool | None = None
+    tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """Applies ``tx`` to every layer of a Stack separately, and once to all else.
 
@@ -81,22 +80,18 @@ def per_layer(
     model stays outside: ``optax.chain(optax.clip_by_global_norm(1.0),
     jshard.optim.per_layer(muon(1e-3)))``.
 
-    What is known to compute with single numbers and with norms or means of a tensor
-    (Adam, LAMB, Adafactor and the like of optax) runs on shards, for all layers at
-    once. For all else an all-to-all gives each device complete layers, and another
-    returns the shards of the result: no matrix is gathered, no work is done twice, and
-    a device holds one complete layer at a time.
+    Updates that are elementwise, apart from reductions, are mapped over all layers at
+    once. For updates that multiply matrices, an all-to-all gives each device complete
+    matrices, and another returns the shards of the result: no matrix is gathered, no
+    work is done twice, and few full matrices are in memory.
 
     Every Stack has its own state: a transformation that looks across parameters
     (``optax.clip_by_global_norm``, say) sees those of one layer of one Stack.
 
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
-      whole: whether ``tx`` needs complete tensors, to multiply matrices, say. If None,
-        it does unless all its parts are optax's own and known not to.
     """
     tx = optax.with_extra_args_support(tx)
-    complete = reach(tx.update) > Reach.TENSOR if whole is None else whole
 
     def init(params: Any) -> PerLayerState:
         stacked = {
@@ -114,7 +109,7 @@ def per_layer(
             grads, values = of(name)
             update_layer = functools.partial(inner.update, **extra)
             args = (grads, state.stacked[name], values)
-            layers, stacked[name] = _update_layers(update_layer, args, whole=complete)
+            layers, stacked[name] = _update_layers(update_layer, args)
             new = _merge(new, layers, name, updates)
         return new, PerLayerState(rest, stacked)
 
@@ -149,7 +144,7 @@ def _stacks(tree: Any, tx: optax.GradientTransformationExtraArgs) -> Iterator[tu
     named = [(_stack(path, leaf), leaf) for path, leaf in leaves]
     for name in sorted({name for name, _ in named if name is not None}):
         nested = any(layer_dims(leaf) > 1 for stack, leaf in named if stack == name)
-        yield name, per_layer(tx, whole=False) if nested else tx
+        yield name, per_layer(tx) if nested else tx
 
 
 def _merge(into: Any, new: Any, name: str, like: Any) -> Any:
@@ -162,7 +157,7 @@ def _merge(into: Any, new: Any, name: str, like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(pick, like, into, new, is_leaf=is_variable)
 
 
-def _update_layers(update: Callable, args: tuple, *, whole: bool) -> Any:
+def _update_layers(update: Callable, args: tuple) -> Any:
     """Maps ``update`` over (L, ...) leaves; returns the new updates and state."""
 
     def one_layer(index: jax.Array, *args: Any) -> Any:
@@ -172,8 +167,8 @@ def _update_layers(update: Callable, args: tuple, *, whole: bool) -> Any:
     length = jax.tree.leaves(args)[0].shape[0]
     args = (first_layer() + jnp.arange(length), *args)
     sharding = _sharding.get()
-    if sharding is None or not whole:
+    if sharding is None:
         return jax.vmap(one_layer)(*args)
     mesh, policy = sharding
     with sharded_update(None, policy):  # Stacks inside a layer are not sharded
-        return map_whole_layers(one_layer, args, mesh, policy.min_shard_elements)
+        return map_layers(one_layer, args, mesh, policy.min_shard_elements)

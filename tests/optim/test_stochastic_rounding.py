@@ -270,7 +270,8 @@ def moments_on(order: str, where: str) -> dict[str, np.ndarray]:
     run = jax.jit(functools.partial(update, mesh, policy, tx))
     for step in range(2):
         params, opt_state, _ = run(
-            (params, opt_state, None), (grads, jnp.int32(step), None)
+            (params, opt_state, None),
+            (grads, jnp.float32(0), jnp.int32(step), None),
         )
     return {
         re.sub(r"^.*\.(mu|nu)", r"\1", jax.tree_util.keystr(path)): as_raw(x)
