@@ -1,7 +1,7 @@
 """Checks that what "tensor" adds up over devices are sums over split features.
 
 The product with split rows leaves each device a partial sum. What is added to it before
-these are summed (a residual, a bias) counts once a device, and functions of it are wrong.
+these are summed (a residual, a bias) counts once a device, and functions are wrong, too.
 """
 
 import warnings
@@ -18,8 +18,8 @@ from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
 from jshard.unit.dataflow import dependencies, through, union
 
-# Kinds of arrays: computed without split weights; a split weight; a device's features or
-# random numbers; sums over these. Zeros, and integers that all have alike, are 0.
+# Kinds of arrays: computed without split weights; a split weight; a device's features
+# or random numbers; sums over these. Zeros, and integers that all have alike, are 0.
 WHOLE, WEIGHT, FEATURES, PARTIAL = 1, 2, 4, 8
 # What primitives are: linear in all operands together, or in one of them, or in none.
 _SUMS = set(
@@ -40,7 +40,7 @@ _CALLS = {*CALLS, "checkpoint", "cond", "scan", "while"}
 
 
 def check_partial_sums(jaxpr: core.Jaxpr, places: Sequence[Placement]) -> None:
-    """Raises UserError for changed sums; ``places`` are of the weights, first inputs."""
+    """Raises UserError for changed sums; ``places`` are of weights, its first inputs."""
     kinds = [WHOLE if is_float(x.aval) else 0 for x in jaxpr.invars]
     for i, place in enumerate(places):
         split = any(axis == TENSOR for _, axis in place.splits)
