@@ -1,7 +1,7 @@
 """Checks that what "tensor" adds up over devices are sums over split features.
 
 The product with split rows leaves each device a partial sum. What is added to it before
-these are summed (a residual, a bias) counts once a device, and functions are wrong, too.
+these are summed (a residual, a bias) counts once a device; functions of it are wrong, too.
 """
 
 import warnings
@@ -40,7 +40,7 @@ _CALLS = {*CALLS, "checkpoint", "cond", "scan", "while"}
 
 
 def check_partial_sums(jaxpr: core.Jaxpr, places: Sequence[Placement]) -> None:
-    """Raises UserError for changed sums; ``places`` are of weights, its first inputs."""
+    """Raises UserError for a changed sum; ``places`` are of the first inputs."""
     kinds = [WHOLE if is_float(x.aval) else 0 for x in jaxpr.invars]
     for i, place in enumerate(places):
         split = any(axis == TENSOR for _, axis in place.splits)
