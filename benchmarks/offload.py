@@ -131,7 +131,8 @@ def trace_step(config: GPTConfig, mesh: Any, offload: Any, batch: int) -> Any:
     state = fsdp.abstract_state(lambda rngs: GPT(config, rngs=rngs), optimizer)
     if offload == "host":
         policy = jshard.Policy()
-        given = (jax.tree.map(_on_device, state.params), state.step, None)
+        loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=state.step.sharding)
+        given = (jax.tree.map(_on_device, state.params), loss, state.step, None)
 
         @functools.partial(jax.jit, donate_argnums=0)
         def run(moving: Any, given: Any) -> Any:

@@ -35,38 +35,37 @@ class Room(NamedTuple):
 
 ROOMS = {
     "commands": Room(
-        12, 0, 420, "parse, build, run: python -m jshard.NAME",
+        9, 0, 510, "parse, build, run: python -m jshard.NAME",
         "train launch inspect export tokenize generate perplexity __main__",
     ),
-    "plan": Room(10, 0, 700, "compile for absent GPUs"),
     "surface": Room(
-        11, 440, 860, "the public names",
-        "__init__ functional linen safetensors_read testing",
+        9, 525, 720, "the public names", "__init__ functional linen testing"
     ),
-    "training": Room(9, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
+    "plan": Room(9, 735, 860, "for absent GPUs"),
+    "training": Room(8, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
+    "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
+    "generation": Room(7, 260, 450, "decoding, sampling"),
     "start-up note": Room(
         7, 480, 700, "a step's counts, in words", "plan/start_up"
     ),
-    "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
-    "fsdp": Room(6, 260, 640, "mesh and policy to states and jitted steps"),
-    "generation": Room(7, 260, 450, "decoding, sampling"),
-    "nn": Room(5, 0, 230, "losses, attention, dropout"),
-    "optim": Room(5, 470, 640, "the update of the shards"),
-    "unit": Room(4, 260, 450, "gather, compute, drop"),
-    "collectives": Room(3, 0, 450, "gather, scatter, reduce"),
-    "cpu": Room(3, 470, 640, "order and pace on CPUs"),
+    "fsdp": Room(6, 260, 706, "mesh and policy to states and jitted steps"),
+    "nn": Room(5, 0, 450, "losses, attention, dropout"),
+    "optim": Room(5, 470, 620, "the update of the shards"),
+    "unit": Room(4, 120, 450, "gather, compute, drop"),
+    "cpu": Room(4, 634, 706, "order, pace"),
+    "collectives": Room(3, 120, 450, "gather, scatter, reduce"),
     "layout": Room(
-        2, 0, 640, "where every array lives: specs, memory kinds, values",
+        2, 120, 560, "where every array lives: specs, memory kinds, values",
         "layout parallel/splits",
     ),
-    "parallel": Room(1, 720, 860, "context, tensor, expert"),
     "distributed": Room(3, 720, 860, "jobs, heartbeat"),
-    "compat": Room(1, 0, 700, "private and versioned calls of JAX and Orbax"),
-    "cli": Room(2, 660, 860, "errors in one line, quiet imports"),
+    "cli": Room(2, 720, 860, "one-line errors"),
+    "compat": Room(1, 120, 860, "private and versioned calls of JAX and Orbax"),
+    "parallel": Room(1, 0, 100, "its axes"),
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
         "errors formatting knob version "
-        "fsdp/mesh fsdp/activations fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
+        "fsdp/activations fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
     ),
 }  # fmt: skip
 
@@ -171,7 +170,7 @@ def _ends(source: Room, target: Room) -> tuple[int, int]:
 
 
 def _shown(path: str) -> str:
-    return f"{path}/" if (REPOSITORY / "jshard" / path).is_dir() else f"{path}.py"
+    return f"{path}/" if (REPOSITORY / "jshard" / path).is_dir() else path
 
 
 def svg(found: list[Import]) -> str:

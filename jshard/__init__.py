@@ -27,7 +27,6 @@ from jshard.version import __version__
 
 if TYPE_CHECKING:
     from jshard import linen as linen
-    from jshard import plan as plan
     from jshard import training as training
     from jshard.checkpoint.checkpointer import Checkpointer
     from jshard.generation.generator import generate
@@ -43,7 +42,7 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _LAZY:
             return getattr(importlib.import_module(_LAZY[name]), name)
-        if name in ("linen", "plan", "training"):
+        if name in ("linen", "training"):
             return importlib.import_module(f"jshard.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

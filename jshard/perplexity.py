@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jshard
 from jshard.cli.command import (
     ArgumentParser,
     file_path,
@@ -18,7 +17,10 @@ from jshard.cli.command import (
 )
 from jshard.cli.terminal import show
 from jshard.errors import UserError
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.state import TrainState
 from jshard.generation.prompts import context_length, is_encoder_decoder
+from jshard.nn.loss import Mean
 from jshard.training.model_command import model_parser, started
 
 
@@ -94,8 +96,8 @@ def _parser() -> ArgumentParser:
 
 
 def mean_nats(
-    fsdp: jshard.FSDP,
-    state: jshard.TrainState,
+    fsdp: FSDP,
+    state: TrainState,
     tokens: np.ndarray,
     context: int,
     stride: int,
@@ -147,13 +149,13 @@ def _batches(
         yield {name: np.stack([row[name] for row in batch]) for name in empty}
 
 
-def _loss(model: Any, batch: dict[str, jax.Array]) -> jshard.Mean:
+def _loss(model: Any, batch: dict[str, jax.Array]) -> Mean:
     # Not model.loss: a mixture of experts adds other terms to it.
     logits_BTV = model(batch["inputs"])
     log_p_BTV = jax.nn.log_softmax(logits_BTV)
     log_p_BT = jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], -1)[..., 0]
     weights_BT = batch["weights"]
-    return jshard.Mean(-jnp.sum(log_p_BT * weights_BT), jnp.sum(weights_BT))
+    return Mean(-jnp.sum(log_p_BT * weights_BT), jnp.sum(weights_BT))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import pydoc
 import re
 from pathlib import Path
 
@@ -44,6 +45,20 @@ def test_a_new_field_is_a_key_checked_and_explained():
         message = f"policy.patience: {bad!r} must be a number of steps, at least 1"
         with pytest.raises(jshard.UserError, match=re.escape(message)):
             LargerPolicy(patience=bad)  # pyright: ignore[reportArgumentType]
+
+
+def test_help_explains_every_field_of_a_policy_with_its_values_and_default():
+    text = " ".join(
+        pydoc.plain(pydoc.render_doc(jshard.Policy)).replace("|", "").split()
+    )
+    for name, declared in knobs(jshard.Policy).items():
+        default = declared.default if declared.default != () else "none"
+        entry = f"{name}: {declared.help}. {declared.more}"
+        entry += f" Possible: {declared.possible()}. Default: {default}."
+        assert declared.more.endswith("."), name
+        assert " ".join(entry.split()) in text
+    for name in ("accumulate", "loss_scale", "ema_decay"):
+        assert f"``{name}``" in text, "why it is a field"
 
 
 def test_every_field_of_a_policy_is_a_key_of_the_config_and_nothing_else_is():

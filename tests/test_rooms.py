@@ -1,12 +1,51 @@
-"""The rooms of jshard/: imports go down, and docs/rooms.svg shows today's."""
+"""The rooms of jshard/: imports go down, sizes are held, the picture is today's."""
 
+import ast
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "rooms.py"
 ROOMS = runpy.run_path(str(SCRIPT))
+PACKAGE = SCRIPT.parents[1] / "jshard"
+
+# What a reader takes in. A room may become smaller on its own; to let it grow is a
+# decision, made here. Lines of Python, blank ones and comments included.
+MOST_LINES = {
+    "commands": 1150,
+    "surface": 500,
+    "plan": 4950,
+    "training": 11150,
+    "checkpoint": 2950,
+    "generation": 900,
+    "start-up note": 350,
+    "fsdp": 1350,
+    "nn": 1350,
+    "optim": 1150,
+    "unit": 2850,
+    "cpu": 400,
+    "collectives": 500,
+    "layout": 1250,
+    "distributed": 1750,
+    "cli": 450,
+    "compat": 900,
+    "parallel": 700,
+    "ground": 1400,
+}
+MOST_CLASSES_IN_UNIT = 7
+MOST_FLOORS = 10
+LONGEST_FILE = 350
+# Files that are longer, with their lines: each may only shrink, and none may join them.
+LONGER = {
+    "checkpoint/checkpointer.py": 393,
+    "cpu/order.py": 356,
+    "plan/cost/cost.py": 364,
+    "plan/hlo/hlo.py": 351,
+    "training/data/corpus.py": 383,
+    "unit/modules.py": 403,
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +98,51 @@ def test_a_new_file_needs_a_room(tmp_path):
     (tmp_path / "jshard" / "__init__.py").write_text("")
     with pytest.raises(KeyError, match=r"jshard\.utils is in no room"):
         ROOMS["imports"](tmp_path)
+
+
+def lines_of_files() -> dict[str, int]:
+    return {
+        str(path.relative_to(PACKAGE)): len(path.read_text().splitlines())
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def lines_of_rooms(files: dict[str, int]) -> Counter[str]:
+    lines: Counter[str] = Counter()
+    for file, number in files.items():
+        module = ".".join(("jshard", *Path(file).with_suffix("").parts))
+        lines[ROOMS["_room"](module.removesuffix(".__init__"))] += number
+    return lines
+
+
+def longer_than_held(files: dict[str, int]) -> dict[str, int]:
+    return {f: n for f, n in files.items() if n > LONGER.get(f, LONGEST_FILE)}
+
+
+def test_no_room_has_more_lines_than_it_is_given():
+    lines = lines_of_rooms(lines_of_files())
+    assert {*lines} == {*ROOMS["ROOMS"]} == {*MOST_LINES}
+    assert {room: n for room, n in lines.items() if n > MOST_LINES[room]} == {}
+
+
+def test_no_file_is_too_long_but_those_that_may_only_shrink():
+    files = lines_of_files()
+    assert longer_than_held(files) == {}
+    short = {file for file in LONGER if files.get(file, 0) <= LONGEST_FILE}
+    assert not short, "leave these out of LONGER"
+    assert longer_than_held({"unit/new.py": 351}) == {"unit/new.py": 351}
+
+
+def test_the_algorithm_has_few_classes():
+    classes = [
+        node.name
+        for path in (PACKAGE / "unit").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert "Stack" in classes
+    assert len(classes) <= MOST_CLASSES_IN_UNIT, classes
+
+
+def test_there_are_at_most_ten_floors():
+    assert len({room.floor for room in ROOMS["ROOMS"].values()}) <= MOST_FLOORS

@@ -43,11 +43,6 @@ def read_by(eqns: Iterable[Any]) -> set[Any]:
     return {v for eqn in eqns for v in variables(eqn.invars)}
 
 
-def made_by(eqns: Iterable[Any]) -> set[Any]:
-    """Returns the variables that the equations define."""
-    return {v for eqn in eqns for v in eqn.outvars}
-
-
 def find(jaxpr: core.Jaxpr, names: set[str]) -> Any:
     """Returns the first equation of one of these primitives, nested or not, or None."""
     found = (_find_in(eqn, names) for eqn in jaxpr.eqns)

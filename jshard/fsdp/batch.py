@@ -29,7 +29,7 @@ def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:
     check_batch(local_batch, mesh, parts=parts, whole=whole)
 
     def put(x: Any, spec: PartitionSpec) -> jax.Array:
-        if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = put(jax.random.key_data(x), spec)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         x, sharding = np.asarray(x), NamedSharding(mesh, spec)

@@ -79,11 +79,12 @@ class Precision:
         choices=("float8",),
         more="Weights and activations are float8_e4m3fn, and gradients of outputs "
         "float8_e5m2, each tensor with one scale; sums are in float32. These "
-        "weights are gathered in float8, whatever ``gather`` is. Embeddings, heads, "
-        "norms and the root keep ``compute``, and so do weights that are not only "
-        "multiplied with, whose smaller side is below 128 or a 16th of the larger "
-        "(routers), or whose sides are not multiples of 16. CPUs emulate the same "
-        "numbers.",
+        "weights are gathered in float8, whatever ``gather`` is: the kernels of "
+        "``nnx.Linear``, ``LinearGeneral`` and ``Einsum`` in layers, and parameters "
+        "for ``jshard.nn.matmul``. Embeddings, heads, norms and the root keep "
+        "``compute``, and so do weights whose smaller side is below 128 or a 16th of "
+        "the larger (routers), or whose sides are not multiples of 16. CPUs emulate "
+        "the same numbers.",
     )
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from jax import lax
 from jshard.layout.layers import layer_dims
 from jshard.layout.specs import follow
 from jshard.layout.variables import is_variable
-from jshard.optim.per_layer import layers_here
+from jshard.optim.per_layer import first_layer, layers_here
 
 Key: TypeAlias = tuple[jax.Array, jax.Array]  # two words of 32 bits
 
@@ -76,7 +76,7 @@ def bf16_moments(
         def narrow(name: str, depth: int, x: jax.Array) -> jax.Array:
             words = (zlib.crc32(name.encode()), *layers_here())
             own = functools.reduce(fold, words, key)
-            return round_to_bf16(x, random_bits(own, x.shape, depth))
+            return round_to_bf16(x, random_bits(own, x.shape, depth, first_layer()))
 
         inner = _map_moments(narrow, inner, updates)
         return new_updates, Bf16MomentsState(state.step + 1, inner)
@@ -105,7 +105,9 @@ def round_to_bf16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.bfloat16(jnp.nan), rounded)
 
 
-def random_bits(key: Key, shape: tuple[int, ...], layer_dims: int = 0) -> jax.Array:
+def random_bits(
+    key: Key, shape: tuple[int, ...], layer_dims: int = 0, first: Any = 0
+) -> jax.Array:
     """Returns uniform uint16 bits, a hash of the key and each element's position.
 
     They are counter-based (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1,
@@ -117,9 +119,11 @@ def random_bits(key: Key, shape: tuple[int, ...], layer_dims: int = 0) -> jax.Ar
       shape: the shape of the result, layer dimensions first.
       layer_dims: number of layer dimensions; a layer's bits are those of ``fold(key,
         layer)`` and its own shape.
+      first: the layer that the first along dimension 0 is.
     """
     for dim in range(layer_dims):
-        key = fold(key, _positions(shape, dim))
+        start = jnp.uint32(0 if dim else first)
+        key = fold(key, start + _positions(shape, dim))
     first, second = key
     index = jnp.uint32(0)
     for dim in range(layer_dims, len(shape)):

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jshard.layout.memory_kinds import on_device, on_host
 
-Arrays = list[Any]  # with None for absent ones
+Arrays = list[jax.Array]
 
 
 def layer_at(x: jax.Array, index: Any) -> jax.Array:
@@ -40,25 +41,21 @@ def to_host(x: jax.Array) -> jax.Array:
 
 def stream_layers(
     fn: Callable[[Any, Arrays, Arrays], tuple[Arrays, Arrays]],
-    length: int,
     hosts: Sequence[jax.Array],
-    reads: Sequence[bool],
     stacks: Arrays,
 ) -> tuple[Arrays, Arrays]:
     """Applies ``fn`` to one layer after another of arrays in host memory.
 
     Args:
       fn: ``fn(index, fetched, stacks) -> (results, stacks)``. ``fetched`` and
-        ``results`` hold layer ``index`` of each host array, (1, ...), or None for those
-        that ``fn`` does not read or write.
-      length: number of layers L.
+        ``results`` hold layer ``index`` of each host array, (1, ...).
       hosts: arrays in host memory, (L, ...) each.
-      reads: which of them ``fn`` reads.
       stacks: arrays on the device that are passed from layer to layer.
 
     Returns:
       ``hosts`` and ``stacks`` after the last layer.
     """
+    length = hosts[0].shape[0]
     order = sorted(range(len(hosts)), key=lambda i: -hosts[i].nbytes)
     pairs = [order[i : i + 2] for i in range(0, len(order), 2)]
 
@@ -72,34 +69,29 @@ def stream_layers(
         """Fetches layer ``index`` and stores the results of the one before."""
         slots = [[None, *arrays] for arrays in zip(hosts, results, strict=True)]
         for pair, following in itertools.pairwise([*pairs, []]):
-            for position, i in enumerate(pair):
+            for i in pair:
                 fetched, host, result = slots[i]
-                if reads[i] and position == 0:
+                if i == pair[0]:
                     fetched, host = lax.optimization_barrier((fetch(host, index), host))
-                if result is not None:
-                    host = store(host, result, index - 1)
-                if reads[i] and position == 1:
+                host = store(host, result, index - 1)
+                if i != pair[0]:
                     fetched = fetch(host, index)
                 slots[i] = [fetched, host, result]
             # Without an order among pairs XLA starts many transfers in one direction
             # and waits for them before it starts one in the other.
             together = [*pair, *following]
-            columns = zip(*(slots[i] for i in together), strict=True)
-            passed = lax.optimization_barrier(list(columns))
-            for i, *slot in zip(together, *passed, strict=True):
+            passed = lax.optimization_barrier([slots[i] for i in together])
+            for i, slot in zip(together, passed, strict=True):
                 slots[i] = slot
         return [slot[0] for slot in slots], [slot[1] for slot in slots]
 
-    def body(index: Any, carry: tuple) -> tuple:
+    def body(carry: tuple, index: Any) -> tuple[tuple, None]:
         hosts, results, stacks = carry
         fetched, hosts = exchange(index, hosts, results)
-        return (hosts, *fn(index, fetched, stacks))
+        return (hosts, *fn(index, fetched, stacks)), None
 
-    first = [fetch(x, 0) if r else None for x, r in zip(hosts, reads, strict=True)]
-    carry = (list(hosts), *fn(0, first, stacks))
-    hosts, results, stacks = lax.fori_loop(1, length, body, carry)
-    hosts = [
-        x if result is None else store(x, result, length - 1)
-        for x, result in zip(hosts, results, strict=True)
-    ]
-    return hosts, stacks
+    first = fn(0, [fetch(x, 0) for x in hosts], stacks)
+    carry, _ = lax.scan(body, (list(hosts), *first), jnp.arange(1, length))
+    hosts, results, stacks = carry
+    last = zip(hosts, results, strict=True)
+    return [store(x, result, length - 1) for x, result in last], stacks

@@ -19,10 +19,12 @@ from jax.sharding import Mesh
 from jshard.fsdp.policy import Policy
 from jshard.layout.layers import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
-from jshard.optim.whole_layers import map_layers
+from jshard.optim.reach import Reach, reach
+from jshard.optim.whole_layers import map_whole_layers
 
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 _layers = ContextVar[tuple[Any, ...]]("layers", default=())
+_first = ContextVar[Any]("first", default=0)
 
 
 @contextlib.contextmanager
@@ -46,6 +48,16 @@ def layers_here() -> tuple[Any, ...]:
     return _layers.get()
 
 
+def at_layer(index: Any) -> contextlib.AbstractContextManager[None]:
+    """Says that Stacks are cut to layer ``index`` while an update is traced."""
+    return _set(_first, index)
+
+
+def first_layer() -> Any:
+    """Returns the index of the first layer that a Stack's arrays hold."""
+    return _first.get()
+
+
 class PerLayerState(NamedTuple):
     """State of ``per_layer``.
 
@@ -60,7 +72,7 @@ class PerLayerState(NamedTuple):
 
 
 def per_layer(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation, *, whole: bool | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Applies ``tx`` to every layer of a Stack separately, and once to all else.
 
@@ -69,18 +81,22 @@ def per_layer(
     model stays outside: ``optax.chain(optax.clip_by_global_norm(1.0),
     jshard.optim.per_layer(muon(1e-3)))``.
 
-    Updates that are elementwise, apart from reductions, are mapped over all layers at
-    once. For updates that multiply matrices, an all-to-all gives each device complete
-    matrices, and another returns the shards of the result: no matrix is gathered, no
-    work is done twice, and few full matrices are in memory.
+    What is known to compute with single numbers and with norms or means of a tensor
+    (Adam, LAMB, Adafactor and the like of optax) runs on shards, for all layers at
+    once. For all else an all-to-all gives each device complete layers, and another
+    returns the shards of the result: no matrix is gathered, no work is done twice, and
+    a device holds one complete layer at a time.
 
     Every Stack has its own state: a transformation that looks across parameters
     (``optax.clip_by_global_norm``, say) sees those of one layer of one Stack.
 
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
+      whole: whether ``tx`` needs complete tensors, to multiply matrices, say. If None,
+        it does unless all its parts are optax's own and known not to.
     """
     tx = optax.with_extra_args_support(tx)
+    complete = reach(tx.update) > Reach.TENSOR if whole is None else whole
 
     def init(params: Any) -> PerLayerState:
         stacked = {
@@ -93,13 +109,12 @@ def per_layer(
         of = lambda name: (_of_stack(updates, name), _of_stack(params, name))
         grads, values = of(None)
         new, rest = tx.update(grads, state.rest, values, **extra)
-        stacked = {}
+        stacked = dict(state.stacked)
         for name, inner in _stacks(updates, tx):
             grads, values = of(name)
             update_layer = functools.partial(inner.update, **extra)
-            layers, stacked[name] = _update_layers(
-                update_layer, grads, state.stacked[name], values
-            )
+            args = (grads, state.stacked[name], values)
+            layers, stacked[name] = _update_layers(update_layer, args, whole=complete)
             new = _merge(new, layers, name, updates)
         return new, PerLayerState(rest, stacked)
 
@@ -134,7 +149,7 @@ def _stacks(tree: Any, tx: optax.GradientTransformationExtraArgs) -> Iterator[tu
     named = [(_stack(path, leaf), leaf) for path, leaf in leaves]
     for name in sorted({name for name, _ in named if name is not None}):
         nested = any(layer_dims(leaf) > 1 for stack, leaf in named if stack == name)
-        yield name, per_layer(tx) if nested else tx
+        yield name, per_layer(tx, whole=False) if nested else tx
 
 
 def _merge(into: Any, new: Any, name: str, like: Any) -> Any:
@@ -147,18 +162,18 @@ def _merge(into: Any, new: Any, name: str, like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(pick, like, into, new, is_leaf=is_variable)
 
 
-def _update_layers(update: Callable, updates: Any, state: Any, params: Any) -> Any:
+def _update_layers(update: Callable, args: tuple, *, whole: bool) -> Any:
     """Maps ``update`` over (L, ...) leaves; returns the new updates and state."""
 
     def one_layer(index: jax.Array, *args: Any) -> Any:
-        with _set(_layers, (*_layers.get(), index)):
+        with _set(_layers, (*_layers.get(), index)), at_layer(0):
             return update(*args)
 
-    length = jax.tree.leaves(updates)[0].shape[0]
-    args = (jnp.arange(length), updates, state, params)
+    length = jax.tree.leaves(args)[0].shape[0]
+    args = (first_layer() + jnp.arange(length), *args)
     sharding = _sharding.get()
-    if sharding is None:
+    if sharding is None or not whole:
         return jax.vmap(one_layer)(*args)
     mesh, policy = sharding
     with sharded_update(None, policy):  # Stacks inside a layer are not sharded
-        return map_layers(one_layer, args, mesh, policy.min_shard_elements)
+        return map_whole_layers(one_layer, args, mesh, policy.min_shard_elements)

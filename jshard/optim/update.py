@@ -1,7 +1,8 @@
 """The end of a step: updates the optimizer's state, the parameters and the averages."""
 
 import dataclasses
-import itertools
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,10 +18,18 @@ from jshard.fsdp.scopes import UPDATE
 from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
-from jshard.layout.specs import follow
+from jshard.layout.memory_kinds import on_device, on_host
 from jshard.layout.variables import is_variable
 from jshard.optim import ema, loss_scale
 from jshard.optim.per_layer import sharded_update
+from jshard.optim.reach import (
+    Reach,
+    across_layers,
+    check_masks,
+    is_chain,
+    reach,
+    split,
+)
 from jshard.optim.streamed_update import streamed_update
 
 # (parameters, optimizer's state, averages or None)
@@ -109,45 +118,72 @@ def update(
     Arrays in host memory (``Policy.offload``) are streamed through the update.
 
     Raises:
-      UserError: arrays are in host memory, and the optimizer does not treat layers
-        independently.
+      UserError: arrays are in host memory, and the optimizer is not known to treat
+        layers independently.
     """
-
-    def run(moving: Moving, given: Given) -> Moving:
-        params, opt_state, averages = moving
-        grads, loss, steps, finite = given
-        with sharded_update(mesh, policy):
-            updates = grads, opt_state, for_update(params)
-            updates, opt_state = _update_with(optimizer, loss, *updates)
-        params = optax.apply_updates(params, updates)
-        if averages is not None:
-            assert policy.ema_decay is not None  # see check_state
-            averages = ema.update(averages, params, policy.ema_decay, steps)
-        new = (params, opt_state, averages)
-        return new if finite is None else loss_scale.select(finite, new, moving)
-
+    run = functools.partial(_run, mesh, policy)
+    whole = optax.with_extra_args_support(optimizer).update
     if policy.offload is None:
-        return run(moving, given)
-    params, _, averages = moving
-    layer = _one_layer(params)
-    opt_state = jax.eval_shape(lambda layer: optimizer.init(for_update(layer)), layer)
-    cut = (layer, opt_state, averages and jax.eval_shape(ema.start, layer))
-    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
-    leaves = jax.tree_util.tree_leaves_with_path(moving)
-    owners = list(itertools.starmap(follow(params, names), leaves))
-    return streamed_update(run, moving, given, (cut, _one_layer(given)), owners)
+        return run(whole, moving, given)
+    params, opt_state, averages = moving
+    grads, loss, steps, finite = given
+    front, layered = split(whole)
+    states, number = _states(optimizer, opt_state), len(front)
+    if any(map(on_host, jax.tree.leaves(states[:number]))):
+        raise UserError(
+            f"policy.offload: {across_layers(front[-1])} in the optimizer is not known "
+            "to treat the layers of a Stack independently, so no state of it or before "
+            "it can be updated a layer at a time; clip first and put what follows in "
+            "per_layer, which gives it one layer's tensors, as in "
+            "optax.chain(optax.clip_by_global_norm(1.0), "
+            "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
+        )
+    wide = for_update(jax.tree.map(on_device, params))
+    grads, first = _call(_chained(front), loss, grads, states[:number], wide)
+    if finite is not None:
+        first = loss_scale.select(finite, first, states[:number])
+
+    check_masks(layered, params, _with_layers(params, lambda _: 1))
+    moving, given = (params, states[number:], averages), (grads, loss, steps, finite)
+    deeper = _with_layers((params, given, averages), lambda length: length + 1)
+    opt_state = jax.eval_shape(lambda p: optimizer.init(for_update(p)), deeper[0])
+    params, last, averages = streamed_update(
+        functools.partial(run, _chained(layered)),
+        moving,
+        given,
+        ((deeper[0], _states(optimizer, opt_state)[number:], deeper[2]), deeper[1]),
+        params,
+        separate=max(map(reach, layered), default=Reach.NUMBER) <= Reach.TENSOR,
+    )
+    states = (*first, *last)
+    return params, states if is_chain(optimizer.update) else states[0], averages
 
 
-def _update_with(optimizer: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
-    """Calls ``optimizer.update``, with ``value=loss`` where it takes more arguments.
+def _run(
+    mesh: Mesh, policy: Policy, transform: Any, moving: Moving, given: Given
+) -> Moving:
+    """Updates what is ``moving`` by ``transform(gradients, state, parameters)``."""
+    params, opt_state, averages = moving
+    grads, loss, steps, finite = given
+    with sharded_update(mesh, policy):
+        updates = grads, opt_state, for_update(params)
+        updates, opt_state = _call(transform, loss, *updates)
+    params = optax.apply_updates(params, updates)
+    if averages is not None:
+        assert policy.ema_decay is not None  # see check_state
+        averages = ema.update(averages, params, policy.ema_decay, steps)
+    new = (params, opt_state, averages)
+    return new if finite is None else loss_scale.select(finite, new, moving)
+
+
+def _call(transform: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
+    """Calls an optimizer's update with ``value=loss``.
 
     Raises:
       UserError: it needs arguments that a step does not have.
     """
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return optimizer.update(*args)
     try:
-        return optimizer.update(*args, value=loss)
+        return transform(*args, value=loss)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -157,14 +193,35 @@ def _update_with(optimizer: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]
         ) from error
 
 
-def _one_layer(tree: Any) -> Any:
-    """Returns an abstract tree with the arrays of each Stack cut to one layer."""
+def _states(optimizer: optax.GradientTransformation, opt_state: Any) -> tuple:
+    """Returns the state of each stage of a chain."""
+    return opt_state if is_chain(optimizer.update) else (opt_state,)
 
-    def cut(x: Any) -> Any:
+
+def _chained(stages: list[Any]) -> Any:
+    """Returns the update of a chain, from those of its stages."""
+
+    def transform(
+        updates: Any, states: tuple, params: Any, **extra: Any
+    ) -> tuple[Any, tuple]:
+        new = []
+        for stage, state in zip(stages, states, strict=True):
+            updates, after = stage(updates, state, params, **extra)
+            new.append(after)
+        return updates, tuple(new)
+
+    return transform
+
+
+def _with_layers(tree: Any, number: Callable[[int], int]) -> Any:
+    """Returns an abstract tree with another number of layers in each Stack."""
+
+    def abstract(x: Any) -> Any:
         if not is_variable(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        value = x.get_value()
-        shape = (1, *value.shape[1:]) if layer_dims(x) else value.shape
-        return x.copy(jax.ShapeDtypeStruct(shape, value.dtype))
+        shape, dtype = x.get_value().shape, x.get_value().dtype
+        if layer_dims(x):
+            shape = (number(shape[0]), *shape[1:])
+        return x.copy(jax.ShapeDtypeStruct(shape, dtype))
 
-    return jax.tree.map(cut, tree, is_leaf=is_variable)
+    return jax.tree.map(abstract, tree, is_leaf=is_variable)

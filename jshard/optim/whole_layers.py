@@ -1,133 +1,45 @@
 """Maps the update of one layer over a stack of layers, sharded over the devices.
 
-Operations that are elementwise or reduce are mapped directly, and the partitioner keeps
-them on shards. Operations that multiply or decompose matrices, and all between them,
-run on complete layers: an all-to-all gives each device one of every n layers, another
-returns the shards. No matrix is gathered, no work is done twice, and a device holds one
-full matrix at a time.
+An all-to-all gives each device one of every n layers, complete, and another returns the
+shards of the results. No matrix is gathered, no work is done twice, and a device holds
+one complete layer at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from jshard.compat.jaxprs import evaluate, find, has, made_by, read_by, variables
 from jshard.fsdp.mesh import axes_of, shard_axes, shards_of
 from jshard.layout.specs import shard_dim
 
-# Operations that need a complete matrix.
-_PRODUCTS = {"dot_general", "svd", "qr", "eigh", "cholesky", "householder_product"}
-# Cheap on a complete layer; on shards it would move the dimension that is sharded.
-_WHOLE = _PRODUCTS | {"transpose"}
 
-
-def map_layers(
+def map_whole_layers(
     fn: Callable[..., Any], args: tuple, mesh: Mesh, min_elements: int
 ) -> Any:
     """Computes ``jax.vmap(fn)(*args)`` of pytrees of global arrays, (L, ...) each.
 
-    Arrays with fewer than ``min_elements`` a layer are replicated.
+    Runs n complete layers at a time, each on its own device. Arrays with fewer than
+    ``min_elements`` a layer are replicated.
     """
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
-    closed, result = jax.make_jaxpr(fn, return_shape=True)(*layer)
-    jaxpr, leaves = closed.jaxpr, jax.tree.leaves(args)
-    if shards_of(mesh) == 1 or find(jaxpr, _PRODUCTS) is None:
-        return jax.vmap(fn)(*args)
-
-    before, whole, after = _split(jaxpr)
-    env = dict(zip(jaxpr.invars, leaves, strict=True))  # (L, ...) each
-
-    def run(eqns: list[Any], outputs: Sequence[Any], complete: bool) -> list[Any]:
-        """Runs ``eqns`` for all layers; returns ``outputs``, (L, ...) each."""
-        reads = {*read_by(eqns), *variables(outputs)}
-        names = [v for v in env if v in reads]
-
-        def one_layer(values: list[Any], consts: list[Any]) -> list[Any]:
-            inner = dict(zip(names, values, strict=True))
-            inner |= zip(jaxpr.constvars, consts, strict=True)
-            return evaluate(eqns, inner, outputs)
-
-        values = [env[v] for v in names]
-        if complete:
-            return _in_rounds(one_layer, values, closed.consts, mesh, min_elements)
-        mapped = jax.vmap(one_layer, (0, None), axis_size=leaves[0].shape[0])
-        return mapped(values, closed.consts)
-
-    later = set(variables(jaxpr.outvars)).union(read_by(after), *map(read_by, whole))
-    for eqns in (before, *whole):
-        made = [v for eqn in eqns for v in eqn.outvars if v in later]
-        env |= zip(made, run(eqns, made, eqns is not before), strict=True)
-    outputs = run(after, jaxpr.outvars, False)
-    return jax.tree.unflatten(jax.tree.structure(result), outputs)
-
-
-def _split(jaxpr: core.Jaxpr) -> tuple[list[Any], list[list[Any]], list[Any]]:
-    """Splits equations: before those that need complete layers, those, and after.
-
-    Those are in independent parts, so that a device has one full matrix at a time.
-    """
-    fed: set[Any] = set()  # variables that depend on an operation on complete layers
-    for eqn in jaxpr.eqns:
-        if has(eqn, _WHOLE) or fed.intersection(variables(eqn.invars)):
-            fed.update(eqn.outvars)
-    feeds: set[Any] = set()  # variables that such an operation depends on
-    before, whole, after = [], [], []
-    for eqn in reversed(jaxpr.eqns):
-        needed = has(eqn, _WHOLE) or not feeds.isdisjoint(eqn.outvars)
-        if needed:
-            feeds.update(variables(eqn.invars))
-        depends = not fed.isdisjoint(eqn.outvars)
-        (whole if needed and depends else after if depends else before).append(eqn)
-    before = before[::-1]
-    return before, [_with(p, before) for p in _parts(whole[::-1])], after[::-1]
-
-
-def _parts(eqns: list[Any]) -> list[list[Any]]:
-    """Groups equations so that no group reads another's results."""
-    parts: list[dict[int, Any]] = []
-    for index, eqn in enumerate(eqns):
-        reads = set(variables(eqn.invars))
-        joined = {index: eqn}
-        for part in [p for p in parts if reads & made_by(p.values())]:
-            parts.remove(part)
-            joined |= part
-        parts.append(joined)
-    return [[part[i] for i in sorted(part)] for part in parts]
-
-
-def _with(part: list[Any], before: list[Any]) -> list[Any]:
-    """Adds what follows from values that ``part`` moves anyway (1.5 x beside x)."""
-    moved = read_by(part)
-    again = [
-        eqn
-        for eqn in before
-        if moved.issuperset(variables(eqn.invars)) and moved.intersection(eqn.outvars)
-    ]
-    return again + part
-
-
-def _in_rounds(
-    fn: Callable[[list, list], list],
-    values: list[jax.Array],
-    consts: list[jax.Array],
-    mesh: Mesh,
-    min_elements: int,
-) -> list[jax.Array]:
-    """Applies ``fn`` to n complete layers at a time, each on its own device."""
     shards = shards_of(mesh)
-    length = values[0].shape[0]
+    if shards == 1:
+        return jax.vmap(fn)(*args)
+    length = jax.tree.leaves(args)[0].shape[0]
     rounds = -(-length // shards)
 
     def dims(arrays: Any) -> list[int | None]:
-        return [shard_dim(x.shape, shards, min_elements=min_elements) for x in arrays]
+        leaves = jax.tree.leaves(arrays)
+        return [shard_dim(x.shape, shards, min_elements=min_elements) for x in leaves]
 
-    layer = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in values]
-    outputs = jax.eval_shape(fn, layer, consts)
+    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
+    outputs = jax.eval_shape(fn, *layer)
+    structure, result = map(jax.tree.structure, (args, outputs))
+    of = jax.tree.leaves
     dims_in, dims_out = dims(layer), dims(outputs)
 
     def to_rounds(x: jax.Array) -> jax.Array:
@@ -135,35 +47,34 @@ def _in_rounds(
         x = jnp.pad(x, padding) if rounds * shards > length else x
         return x.reshape(rounds, shards, *x.shape[1:])
 
-    def local(values: list[jax.Array], consts: list[jax.Array]) -> list[jax.Array]:
-        def one_round(values: list[jax.Array]) -> list[jax.Array]:
-            mine = fn(list(map(_to_owner, values, dims_in)), consts)
-            return list(map(_from_owner, mine, dims_out))
+    def one_round(values: list[jax.Array]) -> list[jax.Array]:
+        mine = structure.unflatten(map(_to_owner, values, dims_in))
+        made = map(jnp.asarray, of(fn(*mine)))
+        return list(map(_from_owner, made, dims_out))
 
-        results = lax.map(one_round, list(map(to_rounds, values)))
-        return [x.reshape(-1, *x.shape[2:])[:length] for x in results]
+    def local(values: list[jax.Array]) -> list[jax.Array]:
+        return lax.map(one_round, list(map(to_rounds, values)))
 
-    # Varying types are not tracked here: replicated results come by all-gather.
-    return jax.shard_map(
+    axes = shard_axes(mesh)
+
+    def spec(leading: int, x: Any, dim: int | None) -> P:
+        """Returns the spec of (..., *x.shape), split at ``dim`` from the end."""
+        return P() if dim is None else P(*[None] * (leading + x.ndim + dim), axes)
+
+    mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(
-            [_spec(x, dim, mesh) for x, dim in zip(layer, dims_in, strict=True)],
-            [PartitionSpec()] * len(consts),
-        ),
+        in_specs=([spec(1, x, d) for x, d in zip(of(layer), dims_in, strict=True)],),
+        # What is not sharded stays with the owner of the layer, dimension 1.
         out_specs=[
-            _spec(x, dim, mesh) for x, dim in zip(outputs, dims_out, strict=True)
+            P(None, axes) if d is None else spec(2, x, d)
+            for x, d in zip(of(outputs), dims_out, strict=True)
         ],
         axis_names=set(axes_of(mesh)),
         check_vma=False,
-    )(values, consts)
-
-
-def _spec(layer: Any, dim: int | None, mesh: Mesh) -> PartitionSpec:
-    """Returns the spec of (L, ...); ``dim`` counts from the end."""
-    if dim is None:
-        return PartitionSpec()
-    return PartitionSpec(*[None] * (layer.ndim + 1 + dim), shard_axes(mesh))
+    )
+    made = mapped(of(args))  # (rounds, shards, ...) each
+    return result.unflatten(x.reshape(-1, *x.shape[2:])[:length] for x in made)
 
 
 def _to_owner(x: jax.Array, dim: int | None) -> jax.Array:
@@ -176,5 +87,5 @@ def _to_owner(x: jax.Array, dim: int | None) -> jax.Array:
 def _from_owner(x: jax.Array, dim: int | None) -> jax.Array:
     """Does the inverse of ``_to_owner``."""
     if dim is None:
-        return lax.all_gather(x, shard_axes())
+        return x[None]
     return lax.all_to_all(x[None], shard_axes(), x.ndim + 1 + dim, 0, tiled=True)

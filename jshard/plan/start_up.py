@@ -225,7 +225,10 @@ def _float8(jaxpr: Any) -> str:
             flops += work
             in_float8 += work if SCOPE in scopes_of(eqn) else 0
     part = in_float8 / flops if flops else 0
-    return f"{part:.0%} of the FLOPs of products with weights"
+    return (
+        f"{part:.0%} of the FLOPs of products with weights: those of layers' "
+        "nnx.Linear, LinearGeneral, Einsum and jshard.nn.matmul"
+    )
 
 
 def _tensor(

@@ -15,7 +15,7 @@ from jax import lax
 from jshard.collectives.quantized import tensor_scale, to_float8
 from jshard.fsdp.mesh import shard_axes
 from jshard.layout.placement import Placement
-from jshard.unit.products import E4M3, dequantized
+from jshard.unit.products import E4M3, Float8
 
 
 def in_float8(
@@ -59,22 +59,10 @@ def in_float8(
         rounded = zip(values, scales, strict=True)
         for i, place in enumerate(places):
             if place.float8:
-                value, scale = next(rounded)
-                dense = dequantized(value, scale.astype(weights[i].dtype))
-                weights[i] = _with_gradient(dense, weights[i])
+                weights[i] = Float8(*next(rounded), weights[i])
         return fn(weights, xs, carry, args)
 
     return decoded, [*shards, *values], [*kept, *places_of_values], [*xs, scales]
-
-
-# Not a sum with zeros: XLA multiplies in float8 what is dequantized and nothing else.
-@jax.custom_vjp
-def _with_gradient(weight: jax.Array, zeros: jax.Array) -> jax.Array:
-    """Returns the weight; ``zeros`` take its gradient."""
-    return weight
-
-
-_with_gradient.defvjp(lambda weight, _: (weight, None), lambda _, grad: (None, grad))
 
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:

@@ -300,11 +300,10 @@ def open_unit(
     rest, static = partition(others)
 
     def module(weights: list, rest: list | None = None) -> nnx.Module:
-        if rest is not None:  # while the unit runs
-            weights = [
-                Float8(weight, shard.name) if shard.place.float8 else weight
-                for weight, shard in zip(weights, shards, strict=True)
-            ]
+        weights = [
+            dataclasses.replace(w, name=s.name) if isinstance(w, Float8) else w
+            for w, s in zip(weights, shards, strict=True)
+        ]
         whole = [v.copy(w) for v, w in zip(owned, weights, strict=True)]
         inner = others if rest is None else combine(rest, static)
         plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)

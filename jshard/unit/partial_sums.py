@@ -1,7 +1,7 @@
 """Checks that what "tensor" adds up over devices are sums over split features.
 
 The product with split rows leaves each device a partial sum. What is added to it before
-these are summed (a residual, a bias) counts once a device; functions of it are wrong, too.
+these are summed (a residual, a bias) counts once a device; functions of it are wrong.
 """
 
 import warnings

@@ -48,24 +48,35 @@ _NARROWEST, _THINNEST = 128, 16
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("dense",), meta_fields=("name",)
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scale", "zeros"),
+    meta_fields=("name",),
 )
 @dataclasses.dataclass(frozen=True)
 class Float8(np.lib.mixins.NDArrayOperatorsMixin):
     """The value of a parameter that products in float8 alone read.
 
     Attributes:
-      dense: the weight in the dtype of the computation, rounded to float8.
+      values: float8_e4m3fn.
+      scale: float32 scalar; the weight is ``values * scale``.
+      zeros: of the same shape, in the dtype of the computation; take its gradient.
       name: the parameter's path.
     """
 
-    dense: jax.Array
-    name: str
+    values: jax.Array
+    scale: jax.Array
+    zeros: jax.Array
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The weight's shape."""
-        return self.dense.shape
+        return self.values.shape
+
+    def dense(self) -> jax.Array:
+        """Returns the weight in the dtype of the computation."""
+        scale = self.scale.astype(self.zeros.dtype)
+        return _with_gradient(_dequantized(self.values, scale), self.zeros)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         module = self.name.rpartition(".")[0]
@@ -152,10 +163,10 @@ def fits(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
     )
 
 
-def _promote_dtype(values: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
+def _promote_dtype(values: Any, **options: Any) -> Any:
     """Flax's own, except that weights in float8 stay what they are."""
     plain = (
-        jnp.zeros((), x.dense.dtype) if isinstance(x, Float8) else x for x in values
+        jnp.zeros((), x.zeros.dtype) if isinstance(x, Float8) else x for x in values
     )
     done = dtypes.promote_dtype(tuple(plain), **options)
     pairs = zip(values, done, strict=True)
@@ -173,7 +184,7 @@ def _einsum(equation: str, x: jax.Array, kernel: Any, **options: Any) -> Any:
 
 def _multiply(dot: Callable[..., Any], x: jax.Array, weight: Any) -> Any:
     if isinstance(weight, Float8):
-        return _product(dot, x, weight.dense)
+        return _product(dot, x, weight.dense())
     return dot(x, weight)
 
 
@@ -186,12 +197,12 @@ def _product(dot: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
 def _forward(dot, x, weight):
     quantized = _quantized(x, E4M3)
     with jax.named_scope(SCOPE):
-        return dot(dequantized(*quantized), weight), (quantized, weight)
+        return dot(_dequantized(*quantized), weight), (quantized, weight)
 
 
 def _backward(dot, saved, dy):
     quantized, weight = saved
-    x, dy = dequantized(*quantized), dequantized(*_quantized(dy, E5M2))
+    x, dy = _dequantized(*quantized), _dequantized(*_quantized(dy, E5M2))
     # On GPUs, HIGHEST makes the tensor cores add up in float32 throughout.
     dot = functools.partial(dot, precision=lax.Precision.HIGHEST)
     with jax.named_scope(SCOPE):
@@ -208,6 +219,15 @@ def _quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return to_float8(x, scale, dtype), scale.astype(x.dtype)
 
 
-def dequantized(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns float8 values times their scale, in the dtype of the scale."""
+def _dequantized(values: jax.Array, scale: jax.Array) -> jax.Array:
     return values.astype(scale.dtype) * scale
+
+
+# Not a sum with zeros: XLA multiplies in float8 what is dequantized and nothing else.
+@jax.custom_vjp
+def _with_gradient(weight: jax.Array, zeros: jax.Array) -> jax.Array:
+    """Returns the weight; ``zeros`` take its gradient."""
+    return weight
+
+
+_with_gradient.defvjp(lambda weight, _: (weight, None), lambda _, grad: (None, grad))

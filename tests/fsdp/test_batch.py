@@ -43,8 +43,8 @@ def batches() -> list[dict[str, Any]]:
 
 def totals(model: Any, batch: dict[str, Any]) -> jax.Array:
     """The squared outputs of noisy inputs, summed."""
-    noise = jax.vmap(lambda key: jax.random.normal(key, WIDTH))(batch["keys"])
-    shift = jax.random.normal(batch["key"], WIDTH)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(batch["keys"])
+    shift = jax.random.normal(batch["key"], (WIDTH,))
     return jnp.sum(model(batch["x"] + batch["size"] * noise + shift) ** 2)
 
 
@@ -109,7 +109,7 @@ def test_keys_and_scalars_in_batches_train_as_on_one_device(policy, sharded):
 
 def test_keys_and_scalars_predict_as_on_one_device():
     def outputs(model, batch):
-        noise = jax.vmap(lambda key: jax.random.normal(key, WIDTH))(batch["keys"])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(batch["keys"])
         return model(batch["x"] + batch["size"] * noise)
 
     fsdp = jshard.FSDP(jshard.make_mesh(), units=(nnx.Linear,))

@@ -50,11 +50,19 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "scaled"),
-    [("plateau", False), ("plateau", True), ("polyak", False), ("per-layer", False)],
+    ("name", "scaled", "offload"),
+    [
+        ("plateau", False, None),
+        ("plateau", True, None),
+        ("plateau", False, "optimizer"),
+        ("polyak", False, None),
+        ("per-layer", False, "all"),
+    ],
 )
-def test_value_is_the_loss_of_the_global_batch(name, scaled):
-    policy = jshard.Policy(min_shard_elements=1, accumulate=2, loss_scale=scaled)
+def test_value_is_the_loss_of_the_global_batch(name, scaled, offload):
+    policy = jshard.Policy(
+        min_shard_elements=1, accumulate=2, loss_scale=scaled, offload=offload
+    )
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
     tx = OPTIMIZERS[name]()
     state = fsdp.init(Model, tx)

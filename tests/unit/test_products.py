@@ -232,6 +232,27 @@ def test_weights_of_linear_layers_are_gathered_in_bytes_and_no_others():
     assert found["all-reduce", "float32"].count == 1
 
 
+def test_frozen_weights_beside_adapters_are_gathered_in_bytes_too():
+    def make_model(rngs: nnx.Rngs) -> Model:
+        model, lora = Model(rngs), functools.partial(jshard.nn.add_lora, rank=4)
+        lora(model, alpha=8.0, targets=("up",), rngs=rngs)
+        return model
+
+    tx = optax.sgd(1.0)
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(precision=FLOAT8))
+    state = fsdp.init(make_model, tx, wrt=nnx.LoRAParam)
+    step = fsdp.train_step(loss_fn, tx)
+    x = fsdp.shard_batch(inputs())
+    program = step.trace(state, x)
+    found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
+    assert found["all-gather", "int8"].count == 2 * 4 * LAYERS
+    before = fsdp.fetch(nnx.to_pure_dict(state.params))
+    state, metrics = step(state, x)
+    after = fsdp.fetch(nnx.to_pure_dict(state.params))
+    assert np.isfinite(metrics["loss"])
+    assert np.any(before["layers"]["up"]["lora_b"] != after["layers"]["up"]["lora_b"])
+
+
 class Reading(nnx.Module):
     """A linear layer whose kernel is read by other code."""
 
