@@ -40,7 +40,9 @@ class OwnSum(Block):
 
     def __call__(self, x):
         y = super().__call__(x)
-        return y + lax.psum(self.norm.scale[...], TENSOR) if sequence_axes() else y
+        return (
+            y + lax.psum(jnp.asarray(self.norm.scale), TENSOR) if sequence_axes() else y
+        )
 
 
 class Model(nnx.Module):

@@ -5,19 +5,18 @@ again (Rabe & Staats 2021, arXiv:2112.05682). What causality or the window masks
 whole range of blocks is left out.
 
 Shape suffixes: B batch, T time, S time of the keys, K key-value heads, G query heads of
-each, H head width, C queries of a block, I blocks.
+each, H head width, C queries of a block.
 """
 
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-SCORES = 2**20  # of a head that exist at a time, if blocks are not small (docs/log.md)
-_FEWEST = 64  # queries of a block
-_RANGES = 16  # of queries, each with the keys that it needs
+SCORES = 2**21  # of a head, at a time, unless these are of 64 queries (docs/log.md)
+_RANGES = 4  # of queries, each with the keys that it needs; more take long to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,66 +46,54 @@ def blockwise_attention(
       q_BTNH: queries.
       k_BSKH: keys; each head serves N / K heads of queries.
       v_BSKH: values.
-      segments_BT: the segment of each position, which attends only within it; None is
-        one segment. Needs T = S.
+      segments_BT: the segment within which each position attends, if any. T = S.
       scores: scale, mask and soft cap.
       block: the queries of a block; by default as many as there is room for.
 
     Returns:
       The attended values, (B, T, N, H), in the queries' dtype.
     """
-    (B, T, N, H), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
+    (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     dtype, wide = q_BTNH.dtype, jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    C = min(T, block or max(_FEWEST, SCORES // S))
-    blocks = -(-T // C)
-    padding = (0, blocks * C - T)
-    q_BTNH = jnp.pad(q_BTNH, ((0, 0), padding, (0, 0), (0, 0)))
-    q_IBCKGH = jnp.moveaxis(q_BTNH.reshape(B, blocks, C, K, N // K, H), 1, 0)
-    segments_IBC = None
-    if segments_BT is not None:
-        padded_BT = jnp.pad(segments_BT, ((0, 0), padding), constant_values=-1)
-        segments_IBC = jnp.moveaxis(padded_BT.reshape(B, blocks, C), 1, 0)
+    C = min(T, block or max(64, SCORES // S))
+    blocks, window = -(-T // C), scores.window or T + S
 
-    def attend(first: int, last: int) -> jax.Array:
-        """Returns the values of some blocks of queries, with the keys they need."""
-        begin = max(0, first * C - scores.window + 1) if scores.window else 0
-        keys = slice(begin, min(S, last * C) if scores.is_causal else S)
-        # Wide, so that gradients are summed over blocks in it.
-        kv = (k_BSKH[:, keys].astype(wide), v_BSKH[:, keys].astype(wide))
-        of_keys_BS = None if segments_BT is None else segments_BT[:, keys]
+    def in_blocks(x_BT: jax.Array) -> jax.Array:
+        padded = jnp.pad(x_BT, [(0, 0), (0, -T % C), *[(0, 0)] * (x_BT.ndim - 2)])
+        return jnp.moveaxis(padded.reshape(B, blocks, C, *x_BT.shape[2:]), 1, 0)
+
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    inputs = jnp.arange(blocks), *jax.tree.map(in_blocks, (q_BTKGH, segments_BT))
+
+    def attend(some: slice) -> jax.Array:
+        """Returns the values of some blocks of queries, (blocks, B, C, K, G, H)."""
+        first = max(0, some.start * C - window + 1)
+        keys = slice(first, min(S, some.stop * C) if scores.is_causal else S)
+        # Wide, so that their gradients are summed over blocks in this dtype.
+        kv = [x[:, keys].astype(wide) for x in (k_BSKH, v_BSKH)]
 
         @jax.checkpoint
-        def one(inputs: Any) -> jax.Array:
+        def one(inputs: tuple) -> jax.Array:
             index, q_BCKGH, segments_BC = inputs
             k_BSKH, v_BSKH = (x.astype(dtype) for x in kv)
-            scores_BKGCS = jnp.einsum(
-                "bckgh,bskh->bkgcs", q_BCKGH, k_BSKH, preferred_element_type=wide
-            )
-            scores_BKGCS *= scores.scale
-            if (cap := scores.soft_cap) is not None:
-                scores_BKGCS = cap * jnp.tanh(scores_BKGCS / cap)
+            product = functools.partial(jnp.einsum, preferred_element_type=wide)
+            logits = product("bckgh,bskh->bkgcs", q_BCKGH, k_BSKH) * scores.scale
+            if cap := scores.soft_cap:
+                logits = cap * jnp.tanh(logits / cap)
             t = index * C + jnp.arange(C)[:, None]
-            s = begin + jnp.arange(k_BSKH.shape[1])
-            allowed = (t >= s) | (not scores.is_causal)
-            if scores.window is not None:
-                allowed &= t - s < scores.window
-            if segments_BC is not None:
-                same_BCS = segments_BC[:, :, None] == of_keys_BS[:, None]
-                allowed = allowed & same_BCS[:, None, None]
-            least = jnp.finfo(wide).min  # not infinite: padding attends to nothing
-            weights = jax.nn.softmax(jnp.where(allowed, scores_BKGCS, least))
-            return jnp.einsum(
-                "bkgcs,bskh->bckgh",
-                weights.astype(dtype),
-                v_BSKH,
-                preferred_element_type=wide,
-            ).astype(dtype)
+            s = first + jnp.arange(k_BSKH.shape[1])
+            counts = ((t >= s) | (not scores.is_causal)) & (t - s < window)
+            if segments_BT is not None:
+                same_BCS = segments_BC[:, :, None] == segments_BT[:, None, keys]
+                counts &= same_BCS[:, None, None]
+            # Not infinite: no key may count for a query that fills up the last block.
+            logits = jnp.where(counts, logits, jnp.finfo(wide).min)
+            weights = jax.nn.softmax(logits).astype(dtype)
+            return product("bkgcs,bskh->bckgh", weights, v_BSKH).astype(dtype)
 
-        some = slice(first, last)
-        segments = None if segments_IBC is None else segments_IBC[some]
-        return lax.map(one, (jnp.arange(first, last), q_IBCKGH[some], segments))
+        return lax.map(one, jax.tree.map(lambda x: x[some], inputs))
 
-    step = -(-blocks // _RANGES) if scores.is_causal else blocks
-    ranges = [attend(i, min(blocks, i + step)) for i in range(0, blocks, step)]
-    out_BICKGH = jnp.moveaxis(jnp.concatenate(ranges), 0, 1)
-    return out_BICKGH.reshape(B, blocks * C, N, H)[:, :T]
+    size = -(-blocks // _RANGES) if scores.is_causal else blocks
+    ranges = [slice(i, min(blocks, i + size)) for i in range(0, blocks, size)]
+    out = jnp.moveaxis(jnp.concatenate(list(map(attend, ranges))), 0, 1)
+    return out.reshape(B, blocks * C, N, H)[:, :T]

@@ -318,7 +318,7 @@ def test_blocks_in_a_sharded_step_follow_one_device_and_the_definition(
         options.pop("max_segments")
         return reference(q, k, v, **options)
 
-    monkeypatch.setattr(jshard, "dot_product_attention", defined)
+    monkeypatch.setattr(jshard.nn, "dot_product_attention", defined)
 
     def loss(params):
         mean = loss_fn(nnx.merge(graphdef, params, copy=True), batch)
