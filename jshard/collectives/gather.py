@@ -26,15 +26,21 @@ from jshard.layout.placement import Placement
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 @jax.named_scope(ALL_GATHER)
-def all_gather(shard: jax.Array, place: Placement) -> jax.Array:
-    """Returns the full parameter in the layer's dtype, from this device's shard."""
+def all_gather(shard: Any, place: Placement) -> jax.Array:
+    """Returns the full parameter in the layer's dtype, from this device's shard.
+
+    A pair of a shard and its scale is gathered in float8, divided by the scale.
+    """
     if place.gradient_only:
         place = dataclasses.replace(place, gradient_only=False)
         full = jax.eval_shape(lambda shard: all_gather(shard, place), shard)
         return jnp.zeros(full.shape, full.dtype)
+    if has_scale := isinstance(shard, tuple):
+        shard, scale = shard
+        shard = quantized.to_float8(place.fetched(shard), scale, place.gather)
     shard = place.fetched(shard)
-    quantized_gather = is_quantized(place.gather)
-    full = shard if quantized_gather else cast(shard, place.gather)
+    quantized_gather = is_quantized(place.gather) and not has_scale
+    full = shard if has_scale or quantized_gather else cast(shard, place.gather)
     for dim, axes in _gathers(place, full.ndim):
         if quantized_gather:
             full = quantized.all_gather(full, dim, place.gather, axes)
@@ -86,11 +92,12 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     return cast(part, place.compute)
 
 
-def _forward(shard: jax.Array, place: Placement) -> tuple[jax.Array, jax.Array]:
-    return all_gather(shard, place), jnp.zeros(0, shard.dtype)
+def _forward(shard: Any, place: Placement) -> tuple[jax.Array, Any]:
+    like = jnp.zeros(0, shard.dtype) if place.trainable else None
+    return all_gather(shard, place), like
 
 
-def _backward(place: Placement, like: jax.Array, grad: Any) -> tuple[Any]:
+def _backward(place: Placement, like: Any, grad: Any) -> tuple[Any]:
     """Scatters and sums, each in its own dtype.
 
     A unit has a backward of its own, but derivatives of that one come here, too.

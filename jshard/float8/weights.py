@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.collectives.quantized import tensor_scale, to_float8
+from jshard.collectives.quantized import tensor_scale
 from jshard.float8.products import E4M3, Float8
 from jshard.fsdp.mesh import shard_axes
 from jshard.layout.placement import Placement
@@ -28,9 +28,9 @@ def in_float8(
 ) -> tuple[Callable[..., Any], list[jax.Array], list[Placement], list[jax.Array]]:
     """Returns a unit's function and arrays with weights in float8, if it has any.
 
-    The shards of these are rounded, and become parameters that are not trained. The
-    parameters themselves are not gathered, and take the gradients. The scales become
-    the last of ``xs``.
+    The shards of these, each with its scale, become parameters that are not trained,
+    and are rounded as they are gathered. The parameters themselves are not gathered,
+    and take the gradients. The scales become the last of ``xs``, too.
 
     Args:
       fn: the unit as a function of full weights, ``fn(weights, xs, carry, args)``.
@@ -47,9 +47,8 @@ def in_float8(
     if not chosen:
         return fn, shards, places, xs
     scales = _scales(chosen, stacked)
-    round_all = jax.vmap(to_float8, (0, 0, None)) if stacked else to_float8
-    values = [round_all(x, scales[..., i], E4M3) for i, x in enumerate(chosen)]
-    as_values = {"gather": None, "compute": None, "trainable": False}
+    scaled = [(shard, scales[..., i]) for i, shard in enumerate(chosen)]
+    as_values = {"gather": jnp.dtype(E4M3), "compute": None, "trainable": False}
     places_of_values = [dataclasses.replace(p, **as_values) for p in places if p.float8]
     kept = [dataclasses.replace(p, gradient_only=p.float8) for p in places]
 
@@ -62,7 +61,7 @@ def in_float8(
                 weights[i] = Float8(*next(rounded), weights[i])
         return fn(weights, xs, carry, args)
 
-    return decoded, [*shards, *values], [*kept, *places_of_values], [*xs, scales]
+    return decoded, [*shards, *scaled], [*kept, *places_of_values], [*xs, scales]
 
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:

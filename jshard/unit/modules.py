@@ -1,8 +1,8 @@
 """Stack and Unit: the Flax modules that place the gathers.
 
 Outside a jshard step, both are ordinary modules. For a step, ``FSDP`` replaces every
-parameter with a Shard and gives every Stack and Unit its UnitPolicy (``model.py``). When
-a unit is called, it gathers the parameters that it owns: all of its parameters except
+parameter with a Shard and gives every Stack and Unit its UnitPolicy (``model.py``).
+When a unit is called, it gathers the parameters that it owns: all of them except
 those of inner units. Neither class changes parameter paths. A Unit *is* the module that
 it wraps, with a subclass that gathers first. A Stack is a single layer whose variables
 have a leading layer dimension.

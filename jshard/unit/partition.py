@@ -38,8 +38,8 @@ def combine(arrays: Iterable[jax.Array], rest: Static) -> Any:
 
 
 def select(tree: Any, wanted: Any) -> Any:
-    """Returns ``tree`` with None for each leaf that is False in ``wanted``."""
-    return jax.tree.map(lambda x, w: x if w else None, tree, wanted)
+    """Returns ``tree`` with None for what is False in ``wanted``, a prefix of it."""
+    return jax.tree.map(lambda w, x: x if w else None, wanted, tree)
 
 
 def merge(first: Any, second: Any) -> Any:

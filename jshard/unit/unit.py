@@ -34,7 +34,10 @@ from jshard.unit.linearize import Inputs, Layer, differentiable, trace_layer
 from jshard.unit.partition import abstract, select
 
 # gather(shards, places) -> full weights. A partial: it adds no stack frame.
-gather: Callable[..., Any] = functools.partial(jax.tree.map, all_gather)
+# A pair is a shard with its scale (``all_gather``).
+gather: Callable[..., Any] = functools.partial(
+    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
+)
 
 
 def run_unit(
@@ -146,8 +149,8 @@ def reduce(
 
     The results have the dtypes of the shards, whose abstract values are ``types``.
     """
-    dtypes = [shard.dtype for shard in types]
-    return map_present(all_reduce_in_unit, parts, places, dtypes)
+    reduce_leaf = lambda part, place, like: all_reduce_in_unit(part, place, like.dtype)
+    return map_present(reduce_leaf, parts, places, types)
 
 
 def map_present(fn: Callable, values: Sequence[Any], *others: Sequence[Any]) -> list:
