@@ -51,8 +51,7 @@ ROOMS = {
     "fsdp": Room(6, 260, 706, "mesh and policy to states and jitted steps"),
     "nn": Room(5, 0, 450, "losses, attention, dropout"),
     "optim": Room(5, 470, 620, "the update of the shards"),
-    "unit": Room(5, 120, 450, "gather, compute, drop"),
-    "float8": Room(4, 120, 450, "products in one byte"),
+    "unit": Room(4, 120, 450, "gather, run, drop", "unit float8"),
     "cpu": Room(4, 634, 706, "order, pace"),
     "collectives": Room(3, 120, 450, "gather, scatter, reduce"),
     "layout": Room(

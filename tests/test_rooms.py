@@ -14,27 +14,27 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A room may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1150,
-    "surface": 500,
+    "commands": 1130,
+    "surface": 540,
     "plan": 4950,
-    "training": 11150,
-    "checkpoint": 2950,
-    "generation": 900,
+    "training": 11130,
+    "checkpoint": 2920,
+    "generation": 890,
     "start-up note": 350,
-    "fsdp": 1350,
-    "nn": 1350,
-    "optim": 1150,
-    "unit": 2850,
+    "fsdp": 1470,
+    "nn": 1330,
+    "optim": 1210,
+    "unit": 2630,
     "cpu": 400,
-    "collectives": 500,
-    "layout": 1250,
-    "distributed": 1750,
-    "cli": 450,
-    "compat": 900,
+    "collectives": 480,
+    "layout": 1210,
+    "distributed": 1720,
+    "cli": 410,
+    "compat": 860,
     "parallel": 700,
-    "ground": 1400,
+    "ground": 1370,
 }
-MOST_CLASSES_IN_UNIT = 7
+MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10
 LONGEST_FILE = 350
 # Files that are longer, with their lines: each may only shrink, and none may join them.
@@ -44,7 +44,6 @@ LONGER = {
     "plan/cost/cost.py": 364,
     "plan/hlo/hlo.py": 351,
     "training/data/corpus.py": 383,
-    "unit/modules.py": 403,
 }
 
 
