@@ -25,7 +25,7 @@ def in_float8(
     xs: list[jax.Array],
     *,
     stacked: bool,
-) -> tuple[Callable[..., Any], list[jax.Array], list[Placement], list[jax.Array]]:
+) -> tuple[Callable[..., Any], list[Any], list[Placement], list[jax.Array]]:
     """Returns a unit's function and arrays with weights in float8, if it has any.
 
     The shards of these, each with its scale, become parameters that are not trained,
