@@ -86,6 +86,21 @@ def come(start: Start, index: int, count: int) -> socket.socket:
     return connection
 
 
+def record_ends(monkeypatch) -> list[int]:
+    """With what processes end; the threads that end them stay there, as those do.
+
+    One that went on would end its process again, in the midst of the next test.
+    """
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        threading.Event().wait()
+
+    monkeypatch.setattr(rendezvous, "_end", end)
+    return codes
+
+
 def test_processes_meet_in_any_order_and_strangers_do_not_count():
     start = Start((2, 4), (1, 4), (0, 4))
     for text in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"process": "x"}\n', b"x" * 999):
@@ -135,8 +150,7 @@ def test_a_process_that_ends_before_all_are_there_is_named_at_once():
 
 def test_a_process_that_ends_before_it_has_joined_is_named_at_once(monkeypatch, capfd):
     """While JAX connects the processes, from which no Python gets away."""
-    codes: list[int] = []
-    monkeypatch.setattr(rendezvous, "_end", codes.append)
+    codes = record_ends(monkeypatch)
     connecting = threading.Event()
     start = Start((0, 3), within=connecting)
     with come(start, 2, 3) as other:
@@ -156,8 +170,7 @@ def test_a_process_that_ends_before_it_has_joined_is_named_at_once(monkeypatch, 
 
 
 def test_who_has_joined_may_end(monkeypatch):
-    codes: list[int] = []
-    monkeypatch.setattr(rendezvous, "_end", codes.append)
+    codes = record_ends(monkeypatch)
     connecting = threading.Event()
     start = Start((0, 2), within=connecting)
     with come(start, 1, 2) as other:
