@@ -78,6 +78,7 @@ def look_up(
         rows_AC = read(table_VC, ids_A)
         sent_AC = rows_AC.astype(_narrower(rows_AC.dtype, place.gather))
         rows_TD = lax.all_to_all(sent_AC, shard_axes(), 0, 1, tiled=True)
+        rows_TD = place.without_padding(rows_TD)
         return rows_TD.astype(rows_AC.dtype), ids_A
 
     @jax.named_scope(LOOK_UP)
@@ -85,6 +86,7 @@ def look_up(
         if not place.trainable:
             return None, None
         grad_TD = grad_TD.astype(_narrower(grad_TD.dtype, place.reduce))
+        grad_TD = place.with_padding(grad_TD)
         grad_AC = lax.all_to_all(grad_TD, shard_axes(), 1, 0, tiled=True)
         wide = jnp.promote_types(grad_AC.dtype, jnp.float32)
         grad_VC = jnp.zeros(shape, wide).at[ids_A].add(grad_AC.astype(wide))

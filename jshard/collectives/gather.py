@@ -48,6 +48,7 @@ def all_gather(shard: Any, place: Placement) -> jax.Array:
             full = quantized.all_gather_values(full, dim, axes)
         else:
             full = lax.all_gather(full, axes, axis=dim, tiled=True)
+    full = place.without_padding(full)
     return on_rank_zero(full.astype(place.compute or shard.dtype), place)
 
 
@@ -67,6 +68,7 @@ def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
     """
     if place.dim is None:
         return full
+    full = place.with_padding(full)
     dim, group = full.ndim + place.dim, min(group, place.shards())
     size = full.shape[dim] // group
     start = lax.axis_index(place.axes()) % group * size
@@ -89,7 +91,7 @@ def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
     groups = np.arange(place.shards()).reshape(-1, group).tolist()
     if group > 1:
         part = quantized.all_gather_values(part, dim, axes, groups)
-    return cast(part, place.compute)
+    return cast(place.without_padding(part), place.compute)
 
 
 def _forward(shard: Any, place: Placement) -> tuple[jax.Array, Any]:

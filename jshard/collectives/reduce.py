@@ -41,7 +41,7 @@ def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     grad = on_rank_zero(cast(grad, place.reduce), place)
     if place.dim is None or place.shards() == 1:
         return grad
-    dim, axes = grad.ndim + place.dim, place.axes()
+    grad, dim, axes = place.with_padding(grad), grad.ndim + place.dim, place.axes()
     if place.sum in (None, grad.dtype):
         return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
     return _reduce_scatter_in(grad, dim, axes, place.sum)

@@ -31,8 +31,9 @@ from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_
 from jshard.layout import transfer
 from jshard.layout.capacity import check_capacity
 from jshard.layout.initial_values import make, mark_stacked, prepare
-from jshard.layout.layout import Layout
+from jshard.layout.layout import Layout, padded
 from jshard.layout.memory_kinds import check_memory, on_device
+from jshard.layout.variables import is_variable
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
@@ -161,7 +162,8 @@ class FSDP:
 
         def start(step: jax.Array, params: nnx.State) -> list[jax.Array]:
             params = jax.tree.map(on_device, params)
-            return jax.tree.leaves(first_fields(self.policy, optimizer, params, step))
+            fields = first_fields(self.policy, self.mesh, optimizer, params, step)
+            return jax.tree.leaves(fields)
 
         put = transfer.put_state
         arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
@@ -210,8 +212,12 @@ class FSDP:
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
             arrays = ModelArrays(*arrays)
             first = jnp.zeros((), jnp.int32)
-            started = first_fields(self.policy, optimizer, arrays.params, first)
-            return TrainState(graphdef=graphdef, **arrays._asdict(), **started)
+            state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
+            state = padded(state, self.policy, self.mesh, self.tensor_splits)
+            started = first_fields(
+                self.policy, self.mesh, optimizer, state.params, first
+            )
+            return dataclasses.replace(state, **started)
 
         return create
 
@@ -340,4 +346,4 @@ class FSDP:
           UserError: the tree is of a state that was donated to a train step.
         """
         check_kept(tree)
-        return jax.tree.map(transfer.fetch, tree)
+        return jax.tree.map(transfer.fetch_exact, tree, is_leaf=is_variable)

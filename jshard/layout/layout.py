@@ -16,6 +16,7 @@ from jshard.fsdp.precision import Precision, is_float, is_quantized
 from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.memory_kinds import HOST, on_host
 from jshard.layout.own_dtypes import own_dtypes
+from jshard.layout.padding import PADDING, pad, padding_of
 from jshard.layout.placement import Placement
 from jshard.layout.specs import (
     follow,
@@ -191,6 +192,27 @@ class Layout:
         return dataclasses.replace(self, places=gathered)
 
 
+def padded(
+    state: TrainState,
+    policy: Policy,
+    mesh: Any,
+    tensor_splits: Mapping[tuple[str, ...], Split],
+) -> TrainState:
+    """Returns a new state with its parameters padded where the shards do not divide."""
+    parts = find_splits(state, mesh, tensor_splits)
+
+    def mark(path: Path, variable: nnx.Variable) -> nnx.Variable:
+        _, padding = sharded_dim(variable, policy, mesh, parts.get(path, WHOLE))
+        if padding == padding_of(variable):
+            return variable
+        return variable.copy(**{PADDING: padding})
+
+    params, frozen = (
+        pad(nnx.map_state(mark, tree), mesh) for tree in (state.params, state.frozen)
+    )
+    return dataclasses.replace(state, params=params, frozen=frozen)
+
+
 def _places(
     params: nnx.State,
     found: Mapping[Path, Parts],
@@ -207,7 +229,14 @@ def _places(
         if not jnp.issubdtype(dtype, jnp.floating):  # complex, or integers
             precision = Precision()
         parts = found.get(path, WHOLE)
-        dim = sharded_dim(variable, policy, mesh, parts)
+        dim, padding = sharded_dim(variable, policy, mesh, parts)
+        if padding != padding_of(variable):
+            name = ".".join(map(str, path))
+            raise UserError(
+                f"parameter {name!r} of the state is not sharded for this mesh "
+                f"{dict(mesh.shape)}; make or restore the state with the FSDP whose "
+                "steps take it"
+            )
         gather = precision.gather
         if isinstance(variable, nnx.LoRAParam) and is_quantized(gather):
             gather = precision.compute
@@ -219,6 +248,7 @@ def _places(
         once = dim is None or policy.accumulate > 1 or policy.defer_scatter
         places[path] = Placement(
             dim,
+            padding and padding.shape[padding.dim],
             gather=gather,
             compute=precision.compute or dtype,
             reduce=precision.reduce,

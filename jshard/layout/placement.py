@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jshard.fsdp.mesh import names_of, shard_axes
 
@@ -26,6 +27,7 @@ class Placement:
       whole: whether the layer gets the full parameter in spite of ``splits``.
       on_rank_zero: an axis on whose first device alone the layer gets the parameter,
         and zeros elsewhere: a bias that is added to partial sums.
+      exact: the size of ``dim`` without its padding; None if it has none.
       gather: the dtype communicated by the all-gather; None for the parameter's dtype.
       compute: the dtype passed to the layer; None for the parameter's dtype.
       reduce: the dtype communicated by the reduce-scatter; None for the gradient's
@@ -42,6 +44,7 @@ class Placement:
     """
 
     dim: int | None
+    exact: int | None = None
     gather: Any = None
     compute: Any = None
     reduce: Any = None
@@ -73,6 +76,20 @@ class Placement:
         over = names_of(self.axes()) if self.dim is not None else ()
         apart = (axis for _, axis in self.splits)
         return (*over, *apart, *names_of(self.on_rank_zero))
+
+    def without_padding(self, full: jax.Array) -> jax.Array:
+        """Returns the exact part of a gathered array."""
+        if self.dim is None or self.exact is None:
+            return full
+        return jax.lax.slice_in_dim(full, 0, self.exact, axis=full.ndim + self.dim)
+
+    def with_padding(self, full: jax.Array) -> jax.Array:
+        """Returns a full array padded with zeros, to be sharded."""
+        if self.dim is None or self.exact is None:
+            return full
+        widths = [(0, 0)] * full.ndim
+        widths[self.dim] = (0, -self.exact % self.shards())
+        return jnp.pad(full, widths)
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

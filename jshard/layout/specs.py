@@ -20,6 +20,7 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.policy import Policy
 from jshard.layout.layers import layer_dims
+from jshard.layout.padding import Padding, padded_dim, shape_of_layer
 from jshard.layout.placement import Placement
 from jshard.parallel.splits import WHOLE, Parts
 
@@ -92,18 +93,34 @@ def sharded_over(parts: Parts, mesh: Mesh) -> tuple[str, ...] | None:
 
 def sharded_dim(
     variable: nnx.Variable, policy: Policy, mesh: Mesh, parts: Parts = WHOLE
-) -> int | None:
-    """Returns ``shard_dim`` of a parameter, given its metadata, policy and mesh."""
+) -> tuple[int | None, Padding | None]:
+    """Returns the sharded dimension of a parameter, and how it is padded if it is.
+
+    They follow from the exact shape, the metadata, the policy and the mesh.
+    """
     sizes = {dim: mesh.shape[axis] for dim, axis in parts.splits}
-    return shard_dim(
-        np.shape(variable.get_value()),
-        shards_of(mesh) // math.prod(sizes.values()),
-        parts=sizes,
-        layer_dims=layer_dims(variable),
-        min_elements=policy.min_shard_elements,
-        taken=_other_axes(variable, mesh),
-        looked_up=variable.get_metadata(LOOKED_UP, False),
+    shape, others = shape_of_layer(variable), _other_axes(variable, mesh)
+    shards = shards_of(mesh) // math.prod(sizes.values())
+    looked_up, fewest = (
+        variable.get_metadata(LOOKED_UP, False),
+        policy.min_shard_elements,
     )
+    dim = shard_dim(
+        shape,
+        shards,
+        parts=sizes,
+        min_elements=fewest,
+        taken=others,
+        looked_up=looked_up,
+    )
+    if dim is not None or math.prod(shape) < fewest:
+        return dim, None
+    taken = [*sizes, *(i - len(shape) for i, axes in enumerate(others) if axes)]
+    dim = padded_dim(shape, shards, taken, looked_up=looked_up)
+    if dim is None:
+        return None, None
+    axes = names_of(sharded_over(parts, mesh) or shard_axes(mesh))
+    return dim, Padding(shape, dim, shape[dim] + -shape[dim] % shards, tuple(axes))
 
 
 def param_spec(variable: nnx.Variable, place: Placement, mesh: Mesh) -> PartitionSpec:

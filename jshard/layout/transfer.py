@@ -9,6 +9,9 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
+from jshard.layout.padding import exact_values
+from jshard.layout.variables import is_variable
+
 
 def put(value: Any, like: Any) -> jax.Array:
     """Returns a global array made from a full array that every process holds.
@@ -27,7 +30,10 @@ def put(value: Any, like: Any) -> jax.Array:
     sharding, shards = like.sharding, []
     for device, index in sharding.addressable_devices_indices_map(like.shape).items():
         # Always copy, because a CPU device's array may alias the memory of its source.
-        shard = np.array(full[index], like.dtype)
+        # What the full array has not is padding, zeros.
+        part = full[index]
+        shard = np.zeros(sharding.shard_shape(like.shape), like.dtype)
+        shard[tuple(map(slice, part.shape))] = part
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         shards.append(jax.block_until_ready(jax.device_put(shard, place)))
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
@@ -44,6 +50,12 @@ def put_state(values: nnx.State, like: nnx.State) -> nnx.State:
         return leaf.copy(jax.tree.map(put, value, leaf.get_raw_value()))
 
     return nnx.map_state(put_leaf, like)
+
+
+def fetch_exact(leaf: Any) -> Any:
+    """Returns an array, or a variable without its padding, on the host."""
+    full = jax.tree.map(fetch, leaf)
+    return exact_values(full) if is_variable(leaf) else full
 
 
 def fetch(x: Any) -> np.ndarray:

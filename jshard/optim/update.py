@@ -19,6 +19,7 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import on_device, on_host
+from jshard.layout.padding import exact, pad
 from jshard.layout.variables import is_variable
 from jshard.optim import ema, loss_scale
 from jshard.optim.per_layer import sharded_update
@@ -39,12 +40,12 @@ Given = tuple[nnx.State, jax.Array, jax.Array, jax.Array | None]
 
 
 def first_fields(
-    policy: Policy, optimizer: Any, params: nnx.State, step: jax.Array
+    policy: Policy, mesh: Any, optimizer: Any, params: nnx.State, step: jax.Array
 ) -> dict[str, Any]:
     """Returns the fields of a state before its first step, besides the model's."""
     return {
         "step": step,
-        "opt_state": optimizer.init(for_update(params)),
+        "opt_state": pad(optimizer.init(exact(for_update(params), mesh)), mesh),
         "ema": None if policy.ema_decay is None else ema.start(params),
         "loss_scale": loss_scale.start() if policy.loss_scale else None,
     }
@@ -166,8 +167,8 @@ def _run(
     params, opt_state, averages = moving
     grads, loss, steps, finite = given
     with sharded_update(mesh, policy):
-        updates = grads, opt_state, for_update(params)
-        updates, opt_state = _call(transform, loss, *updates)
+        exactly = exact((grads, opt_state, for_update(params)), mesh)
+        updates, opt_state = pad(_call(transform, loss, *exactly), mesh)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state

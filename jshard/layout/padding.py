@@ -1,0 +1,137 @@
+"""Parameters that the shards do not divide: padded at rest, exact where they are read.
+
+Arrays of a mesh have shards of equal size. Where no dimension of a parameter divides by
+the number of shards, one is padded with zeros: in the state, on the wire, and in
+gradients. Models, optimizers, checkpoints and exports see the exact shape.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard.layout.layers import layer_dims
+from jshard.layout.variables import is_variable
+
+PADDING = "padding"  # metadata key of a padded parameter, and of what follows it
+
+# The first dimension is contiguous on the wire. Another is taken if that saves more
+# than this part of a parameter.
+WORTH = 1 / 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """How a parameter is padded.
+
+    Attributes:
+      shape: the exact shape of one layer.
+      dim: the padded dimension, counted from the end.
+      size: its size with the padding.
+      axes: the mesh axes that shard it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    size: int
+    axes: tuple[str, ...]
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """The shape of one layer with the padding."""
+        shape = list(self.shape)
+        shape[self.dim] = self.size
+        return tuple(shape)
+
+
+def padded_dim(
+    shape: tuple[int, ...], shards: int, taken: Sequence[int], *, looked_up: bool
+) -> int | None:
+    """Returns the dimension to pad, counted from the end; None if there is none.
+
+    Args:
+      shape: that of one layer.
+      shards: the number of shards.
+      taken: dimensions, counted from the end, that other axes split.
+      looked_up: whether this is an embedding table that is a Unit of its own, of which
+        columns are sharded.
+    """
+    dims = [i - len(shape) for i, size in enumerate(shape) if size]
+    dims = [dim for dim in dims if dim not in taken]
+    if looked_up:
+        dims = dims[-1:]
+    # The part of the parameter that padding adds, of each dimension.
+    added = {dim: (-shape[dim] % shards) / shape[dim] for dim in dims}
+    best = min(added.values(), default=0)
+    return next((dim for dim in dims if added[dim] <= best + WORTH), None)
+
+
+def padding_of(variable: nnx.Variable) -> Padding | None:
+    """Returns how a parameter, or what follows one, is padded at rest."""
+    return variable.get_metadata(PADDING, None)
+
+
+def shape_of_layer(variable: nnx.Variable) -> tuple[int, ...]:
+    """Returns the exact shape of one layer of a parameter."""
+    padding = padding_of(variable)
+    return padding.shape if padding else _own_shape(variable)
+
+
+def pad(tree: Any, mesh: Any) -> Any:
+    """Pads the variables that have the exact shape of a padded parameter."""
+
+    def one(variable: Any) -> Any:
+        padding = is_variable(variable) and padding_of(variable)
+        if not padding or _own_shape(variable) != padding.shape:
+            return variable
+        x = _constrained(variable.get_value(), padding, mesh)
+        added = padding.size - padding.shape[padding.dim]
+        widths = [(0, 0)] * x.ndim
+        widths[padding.dim] = (0, added)
+        return variable.copy(_constrained(jnp.pad(x, widths), padding, mesh))
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def exact(tree: Any, mesh: Any) -> Any:
+    """Returns variables without their padding, in traced code.
+
+    A device's part keeps its size, with less of it in use, so that nothing moves.
+    """
+
+    def one(variable: Any) -> Any:
+        padding = is_variable(variable) and padding_of(variable)
+        if not padding or _own_shape(variable) != padding.padded:
+            return variable
+        x, size = variable.get_value(), padding.shape[padding.dim]
+        x = lax.slice_in_dim(x, 0, size, axis=x.ndim + padding.dim)
+        return variable.copy(_constrained(x, padding, mesh))
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def exact_values(variable: nnx.Variable) -> nnx.Variable:
+    """Returns a variable on the host, or an abstract one, without its padding."""
+    padding = padding_of(variable)
+    if not padding or _own_shape(variable) != padding.padded:
+        return variable
+    value, size = variable.get_value(), padding.shape[padding.dim]
+    index = [slice(None)] * value.ndim
+    index[padding.dim] = slice(size)
+    return variable.copy(value[tuple(index)], **{PADDING: None})
+
+
+def _own_shape(variable: nnx.Variable) -> tuple[int, ...]:
+    return np.shape(variable.get_value())[layer_dims(variable) :]
+
+
+def _constrained(x: jax.Array, padding: Padding, mesh: Any) -> jax.Array:
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[padding.dim] = padding.axes
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
