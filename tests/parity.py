@@ -23,7 +23,7 @@ import jshard
 
 STEPS = 5
 # The embedding has more rows than most meshes' devices have tokens.
-BATCH, TIME, VOCABULARY = 32, 8, 64
+TIME, VOCABULARY = 8, 64
 CLIP = 0.5  # below every gradient norm of these runs, so that clipping acts
 
 
@@ -31,6 +31,7 @@ CLIP = 0.5  # below every gradient norm of these runs, so that clipping acts
 class Variant:
     """What is trained, and on what; every combination is a model."""
 
+    batch: int = 32
     layers: int = 3
     d_model: int = 16
     d_hidden: int = 32
@@ -111,11 +112,13 @@ def trained(variant: Variant) -> Callable[[tuple, Any], bool]:
 def batches(variant: Variant) -> Iterator[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
-        shape = (BATCH, TIME)
+        shape = (variant.batch, TIME)
         weights = np.ones(shape)
         if variant.padding:  # uneven counts, and devices that see nothing but padding
-            weights = (np.arange(TIME) < rng.integers(1, TIME, (BATCH, 1))) * 1.0
-            weights[BATCH - 13 :] = 0
+            weights = (
+                np.arange(TIME) < rng.integers(1, TIME, (variant.batch, 1))
+            ) * 1.0
+            weights[variant.batch - 13 :] = 0
         yield {
             "tokens": rng.integers(0, VOCABULARY, shape),
             "targets": rng.integers(0, VOCABULARY, shape),

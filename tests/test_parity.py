@@ -7,6 +7,7 @@ Float64 and a relative error of at most 1e-9, on every mesh, with every optimize
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 BOUND = 1e-9
 FLOAT16_BOUND = 5e-3
 MESHES = ((1, 1), (1, 2), (1, 8), (2, 4), (4, 2), (8, 1))  # replica, fsdp
+ODD_MESHES = ((1, 3), (1, 5), (1, 6), (1, 7), (2, 3), (3, 2))  # shards are padded
 REMATS = ("full", "dots", "none", jshard.Names("hidden"))
 
 # What else a case may be; by default none of it.
@@ -60,11 +62,13 @@ class Case:
     def variant(self) -> parity.Variant:
         chosen = [fields for name, fields in FLAGS.items() if getattr(self, name)]
         flags = {k: v for fields in chosen for k, v in fields.items()}
-        return parity.Variant(layers=self.layers, **flags)
+        devices = math.prod(self.mesh)
+        batch = 32 if 32 % devices == 0 else 4 * devices
+        return parity.Variant(batch=batch, layers=self.layers, **flags)
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "mesh": MESHES,
+    "mesh": MESHES + ODD_MESHES,
     "optimizer": tuple(parity.TRANSFORMATIONS),
     "accumulate": (1, 4),
     "remat": REMATS,
@@ -124,6 +128,11 @@ ROWS = {
     "one scatter a step": Case(defer=True, accumulate=2, frozen=True, layers=4),
     "muon": Case(mesh=(4, 2), optimizer="muon", unroll=True, layers=4),
     "units": Case(units=True, reshard=2, remat="none", indivisible=True, layers=4),
+    "three devices": Case(mesh=(1, 3), prefetch=True, first_k=1, remat="dots"),
+    "five devices": Case(mesh=(1, 5), optimizer="muon", reshard_root=True),
+    "six devices": Case(mesh=(1, 6), optimizer="lamb", reshard=2, indivisible=True),
+    "seven devices": Case(mesh=(1, 7), accumulate=2, defer=True, dropout=True),
+    "two times three": Case(mesh=(2, 3), optimizer="adafactor", units=True, tied=True),
 }
 
 

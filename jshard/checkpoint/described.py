@@ -10,6 +10,7 @@ from jshard.cli.paths import path_problem
 from jshard.nn.lora import ALPHA
 
 FROZEN_FROM = "frozen_from"  # where the parameters are that the checkpoint leaves out
+STORED_SHAPE = "stored_shape"  # of an array that is stored with its padding
 
 _DICTS = ("versions", "mesh", "metrics", "config", "arrays")
 _DTYPE = re.compile(
@@ -77,12 +78,16 @@ def _layers(name: str, array: Any) -> int:
     shape, dtype = array.get("shape"), array.get("dtype")
     sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
     expect(sizes and len(shape) <= _MOST_DIMS, f"shape {_shortened(shape)}")
+    padded = array.get(STORED_SHAPE, shape)
+    fits = isinstance(padded, list) and len(padded) == len(shape)
+    fits = fits and all(map(_is_padded, padded, shape))
+    expect(fits, f"{STORED_SHAPE} {_shortened(padded)}")
     try:
         size = itemsize(dtype if isinstance(dtype, str) else "")
     except ValueError:
         size = 0
     expect(size > 0, f"dtype {_shortened(dtype)}")
-    total = math.prod(shape) * size
+    total = math.prod(padded) * size
     expect(total <= _MOST_BYTES, f"shape {_shortened(shape)}: too many bytes")
     of_model = name.partition(".")[0] in _OF_MODEL
     known = not of_model or {"layer_dims", "random"} <= array.keys()
@@ -95,6 +100,10 @@ def _layers(name: str, array: Any) -> int:
     if alpha is not None:
         _number(f"{name}.{ALPHA}", alpha)
     return math.prod(shape[:layer_dims]) if layer_dims else 0
+
+
+def _is_padded(padded: Any, size: int) -> bool:
+    return type(padded) is int and padded >= size
 
 
 def _check_frozen(entry: Any) -> None:

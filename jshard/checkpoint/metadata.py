@@ -12,12 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.described import checked
+from jshard.checkpoint.described import STORED_SHAPE, checked
 from jshard.checkpoint.tensor_names import stack_paths
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
+from jshard.layout.padding import exact_types
 from jshard.layout.variables import is_variable
 from jshard.nn.dropout import is_random
 from jshard.nn.lora import ALPHA
@@ -78,14 +79,15 @@ def describe(
     state: TrainState, *, config: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """Returns metadata, ready for JSON, of a concrete or abstract state."""
-    arrays = arrays_by_name(state)
-    sharding = next(iter(arrays.values())).sharding
+    arrays, padded = arrays_by_name(exact_types(state)), arrays_by_name(state)
+    sharding = next(iter(padded.values())).sharding
     mesh = sharding.mesh if isinstance(sharding, jax.NamedSharding) else None
     plain = {"layer_dims": 0, "random": False}  # of arrays that are in no Variable
     described: dict[str, dict[str, Any]] = {
         name: {
             "shape": list(array.shape),
             "dtype": str(array.dtype),
+            **_stored_shape(padded[name].shape, array.shape),
             **(plain if name.startswith("model_state.") else {}),
         }
         for name, array in arrays.items()
@@ -106,6 +108,10 @@ def describe(
         "stacks": stack_paths(state),
         "arrays": described,
     }
+
+
+def _stored_shape(stored: tuple[int, ...], exact: tuple[int, ...]) -> dict[str, Any]:
+    return {} if stored == exact else {STORED_SHAPE: list(stored)}
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> None:

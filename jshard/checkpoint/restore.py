@@ -23,6 +23,7 @@ from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load, match_parameters
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
+from jshard.layout.padding import exact_types
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
@@ -227,7 +228,10 @@ def _read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
 
 def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
     """Returns the stored name of each array; raises what ``restore_state`` raises."""
-    about, wanted = metadata.read(folder), metadata.arrays_by_name(abstract)
+    about, wanted = (
+        metadata.read(folder),
+        metadata.arrays_by_name(exact_types(abstract)),
+    )
     stored = about["arrays"]
     names = stored_names(abstract, stored)
     if frozen.KEY in about:
@@ -266,9 +270,10 @@ def find_parameters(
         return source
     folder = find_step(path)
     targets, sources = match_parameters(folder, state, optimizer)
+    exact = metadata.arrays_by_name(exact_types(state))
     check(
         folder,
-        {key: array for key, (_, array) in targets.items()},
+        {key: exact[name] for key, (name, _) in targets.items()},
         {key: entry for key, (_, entry) in sources.items()},
     )
     return dataclasses.replace(source, path=folder)

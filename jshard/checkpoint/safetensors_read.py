@@ -17,6 +17,7 @@ from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.checkpoint.tensor_names import Index, tensor_names
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
+from jshard.layout.padding import exact_types
 
 # Where each layer of an array lies in the files; () is an array outside Stacks.
 Layers = dict[Index, FileTensor]
@@ -87,13 +88,16 @@ def load_safetensors(
     wanted = _wanted(path, state, found, tensors)
     _check(path, wanted, found, _REDUNDANT if tensors else ())
     loaded = {}
-    for name, (array, layers) in wanted.items():
+    for name, array in metadata.arrays_by_name(state).items():
+        if name not in wanted:
+            continue
         abstract = jax.ShapeDtypeStruct(
             array.shape, array.dtype, sharding=array.sharding
         )
         if isinstance(array, jax.Array):
             array.delete()
-        loaded[name] = _load(abstract, layers, found)
+        exact, layers = wanted[name]
+        loaded[name] = _load(abstract, exact.shape, layers, found)
     return loaded
 
 
@@ -112,12 +116,12 @@ def _wanted(
     found: Mapping[str, StoredTensor],
     tensors: Mapping[str, FileTensor] | None,
 ) -> dict[str, tuple[Any, Layers]]:
-    """Returns the arrays to read with the places of their layers, by array name.
+    """Returns the abstract arrays to read and the places of their layers, by name.
 
     Adapters that the files have not are left out: they keep their initial values.
     """
     arrays, variables = (
-        metadata.arrays_by_name(state),
+        metadata.arrays_by_name(exact_types(state)),
         metadata.variables_by_name(state),
     )
     wanted: dict[str, tuple[Any, Layers]] = {}
@@ -186,29 +190,40 @@ def _check(
 
 
 def _load(
-    array: jax.ShapeDtypeStruct, layers: Layers, found: Mapping[str, StoredTensor]
+    array: jax.ShapeDtypeStruct,
+    exact: tuple[int, ...],
+    layers: Layers,
+    found: Mapping[str, StoredTensor],
 ) -> jax.Array:
-    """Reads one array from the tensors of its layers."""
+    """Reads one array from the tensors of its layers; its padding is zeros.
+
+    ``exact`` is its shape without that.
+    """
     # jax.make_array_from_callback would hold the shards of all devices on the host.
     sharding: Any = array.sharding
     shards = []
     for device, index in sharding.addressable_devices_indices_map(array.shape).items():
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        values = _read(array, index, layers, found)
+        ends = (slice(*s.indices(n)[:2]) for s, n in zip(index, exact, strict=True))
+        part = _read(tuple(ends), array.dtype, layers, found)
+        values = part
+        if part.shape != (shape := sharding.shard_shape(array.shape)):
+            values = np.zeros(shape, array.dtype)
+            values[tuple(map(slice, part.shape))] = part
         shards.append(jax.block_until_ready(jax.device_put(values, place)))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def _read(
-    array: jax.ShapeDtypeStruct,
     index: tuple[slice, ...],
+    dtype: Any,
     layers: Layers,
     found: Mapping[str, StoredTensor],
 ) -> np.ndarray:
-    """Reads a slice of an array, in the array's dtype."""
+    """Reads a slice of an array."""
     layer_dims = len(next(iter(layers)))
-    bounds = [s.indices(n)[:2] for s, n in zip(index, array.shape, strict=True)]
-    values = np.empty([stop - start for start, stop in bounds], array.dtype)
+    bounds = [(s.start, s.stop) for s in index]
+    values = np.empty([stop - start for start, stop in bounds], dtype)
     for position in np.ndindex(values.shape[:layer_dims]):
         layer = tuple(bounds[i][0] + p for i, p in enumerate(position))
         place, one = layers[layer], values[(*position, ...)]

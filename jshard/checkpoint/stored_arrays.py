@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import metadata
+from jshard.checkpoint.described import STORED_SHAPE
 from jshard.checkpoint.older_names import renamed, stored_names
 from jshard.compat.orbax_files import open_array
 from jshard.errors import UserError, some_of
@@ -77,12 +78,13 @@ def open_stored(folder: Path, about: Mapping[str, Any], name: str, context: Any)
             f"run deleted it? ({error})"
         ) from error
     shape, dtype = list(store.shape), store.dtype.name
-    if (shape, dtype) != (described["shape"], described["dtype"]):
+    padded = described.get(STORED_SHAPE, described["shape"])
+    if (shape, dtype) != (padded, described["dtype"]):
         raise UserError(
             f"checkpoint {folder} is damaged: {name} is {dtype}{shape}, and "
-            f"{metadata.FILE} says {described['dtype']}{described['shape']}"
+            f"{metadata.FILE} says {described['dtype']}{padded}"
         )
-    return store
+    return store[tuple(map(slice, described["shape"]))]
 
 
 def check(
@@ -120,10 +122,14 @@ def check(
 def load(
     folder: Path, wanted: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, jax.Array]:
-    """Reads the ``wanted`` arrays, stored under ``names``; each device its shards."""
+    """Reads the ``wanted`` arrays, stored under ``names``; each device its shards.
+
+    Padding is zeros, stored and read: there may be more or less of it.
+    """
     arrays = {names[name]: array for name, array in wanted.items()}
     context = ocp.Context()
     stored = metadata.read(folder)["arrays"]
+    context.array.loading.enable_padding_and_truncation = True
     context.pytree.loading.partial_load = arrays.keys() != stored.keys()
     with context:
         tree = ocp.load((folder / ARRAYS).absolute(), unflatten_dict(arrays, sep="."))

@@ -328,11 +328,15 @@ class FSDP:
     def model(self, state: TrainState) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays.
 
+        Arrays that are padded in the state, because the shards do not divide them, are
+        whole on each device here. Of an abstract state, all is abstract.
+
         Raises:
           UserError: the state was donated to a train step.
         """
         check_kept(state)
-        model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
+        arrays = transfer.without_padding(state.model_arrays, self.mesh)
+        model = nnx.merge(state.graphdef, *arrays, copy=True)
         for _, module in list(nnx.iter_modules(model)):
             of_one_device(module)
         return model

@@ -77,6 +77,12 @@ def padding_of(variable: nnx.Variable) -> Padding | None:
     return variable.get_metadata(PADDING, None)
 
 
+def is_padded(leaf: Any) -> bool:
+    """Returns whether ``leaf`` is a variable that is padded now."""
+    padding = is_variable(leaf) and padding_of(leaf)
+    return bool(padding) and _own_shape(leaf) == padding.padded
+
+
 def shape_of_layer(variable: nnx.Variable) -> tuple[int, ...]:
     """Returns the exact shape of one layer of a parameter."""
     padding = padding_of(variable)
@@ -103,12 +109,14 @@ def exact(tree: Any, mesh: Any) -> Any:
     """Returns variables without their padding, in traced code.
 
     A device's part keeps its size, with less of it in use, so that nothing moves.
+    ``mesh`` may be None for abstract values.
     """
 
     def one(variable: Any) -> Any:
-        padding = is_variable(variable) and padding_of(variable)
-        if not padding or _own_shape(variable) != padding.padded:
+        if not is_padded(variable):
             return variable
+        padding = padding_of(variable)
+        assert padding is not None
         x, size = variable.get_value(), padding.shape[padding.dim]
         x = lax.slice_in_dim(x, 0, size, axis=x.ndim + padding.dim)
         return variable.copy(_constrained(x, padding, mesh))
@@ -118,9 +126,10 @@ def exact(tree: Any, mesh: Any) -> Any:
 
 def exact_values(variable: nnx.Variable) -> nnx.Variable:
     """Returns a variable on the host, or an abstract one, without its padding."""
-    padding = padding_of(variable)
-    if not padding or _own_shape(variable) != padding.padded:
+    if not is_padded(variable):
         return variable
+    padding = padding_of(variable)
+    assert padding is not None
     value, size = variable.get_value(), padding.shape[padding.dim]
     index = [slice(None)] * value.ndim
     index[padding.dim] = slice(size)
@@ -131,7 +140,14 @@ def _own_shape(variable: nnx.Variable) -> tuple[int, ...]:
     return np.shape(variable.get_value())[layer_dims(variable) :]
 
 
+def exact_types(tree: Any) -> Any:
+    """Returns a tree's abstract values, without shardings and padding."""
+    return jax.eval_shape(lambda tree: exact(tree, None), tree)
+
+
 def _constrained(x: jax.Array, padding: Padding, mesh: Any) -> jax.Array:
+    if mesh is None:
+        return x
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[padding.dim] = padding.axes
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))

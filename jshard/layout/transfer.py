@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard.layout.padding import exact_values
+from jshard.layout.memory_kinds import on_device
+from jshard.layout.padding import exact_types, exact_values, is_padded
 from jshard.layout.variables import is_variable
 
 
@@ -56,6 +57,24 @@ def fetch_exact(leaf: Any) -> Any:
     """Returns an array, or a variable without its padding, on the host."""
     full = jax.tree.map(fetch, leaf)
     return exact_values(full) if is_variable(leaf) else full
+
+
+def without_padding(tree: Any, mesh: Any) -> Any:
+    """Returns a tree in which variables that were padded are whole on each device."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def one(leaf: Any) -> Any:
+        if not is_padded(leaf):
+            return leaf
+        value = leaf.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct):
+            types = exact_types(leaf)
+            there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+            return jax.tree.map(there, types)
+        leaf = jax.tree.map(on_device, leaf)
+        return jax.jit(exact_values, out_shardings=whole)(leaf)
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
 def fetch(x: Any) -> np.ndarray:

@@ -1,0 +1,189 @@
+"""Parameters that the shards do not divide are sharded, and nobody sees the padding."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jshard
+from jshard.layout.layout import Layout
+from jshard.layout.padding import is_padded, padded_dim, padding_of
+from jshard.layout.variables import is_variable
+
+OPTIMIZER = optax.adamw(1e-2)
+POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)
+WIDTH, HIDDEN, VOCABULARY = 10, 7, 11
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = jshard.Unit(nnx.Embed(VOCABULARY, WIDTH, rngs=rngs))
+        self.blocks = jshard.Stack(lambda rngs: Block(rngs=rngs), 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        assert self.head.kernel.shape == (WIDTH, VOCABULARY)
+        return self.head(self.norm(self.blocks(self.embed(ids))))
+
+
+def loss_fn(model: Model, ids: jax.Array) -> jshard.Mean:
+    ce = optax.softmax_cross_entropy_with_integer_labels(model(ids), ids)
+    return jshard.Mean(jnp.sum(ce), jnp.asarray(ce.size))
+
+
+def fsdp_on(*mesh: int, policy: jshard.Policy = POLICY) -> jshard.FSDP:
+    replica, shards = mesh
+    devices = jax.devices()[: replica * shards]
+    return jshard.FSDP(jshard.make_mesh(replica=replica, devices=devices), policy)
+
+
+def trained(fsdp: jshard.FSDP, steps: int = 2) -> jshard.TrainState:
+    state, step = fsdp.init(Model, OPTIMIZER), fsdp.train_step(loss_fn, OPTIMIZER)
+    ids = np.arange(12 * fsdp.mesh.size).reshape(-1, 4) % VOCABULARY
+    for _ in range(steps):
+        state, _ = step(state, fsdp.shard_batch(ids))
+    return state
+
+
+def variables(tree) -> list[nnx.Variable]:
+    leaves = jax.tree.leaves(tree, is_leaf=is_variable)
+    return [leaf for leaf in leaves if is_variable(leaf)]
+
+
+@given(
+    shape=st.lists(st.integers(0, 40), max_size=4),
+    shards=st.integers(2, 9),
+    data=st.data(),
+)
+def test_the_padded_dimension_adds_little_and_is_free(shape, shards, data):
+    dims = range(-len(shape), 0)
+    taken = data.draw(st.sets(st.sampled_from(dims)) if shape else st.just(set()))
+    dim = padded_dim(tuple(shape), shards, tuple(taken), looked_up=False)
+    free = {d: (-shape[d] % shards) / shape[d] for d in dims if shape[d]}
+    free = {d: added for d, added in free.items() if d not in taken}
+    if dim is None:
+        assert not free
+    else:
+        assert free[dim] <= min(free.values()) + 1 / 32
+        # None before it, which would be contiguous, is as good.
+        assert all(free[d] > min(free.values()) for d in free if d < dim)
+
+
+def test_every_parameter_is_sharded_whatever_its_width():
+    fsdp = fsdp_on(1, 7)
+    state = fsdp.abstract_state(Model, OPTIMIZER)
+    layout = Layout.of(state, POLICY, fsdp.mesh)
+    exact = Model(nnx.Rngs(0))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(exact, nnx.Param)))
+    held = 0
+    for path, variable in nnx.to_flat_state(state.params):
+        assert layout.places[path].dim is not None
+        value = variable.get_value()
+        held += np.prod(value.sharding.shard_shape(value.shape))
+    assert count / 7 < held < 1.4 * count / 7
+    # The moments follow their parameters.
+    for kind in ("mu", "nu"):
+        (moments,) = (m for _, m in optax.tree.get_all_with_path(state.opt_state, kind))
+        shapes = jax.tree.map(lambda x: (x.shape, x.sharding), moments)
+        assert shapes == jax.tree.map(lambda x: (x.shape, x.sharding), state.params)
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer", "all"])
+def test_padding_is_zero_after_every_step(offload):
+    policy = dataclasses.replace(POLICY, offload=offload)
+    fsdp = fsdp_on(1, 6, policy=policy)
+    found = [v for v in variables(trained(fsdp)) if is_padded(v)]
+    assert len(found) > 20  # parameters, moments and averages
+    for variable in found:
+        padding = padding_of(variable)
+        assert padding is not None
+        value = np.moveaxis(np.asarray(variable.get_value()), padding.dim, 0)
+        exact = padding.shape[padding.dim]
+        assert value[exact - 1].any() or value[:exact].any()
+        assert not value[exact:].any()
+
+
+def test_models_and_fetched_values_are_exact():
+    fsdp = fsdp_on(1, 6)
+    state = trained(fsdp)
+    abstract = fsdp.abstract_state(Model, OPTIMIZER)
+    want = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
+    for tree in (
+        nnx.state(fsdp.model(state), nnx.Param),
+        nnx.state(fsdp.model(abstract), nnx.Param),
+        fsdp.fetch(state.params),
+        fsdp.fetch(state.ema),
+    ):
+        shapes = jax.tree.map(lambda x: x.shape, tree)
+        assert jax.tree.leaves(shapes) == jax.tree.leaves(
+            jax.tree.map(lambda x: x.shape, want)
+        )
+    # What has been padded for one mesh starts a state on another.
+    other = fsdp_on(1, 4).from_model(fsdp.model(state), OPTIMIZER)
+    for got, was in zip(
+        jax.tree.leaves(fsdp.fetch(other.params)),
+        jax.tree.leaves(fsdp.fetch(state.params)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, was)
+
+
+def test_initial_values_do_not_depend_on_the_mesh():
+    states = [fsdp_on(*mesh).init(Model, OPTIMIZER) for mesh in ((1, 1), (1, 7))]
+    one, seven = (fsdp_on(1, 1).fetch(state.params) for state in states)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(seven), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_state_for_another_mesh_is_refused_in_one_line():
+    state = fsdp_on(1, 6).init(Model, OPTIMIZER)
+    other = fsdp_on(1, 4)
+    with pytest.raises(jshard.UserError, match="is not sharded for this mesh"):
+        other.train_step(loss_fn, OPTIMIZER)(state, np.zeros((8, 4), np.int32))
+
+
+def test_checkpoints_restore_between_any_two_meshes_bit_for_bit(tmp_path: Path):
+    """Padded or not, along whatever dimension."""
+    meshes = [(1, 8), (1, 6), (1, 5), (2, 3), (1, 7), (1, 1)]
+    fsdp = fsdp_on(*meshes[0])
+    state = trained(fsdp)
+    first = fsdp.fetch(state)
+    for i, mesh in enumerate(meshes[1:]):
+        with jshard.Checkpointer(tmp_path / str(i)) as checkpointer:
+            checkpointer.save(state)
+        fsdp = fsdp_on(*mesh)
+        abstract = fsdp.abstract_state(Model, OPTIMIZER)
+        with jshard.Checkpointer(tmp_path / str(i)) as checkpointer:
+            state = checkpointer.restore(abstract)
+        for x, like in zip(
+            jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True
+        ):
+            assert (x.shape, x.sharding) == (like.shape, like.sharding)
+        for got, want in zip(
+            jax.tree.leaves(fsdp.fetch(state)), jax.tree.leaves(first), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+        for variable in variables(state):
+            if is_padded(variable):
+                padding = padding_of(variable)
+                assert padding is not None
+                value = np.asarray(variable.get_value())
+                value = np.moveaxis(value, padding.dim, 0)
+                assert not value[padding.shape[padding.dim] :].any()
