@@ -19,6 +19,7 @@ import jshard
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.restore import find_parameters, read_parameters
+from jshard.layout.padding import exact_types
 
 WIDTH, LAYERS = 16, 4
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)
@@ -98,14 +99,17 @@ def at_step(state: jshard.TrainState, step: int) -> jshard.TrainState:
 
 
 def values(state: jshard.TrainState) -> dict[str, np.ndarray]:
-    """Full values by name; of random keys their data."""
+    """Full values by name, without padding; of random keys their data."""
 
     def full(array: Any) -> np.ndarray:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
         return np.asarray(array)
 
-    return {k: full(v) for k, v in metadata.arrays_by_name(state).items()}
+    exact = exact_types(state)
+    shapes = {k: v.shape for k, v in metadata.arrays_by_name(exact).items()}
+    found = {k: full(v) for k, v in metadata.arrays_by_name(state).items()}
+    return {k: v[tuple(map(slice, shapes[k]))] for k, v in found.items()}
 
 
 def check_equal(got: jshard.TrainState, want: jshard.TrainState) -> None:

@@ -210,7 +210,7 @@ def expected(fsdp: jshard.FSDP, state: jshard.TrainState, reads: set[str]) -> Co
             layered = layer_dims(variable) > 0
             stack = int(shape[0]) if layered else 1
             layer = int(np.prod(shape)) // stack
-            if sharded_dim(variable, policy, mesh) is None:
+            if sharded_dim(variable, policy, mesh)[0] is None:
                 counts["all-reduce", mesh.size, stack * layer] += trained
                 continue
             if name == TABLE and _exchanged(fsdp, shape[0]):

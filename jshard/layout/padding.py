@@ -133,7 +133,9 @@ def exact_values(variable: nnx.Variable) -> nnx.Variable:
     value, size = variable.get_value(), padding.shape[padding.dim]
     index = [slice(None)] * value.ndim
     index[padding.dim] = slice(size)
-    return variable.copy(value[tuple(index)], **{PADDING: None})
+    exact = variable.copy(value[tuple(index)])
+    exact.del_metadata(PADDING)
+    return exact
 
 
 def _own_shape(variable: nnx.Variable) -> tuple[int, ...]:

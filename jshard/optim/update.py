@@ -140,7 +140,7 @@ def update(
             "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
         )
     wide = for_update(jax.tree.map(on_device, params))
-    grads, first = _call(_chained(front), loss, grads, states[:number], wide)
+    grads, first = _call(mesh, _chained(front), loss, grads, states[:number], wide)
     if finite is not None:
         first = loss_scale.select(finite, first, states[:number])
 
@@ -167,8 +167,8 @@ def _run(
     params, opt_state, averages = moving
     grads, loss, steps, finite = given
     with sharded_update(mesh, policy):
-        exactly = exact((grads, opt_state, for_update(params)), mesh)
-        updates, opt_state = pad(_call(transform, loss, *exactly), mesh)
+        updates = grads, opt_state, for_update(params)
+        updates, opt_state = _call(mesh, transform, loss, *updates)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state
@@ -177,14 +177,14 @@ def _run(
     return new if finite is None else loss_scale.select(finite, new, moving)
 
 
-def _call(transform: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
-    """Calls an optimizer's update with ``value=loss``.
+def _call(mesh: Mesh, transform: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
+    """Calls an optimizer's update with ``value=loss``, on arrays of exact shapes.
 
     Raises:
       UserError: it needs arguments that a step does not have.
     """
     try:
-        return transform(*args, value=loss)
+        return pad(transform(*exact(args, mesh), value=loss), mesh)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise

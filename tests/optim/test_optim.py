@@ -190,7 +190,7 @@ def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
 
 
 def test_whole_matrix_optimizers_update_replicated_stacks_too():
-    fsdp = jshard.FSDP(jshard.make_mesh(), POLICY)
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=36))
     tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
     state = fsdp.init(make_stack(3, (5, 7)), tx)
     assert set(specs(state.params).values()) == {P()}
