@@ -51,7 +51,11 @@ class Padding:
 
 
 def padded_dim(
-    shape: tuple[int, ...], shards: int, taken: Sequence[int], *, looked_up: bool
+    shape: tuple[int, ...],
+    shards: int,
+    taken: Sequence[int] = (),
+    *,
+    looked_up: bool = False,
 ) -> int | None:
     """Returns the dimension to pad, counted from the end; None if there is none.
 
@@ -79,22 +83,24 @@ def padding_of(variable: nnx.Variable) -> Padding | None:
 
 def is_padded(leaf: Any) -> bool:
     """Returns whether ``leaf`` is a variable that is padded now."""
-    padding = is_variable(leaf) and padding_of(leaf)
-    return bool(padding) and _own_shape(leaf) == padding.padded
+    padding = padding_of(leaf) if is_variable(leaf) else None
+    return padding is not None and _ends(leaf, padding.padded)
 
 
 def shape_of_layer(variable: nnx.Variable) -> tuple[int, ...]:
     """Returns the exact shape of one layer of a parameter."""
     padding = padding_of(variable)
-    return padding.shape if padding else _own_shape(variable)
+    if padding is not None:
+        return padding.shape
+    return np.shape(variable.get_value())[layer_dims(variable) :]
 
 
 def pad(tree: Any, mesh: Any) -> Any:
     """Pads the variables that have the exact shape of a padded parameter."""
 
     def one(variable: Any) -> Any:
-        padding = is_variable(variable) and padding_of(variable)
-        if not padding or _own_shape(variable) != padding.shape:
+        padding = padding_of(variable) if is_variable(variable) else None
+        if padding is None or not _ends(variable, padding.shape):
             return variable
         x = _constrained(variable.get_value(), padding, mesh)
         added = padding.size - padding.shape[padding.dim]
@@ -138,8 +144,13 @@ def exact_values(variable: nnx.Variable) -> nnx.Variable:
     return exact
 
 
-def _own_shape(variable: nnx.Variable) -> tuple[int, ...]:
-    return np.shape(variable.get_value())[layer_dims(variable) :]
+def _ends(variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
+    """Returns whether the shape ends with that of one layer.
+
+    What an optimizer keeps has layer dimensions that its metadata may not count.
+    """
+    found = np.shape(jax.tree.leaves(variable)[0]) if jax.tree.leaves(variable) else ()
+    return len(found) >= len(shape) and found[len(found) - len(shape) :] == shape
 
 
 def exact_types(tree: Any) -> Any:

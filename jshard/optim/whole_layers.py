@@ -7,6 +7,7 @@ returns the shards. No matrix is gathered, no work is done twice, and a device h
 full matrix at a time.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.compat.jaxprs import evaluate, find, has, made_by, read_by, variables
 from jshard.fsdp.mesh import axes_of, shard_axes, shards_of
+from jshard.layout.padding import padded_dim
 from jshard.layout.specs import shard_dim
 
 # Operations that need a complete matrix.
@@ -124,11 +126,33 @@ def _in_rounds(
     rounds = -(-length // shards)
 
     def dims(arrays: Any) -> list[int | None]:
-        return [shard_dim(x.shape, shards, min_elements=min_elements) for x in arrays]
+        return [
+            shard_dim(x.shape, shards, min_elements=min_elements)
+            or (
+                padded_dim(x.shape, shards)
+                if math.prod(x.shape) >= min_elements
+                else None
+            )
+            for x in arrays
+        ]
 
     layer = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in values]
     outputs = jax.eval_shape(fn, layer, consts)
     dims_in, dims_out = dims(layer), dims(outputs)
+
+    def sharded(x: jax.Array, layer: Any, dim: int | None) -> jax.Array:
+        place = NamedSharding(mesh, _spec(layer, dim, mesh))
+        return lax.with_sharding_constraint(x, place)
+
+    def padded(x: jax.Array, layer: Any, dim: int | None) -> jax.Array:
+        if dim is None or layer.shape[dim] % shards == 0:
+            return x
+        return sharded(_padded(sharded(x, layer, dim), dim, shards), layer, dim)
+
+    def exact(x: jax.Array, layer: Any, dim: int | None) -> jax.Array:
+        if dim is None or layer.shape[dim] % shards == 0:
+            return x
+        return sharded(_exact(x, dim, layer.shape[dim]), layer, dim)
 
     def to_rounds(x: jax.Array) -> jax.Array:
         padding = [(0, rounds * shards - length), *[(0, 0)] * (x.ndim - 1)]
@@ -137,14 +161,14 @@ def _in_rounds(
 
     def local(values: list[jax.Array], consts: list[jax.Array]) -> list[jax.Array]:
         def one_round(values: list[jax.Array]) -> list[jax.Array]:
-            mine = fn(list(map(_to_owner, values, dims_in)), consts)
+            mine = fn(list(map(_to_owner, values, dims_in, layer)), consts)
             return list(map(_from_owner, mine, dims_out))
 
         results = lax.map(one_round, list(map(to_rounds, values)))
         return [x.reshape(-1, *x.shape[2:])[:length] for x in results]
 
     # Varying types are not tracked here: replicated results come by all-gather.
-    return jax.shard_map(
+    run = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(
@@ -156,7 +180,23 @@ def _in_rounds(
         ],
         axis_names=set(axes_of(mesh)),
         check_vma=False,
-    )(values, consts)
+    )
+    results = run(list(map(padded, values, layer, dims_in)), consts)
+    return list(map(exact, results, outputs, dims_out))
+
+
+def _padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
+    """Pads a dimension, counted from the end, with zeros to a multiple."""
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, -x.shape[dim] % multiple)
+    return jnp.pad(x, widths) if widths[dim][1] else x
+
+
+def _exact(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """Returns ``size`` elements of a dimension, counted from the end."""
+    if x.shape[dim] == size:
+        return x
+    return lax.slice_in_dim(x, 0, size, axis=x.ndim + dim)
 
 
 def _spec(layer: Any, dim: int | None, mesh: Mesh) -> PartitionSpec:
@@ -166,15 +206,17 @@ def _spec(layer: Any, dim: int | None, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*[None] * (layer.ndim + 1 + dim), shard_axes(mesh))
 
 
-def _to_owner(x: jax.Array, dim: int | None) -> jax.Array:
+def _to_owner(x: jax.Array, dim: int | None, layer: Any) -> jax.Array:
     """Exchanges (n, ...) shards of n layers for the full layer this device owns."""
     if dim is None:
         return x[lax.axis_index(shard_axes())]
-    return lax.all_to_all(x, shard_axes(), 0, x.ndim + dim, tiled=True)[0]
+    mine = lax.all_to_all(x, shard_axes(), 0, x.ndim + dim, tiled=True)[0]
+    return _exact(mine, dim, layer.shape[dim])
 
 
 def _from_owner(x: jax.Array, dim: int | None) -> jax.Array:
     """Does the inverse of ``_to_owner``."""
     if dim is None:
         return lax.all_gather(x, shard_axes())
+    x = _padded(x, dim, lax.axis_size(shard_axes()))
     return lax.all_to_all(x[None], shard_axes(), x.ndim + 1 + dim, 0, tiled=True)
