@@ -1,6 +1,7 @@
 """Parameters that the shards do not divide are sharded, and nobody sees the padding."""
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -12,13 +13,16 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hlo
 import jshard
 from jshard.layout.layout import Layout
 from jshard.layout.padding import is_padded, padded_dim, padding_of
 from jshard.layout.variables import is_variable
+from jshard.optim.update import update
 
 OPTIMIZER = optax.adamw(1e-2)
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)
+SCATTER = "reduce-scatter"
 WIDTH, HIDDEN, VOCABULARY = 10, 7, 11
 
 
@@ -187,3 +191,86 @@ def test_checkpoints_restore_between_any_two_meshes_bit_for_bit(tmp_path: Path):
                 value = np.asarray(variable.get_value())
                 value = np.moveaxis(value, padding.dim, 0)
                 assert not value[padding.shape[padding.dim] :].any()
+
+
+def collectives_of(fsdp: jshard.FSDP, tx: optax.GradientTransformation) -> list:
+    state = fsdp.abstract_state(Model, tx)
+    ids = np.zeros((4 * fsdp.mesh.size, 4), np.int32)
+    step = fsdp.train_step(loss_fn, tx)
+    return hlo.collectives(step.lower(state, ids).compile().as_text())
+
+
+def test_padding_costs_no_collective_but_its_own_bytes():
+    """Slices for the model and the optimizer, and what follows them, stay local."""
+    policy = jshard.Policy(min_shard_elements=0)
+    fsdp = fsdp_on(1, 6, policy=policy)
+
+    def moved(tx: optax.GradientTransformation) -> Counter:
+        found: Counter = Counter()
+        for c in collectives_of(fsdp, tx):
+            if (elements := sum(x.size for x in c.operands)) > 1:
+                found[c.kind, elements] += c.times
+        return found
+
+    first = moved(optax.identity())
+    sizes = Counter(
+        x.size if path[0] != "blocks" else x.size // 3
+        for path, variable in nnx.to_flat_state(
+            fsdp.abstract_state(Model, optax.identity()).params
+        )
+        for x in [variable.get_value()]
+        for _ in range(3 if path[0] == "blocks" else 1)
+    )
+    scattered = {n: times for (kind, n), times in first.items() if kind == SCATTER}
+    assert scattered == sizes
+    gathered = {n * 6 for kind, n in first if kind == "all-gather"}
+    assert gathered == set(sizes)
+    for tx in (optax.adamw(1e-2), optax.chain(optax.clip(1.0), optax.lion(1e-2))):
+        assert moved(tx) == first
+
+
+def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
+    class Squares(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            layer = lambda rngs: nnx.Linear(50, 50, use_bias=False, rngs=rngs)
+            self.blocks = jshard.Stack(layer, 7, rngs=rngs)
+
+    fsdp = fsdp_on(1, 6, policy=jshard.Policy(min_shard_elements=0))
+    tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
+    state = fsdp.abstract_state(Squares, tx)
+    given = state.params, jnp.float32(0), jnp.int32(1), None
+    run = jax.jit(lambda *args: update(fsdp.mesh, fsdp.policy, tx, *args))
+    lowered = run.lower((state.params, state.opt_state, None), given)
+    found = hlo.collectives(lowered.compile().as_text())
+    large = [c for c in found if sum(x.size for x in c.operands) > 50]
+    assert {c.kind for c in large} == {"all-to-all"}
+    assert {sum(x.size for x in c.operands) for c in large} == {54 * 50}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"gather": "int8"},
+        {"gather": "float8_e4m3fn", "compute": "bfloat16", "reduce": "bfloat16"},
+        {"gather": "bfloat16", "reduce": "bfloat16", "sum": "float32"},
+    ],
+    ids=lambda precision: precision["gather"],
+)
+def test_narrow_gathers_and_scatters_of_padded_shards(precision):
+    def losses(policy: jshard.Policy) -> list[float]:
+        fsdp = fsdp_on(1, 6, policy=policy)
+        state, step = fsdp.init(Model, OPTIMIZER), fsdp.train_step(loss_fn, OPTIMIZER)
+        ids, found = np.arange(48).reshape(-1, 4) % VOCABULARY, []
+        for _ in range(5):
+            state, metrics = step(state, fsdp.shard_batch(ids))
+            found.append(float(metrics["loss"]))
+        return found
+
+    exact = losses(jshard.Policy(min_shard_elements=0))
+    narrow = jshard.Policy(
+        min_shard_elements=0,
+        reshard_after_forward=2,
+        precision=jshard.Precision(**precision),
+    )
+    np.testing.assert_allclose(losses(narrow), exact, rtol=2e-2)
+    assert exact[-1] < 0.9 * exact[0]
