@@ -25,6 +25,7 @@ _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 
 
 _FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs (Ada, Hopper) that multiply float8
+_MUCH = 1 << 20  # parameters that are whole on every device
 
 
 def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
@@ -132,6 +133,27 @@ def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> 
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
             "gathered at the start of a step and kept: wrap the modules of "
             f"{', '.join(largest)} in jshard.Unit, or name their types in units=",
+            stacklevel=4,  # the caller of FSDP.init
+        )
+
+
+def warn_of_replicated(state: TrainState, layout: Layout) -> None:
+    """Warns if much of a model is whole on every device."""
+    size = {
+        ".".join(map(str, path)): variable.get_value().size
+        for tree in (state.params, state.frozen)
+        for path, variable in nnx.to_flat_state(tree)
+        if layout.places[path].dim is None
+    }
+    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
+    part = sum(size.values()) / total
+    if part > 1 / 20 and sum(size.values()) > _MUCH and shards_of(layout.mesh) > 1:
+        largest = sorted(size, key=lambda name: -size[name])[:3]
+        warnings.warn(
+            f"{part:.0%} of the parameters are whole on every device, above all "
+            f"{', '.join(largest)}: they have fewer than policy.min_shard_elements="
+            f"{layout.policy.min_shard_elements} elements (lower it), or further mesh "
+            "axes split all their dimensions",
             stacklevel=4,  # the caller of FSDP.init
         )
 

@@ -23,6 +23,7 @@ from jshard.fsdp.checks import (
     check_units,
     warn_of_large_root,
     warn_of_own_dtypes,
+    warn_of_replicated,
 )
 from jshard.fsdp.given import check_optimizer, check_unit_types, existing, from_seed
 from jshard.fsdp.mesh import check_mesh, platform, shards_of
@@ -194,6 +195,7 @@ class FSDP:
         model = self._abstract_model(shapes)
         layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
         warn_of_large_root(model, shapes, layout)
+        warn_of_replicated(shapes, layout)
         warn_of_own_dtypes(shapes, layout)
         return layout.abstract(shapes)
 

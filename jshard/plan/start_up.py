@@ -25,6 +25,7 @@ from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS, TENSOR_PARALLEL
 from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
+from jshard.layout.padding import exact_types, is_padded
 from jshard.layout.memory_kinds import HOST
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
@@ -204,7 +205,8 @@ def describe(
         lines.append(("attention", ", and ".join(kernels)))
     if policy.multiplies_in_float8():
         lines.append(("float8", _float8(jaxpr)))
-    lines += _replicated(state, layout) + _root(model, state, layout)
+    lines += _padded(state, layout) + _replicated(state, layout)
+    lines += _root(model, state, layout)
     norms = batch_norms(model)
     if norms and policy.accumulate > 1:
         text = "statistics of one micro-batch over all devices; each of the "
@@ -276,8 +278,8 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
 
 def _parameters(state: TrainState) -> str:
     params = jax.tree.leaves((state.params, state.frozen))
-    trained = sum(x.size for x in jax.tree.leaves(state.params))
-    total, local = sum(x.size for x in params), sum(map(_local_size, params))
+    trained, frozen = map(_exact_size, (state.params, state.frozen))
+    total, local = trained + frozen, sum(map(_local_size, params))
     held = {"host": 0, "device": 0}
     for x in jax.tree.leaves(state):
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -290,29 +292,61 @@ def _parameters(state: TrainState) -> str:
     return text if trained == total else f"{text}; {trained:,} are trained"
 
 
+def _exact_size(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(exact_types(tree)))
+
+
 def _local_size(x: Any) -> int:
     return int(np.prod(x.sharding.shard_shape(x.shape)))
+
+
+def _padded(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
+    """Says how much of the state is padding, and which parameters have most."""
+    added = {}
+    for tree in (state.params, state.frozen):
+        for path, variable in nnx.to_flat_state(tree):
+            if is_padded(variable):
+                exact = _exact_size(variable)
+                added[".".join(map(str, path))] = variable.get_value().size - exact
+    if not added:
+        return []
+    leaves, exact = jax.tree.leaves(state), jax.tree.leaves(exact_types(state))
+    zeros = sum(
+        (x.size - y.size) * x.dtype.itemsize for x, y in zip(leaves, exact, strict=True)
+    )
+    names = _some(sorted(added, key=lambda name: -added[name]))
+    text = f"{format_bytes(zeros)} of zeros in the state, over all devices, as no "
+    text += f"dimension divides by {shards_of(layout.mesh)}: {names}"
+    return [("padded", text)]
 
 
 def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     shards, fewest = shards_of(layout.mesh), layout.policy.min_shard_elements
     if shards == 1:
         return [("replicated", "everything: the fsdp axis has one device")]
-    small, indivisible = [], []
+    small: dict[str, int] = {}
+    others: dict[str, int] = {}
     for tree in (state.params, state.frozen):
         for path, variable in nnx.to_flat_state(tree):
             if layout.places[path].dim is None:
-                shape = np.shape(variable.get_value())
-                few = np.prod(shape[layer_dims(variable) :]) < fewest
-                (small if few else indivisible).append(".".join(map(str, path)))
+                x = variable.get_value()
+                few = np.prod(x.shape[layer_dims(variable) :]) < fewest
+                nbytes = x.size * x.dtype.itemsize
+                (small if few else others)[".".join(map(str, path))] = nbytes
     return [
-        ("replicated", f"{reason}: {_some(names)}")
-        for reason, names in (
+        ("replicated", f"{reason}: {_some(list(found))}{_much(found)}")
+        for reason, found in (
             (f"fewer than {fewest} elements (a layer)", small),
-            (f"no dimension divides by {shards}", indivisible),
+            ("further mesh axes split every dimension", others),
         )
-        if names
+        if found
     ]
+
+
+def _much(found: Mapping[str, int]) -> str:
+    """Says how many bytes they are, if that is worth a thought."""
+    total = sum(found.values())
+    return f" ({format_bytes(total)} a device)" if total >= 1 << 20 else ""
 
 
 def _root(
