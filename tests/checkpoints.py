@@ -19,6 +19,7 @@ import jshard
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.restore import find_parameters, read_parameters
+from jshard.layout import transfer
 from jshard.layout.padding import exact_types
 
 WIDTH, LAYERS = 16, 4
@@ -89,8 +90,15 @@ def save_steps(folder: Path, state: jshard.TrainState, *steps: int, **options) -
 
 
 def on_mesh(state: jshard.TrainState, abstract: jshard.TrainState) -> Any:
-    """The same state on another mesh."""
-    return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, abstract)
+    """The same state on another mesh, where it is padded otherwise."""
+
+    def put(x: jax.Array, exact: Any, like: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(x, like.sharding)
+        return transfer.put(np.asarray(x)[tuple(map(slice, exact.shape))], like)
+
+    leaves = map(jax.tree.leaves, (state, exact_types(state), abstract))
+    return jax.tree.unflatten(jax.tree.structure(abstract), map(put, *leaves))
 
 
 def at_step(state: jshard.TrainState, step: int) -> jshard.TrainState:

@@ -17,6 +17,7 @@ from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
+from jshard.layout.padding import exact_types
 
 FILES = {"description.json", "manifest.json", "state"}
 
@@ -35,9 +36,15 @@ def expected(name: str, array: Any, step: int) -> np.ndarray:
     return np.asarray(100 * draw.normal(size=array.shape)).astype(array.dtype)
 
 
+def padded(full: np.ndarray, array: Any) -> np.ndarray:
+    """With the zeros that ``array`` has at its ends."""
+    widths = [(0, n - m) for n, m in zip(array.shape, full.shape, strict=False)]
+    return np.pad(full, widths) if any(map(any, widths)) else full
+
+
 def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
     def make(name: str, array: Any) -> jax.Array:
-        full = expected(name, array, step)
+        full = padded(expected(name, exact[name], step), array)
         made = jax.make_array_from_callback(
             full.shape, array.sharding, lambda index: full[index]
         )
@@ -45,6 +52,7 @@ def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
         return jax.random.wrap_key_data(made) if random else made
 
     arrays = metadata.arrays_by_name(abstract)
+    exact = metadata.arrays_by_name(exact_types(abstract))
     return metadata.replace_arrays(
         abstract, {name: make(name, array) for name, array in arrays.items()}
     )
@@ -52,8 +60,9 @@ def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
 
 def check_state(state: jshard.TrainState, step: int) -> None:
     """Compares this process's shards bit for bit."""
+    exact = metadata.arrays_by_name(exact_types(state))
     for name, array in metadata.arrays_by_name(state).items():
-        full = expected(name, array, step)
+        full = padded(expected(name, exact[name], step), array)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
         assert (array.shape, array.dtype) == (full.shape, full.dtype), name

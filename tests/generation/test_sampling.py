@@ -19,7 +19,8 @@ def reference(logits, temperature, top_k, top_p):
     probability = np.exp(logits[kept] - logits[kept].max())
     probability /= probability.sum()
     count = 1
-    while probability[:count].sum() < top_p and count < len(kept):
+    # All of them add up to 1 but for rounding.
+    while count < len(kept) and (top_p == 1 or probability[:count].sum() < top_p):
         count += 1
     result = np.full(len(logits), -np.inf)
     result[kept[:count]] = logits[kept[:count]]
