@@ -78,8 +78,8 @@ def test_the_note_names_devices_sizes_what_is_replicated_and_why():
     assert "no dimension divides by 8: odd.kernel" in note
     assert "fewer than 4096 elements (a layer): scale" in note
     assert "dropout.rngs" in note
-    wire = 64 * 64 * 4 * 7 / 8 / 1024  # one gather and, as dx is not needed, one more
-    assert f"reduce-scatters 1 a step, {wire:.1f} KiB a device, float32" in note
+    wire = (64 * 64 + 72 * 73) * 4 * 7 / 8 / 1024
+    assert f"reduce-scatters 2 a step, {wire:.1f} KiB a device, float32" in note
 
 
 @pytest.mark.slow
