@@ -72,6 +72,13 @@ def abstract_batch(batch: Any, mesh: Any) -> Any:
     return jax.tree.map(of, batch, batch_specs(batch, mesh))
 
 
+def nearest(examples: int, multiple: int) -> str:
+    """Says which numbers of examples near ``examples`` are multiples of a number."""
+    below = examples // multiple * multiple
+    above = below + multiple
+    return f"{below} or {above}" if below else f"{above}"
+
+
 def check_batch(
     batch: Any,
     mesh: Mesh,
@@ -103,7 +110,7 @@ def check_batch(
             by += f" x {accumulate} micro-batches (policy.accumulate)"
         raise UserError(
             f"batch of {examples} examples does not divide by {by}; "
-            f"use a multiple of {devices * accumulate}"
+            f"use {nearest(examples, devices * accumulate)}"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if np.ndim(x) > 1 and np.shape(x)[1] % shared:

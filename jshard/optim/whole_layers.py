@@ -126,15 +126,7 @@ def _in_rounds(
     rounds = -(-length // shards)
 
     def dims(arrays: Any) -> list[int | None]:
-        return [
-            shard_dim(x.shape, shards, min_elements=min_elements)
-            or (
-                padded_dim(x.shape, shards)
-                if math.prod(x.shape) >= min_elements
-                else None
-            )
-            for x in arrays
-        ]
+        return [_dim(x.shape, shards, min_elements) for x in arrays]
 
     layer = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in values]
     outputs = jax.eval_shape(fn, layer, consts)
@@ -183,6 +175,19 @@ def _in_rounds(
     )
     results = run(list(map(padded, values, layer, dims_in)), consts)
     return list(map(exact, results, outputs, dims_out))
+
+
+def _dim(shape: tuple[int, ...], shards: int, min_elements: int) -> int | None:
+    """Returns the dimension of which devices have parts, that of a parameter."""
+    dim = shard_dim(shape, shards, min_elements=min_elements)
+    # A few numbers, such as coefficients, are no parameter's.
+    if (
+        dim is None
+        and min_elements <= math.prod(shape)
+        and max(shape, default=0) >= shards
+    ):
+        return padded_dim(shape, shards)
+    return dim
 
 
 def _padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.errors import UserError
+from jshard.fsdp.batch import nearest
 from jshard.fsdp.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
 from jshard.fsdp.state import TrainState
 from jshard.plan.constants import FITTED, Constants
@@ -105,5 +106,5 @@ def check_batch_size(config: Config, mesh: Mesh) -> None:
         times = f" times {micro} micro-batches" if micro > 1 else ""
         raise UserError(
             f"--config.batch_size={config.batch_size}: must be a multiple of the "
-            f"{who}{times}"
+            f"{who}{times}; use {nearest(config.batch_size, groups * micro)}"
         )

@@ -158,8 +158,7 @@ def candidates(config: Config, parts: int) -> list[Candidate]:
     """Returns all combinations, from the fewest micro-batches and recomputations."""
     remat, accumulate = config.policy.remat, config.policy.accumulate
     examples = max(config.batch_size // parts, 1)  # of a part in a step
-    powers = [2**i for i in range(examples.bit_length())]
-    micro = [n for n in powers if examples % n == 0]
+    micro = [n for n in range(1, examples + 1) if examples % n == 0]
     return [
         Candidate(r, m)
         for r in (list(_RECOMPUTED) if remat == FIT else [remat])

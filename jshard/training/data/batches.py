@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jshard.errors import UserError
+from jshard.fsdp.batch import nearest
 from jshard.training.data.dataset import Dataset
 from jshard.training.data.examples import count_rows, stack
 from jshard.training.data.iterables import Stream
@@ -212,5 +213,5 @@ def _check(batch_size: int, process_index: int = 0, process_count: int = 1) -> N
     if batch_size < 1 or batch_size % process_count:
         raise UserError(
             f"batch_size={batch_size} does not divide over {process_count} processes: "
-            f"make it a positive multiple of {process_count}"
+            f"use {nearest(batch_size, process_count)}"
         )
