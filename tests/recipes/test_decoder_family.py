@@ -4,6 +4,7 @@ That it is what transformers does is in tests/huggingface.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -88,12 +89,22 @@ def packed_batch(rows: int, T: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.quick("balanced-2-none")
-@pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.quick("balanced-2x3", "gemma-1x7")
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    [
+        ((1, 8), "full"),
+        ((2, 4), "none"),
+        ((1, 3), "none"),
+        ((1, 5), "dots"),
+        ((1, 7), "full"),
+        ((2, 3), "none"),
+    ],
+    ids="1x8 2x4 1x3 1x5 1x7 2x3".split(),
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sharded_run_follows_one_device(x64, family, replica, remat):
-    batch, tx = packed_batch(16, 8), optax.sgd(0.1)
+def test_a_sharded_run_follows_one_device(x64, family, mesh, remat):
+    batch, tx = packed_batch(2 * math.prod(mesh), 8), optax.sgd(0.1)
     model = make_model(family)
 
     graphdef, params = nnx.split(model)
@@ -108,7 +119,7 @@ def test_a_sharded_run_follows_one_device(x64, family, replica, remat):
         losses.append(value)
 
     policy = jshard.Policy(min_shard_elements=0, remat=remat)
-    fsdp = jshard.FSDP(parity.make_mesh(replica, 8 // replica), policy)
+    fsdp = jshard.FSDP(parity.make_mesh(*mesh), policy)
     state, step = fsdp.from_model(model, tx), fsdp.train_step(loss_fn, tx)
     for want in losses:
         state, metrics = step(state, fsdp.shard_batch(batch))

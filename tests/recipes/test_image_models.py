@@ -52,9 +52,9 @@ def batches() -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     return [
         {
-            "image": rng.normal(size=(16, SIZE, SIZE, 3)),
-            "targets": rng.dirichlet(np.ones(CLASSES), 16),
-            "weights": (rng.random(16) < 0.8).astype(float),
+            "image": rng.normal(size=(24, SIZE, SIZE, 3)),
+            "targets": rng.dirichlet(np.ones(CLASSES), 24),
+            "weights": (rng.random(24) < 0.8).astype(float),
         }
         for _ in range(STEPS)
     ]
@@ -90,8 +90,12 @@ def plain_run(kind: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
-@pytest.mark.quick("regnet-2x4")
-@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (4, 1)], ids="1x8 2x4 4x1".split())
+@pytest.mark.quick("regnet-2x3")
+@pytest.mark.parametrize(
+    "mesh",
+    [(1, 8), (2, 4), (4, 1), (1, 6), (2, 3)],
+    ids="1x8 2x4 4x1 1x6 2x3".split(),
+)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_run_is_that_of_one_device(x64, kind, mesh):
     fsdp = jshard.FSDP(make_mesh(*mesh), jshard.Policy(min_shard_elements=0))

@@ -44,7 +44,8 @@ def example(index: int) -> dict:
 def evaluated(count: int) -> tuple[dict[str, float], dict[str, float]]:
     """An evaluation over so many examples, and the same without jshard."""
     with jax.enable_x64(True):
-        fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
+        policy = jshard.Policy(min_shard_elements=0)
+        fsdp = jshard.FSDP(jshard.make_mesh(), policy, units=(nnx.Linear,))
         state = fsdp.init(Model, optax.sgd(0.1))
         config = complete(_config(), "test")
         evaluate = prepare_evaluation(
