@@ -45,7 +45,7 @@ class Decoder(nnx.Module):
     @property
     def tensor_split(self) -> jshard.nn.Split | None:
         """The head's columns, unless they are the table's rows."""
-        return jshard.nn.Split(columns=("head",)) if hasattr(self, "head") else None
+        return jshard.nn.Split(vocabulary=("head",)) if hasattr(self, "head") else None
 
     def features(
         self,
@@ -129,7 +129,7 @@ def _logits(out: Features, vocab_size: int) -> jax.Array:
     if head_DV.shape[1] == vocab_size:
         logits_BTV = product(out.x_BTD)
     else:
-        logits_BTV = with_all_columns(product, out.x_BTD)
+        logits_BTV = with_all_columns(product, out.x_BTD)[..., :vocab_size]
     if out.soft_cap is None:
         return logits_BTV
     return out.soft_cap * jnp.tanh(logits_BTV / out.soft_cap)

@@ -66,6 +66,10 @@ MODELS = {
         llama, num_heads=3, num_kv_heads=3, width=18, hidden=33, vocab_size=42
     ),
     "untied llama": functools.partial(llama, tied=False),
+    "odd vocabulary": functools.partial(llama, tied=False, vocab_size=43),
+    "odd and capped": functools.partial(
+        llama, tied=False, vocab_size=43, logit_soft_cap=3.0
+    ),
     "fused": functools.partial(llama, fused=True),
     "tiles": functools.partial(llama, mlp_tile=8, qk_norm=True, qkv_bias=True),
     "windows": functools.partial(llama, pattern="sf", window=5),

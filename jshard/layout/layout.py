@@ -248,7 +248,7 @@ def _places(
         once = dim is None or policy.accumulate > 1 or policy.defer_scatter
         places[path] = Placement(
             dim,
-            padding and padding.shape[padding.dim],
+            padding and (padding.dim, padding.shape[padding.dim]),
             gather=gather,
             compute=precision.compute or dtype,
             reduce=precision.reduce,

@@ -27,7 +27,9 @@ class Placement:
       whole: whether the layer gets the full parameter in spite of ``splits``.
       on_rank_zero: an axis on whose first device alone the layer gets the parameter,
         and zeros elsewhere: a bias that is added to partial sums.
-      exact: the size of ``dim`` without its padding; None if it has none.
+      exact: the padded dimension, counted from the end, and its size without the
+        padding; None if there is none. A device's part of what ``splits`` split along
+        this dimension has the padding.
       gather: the dtype communicated by the all-gather; None for the parameter's dtype.
       compute: the dtype passed to the layer; None for the parameter's dtype.
       reduce: the dtype communicated by the reduce-scatter; None for the gradient's
@@ -44,7 +46,7 @@ class Placement:
     """
 
     dim: int | None
-    exact: int | None = None
+    exact: tuple[int, int] | None = None
     gather: Any = None
     compute: Any = None
     reduce: Any = None
@@ -79,17 +81,24 @@ class Placement:
 
     def without_padding(self, full: jax.Array) -> jax.Array:
         """Returns the exact part of a gathered array."""
-        if self.dim is None or self.exact is None:
+        if self.exact is None or self._is_part():
             return full
-        return jax.lax.slice_in_dim(full, 0, self.exact, axis=full.ndim + self.dim)
+        dim, size = self.exact
+        return jax.lax.slice_in_dim(full, 0, size, axis=full.ndim + dim)
 
     def with_padding(self, full: jax.Array) -> jax.Array:
         """Returns a full array padded with zeros, to be sharded."""
-        if self.dim is None or self.exact is None:
+        if self.exact is None or self._is_part():
             return full
+        dim, size = self.exact
         widths = [(0, 0)] * full.ndim
-        widths[self.dim] = (0, -self.exact % self.shards())
+        widths[dim] = (0, -size % self.shards())
         return jnp.pad(full, widths)
+
+    def _is_part(self) -> bool:
+        """Returns whether a layer gets a part of the padded dimension."""
+        assert self.exact is not None
+        return not self.whole and any(dim == self.exact[0] for dim, _ in self.splits)
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

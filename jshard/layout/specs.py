@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jshard.errors import UserError
 from jshard.fsdp.mesh import (
     AXES,
     FSDP,
@@ -101,10 +102,13 @@ def sharded_dim(
     sizes = {dim: mesh.shape[axis] for dim, axis in parts.splits}
     shape, others = shape_of_layer(variable), _other_axes(variable, mesh)
     shards = shards_of(mesh) // math.prod(sizes.values())
-    looked_up, fewest = (
-        variable.get_metadata(LOOKED_UP, False),
-        policy.min_shard_elements,
-    )
+    fewest, over = policy.min_shard_elements, sharded_over(parts, mesh)
+    axes = tuple(names_of(over or shard_axes(mesh)))
+    for split, axis in parts.splits:
+        if shape[split] % sizes[split]:
+            padding = _of_vocabulary(shape, split, sizes[split], shards, (axis, *axes))
+            return (None if math.prod(shape) < fewest else split), padding
+    looked_up = variable.get_metadata(LOOKED_UP, False)
     dim = shard_dim(
         shape,
         shards,
@@ -119,8 +123,26 @@ def sharded_dim(
     dim = padded_dim(shape, shards, taken, looked_up=looked_up)
     if dim is None:
         return None, None
-    axes = names_of(sharded_over(parts, mesh) or shard_axes(mesh))
-    return dim, Padding(shape, dim, shape[dim] + -shape[dim] % shards, tuple(axes))
+    return dim, Padding(shape, dim, shape[dim] + -shape[dim] % shards, axes)
+
+
+def _of_vocabulary(
+    shape: tuple[int, ...], dim: int, n: int, shards: int, axes: tuple[str, ...]
+) -> Padding:
+    """Returns how a dimension is padded that an axis of ``n`` devices should split.
+
+    That is for parts and shards together, so that a head and its bias are split alike.
+
+    Raises:
+      UserError: A device would have nothing but padding.
+    """
+    size = shape[dim] + -shape[dim] % (n * shards)
+    if size // n * (n - 1) >= shape[dim]:
+        raise UserError(
+            f"mesh: {axes[0]}={n} splits a vocabulary of {shape[dim]}, and a device "
+            "would have nothing but padding; use fewer devices"
+        )
+    return Padding(shape, dim, size, axes)
 
 
 def param_spec(variable: nnx.Variable, place: Placement, mesh: Mesh) -> PartitionSpec:

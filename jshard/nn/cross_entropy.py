@@ -53,7 +53,8 @@ def cross_entropy(
       chunk: the largest number of tokens, on one device, whose logits exist at a time.
       soft_cap: c in ``c tanh(logit / c)``, as in Gemma 2 (arXiv:2408.00118, section 2).
       vocabulary: the columns of the whole head; by default those of ``head_DV``. If
-        there are more, the head is split over "tensor".
+        there are more, the head is split over "tensor", with padding at the end if
+        these devices do not divide them.
 
     Returns:
       The total in nats and the sum of weights.
@@ -87,7 +88,8 @@ class _Options(NamedTuple):
         """Raises UserError unless the head has all columns, or this device's part."""
         columns = head_DV.shape[1]
         parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
-        if self.vocabulary not in (columns, columns * parts):
+        last = self.vocabulary - columns * (parts - 1)  # columns of the last device
+        if self.vocabulary != columns and not 0 < last <= columns:
             raise UserError(
                 f"cross_entropy: vocabulary={self.vocabulary} is neither the head's "
                 f"{columns} columns nor those of {parts} devices"
@@ -176,6 +178,10 @@ def _losses(
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=wide)
     if soft_cap is not None:
         logits_CV = soft_cap * jnp.tanh(logits_CV / soft_cap)
+    is_real_V = None
+    if split and V * lax.axis_size(TENSOR) != options.vocabulary:  # the last: padding
+        is_real_V = jnp.arange(V) < options.vocabulary - lax.axis_index(TENSOR) * V
+        logits_CV = jnp.where(is_real_V, logits_CV, jnp.finfo(wide).min)
     if on_gpus():  # CPUs take longer for it
         sum_C = _logsumexp_in_one_pass(logits_CV)
     else:
@@ -195,6 +201,8 @@ def _losses(
     gradient_CV = jnp.exp(logits_CV - sum_C[:, None]) - is_target_CV
     if soft_cap is not None:
         gradient_CV *= 1 - (logits_CV / soft_cap) ** 2
+    if is_real_V is not None:
+        gradient_CV = jnp.where(is_real_V, gradient_CV, 0)
     return loss_C, gradient_CV
 
 

@@ -29,6 +29,9 @@ class Split:
     Attributes:
       columns: paths of submodules, "attention.query" say, whose last dimension is
         split: of their kernels and biases.
+      vocabulary: paths of heads, whose columns are split like ``columns``. Where the
+        axis does not divide these, they are padded with zeros, as in Megatron-LM;
+        ``jshard.nn.cross_entropy(vocabulary=)`` leaves the padding out.
       rows: paths of submodules whose kernels are split along the dimension before the
         last. Their biases are added by the first device alone.
       dims: paths of parameters ("query.kernel") that are split along another dimension,
@@ -37,6 +40,7 @@ class Split:
     """
 
     columns: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -92,9 +96,11 @@ def find_splits(
         declared = by_path.get(tuple(map(str, path)))
         declared = declared or getattr(module, "tensor_split", None)
         chosen: list[tuple[str, str, int | None]] = []
+        padded: set[str] = set()
         if TENSOR in axes and declared is not None:
             _check_counts(declared.counts, TENSOR, mesh.shape[TENSOR], where)
             dims = _dims(declared, parameters, where)
+            padded = set(_of(declared.vocabulary, parameters, where))
             chosen += [(name, TENSOR, dim) for name, dim in dims.items()]
         if EXPERT in axes and (experts := getattr(module, "expert_split", None)):
             for name, variable in _of(experts, parameters, where).items():
@@ -107,7 +113,8 @@ def find_splits(
             if dim is None:
                 found[at] = parts._replace(on_rank_zero=axis)
                 continue
-            _check_size(variable, dim, axis, mesh.shape[axis], f"{where}.{name}")
+            if name not in padded:
+                _check_size(variable, dim, axis, mesh.shape[axis], f"{where}.{name}")
             found[at] = parts._replace(splits=(*parts.splits, (dim, axis)))
     split = {axis for parts in found.values() for _, axis in parts.splits}
     for axis in sorted(axes - split):
@@ -170,7 +177,7 @@ def _dims(
 ) -> dict[str, int | None]:
     """Returns the split dimension of each parameter, or None for ``on_rank_zero``."""
     dims: dict[str, int | None] = {}
-    for name in _of(split.columns, parameters, where):
+    for name in _of((*split.columns, *split.vocabulary), parameters, where):
         if not name.endswith("lora_a"):  # the columns are those of lora_b
             dims[name] = -1
     for name, variable in _of(split.rows, parameters, where).items():

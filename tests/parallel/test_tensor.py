@@ -41,6 +41,13 @@ CASES = {
     ),
     "fused": ("fused", True, "adamw", {"tensor": 2, "remat": "none"}),
     "tiles": ("tiles", False, "adamw", {"tensor": 2, "remat": "attention"}),
+    "odd vocabulary": (
+        "odd vocabulary",
+        True,
+        "adamw",
+        {"tensor": 2, "replica": 2, "prefetch": True},
+    ),
+    "odd and capped": ("odd and capped", False, "lamb", {"tensor": 2}),
     "deferred": (
         "llama",
         False,
@@ -57,7 +64,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("llama")
+@pytest.mark.quick("llama", "odd vocabulary")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_features_train_as_whole_ones_on_one_device(case):
