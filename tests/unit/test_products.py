@@ -120,21 +120,21 @@ def reference(params: Any, x: np.ndarray, parts: int) -> tuple[Any, Any]:
     return jax.tree.map(lambda *sums: sum(sums) / x.size, *results)
 
 
-def inputs() -> np.ndarray:
-    shape = (EXAMPLES, TIME, WIDTH)
+def inputs(examples: int = EXAMPLES) -> np.ndarray:
+    shape = (examples, TIME, WIDTH)
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def gradients(
-    fsdp: jshard.FSDP, make_model: Any = Model
+    fsdp: jshard.FSDP, make_model: Any = Model, examples: int = EXAMPLES
 ) -> tuple[dict, dict, jax.Array]:
     """(parameters, gradients, loss) of a step, by name."""
     tx = optax.sgd(1.0)
     state = fsdp.init(make_model, tx)
-    before = fsdp.fetch(nnx.to_pure_dict(state.params))
+    before = nnx.to_pure_dict(fsdp.fetch(state.params))
     step = fsdp.train_step(loss_fn, tx)
-    state, metrics = step(state, fsdp.shard_batch(inputs()))
-    after = fsdp.fetch(nnx.to_pure_dict(state.params))
+    state, metrics = step(state, fsdp.shard_batch(inputs(examples)))
+    after = nnx.to_pure_dict(fsdp.fetch(state.params))
     return before, jax.tree.map(np.subtract, before, after), metrics["loss"]
 
 
@@ -146,7 +146,7 @@ def check_close(got: Any, want: Any, bound: float) -> None:
     jax.tree_util.tree_map_with_path(check, got, want)
 
 
-@pytest.mark.quick("pipelined")
+@pytest.mark.quick("pipelined", "six devices")
 @pytest.mark.parametrize(
     ("mesh", "knobs"),
     [
@@ -162,13 +162,21 @@ def check_close(got: Any, want: Any, bound: float) -> None:
         pytest.param({}, {"accumulate": 2, "defer_scatter": True}, id="deferred"),
         pytest.param({"fsdp": 1, "replica": 8}, {"first_k": 1}, id="replicated"),
         pytest.param({}, {"reshard_after_forward": False}, id="kept"),
+        pytest.param(
+            {"devices": 6},
+            {"prefetch": True, "reshard_after_forward": 2, "min_shard_elements": 0},
+            id="six devices",
+        ),
     ],
 )
 def test_a_step_is_that_of_one_device_with_the_same_quantization(mesh, knobs):
     policy = jshard.Policy(precision=FLOAT8, **knobs)
-    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
-    params, grads, loss = gradients(fsdp)
-    want_loss, want = reference(params, inputs(), 8 * policy.accumulate)
+    devices = jax.devices()[: mesh.get("devices", 8)]
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh | {"devices": devices}), policy)
+    examples = 4 * len(devices)
+    params, grads, loss = gradients(fsdp, examples=examples)
+    parts = len(devices) * policy.accumulate
+    want_loss, want = reference(params, inputs(examples), parts)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     check_close(grads, want, 1e-4)
 
