@@ -94,6 +94,7 @@ class Layer:
     Attributes:
       inputs: abstract inputs.
       outputs: a pytree of abstract arrays.
+      moves: which inputs have gradients.
       consts: constants of user-defined derivative rules, which get no gradients.
       reads: whether the backward needs each weight.
     """
@@ -110,11 +111,11 @@ class Layer:
             )
         fn = checkpoint(self.evaluate, remat, prevent_cse=prevent_cse)
 
+        floats: Inputs = jax.tree.map(is_float, self.inputs)
+        self.moves = moves = floats._replace(weights=list(trained))
+
         def with_residuals(*inputs):
-            # Trained weights have gradients, and so have all other float inputs.
             inputs = Inputs(*inputs)
-            moves: Inputs = jax.tree.map(is_float, inputs)
-            moves = moves._replace(weights=list(trained))
             fixed = select(inputs, jax.tree.map(lambda m: not m, moves))
 
             def of_moving(moving):
