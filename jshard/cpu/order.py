@@ -31,10 +31,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.compat.collective_primitives import COLLECTIVES, SUMS
 from jshard.compat.jaxprs import (
     CALLS,
+    COLLECTIVES,
+    SUMS,
     bind,
+    consts_as_inputs,
     context,
     evaluate,
     flat_jaxpr,
@@ -223,15 +225,9 @@ def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
         return [*results, token]
 
     traced = jax.make_jaxpr(run)(*inputs)
-
-    def with_consts(consts: list[Any], inputs: list[Any]) -> list[Any]:
-        return core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, consts))(*inputs)
-
-    consts = list(traced.consts)
-    inner = jax.make_jaxpr(with_consts)(consts, inputs).jaxpr
-    *results, token = eqn.primitive.bind(
-        *consts, *inputs, **eqn.params | {"jaxpr": inner}
-    )
+    inner = consts_as_inputs(traced, inputs, traced.consts)
+    params = eqn.params | {"jaxpr": inner}
+    *results, token = eqn.primitive.bind(*inputs, *traced.consts, **params)
     return results, token
 
 

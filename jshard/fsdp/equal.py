@@ -12,8 +12,15 @@ from typing import Any, NoReturn
 
 from jax import lax
 
-from jshard.compat.collective_primitives import COLLECTIVES, SUMS, axes_of, groups_of
-from jshard.compat.jaxprs import has, line_of, open_inner
+from jshard.compat.jaxprs import (
+    COLLECTIVES,
+    SUMS,
+    axes_of,
+    groups_of,
+    has,
+    line_of,
+    open_inner,
+)
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes
 from jshard.unit.dataflow import dependencies, loop, through, union

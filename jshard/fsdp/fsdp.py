@@ -36,8 +36,7 @@ from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
-from jshard.unit.batch_norm import of_one_device
-from jshard.unit.model import make_units
+from jshard.unit.model import make_units, of_one_device
 
 
 class FSDP:

@@ -16,12 +16,12 @@ from jax.extend import core
 
 from jshard.compat.jaxprs import (
     CALLS,
+    consts_as_inputs,
     find,
     line_of,
     needed_for,
     run_used,
-    with_outputs,
-    without_effects,
+    without_unused,
 )
 from jshard.errors import UserError
 from jshard.fsdp.activations import INPUTS, Offload
@@ -71,7 +71,7 @@ def trace_layer(
     avals = [x if w else None for x, w in zip(program.out_avals, wanted, strict=True)]
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), avals)
     if not all(wanted):
-        program = with_outputs(program, wanted)
+        program = without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
     return inputs._replace(args=args), program, outputs
 
@@ -103,7 +103,7 @@ class Layer:
         self, traced: Traced, trained: Sequence[bool], remat: Any, *, prevent_cse: bool
     ):
         self.inputs, self._program, self.outputs = traced
-        if remat != "none" and (eqn := find(self._program.jaxpr, {"io_callback"})):
+        if remat != "none" and (eqn := find(self._program.jaxpr.eqns, {"io_callback"})):
             raise UserError(
                 f"{line_of(eqn)}: an io_callback in a unit whose backward computes it "
                 "again, which JAX refuses; use jax.pure_callback, or remat='none' for "
@@ -130,12 +130,7 @@ class Layer:
         self._pullback = jax.tree.structure(shapes[1])
         self.consts = list(run.consts)
         leaves = jax.tree.leaves(self.inputs)
-
-        def hoisted(*inputs):
-            closed = core.ClosedJaxpr(run.jaxpr, inputs[len(leaves) :])
-            return core.jaxpr_as_fun(closed)(*inputs[: len(leaves)])
-
-        jaxpr = jax.make_jaxpr(hoisted)(*leaves, *abstract(self.consts)).jaxpr
+        jaxpr = consts_as_inputs(run, leaves, abstract(self.consts))
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
         self._leaves_device = [
             isinstance(remat, Offload)
@@ -171,8 +166,7 @@ class Layer:
         self._kept = list(kept)
         self._forward = needed_for(jaxpr, [True] * prefix + keep)
         # The forward has printed and called back already.
-        jaxpr = without_effects(jaxpr)
-        self._rebuild = needed_for(jaxpr, [False] * prefix + lost)
+        self._rebuild = needed_for(jaxpr, [False] * prefix + lost, effects=False)
         weights, structure = jax.tree.flatten(self.inputs.weights)
         self.reads = jax.tree.unflatten(structure, self._rebuild[1][: len(weights)])
 

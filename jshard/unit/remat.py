@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from jshard.compat.jaxprs import nested
 from jshard.errors import UserError
 from jshard.fsdp.activations import ATTENTION_OPERANDS, INPUTS, Names, Offload
 from jshard.fsdp.policy import Policy
@@ -33,11 +34,9 @@ def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
 
 def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
     """Yields the names of a jaxpr's activations, from ``checkpoint_name`` of JAX."""
-    for eqn in jaxpr.eqns:
+    for eqn in nested(jaxpr.eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from names_in(inner)
 
 
 def _attention(primitive: Any, *_: Any, **params: Any) -> bool:
