@@ -1,6 +1,5 @@
 """One layer of a Stack's stacked arrays: its shards, its backward, its gradients."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.policy import Reshard, UnitPolicy
+from jshard.fsdp.policy import Reshard
 from jshard.layout.placement import Placement
 from jshard.unit.linearize import Inputs, Layer
 from jshard.unit.unit import barrier, drop
@@ -16,12 +15,8 @@ from jshard.unit.unit import barrier, drop
 # Layers start to stop - 1: a layer in their loop, one outside of it, and whether they
 # follow each other without a loop.
 Segment = tuple[int, int, Layer, Layer, bool]
-
-
-def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:
-    """Returns (start, stop) of each run of layers with the same remat policy."""
-    first = length if policy.first_k is None else min(policy.first_k, length)
-    return list(itertools.pairwise(sorted({0, first, length})))
+# Placements of the layers' parameters, and ``reshard_after_forward``.
+How = tuple[list[Placement], Reshard]
 
 
 def layer_of(stacked: Any, index: Any) -> Any:
@@ -64,7 +59,7 @@ def run_layer(
     layer: Layer,
     consts: list[Any],
     stacked: Inputs,
-    dropping: tuple[Sequence[Placement], Reshard] | None,
+    dropping: How | None,
     index: Any,
     weights: list[Any],
     carry: Any,

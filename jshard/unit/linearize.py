@@ -56,12 +56,10 @@ def trace_layer(
 ) -> Traced:
     """Traces ``fn(weights, xs, carry, args) -> (outputs, changed, static)``.
 
-    Args:
-      fn: the layer. ``changed`` are the arrays that it set in itself. There, None takes
-        the place of a weight that is unchanged: transforms of Flax (``nnx.remat``) set
-        all that a module has, and full weights must not outlive the layer.
-      inputs: abstract.
-      places: the placements of the weights.
+    ``inputs`` are abstract. ``changed`` are the arrays that the layer set in itself.
+    There, None takes the place of a weight that is unchanged: transforms of Flax
+    (``nnx.remat``) set all that a module has, and full weights must not outlive the
+    layer.
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(program.jaxpr, places)
@@ -201,12 +199,8 @@ class Layer:
     ) -> Inputs:
         """Returns the gradients of the inputs, None for those without one.
 
-        Args:
-          inputs: the inputs, with None for weights not in ``reads``; the carry is
-            ignored.
-          consts: as in ``forward``.
-          kept: the residuals that ``forward`` returned.
-          cotangents: cotangents of the outputs, from ``differentiable``.
+        There is None for weights not in ``reads``, and the carry is ignored. ``kept``
+        is what ``forward`` returned, ``cotangents`` are from ``differentiable``.
         """
         carry = [None] * len(jax.tree.leaves(self.inputs.carry))
         leaves = jax.tree.leaves(

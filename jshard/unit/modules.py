@@ -210,9 +210,8 @@ def open_unit(
       This device's shards of the parameters that the unit owns; their placements; its
       other arrays: shards of inner units, weights that are gathered outside, and state,
       in which earlier calls may have left what depends on parameters; and
-      ``module(weights, rest=None)``, which returns the plain module with full weights.
-      Without ``rest``, its other Variables are those of the unit itself, so that
-      updates to them persist.
+      ``module(weights, rest=None)``, which returns the plain module. Without ``rest``
+      its other Variables are the unit's own, so that updates to them persist.
     """
     graphdef, own, others = nnx.split(unit, own_parameters(unit), ...)
     owned, tree = jax.tree.flatten(own, is_leaf=is_variable)
@@ -282,12 +281,9 @@ def prepare_layers(
     """Returns the functions ``run`` and ``finish`` for ``stack(x, *args, **kwargs)``.
 
     ``finish(*run())`` returns the result of the call and the full weights of
-    ``beside``, gathered while the last layer runs. In a step, ``run`` is the scan of
-    ``unit/stack.py``; otherwise it is a plain ``lax.scan``.
-
-    Raises:
-      UserError: here or in ``run``, if a layer changes the carry's shape or dtype, or a
-        Variable that is passed to it.
+    ``beside``, gathered while the last layer runs. Outside a step ``run`` is a plain
+    ``lax.scan``. Raises UserError if a layer changes the carry's shape or dtype, or a
+    Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
     extra, arguments = partition(others)

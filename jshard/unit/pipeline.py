@@ -17,10 +17,10 @@ from jax import lax
 
 from jshard.compat.xla_options import GATHERS_LATE
 from jshard.fsdp.mesh import REPLICA
-from jshard.fsdp.policy import Reshard
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
 from jshard.unit.layers import (
+    How,
     Segment,
     add_weights,
     before_carry,
@@ -38,17 +38,16 @@ from jshard.unit.unit import barrier, gather, gather_again, reduce, scatter
 @jax.named_scope(LAYERS)
 def forward(
     segments: Sequence[Segment],
-    places: tuple[list[Placement], list[Placement]],
-    reshard: Reshard,
+    how: How,
+    next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
     consts: Sequence[tuple[list, list]],
     next_shards: list[jax.Array],
 ) -> Any:
     """Does what ``forward`` of ``stack.py`` does."""
-    own, of_next = places
     carry, next_weights, all_ys, saved = stacked.carry, [], [], []
-    dropping = (own, reshard) if keep else None
+    places, dropping = how[0], how if keep else None
     for segment, (in_loop, out_of_loop) in zip(segments, consts, strict=False):
         start, stop, layer, outside, unroll = segment
         run = functools.partial(run_layer, layer, in_loop, stacked, dropping)
@@ -58,16 +57,16 @@ def forward(
         def step(state, _, run=run, late=late):
             index, weights, carry = state
             shards, (carry, weights) = shards_after(
-                stacked, own, index + 1, (carry, weights)
+                stacked, places, index + 1, (carry, weights)
             )
-            next_weights = gather(shards, own)
+            next_weights = gather(shards, places)
             carry, out = run(index, weights, carry)
             if late:
                 next_weights, out = barrier(next_weights, out)
             return (index + 1, next_weights, carry), out
 
-        shards, carry = shards_after(stacked, own, start, carry)
-        weights = gather(shards, own)
+        shards, carry = shards_after(stacked, places, start, carry)
+        weights = gather(shards, places)
         state = (jnp.int32(start), weights, carry)
         length = stop - 1 - start
         (_, weights, carry), (ys, needed) = lax.scan(
@@ -75,7 +74,7 @@ def forward(
         )
         if segment is segments[-1]:
             next_shards, (carry, weights) = barrier(next_shards, (carry, weights))
-            next_weights = gather(next_shards, of_next)
+            next_weights = gather(next_shards, next_places)
         carry, (last_ys, last_needed) = run_last(stop - 1, weights, carry)
         all_ys += [ys, jax.tree.map(lambda y: y[None], last_ys)]
         # The backward begins with the last layer, whose weights are here. Those of a
@@ -83,13 +82,13 @@ def forward(
         read = select(weights, layer.reads) if length else None
         saved.append((needed, last_needed, read))
     outputs = carry, join_layers(all_ys), next_weights
-    return (outputs, (stacked, consts, saved)) if keep else outputs
+    return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
 def segment_backward(
     segment: Segment,
     consts: tuple[list, list],
-    how: tuple[list[Placement], Reshard, list[Any]],
+    how: How,
     stacked: Inputs,
     needed: tuple[Any, Any],
     sums: Inputs,
@@ -97,7 +96,7 @@ def segment_backward(
 ) -> tuple[Inputs, list[Any]]:
     """Does what ``segment_backward`` of ``stack.py`` does."""
     start, stop, layer, outside, unroll = segment
-    (places, reshard, types), (saved, ys_ct), last = how, needed, stop - 1
+    (places, reshard), (saved, ys_ct), last = how, needed, stop - 1
     (residuals, kept), (last_residuals, last_kept), weights = saved
     # The all-reduce over replicas takes time, too: it runs beside yet another layer.
     delayed = lax.axis_size(REPLICA) > 1
@@ -129,7 +128,7 @@ def segment_backward(
         return next_weights, grads, sums
 
     def finish(index, parts, sums):
-        return add_weights(sums, reduce(parts, places, types), index)
+        return add_weights(sums, reduce(parts, places, stacked.weights), index)
 
     def one_layer(layer, consts, index, weights, grads, parts, sums):
         """Runs a layer's backward beside its neighbours' collectives.
@@ -142,7 +141,7 @@ def segment_backward(
         )
         reduced = None
         if parts is not None:
-            reduced = reduce(parts, places, types)
+            reduced = reduce(parts, places, stacked.weights)
             sums = add_weights(sums, reduced, index + 2)
         # The next all-reduce waits for this one: otherwise XLA would combine them.
         (parts, grads_here, _), sums = before_carry(

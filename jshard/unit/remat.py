@@ -58,17 +58,12 @@ def _products(primitive: Any, *args: Any, **params: Any) -> bool:
 
 def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
     """Applies the remat policy ``remat`` to a layer function."""
-    policies = jax.checkpoint_policies
     if remat == "none":
         return fn
-    if remat == "full":
-        policy = policies.nothing_saveable
-    elif remat == "attention":
-        policy = _attention
-    elif remat == "dots":
-        policy = _products
-    elif isinstance(remat, Names):
+    policies, policy = jax.checkpoint_policies, remat
+    if isinstance(remat, Names):
         policy = policies.save_only_these_names(*remat.names)
-    else:
-        policy = remat
+    elif isinstance(remat, str):
+        keeps = {"attention": _attention, "dots": _products}
+        policy = keeps[remat] if remat != "full" else policies.nothing_saveable
     return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)

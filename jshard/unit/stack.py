@@ -11,6 +11,7 @@ loop of one iteration, so that a single layer is scheduled like a Unit.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,18 +22,18 @@ from jax import lax
 from jshard.errors import UserError
 from jshard.fsdp.activations import Offload
 from jshard.fsdp.mesh import on_gpus
-from jshard.fsdp.policy import Reshard, UnitPolicy
+from jshard.fsdp.policy import UnitPolicy
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
 from jshard.unit import pipeline
 from jshard.unit.layers import (
+    How,
     Segment,
     add_weights,
     before_carry,
     join_layers,
     layer_of,
     run_layer,
-    spans,
     transpose_layer,
 )
 from jshard.unit.linearize import Inputs, Layer, Traced, differentiable, trace_layer
@@ -66,7 +67,7 @@ def make_scan(
       shards: this device's, of the layers' parameters, (L, ...) each.
       places: their placements.
       xs: the other arrays of the layers, (L, ...) each.
-      carry: the input of the first layer.
+      carry: the input of the first layer, whose shapes and dtypes all must return.
       args: what all layers share.
       policy: remat, reshard and prefetch.
       beside: shards and placements of the unit after the Stack: gathered, and their
@@ -75,19 +76,12 @@ def make_scan(
     Returns:
       A function that runs the layers and returns the last carry, stacked (aux, changed,
       static), and the full weights of ``beside``.
-
-    Raises:
-      UserError: a layer changes the carry's shapes or dtypes.
     """
     shards, places, xs = list(shards), list(places), list(xs)
     next_shards, next_places = list(beside[0]), list(beside[1])
-    types = abstract(shards, layer=True)
-    inputs = Inputs(
-        weight_types(types, places),
-        abstract(xs, layer=True),
-        abstract(carry),
-        abstract(list(args)),
-    )
+    of_layer, of_xs = abstract((shards, xs), layer=True)
+    weights, first, shared = abstract((weight_types(of_layer, places), carry, [*args]))
+    inputs = Inputs(weights, of_xs, first, shared)
     traced = trace_layer(fn, inputs, places)
     _, program, ((out, _), *_) = traced
     check_carry(carry, out)
@@ -99,13 +93,12 @@ def make_scan(
     passes = forward, segment_backward
     if prefetch:
         passes = pipeline.forward, pipeline.segment_backward
-    static = (places, next_places), policy.reshard_after_forward
-    types = types, abstract(next_shards)
+    static = (places, policy.reshard_after_forward), next_places
 
     run = jax.custom_vjp(functools.partial(passes[0], as_one, *static, False))
     run.defvjp(
         functools.partial(passes[0], segments, *static, True),
-        functools.partial(_backward, passes[1], segments, *static, types),
+        functools.partial(_backward, passes[1], segments, *static),
     )
     consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
     stacked = Inputs(shards, xs, carry, [*args, *program.consts])
@@ -115,17 +108,16 @@ def make_scan(
 @jax.named_scope(LAYERS)
 def forward(
     segments: Sequence[Segment],
-    places: tuple[list[Placement], list[Placement]],
-    reshard: Reshard,
+    how: How,
+    next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
     consts: Sequence[tuple[list, list]],
     next_shards: list[jax.Array],
 ) -> Any:
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
-    own, of_next = places
     carry, all_ys, saved = stacked.carry, [], []
-    dropping = (own, reshard) if keep else None
+    places, dropping = how[0], how if keep else None
     for segment, (layer_consts, _) in zip(segments, consts, strict=False):
         start, stop, layer, _, unroll = segment
         run = functools.partial(run_layer, layer, layer_consts, stacked, dropping)
@@ -136,7 +128,7 @@ def forward(
             shards = layer_of(stacked.weights, index)
             if straight:  # otherwise the loop holds the gather back
                 shards, carry = barrier(shards, carry)
-            carry, out = run(index, gather(shards, own), carry)
+            carry, out = run(index, gather(shards, places), carry)
             return (index + 1, carry), out
 
         state, length = (jnp.int32(start), carry), stop - start
@@ -146,26 +138,21 @@ def forward(
         all_ys.append(ys)
         saved.append(needed)
     next_shards, carry = barrier(next_shards, carry)
-    outputs = carry, join_layers(all_ys), gather(next_shards, of_next)
-    return (outputs, (stacked, consts, saved)) if keep else outputs
+    outputs = carry, join_layers(all_ys), gather(next_shards, next_places)
+    return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
 @jax.named_scope(LAYERS)
 def _backward(
     segment_backward: Callable,
     segments: Sequence[Segment],
-    places: tuple[list[Placement], list[Placement]],
-    reshard: Reshard,
-    types: tuple[list[Any], list[Any]],
-    saved: tuple[Inputs, Any, Any],
+    how: How,
+    next_places: list[Placement],
+    saved: tuple[Inputs, Any, list[Any], Any],
     cotangents: Any,
 ) -> tuple[Inputs, None, list[Any]]:
-    """Returns gradients of the inputs of a forward.
-
-    ``types`` are abstract shards: of a layer, and of the next unit.
-    """
-    (own, of_next), (own_types, next_types) = places, types
-    stacked, consts, of_segments = saved
+    """Returns gradients of the inputs of a forward, given what that saved."""
+    stacked, consts, next_shards, of_segments = saved
     carry_ct, (aux_ct, *others), next_grads = cotangents
     layer = segments[0][2]
     (carry_ct, aux_ct), *others = differentiable(
@@ -173,9 +160,8 @@ def _backward(
     )
     sums = select(stacked._replace(carry=None), layer.moves._replace(carry=None))
     sums = jax.tree.map(jnp.zeros_like, sums)._replace(carry=carry_ct)
-    next_grads = select(next_grads, [place.trainable for place in of_next])
-    parts = scatter(next_grads, of_next)
-    how = own, reshard, own_types
+    next_grads = select(next_grads, [place.trainable for place in next_places])
+    parts = scatter(next_grads, next_places)
     for segment, of_layers, needed in reversed(
         list(zip(segments, consts, of_segments, strict=True))
     ):
@@ -183,35 +169,26 @@ def _backward(
         sums, parts = segment_backward(
             segment, of_layers, how, stacked, needed, sums, parts
         )
-    return sums, None, reduce(parts, of_next, next_types)
+    return sums, None, reduce(parts, next_places, next_shards)
 
 
 def segment_backward(
     segment: Segment,
     consts: tuple[list, list],
-    how: tuple[list[Placement], Reshard, list[Any]],
+    how: How,
     stacked: Inputs,
     needed: tuple[Any, Any],
     sums: Inputs,
     parts: list[Any],
 ) -> tuple[Inputs, list[Any]]:
-    """Runs the backward of a segment, the last layer first.
+    """Adds the gradients of a segment to ``sums``, the last layer first.
 
-    Args:
-      segment: the segment.
-      consts: of its layer in the loop, and of that outside.
-      how: placements of the layers' parameters, ``reshard_after_forward``, and a
-        layer's abstract shards.
-      stacked: the inputs of all layers.
-      needed: what the forward saved of the segment; cotangents of the stacked ys.
-      sums: the gradients so far.
-      parts: scattered gradients of the unit after the Stack.
-
-    Returns:
-      ``sums`` with the gradients of the segment, and ``parts``.
+    ``needed`` is what the forward saved of it, and the cotangents of the stacked ys of
+    all layers. ``parts`` are scattered gradients of the unit after the Stack, which is
+    done before the layers.
     """
     start, stop, layer, _, unroll = segment
-    (places, reshard, types), (saved, ys_ct) = how, needed
+    (places, reshard), (saved, ys_ct) = how, needed
     wait = bool(reshard) and (unroll or stop - start == 1)
     parts, sums = before_carry(parts, sums)
 
@@ -226,7 +203,7 @@ def segment_backward(
         sums, grads = transpose_layer(
             layer, consts[0], stacked, index, weights, (residuals, ys_ct), sums
         )
-        grads = reduce(scatter(grads, places), places, types)
+        grads = reduce(scatter(grads, places), places, stacked.weights)
         return (index - 1, add_weights(sums, grads, index)), None
 
     slices = saved, jax.tree.map(lambda ct: ct[start:stop], ys_ct)
@@ -257,9 +234,9 @@ def _segments(
 ) -> Iterator[Segment]:
     """Yields the segments of ``length`` layers like the one that is traced."""
     trained = [place.trainable for place in places]
-    first = policy.first_k
-    for start, stop in spans(policy, length):
-        remat = policy.remat if first is None or start < first else "none"
+    first = length if policy.first_k is None else min(policy.first_k, length)
+    for start, stop in itertools.pairwise(sorted({0, first, length})):
+        remat = policy.remat if start < first else "none"
         # XLA moves arrays between host and device in loops; unrolled, it would keep
         # all of them on the device.
         in_loop = isinstance(remat, Offload) or any(place.hosted for place in places)
