@@ -94,6 +94,13 @@ def read(env: dict[Any, Any], atoms: Iterable[Any]) -> list[Any]:
     return [a.val if isinstance(a, core.Literal) else env[a] for a in atoms]
 
 
+def environment(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the values of a program's inputs and constants, by variable."""
+    jaxpr = closed.jaxpr
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    return dict(zip(names, [*closed.consts, *inputs], strict=True))
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Applies an equation's primitive to ``values`` and returns the results."""
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -139,24 +146,19 @@ def flat_jaxpr(fn: Callable, leaves: Sequence[Any]) -> core.ClosedJaxpr:
     """Returns the jaxpr of ``fn(*leaves)``, a list of arrays, with calls inlined."""
     closed = jax.make_jaxpr(fn)(*leaves)
 
-    def inlined(*leaves: Any) -> list[Any]:
-        return _inline(closed.jaxpr, closed.consts, leaves)
-
-    return jax.make_jaxpr(inlined)(*leaves)
+    return jax.make_jaxpr(lambda *leaves: _inline(closed, leaves))(*leaves)
 
 
-def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list:
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= zip(jaxpr.invars, inputs, strict=True)
-    for eqn in jaxpr.eqns:
+def _inline(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    env = environment(closed, inputs)
+    for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name not in CALLS:
             evaluate([eqn], env)
             continue
-        inner = inner_jaxpr(eqn)
         with context(eqn):
-            results = _inline(inner.jaxpr, inner.consts, read(env, eqn.invars))
+            results = _inline(inner_jaxpr(eqn), read(env, eqn.invars))
         env.update(zip(eqn.outvars, results, strict=True))
-    return read(env, jaxpr.outvars)
+    return read(env, closed.jaxpr.outvars)
 
 
 def inner_jaxpr(call: Any) -> core.ClosedJaxpr:

@@ -60,9 +60,8 @@ def in_float8(
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:
     """Returns the scales of full weights, (weights,), or (L, weights) if stacked."""
-    over = [tuple(range(1 if stacked else 0, x.ndim)) for x in shards]
     largest = [
-        jnp.max(jnp.abs(x), axis=axes) for x, axes in zip(shards, over, strict=True)
+        jnp.max(jnp.abs(x), axis=tuple(range(int(stacked), x.ndim))) for x in shards
     ]
     together = jnp.stack([x.astype(jnp.float32) for x in largest], axis=-1)
     return tensor_scale(lax.pmax(together, shard_axes()), E4M3)

@@ -1,5 +1,6 @@
 """One layer of a Stack's stacked arrays: its shards, its backward, its gradients."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.policy import Reshard
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.layout.placement import Placement
 from jshard.unit.linearize import Inputs, Layer
 from jshard.unit.unit import barrier, drop
@@ -17,6 +18,12 @@ from jshard.unit.unit import barrier, drop
 Segment = tuple[int, int, Layer, Layer, bool]
 # Placements of the layers' parameters, and ``reshard_after_forward``.
 How = tuple[list[Placement], Reshard]
+
+
+def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:
+    """Returns (start, stop) of each run of layers with the same remat policy."""
+    first = length if policy.first_k is None else min(policy.first_k, length)
+    return list(itertools.pairwise(sorted({0, first, length})))
 
 
 def layer_of(stacked: Any, index: Any) -> Any:

@@ -1,11 +1,10 @@
 """Stack and Unit: the Flax modules that place the gathers.
 
 Outside a jshard step, both are ordinary modules. For a step, ``FSDP`` replaces every
-parameter with a Shard and gives every Stack and Unit its UnitPolicy (``model.py``).
-When a unit is called, it gathers the parameters that it owns: all of them except
-those of inner units. Neither class changes parameter paths. A Unit *is* the module that
-it wraps, with a subclass that gathers first. A Stack is a single layer whose variables
-have a leading layer dimension.
+parameter with a Shard and gives every Stack and Unit its UnitPolicy (``model.py``). A
+unit that is called gathers the parameters that it owns: all but those of inner units.
+A Unit *is* the module that it wraps, with a subclass that gathers first. A Stack is a
+single layer whose variables have a leading layer dimension.
 """
 
 import dataclasses
@@ -155,13 +154,8 @@ def _stack_class(cls: type) -> type:
 def _subclass(name: str, base: type, cls: type, methods: dict[str, Any]) -> type:
     """Returns a subclass of ``base`` and ``cls``, a pytree only if ``cls`` is one."""
     # A module that is not a pytree does not record which attributes hold arrays.
-    members = methods | {"plain_class": cls}
-    return types.new_class(
-        name,
-        (base, cls),
-        {"pytree": is_pytree(cls)},
-        lambda namespace: namespace.update(members),
-    )
+    options, members = {"pytree": is_pytree(cls)}, methods | {"plain_class": cls}
+    return types.new_class(name, (base, cls), options, lambda ns: ns.update(members))
 
 
 def _gathering(method: Callable) -> Callable:

@@ -11,7 +11,6 @@ loop of one iteration, so that a single layer is scheduled like a Unit.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from jshard.unit.layers import (
     join_layers,
     layer_of,
     run_layer,
+    spans,
     transpose_layer,
 )
 from jshard.unit.linearize import Inputs, Layer, Traced, differentiable, trace_layer
@@ -234,9 +234,9 @@ def _segments(
 ) -> Iterator[Segment]:
     """Yields the segments of ``length`` layers like the one that is traced."""
     trained = [place.trainable for place in places]
-    first = length if policy.first_k is None else min(policy.first_k, length)
-    for start, stop in itertools.pairwise(sorted({0, first, length})):
-        remat = policy.remat if start < first else "none"
+    first = policy.first_k
+    for start, stop in spans(policy, length):
+        remat = policy.remat if first is None or start < first else "none"
         # XLA moves arrays between host and device in loops; unrolled, it would keep
         # all of them on the device.
         in_loop = isinstance(remat, Offload) or any(place.hosted for place in places)

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.collectives.gather import all_gather, join, split
+from jshard.collectives.gather import all_gather, join_parts, take_part
 from jshard.collectives.reduce import all_reduce_in_unit
 from jshard.collectives.reduce import scatter as scatter_leaf
 from jshard.fsdp.policy import Reshard, UnitPolicy
@@ -110,7 +110,7 @@ def drop(
     read = select(list(weights), list(reads))
     if not (group := int(reshard)):
         return read
-    return map_present(lambda w, p: split(w, p, group), read, places)
+    return map_present(lambda w, p: take_part(w, p, group), read, places)
 
 
 def gather_again(
@@ -123,7 +123,7 @@ def gather_again(
     if reshard is True:
         return map_present(all_gather, source, places)
     if group := int(reshard):
-        return map_present(lambda x, p: join(x, p, group), source, places)
+        return map_present(lambda x, p: join_parts(x, p, group), source, places)
     return list(source)
 
 
