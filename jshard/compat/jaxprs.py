@@ -142,11 +142,9 @@ def evaluate(
     return list(map(jnp.asarray, read(env, outputs)))
 
 
-def flat_jaxpr(fn: Callable, leaves: Sequence[Any]) -> core.ClosedJaxpr:
-    """Returns the jaxpr of ``fn(*leaves)``, a list of arrays, with calls inlined."""
-    closed = jax.make_jaxpr(fn)(*leaves)
-
-    return jax.make_jaxpr(lambda *leaves: _inline(closed, leaves))(*leaves)
+def flat_jaxpr(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> core.ClosedJaxpr:
+    """Returns a program with its calls inlined, traced again for ``inputs``."""
+    return jax.make_jaxpr(lambda *inputs: _inline(closed, inputs))(*inputs)
 
 
 def _inline(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:

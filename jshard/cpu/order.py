@@ -237,7 +237,7 @@ def _take_turns(
 ) -> Results:
     """Runs a jaxpr on global values, one thunk sequence at a time."""
     if any(e.primitive.name in CALLS and has(e, _SEQUENCES) for e in jaxpr.jaxpr.eqns):
-        jaxpr = flat_jaxpr(core.jaxpr_as_fun(jaxpr), inputs)
+        jaxpr = flat_jaxpr(jaxpr, inputs)
     jaxpr = without_unused(jaxpr)  # the token would keep dead collectives alive
     env = environment(jaxpr, inputs)
     outputs = jaxpr.jaxpr.outvars

@@ -157,11 +157,7 @@ def weight_types(shards: list[Any], places: list[Placement]) -> list[Any]:
 
 
 def barrier(tree: Any, after: Any) -> tuple[Any, Any]:
-    """Returns both unchanged, but XLA must compute both before it uses either.
-
-    Without it XLA could gather the weights of many units before the first one runs, or
-    merge the backward's gathers with the forward's and keep the weights in between.
-    """
+    """Returns both unchanged, but XLA must compute both before it uses either."""
     if not jax.tree.leaves(tree):
         return tree, after
     return _barrier((tree, after))

@@ -173,7 +173,7 @@ def test_jaxprs_are_run_again():
             return jax.jit(jnp.sin)(x) * 2
 
     with otherwise("equations cannot be run again in the context they were traced in"):
-        again = jaxprs.flat_jaxpr(lambda x: [fn(x)], [1.0])
+        again = jaxprs.flat_jaxpr(traced(fn, 1.0), [1.0])
         assert [e.primitive.name for e in again.jaxpr.eqns] == ["sin", "mul"]
         assert "here" in str(again.jaxpr.eqns[0].source_info.name_stack)
         (result,) = core.jaxpr_as_fun(again)(0.5)
