@@ -24,13 +24,13 @@ MOST_LINES = {
     "fsdp": 1470,
     "nn": 1330,
     "optim": 1210,
-    "unit": 2630,
-    "cpu": 400,
-    "collectives": 480,
+    "unit": 2460,
+    "cpu": 380,
+    "collectives": 470,
     "layout": 1210,
     "distributed": 1720,
     "cli": 410,
-    "compat": 860,
+    "compat": 800,
     "parallel": 700,
     "ground": 1370,
 }
@@ -40,7 +40,6 @@ LONGEST_FILE = 350
 # Files that are longer, with their lines: each may only shrink, and none may join them.
 LONGER = {
     "checkpoint/checkpointer.py": 393,
-    "cpu/order.py": 356,
     "plan/cost/cost.py": 364,
     "plan/hlo/hlo.py": 351,
     "training/data/corpus.py": 383,

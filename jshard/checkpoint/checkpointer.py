@@ -36,7 +36,7 @@ from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS
 from jshard.cli.paths import check_path
-from jshard.compat import orbax_noise
+from jshard.compat import orbax
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState, check_kept
 
@@ -117,7 +117,7 @@ class Checkpointer:
         self._best, self._highest = best, highest
         self._report = report
         self._saving: threading.Thread | None = None
-        orbax_noise.silence()
+        orbax.silence()
         try:
             _on_first(self._tidy)
         except OSError as error:

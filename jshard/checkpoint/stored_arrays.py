@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 from jshard.checkpoint import metadata
 from jshard.checkpoint.described import STORED_SHAPE
 from jshard.checkpoint.older_names import renamed, stored_names
-from jshard.compat.orbax_files import open_array
+from jshard.compat.orbax import open_array
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random

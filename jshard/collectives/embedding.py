@@ -51,14 +51,8 @@ def look_up(
     never quantized. Gradients are sent token by token, in their own dtype or in
     ``place.reduce`` if that is narrower, and summed in at least float32.
 
-    Args:
-      read: ``read(table, ids)`` looks up rows in a table of any number of columns.
-      shard_VC: this device's columns.
-      place: the table's placement and dtypes.
-      ids: (...) integers, this device's tokens.
-
-    Returns:
-      (..., D), in the dtype that ``read`` returns.
+    ``read(table, ids)`` looks up rows in a table of any number of columns; ``ids`` are
+    (...) integers, this device's tokens. The result is (..., D), in its dtype.
     """
     shape, dtype = shard_VC.shape, shard_VC.dtype
     devices = lax.axis_size(shard_axes())

@@ -59,7 +59,7 @@ def _gathers(place: Placement, ndim: int) -> list[tuple[int, Any]]:
     return [(ndim + dim, axes) for dim, axes in [*over, *split] if dim is not None]
 
 
-def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
+def take_part(full: jax.Array, place: Placement, group: int) -> jax.Array:
     """Returns this device's part of a full parameter, split over ``group`` neighbours.
 
     The part has the dtype on the wire where that is smaller. The values were gathered
@@ -80,11 +80,8 @@ def split(full: jax.Array, place: Placement, group: int) -> jax.Array:
 
 
 @jax.named_scope(ALL_GATHER)
-def join(part: jax.Array, place: Placement, group: int) -> jax.Array:
-    """The inverse of ``split``: an all-gather within each group.
-
-    The result has the dtype ``place.compute``.
-    """
+def join_parts(part: jax.Array, place: Placement, group: int) -> jax.Array:
+    """Reverses ``take_part``: gathers in groups, and casts to ``place.compute``."""
     if place.dim is None:
         return part
     dim, axes, group = part.ndim + place.dim, place.axes(), min(group, place.shards())

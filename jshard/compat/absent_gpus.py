@@ -22,12 +22,7 @@ from jax.sharding import Mesh
 def cudnn_attention(
     capability: tuple[int, int], version: tuple[int, int, int]
 ) -> Iterator[None]:
-    """Lets cuDNN attention be traced as if this GPU and cuDNN version were present.
-
-    Args:
-      capability: the GPU's compute capability, as (major, minor).
-      version: the cuDNN version, as (major, minor, patch).
-    """
+    """Lets cuDNN attention be traced as if this GPU and cuDNN version were present."""
     major, minor, patch = version
     with _replaced(
         cudnn,
@@ -58,10 +53,7 @@ def compile_lowered(
 ) -> jax.stages.Compiled:
     """Compiles with the backend of a mesh's devices instead of JAX's default backend.
 
-    Args:
-      lowered: a ``jax.stages.Lowered`` over its abstract mesh.
-      mesh: of devices, for example those of a topology.
-      options: XLA compiler options.
+    The program was lowered over the mesh's abstract mesh.
     """
     devices = tuple(mesh.devices.flat)
     lowered._lowering.compile_args["backend"] = devices[0].client
@@ -77,9 +69,7 @@ def _replaced(module: Any, **attributes: Any) -> Iterator[None]:
     """Replaces attributes of a module and restores them on exit."""
     before = {name: getattr(module, name) for name in attributes}
     try:
-        for name, value in attributes.items():
-            setattr(module, name, value)
+        vars(module).update(attributes)
         yield
     finally:
-        for name, value in before.items():
-            setattr(module, name, value)
+        vars(module).update(before)

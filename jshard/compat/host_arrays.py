@@ -13,16 +13,12 @@ mlir.register_lowering(_in_place, lambda ctx, x: [x])
 def typed_as_device(x: jax.Array) -> jax.Array:
     """Returns a host array typed as a device array, without moving it.
 
-    With ``Policy.offload="all"`` this is applied to the parameters that a step's
-    ``shard_map`` takes. Their gradients would otherwise also have the host type, and
-    would be copied to the host and back. JAX has no such cast, so this is a primitive
-    that lowers to no operation.
+    It lowers to no operation, and JAX has no such cast. With ``Policy.offload="all"``
+    it is applied to parameters: their gradients would otherwise also have the host
+    type, and be copied to the host and back. Before any computation the result, or a
+    slice of it, must pass ``jax.device_put(..., jax.memory.Space.Device)``.
 
-    The result, or a slice of it, must be passed through
-    ``jax.device_put(..., jax.memory.Space.Device)`` before any computation.
-
-    Tested with JAX 0.10.2, 0.11.2 and 0.12.0.1. If ``Primitive``,
-    ``ShapedArray.update`` or ``register_lowering`` changes, steps with
+    Tested with JAX 0.10.2, 0.11.2 and 0.12.0.1. If it breaks, steps with
     ``offload="all"`` fail to trace or lower; nothing else is affected.
     """
     return _in_place.bind(x)

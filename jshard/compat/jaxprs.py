@@ -5,12 +5,14 @@ JAX 0.10.2, 0.11.2 and 0.12.0.1. This module holds what differs between these ve
 or comes from ``jax.interpreters``: the names of primitives and of their parameters, the
 context in which an equation was traced, and dead code elimination. If it breaks, steps
 cannot be traced. If it only misreads a jaxpr, the numbers of collectives or residuals
-change.
+change; a collective that is renamed is missing from the start-up note, and from the
+order in which CPUs must run collectives, so that a step there could hang.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +34,27 @@ CALLS = {
     "remat2": "jaxpr",
 }
 
+SUMS = {"pmax", "pmin", "psum", "psum_invariant"}
+COLLECTIVES = SUMS | {
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "ppermute",
+    "ragged_all_to_all",
+    "reduce_scatter",
+}
+
+
+def axes_of(eqn: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes that a collective runs over."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def groups_of(eqn: Any) -> list[list[int]] | None:
+    """Returns a collective's device groups, or None if it spans the full axis."""
+    return eqn.params.get("axis_index_groups")
+
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Returns the atoms that are variables rather than literals."""
@@ -48,27 +71,34 @@ def made_by(eqns: Iterable[Any]) -> set[Any]:
     return {v for eqn in eqns for v in eqn.outvars}
 
 
-def find(jaxpr: core.Jaxpr, names: set[str]) -> Any:
+def nested(eqns: Iterable[Any]) -> Iterator[Any]:
+    """Yields the equations and all those inside of them."""
+    for eqn in eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from nested(inner.eqns)
+
+
+def find(eqns: Iterable[Any], names: Collection[str]) -> Any:
     """Returns the first equation of one of these primitives, nested or not, or None."""
-    found = (_find_in(eqn, names) for eqn in jaxpr.eqns)
-    return next((eqn for eqn in found if eqn is not None), None)
+    return next((eqn for eqn in nested(eqns) if eqn.primitive.name in names), None)
 
 
-def _find_in(eqn: Any, names: set[str]) -> Any:
-    if eqn.primitive.name in names:
-        return eqn
-    found = (find(inner, names) for inner in core.jaxprs_in_params(eqn.params))
-    return next((eqn for eqn in found if eqn is not None), None)
-
-
-def has(eqn: Any, names: set[str]) -> bool:
+def has(eqn: Any, names: Collection[str]) -> bool:
     """Returns whether an equation is or contains one of these primitives."""
-    return _find_in(eqn, names) is not None
+    return find([eqn], names) is not None
 
 
 def read(env: dict[Any, Any], atoms: Iterable[Any]) -> list[Any]:
     """Returns the values of atoms, looking up variables in ``env``."""
     return [a.val if isinstance(a, core.Literal) else env[a] for a in atoms]
+
+
+def environment(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the values of a program's inputs and constants, by variable."""
+    jaxpr = closed.jaxpr
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    return dict(zip(names, [*closed.consts, *inputs], strict=True))
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -112,28 +142,21 @@ def evaluate(
     return list(map(jnp.asarray, read(env, outputs)))
 
 
-def flat_jaxpr(fn: Callable, leaves: Sequence[Any]) -> core.ClosedJaxpr:
-    """Returns the jaxpr of ``fn(*leaves)``, a list of arrays, with calls inlined."""
-    closed = jax.make_jaxpr(fn)(*leaves)
-
-    def inlined(*leaves: Any) -> list[Any]:
-        return _inline(closed.jaxpr, closed.consts, leaves)
-
-    return jax.make_jaxpr(inlined)(*leaves)
+def flat_jaxpr(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> core.ClosedJaxpr:
+    """Returns a program with its calls inlined, traced again for ``inputs``."""
+    return jax.make_jaxpr(lambda *inputs: _inline(closed, inputs))(*inputs)
 
 
-def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list:
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= zip(jaxpr.invars, inputs, strict=True)
-    for eqn in jaxpr.eqns:
+def _inline(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    env = environment(closed, inputs)
+    for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name not in CALLS:
             evaluate([eqn], env)
             continue
-        inner = inner_jaxpr(eqn)
         with context(eqn):
-            results = _inline(inner.jaxpr, inner.consts, read(env, eqn.invars))
+            results = _inline(inner_jaxpr(eqn), read(env, eqn.invars))
         env.update(zip(eqn.outvars, results, strict=True))
-    return read(env, jaxpr.outvars)
+    return read(env, closed.jaxpr.outvars)
 
 
 def inner_jaxpr(call: Any) -> core.ClosedJaxpr:
@@ -153,13 +176,8 @@ def open_inner(eqn: Any) -> core.Jaxpr | None:
 def shard_map_again(eqn: Any, fn: Callable) -> Callable:
     """Returns a ``shard_map`` of ``fn`` with the mesh and specs of an equation.
 
-    Types of varying values are not checked (``check_vma=False``).
-
-    Args:
-      eqn: a ``shard_map`` equation.
-      fn: called as ``fn(replicated, *arrays)`` with one replicated array before the
-        inputs of ``eqn``. Returns a list with the outputs of ``eqn``, and one more
-        replicated array.
+    ``fn`` takes one more replicated array before the inputs of ``eqn``, and returns a
+    list with the outputs of ``eqn``, and one more replicated array.
     """
     params = eqn.params
     return jax.shard_map(
@@ -175,14 +193,17 @@ def shard_map_again(eqn: Any, fn: Callable) -> Callable:
 def scan_sizes(eqn: Any) -> tuple[int, int]:
     """Returns the number of constants and the number of carry values of a ``scan``.
 
-    The inputs of a ``scan`` are constants, carry and scanned arrays; the outputs are
-    carry and stacked arrays. Scanned and stacked arrays have one fewer dimension inside
-    the body, so their ranks identify them. The parameters that hold these numbers
-    differ between JAX versions.
+    Its inputs are constants, carry and scanned arrays, its outputs carry and stacked
+    arrays. Scanned and stacked arrays have one fewer dimension inside the body, so
+    their ranks tell; the parameters with these numbers differ between JAX versions.
     """
     body = scan_body(eqn)
-    num_carry = sum(map(_same_rank, eqn.outvars, body.outvars))
-    return sum(map(_same_rank, eqn.invars, body.invars)) - num_carry, num_carry
+
+    def unsliced(outside: Any, inside: Any) -> bool:
+        return outside.aval.ndim == inside.aval.ndim
+
+    num_carry = sum(map(unsliced, eqn.outvars, body.outvars))
+    return sum(map(unsliced, eqn.invars, body.invars)) - num_carry, num_carry
 
 
 def scan_body(eqn: Any) -> core.Jaxpr:
@@ -191,17 +212,13 @@ def scan_body(eqn: Any) -> core.Jaxpr:
 
 
 def while_parts(eqn: Any) -> tuple[core.ClosedJaxpr, core.ClosedJaxpr, int, int]:
-    """Returns a ``while``'s condition and body, and how many constants each takes.
+    """Returns a ``while`` loop's condition and body, and their numbers of constants.
 
     The inputs are the constants of the condition, those of the body, and the carry.
     """
-    params = eqn.params
-    numbers = params["cond_nconsts"], params["body_nconsts"]
-    return params["cond_jaxpr"], params["body_jaxpr"], *numbers
-
-
-def _same_rank(outside: Any, inside: Any) -> bool:
-    return outside.aval.ndim == inside.aval.ndim
+    names = "cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"
+    condition, body, of_condition, of_body = (eqn.params[name] for name in names)
+    return condition, body, of_condition, of_body
 
 
 def is_typed(x: Any) -> bool:
@@ -238,6 +255,20 @@ def replay(traced: core.ClosedJaxpr, shapes: Any) -> Callable:
     return call
 
 
+def consts_as_inputs(
+    traced: core.ClosedJaxpr, inputs: Sequence[Any], consts: Sequence[Any]
+) -> core.Jaxpr:
+    """Returns a program whose constants are its last inputs.
+
+    ``inputs`` and ``consts`` are its own, or abstract ones.
+    """
+
+    def run(inputs: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+        return core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, consts))(*inputs)
+
+    return jax.make_jaxpr(run)(inputs, consts).jaxpr
+
+
 def without_dead_code(fn: Callable) -> Callable:
     """Returns ``fn``, a function of flat arrays, with dead code removed.
 
@@ -246,47 +277,37 @@ def without_dead_code(fn: Callable) -> Callable:
 
     def run(*leaves: Any) -> list[Any]:
         traced = jax.make_jaxpr(fn)(*leaves)
-
-        def hoisted(consts: Any, leaves: Any) -> list[Any]:
-            closed = core.ClosedJaxpr(traced.jaxpr, consts)
-            return core.jaxpr_as_fun(closed)(*leaves)
-
-        jaxpr = jax.make_jaxpr(hoisted)(traced.consts, leaves).jaxpr
-        jaxpr = without_effects(jaxpr)
-        jaxpr, used = needed_for(jaxpr, [True] * len(jaxpr.outvars))
-        return run_used(jaxpr, used, [*traced.consts, *leaves])
+        jaxpr = consts_as_inputs(traced, leaves, traced.consts)
+        wanted = [True] * len(jaxpr.outvars)
+        needed = needed_for(jaxpr, wanted, effects=False)
+        return run_used(*needed, [*leaves, *traced.consts])
 
     return run
 
 
 def needed_for(
-    jaxpr: core.Jaxpr, outputs: Sequence[bool]
+    jaxpr: core.Jaxpr, outputs: Sequence[bool], *, effects: bool = True
 ) -> tuple[core.Jaxpr, list[bool]]:
-    """Keeps what some outputs need; returns it, and which inputs it still uses."""
+    """Keeps what some outputs need; returns it, and which inputs it still uses.
+
+    What has ``effects`` is needed (``jax.debug.print``, say), unless these are False.
+    """
+    if not effects:
+        eqns = [eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns]
+        jaxpr = jaxpr.replace(eqns=eqns)
     return pe.dce_jaxpr(jaxpr, list(outputs))
 
 
-def without_effects(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Returns a jaxpr whose callbacks are only needed for what they return.
-
-    ``needed_for`` keeps others, ``jax.debug.print`` say.
-    """
-    return jaxpr.replace(eqns=[eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns])
-
-
-def with_outputs(closed: core.ClosedJaxpr, wanted: Sequence[bool]) -> core.ClosedJaxpr:
-    """Keeps some outputs of a program, and what these need; keeps all inputs."""
-    inner, consts, _ = pe.dce_jaxpr_consts(closed.jaxpr, list(wanted), instantiate=True)
-    live = [x for x, is_used in zip(closed.consts, consts, strict=True) if is_used]
-    return core.ClosedJaxpr(inner, live)
-
-
-def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Removes equations and constants that are never read; keeps all inputs."""
-    return with_outputs(closed, [True] * len(closed.jaxpr.outvars))
+def without_unused(
+    closed: core.ClosedJaxpr, outputs: Sequence[bool] | None = None
+) -> core.ClosedJaxpr:
+    """Keeps some outputs, by default all, and what they need; keeps all inputs."""
+    wanted = list(outputs or [True] * len(closed.jaxpr.outvars))
+    inner, used, _ = pe.dce_jaxpr_consts(closed.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(inner, list(itertools.compress(closed.consts, used)))
 
 
 def run_used(jaxpr: Any, used: Sequence[bool], inputs: Sequence[Any]) -> list[Any]:
     """Runs a jaxpr from ``needed_for``, given all inputs, used or not."""
-    needed = [x for x, u in zip(inputs, used, strict=True) if u]
+    needed = itertools.compress(inputs, used)
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*needed)

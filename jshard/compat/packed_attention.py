@@ -24,16 +24,11 @@ def packed_attention(
 ) -> jax.Array:
     """Returns attention within each document, in the shape of the queries.
 
-    Args:
-      q_BTNH: queries, bfloat16 or float16.
-      k_BTKH: keys.
-      v_BTKH: values.
-      starts_BM: int32, the first position of each of the M documents of a row and then
-        -1 for those it does not have; the last of at least 3 is always -1.
-      lengths_BM: int32, their numbers of tokens, or -1; one fewer than ``starts_BM``.
-      scale: of the scores.
-      is_causal: whether a position attends to none after it.
-      window: the number of latest positions that it attends to, itself included.
+    Queries, keys and values are bfloat16 or float16. ``starts_BM``, int32, are the
+    first positions of the M documents of each row, and ``lengths_BM`` their numbers of
+    tokens; both have -1 for documents that a row does not have. There is one more
+    start, always -1, and there are at least 3. ``window`` is the number of latest
+    positions that one attends to, itself included.
     """
     masks = cudnn.MaskType
     attended: Any = cudnn.dot_product_attention(

@@ -52,11 +52,9 @@ def picture_record(step: int, tag: str, png: bytes, height: int, width: int) -> 
 
 
 def hyperparameter_records(values: Mapping[str, Any], metrics: Iterable[str]) -> bytes:
-    """Returns the records of a run's hyperparameters.
+    """Returns the records of a run's hyperparameters, by name.
 
-    Args:
-      values: Numbers, truth values and text by name.
-      metrics: Tags of the scalars to show beside them.
+    ``metrics`` are the tags of the scalars to show beside them.
     """
     # The third would say that the run has ended.
     first, second, _ = summary.hparams(values, dict.fromkeys(metrics))

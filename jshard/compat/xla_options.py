@@ -86,18 +86,10 @@ def compiler_options(
     *,
     float8: bool = False,
 ) -> dict[str, Any]:
-    """Returns the compiler options for a step's ``jit``.
+    """Returns the compiler options for a step's ``jit``, values by name.
 
-    Args:
-      platform: the ``device.platform`` of its devices. There are defaults only for
-        GPUs.
-      devices: how many there are in the mesh.
-      changes: the user's options, which override the defaults; None leaves an option
-        at XLA's default.
-      float8: whether the step has float8 products.
-
-    Returns:
-      Values by name, for ``jax.jit(compiler_options=...)``.
+    There are defaults only for the ``platform`` "gpu", and for ``devices`` of a mesh.
+    ``changes`` are the user's; None among them leaves an option at XLA's default.
     """
     values: dict[str, Any] = {}
     if platform == "gpu":

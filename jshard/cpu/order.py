@@ -31,11 +31,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.compat.collective_primitives import COLLECTIVES, SUMS
 from jshard.compat.jaxprs import (
     CALLS,
+    COLLECTIVES,
+    SUMS,
     bind,
+    consts_as_inputs,
     context,
+    environment,
     evaluate,
     flat_jaxpr,
     has,
@@ -142,7 +145,7 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
     Loops and calls are traced again, because a user's own ``shard_map`` may have typed
     the original inner jaxprs with the axes over which values vary.
     """
-    env = _environment(jaxpr, inputs)
+    env = environment(jaxpr, inputs)
     last: list[jax.Array] = []  # results of the previous collective
     # Variables that depend on the latest run of sums; None after another collective.
     sums: set[Any] | None = None
@@ -151,9 +154,8 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
         name, values = eqn.primitive.name, read(env, eqn.invars)
         exchanges = has(eqn, COLLECTIVES)
         # Independent sums stay adjacent, so that XLA can combine them.
-        joins = (
-            name in SUMS and sums is not None and sums.isdisjoint(variables(eqn.invars))
-        )
+        apart = sums is not None and sums.isdisjoint(variables(eqn.invars))
+        joins = name in SUMS and apart
         if exchanges and not joins:
             here, sums = _here(token, last), set() if name in SUMS else None
         with context(eqn):
@@ -179,9 +181,7 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
             else:
                 results = bind(eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
-        if sums is not None and (
-            exchanges or not sums.isdisjoint(variables(eqn.invars))
-        ):
+        if sums is not None and (exchanges or not apart):
             sums.update(eqn.outvars)
     token = lax.select(_here(token, last), token, jnp.ones_like(token))
     return read(env, jaxpr.jaxpr.outvars), token
@@ -223,15 +223,9 @@ def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
         return [*results, token]
 
     traced = jax.make_jaxpr(run)(*inputs)
-
-    def with_consts(consts: list[Any], inputs: list[Any]) -> list[Any]:
-        return core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, consts))(*inputs)
-
-    consts = list(traced.consts)
-    inner = jax.make_jaxpr(with_consts)(consts, inputs).jaxpr
-    *results, token = eqn.primitive.bind(
-        *consts, *inputs, **eqn.params | {"jaxpr": inner}
-    )
+    inner = consts_as_inputs(traced, inputs, traced.consts)
+    params = eqn.params | {"jaxpr": inner}
+    *results, token = eqn.primitive.bind(*inputs, *traced.consts, **params)
     return results, token
 
 
@@ -243,9 +237,9 @@ def _take_turns(
 ) -> Results:
     """Runs a jaxpr on global values, one thunk sequence at a time."""
     if any(e.primitive.name in CALLS and has(e, _SEQUENCES) for e in jaxpr.jaxpr.eqns):
-        jaxpr = flat_jaxpr(core.jaxpr_as_fun(jaxpr), inputs)
+        jaxpr = flat_jaxpr(jaxpr, inputs)
     jaxpr = without_unused(jaxpr)  # the token would keep dead collectives alive
-    env = _environment(jaxpr, inputs)
+    env = environment(jaxpr, inputs)
     outputs = jaxpr.jaxpr.outvars
     left = dict(enumerate(jaxpr.jaxpr.eqns))
     maker = {v: i for i, eqn in left.items() for v in eqn.outvars}
@@ -267,7 +261,9 @@ def _take_turns(
         values = read(env, eqn.invars)
         with context(eqn):
             if eqn.primitive.name == "shard_map":
-                results, token = _shard_map(eqn, values, token)
+                inner = core.ClosedJaxpr(eqn.params["jaxpr"], ())
+                chain = lambda token, *values, j=inner: _chain(j, values, token)
+                results, token = shard_map_again(eqn, chain)(token, *values)
             else:
                 results, token = _turn(_take_turns, eqn, values, token)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -278,12 +274,6 @@ def _take_turns(
             env[v] = _tie_sharded(env[v], token == 0)
     evaluate(left.values(), env)
     return read(env, outputs), token
-
-
-def _shard_map(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
-    jaxpr = core.ClosedJaxpr(eqn.params["jaxpr"], ())
-    run = shard_map_again(eqn, lambda token, *values: _chain(jaxpr, values, token))
-    return run(token, *values)
 
 
 # Shared by both.
@@ -349,8 +339,3 @@ def _passed_on(results: Results, branch: int = 0) -> Results:
     """
     values, token = results
     return values, lax.select(token == 0, token, token + (1 + branch))
-
-
-def _environment(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> dict[Any, Any]:
-    env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    return env | dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))

@@ -30,14 +30,8 @@ def in_float8(
 
     The shards of these, each with its scale, become parameters that are not trained,
     and are rounded as they are gathered. The parameters themselves are not gathered,
-    and take the gradients. The scales become the last of ``xs``, too.
-
-    Args:
-      fn: the unit as a function of full weights, ``fn(weights, xs, carry, args)``.
-      shards: this device's, of the unit's parameters; (L, ...) if ``stacked``.
-      places: their placements.
-      xs: the unit's other arrays.
-      stacked: whether the unit is a Stack.
+    and take the gradients. The scales become the last of ``xs``, too. With ``stacked``,
+    the unit is a Stack, and its shards are (L, ...).
     """
     chosen = [
         lax.stop_gradient(shard)
@@ -66,9 +60,8 @@ def in_float8(
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:
     """Returns the scales of full weights, (weights,), or (L, weights) if stacked."""
-    over = [tuple(range(1 if stacked else 0, x.ndim)) for x in shards]
     largest = [
-        jnp.max(jnp.abs(x), axis=axes) for x, axes in zip(shards, over, strict=True)
+        jnp.max(jnp.abs(x), axis=tuple(range(int(stacked), x.ndim))) for x in shards
     ]
     together = jnp.stack([x.astype(jnp.float32) for x in largest], axis=-1)
     return tensor_scale(lax.pmax(together, shard_axes()), E4M3)

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from jax import lax
 
-from jshard.compat.collective_primitives import COLLECTIVES, SUMS, axes_of, groups_of
-from jshard.compat.jaxprs import has, line_of, open_inner
+from jshard.compat import jaxprs
+from jshard.compat.jaxprs import axes_of, groups_of, has, line_of, open_inner
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes
 from jshard.unit.dataflow import dependencies, loop, through, union
@@ -63,9 +63,9 @@ def differing(
                 "custom_vjp; use jax.vjp or jax.grad, which nest, or call what "
                 "jshard.gathered(unit) returns"
             )
-        if name in COLLECTIVES or name == "axis_index":
+        if name in jaxprs.COLLECTIVES or name == "axis_index":
             own = over(axes_of(eqn))
-            equals = name in SUMS or name.startswith("all_gather")
+            equals = name in jaxprs.SUMS or name.startswith("all_gather")
             if equals and not groups_of(eqn):
                 return [x & ~own for x in entering]
             return [union(entering) | own] * results
@@ -73,9 +73,9 @@ def differing(
             return entering
         if name in _OPAQUE:
             return [over(axes)] * results
-        if name == "cond" and entering[0] and has(eqn, COLLECTIVES):
+        if name == "cond" and entering[0] and has(eqn, jaxprs.COLLECTIVES):
             _refuse(eqn, jaxpr, names)
-        if name == "while" and has(eqn, COLLECTIVES):
+        if name == "while" and has(eqn, jaxprs.COLLECTIVES):
             condition, out = loop(eqn, entering, rule)
             if condition:
                 _refuse(eqn, jaxpr, names)

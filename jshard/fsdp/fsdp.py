@@ -38,8 +38,7 @@ from jshard.layout.variables import is_variable
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
-from jshard.unit.batch_norm import of_one_device
-from jshard.unit.model import make_units
+from jshard.unit.model import make_units, of_one_device
 
 
 class FSDP:

@@ -38,7 +38,7 @@ def map_layers(
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
     closed, result = jax.make_jaxpr(fn, return_shape=True)(*layer)
     jaxpr, leaves = closed.jaxpr, jax.tree.leaves(args)
-    if shards_of(mesh) == 1 or find(jaxpr, _PRODUCTS) is None:
+    if shards_of(mesh) == 1 or find(jaxpr.eqns, _PRODUCTS) is None:
         return jax.vmap(fn)(*args)
 
     before, whole, after = _split(jaxpr)

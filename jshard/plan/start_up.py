@@ -12,8 +12,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jshard.compat.collective_primitives import axes_of, groups_of
-from jshard.compat.jaxprs import scopes_of
+from jshard.compat.jaxprs import axes_of, groups_of, scopes_of
 from jshard.errors import some_of
 from jshard.float8.products import SCOPE
 from jshard.formatting import format_bytes
@@ -30,8 +29,7 @@ from jshard.layout.padding import exact_types, is_padded
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.parallel.experts import gathered_bytes
-from jshard.unit.batch_norm import batch_norms
-from jshard.unit.model import make_units, root_variables
+from jshard.unit.model import batch_norms, make_units, root_variables
 
 _KINDS = {
     "all_gather": "all-gather",

@@ -33,9 +33,8 @@ def call_method(
 
     Returns:
       The result; the attributes of the module and its submodules that were set, created
-      or deleted, or whose Variable has another value; and a dict from index in
-      ``variables_in((args, kwargs))`` to new value, for the Variables in the arguments
-      that changed.
+      or deleted, or whose Variable has another value; and the new values of Variables
+      in the arguments, by index in ``variables_in((args, kwargs))``.
 
     Raises:
       UserError: an attribute was set to what JAX cannot return from a traced function.
@@ -49,7 +48,7 @@ def call_method(
     for path, (own, old) in before.items():
         new = _contents(own)
         for name in dict.fromkeys((*old, *new)):
-            if name in old and name in new and _same(old[name], new[name]):
+            if _same(old.get(name, []), new.get(name, [])):
                 continue
             value = vars(own).get(name, _ABSENT)
             if is_variable(value) and isinstance(value.get_raw_value(), Float8):
@@ -84,8 +83,7 @@ def _is_opaque(x: Any) -> bool:
 def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None:
     """Makes the changes that ``call_method`` returned, in place.
 
-    ``layers`` says that the module is a Stack, and the new values are of its layers,
-    stacked.
+    With ``layers``, the module is a Stack, and new values are those of its layers.
     """
     modules = dict(_modules(module))
     for (path, name), value in changes.items():
@@ -118,8 +116,8 @@ def _modules(
             yield from _modules(value, (*path, name), seen)
 
 
-def _contents(module: nnx.Module) -> dict[str, tuple[Any, list[Any]]]:
-    """Returns what tells whether an attribute has changed: objects, by identity."""
+def _contents(module: nnx.Module) -> dict[str, list[Any]]:
+    """Returns what tells whether an attribute has changed."""
     return {
         name: _parts(value)
         for name, value in vars(module).items()
@@ -127,27 +125,25 @@ def _contents(module: nnx.Module) -> dict[str, tuple[Any, list[Any]]]:
     }
 
 
-def _parts(value: Any) -> tuple[Any, list[Any]]:
-    """Returns the structure of a value, to be compared, and its objects."""
-    if is_variable(value):
-        structure, leaves = _parts(value.get_raw_value())
-        return (type(value), structure), leaves
-    if isinstance(value, dict):
-        inside: Any = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        inside = value
-    else:
-        return None, [value]
-    parts = list(map(_parts, inside))
-    keys = tuple(value) if isinstance(value, dict) else ()
-    structure = (type(value), keys, *(of for of, _ in parts))
-    return structure, [leaf for _, leaves in parts for leaf in leaves]
+def _parts(value: Any) -> list[Any]:
+    """Returns the structures in a value, to be compared, and its objects."""
+    leaves, structure = jax.tree.flatten(value, is_leaf=_is_opaque)
+    parts: list[Any] = [structure]
+    for leaf in leaves:
+        if is_variable(leaf):
+            parts += [type(leaf), *_parts(leaf.get_raw_value())]
+        elif isinstance(leaf, set):
+            parts += leaf
+        else:
+            parts.append(leaf)
+    return parts
 
 
-def _same(old: tuple[Any, list[Any]], new: tuple[Any, list[Any]]) -> bool:
-    if old[0] != new[0] or len(old[1]) != len(new[1]):
-        return False
-    return all(a is b for a, b in zip(old[1], new[1], strict=True))
+def _same(old: list[Any], new: list[Any]) -> bool:
+    return len(old) == len(new) and all(
+        a is b or (isinstance(a, jax.tree_util.PyTreeDef) and a == b)
+        for a, b in zip(old, new, strict=True)
+    )
 
 
 def _check_attribute(value: Any, module: nnx.Module, name: str) -> None:

@@ -7,12 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.compat.jaxprs import (
-    open_inner,
-    scan_body,
-    scan_sizes,
-    while_parts,
-)
+from jshard.compat.jaxprs import open_inner, scan_body, scan_sizes, while_parts
 
 # rule(eqn, bits of the inputs) -> bits of the outputs, or None for those that follow
 # from the equation's inner jaxpr or, without one, from all of its inputs.
@@ -29,14 +24,8 @@ def dependencies(
 
     Calls and branches are analysed inside, and loops up to a fixed point; what a branch
     or a loop returns depends on its condition, too. Each output of any other equation
-    with an inner jaxpr depends on all inputs of that equation.
-
-    Args:
-      jaxpr: the program.
-      inputs: the bits of its inputs.
-      rule: what holds for some equations instead; by default, everything that is needed
-        to compute an output counts.
-      consts: the bits of its constants, by default 0.
+    with an inner jaxpr depends on all inputs of that equation. ``rule`` says what holds
+    for some equations instead. Constants have the bits 0 by default.
     """
     env: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
     env |= zip(jaxpr.constvars, consts, strict=False)

@@ -8,7 +8,7 @@ from flax import nnx
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers
-from jshard.unit.partition import abstract, select
+from jshard.unit.partition import select
 from jshard.unit.unit import barrier, gather, reduce, scatter
 
 M = TypeVar("M", bound=nnx.Module)
@@ -69,18 +69,17 @@ def gathered(
         raise UserError("jshard.gathered: give before= or during=, not both")
     if kwargs and during is None:
         raise UserError(f"jshard.gathered: {next(iter(kwargs))}= needs during=")
-    parts = _parts(unit)
-    if during is not None:
-        stack, x, *args = during
-        if not parts:
-            return unit, stack(x, *args, **kwargs)
-        shards, places, _, module = parts
+    if isinstance(unit, Stack):
+        raise UserError("jshard.gathered: a Stack gathers one layer at a time")
+    stack, x, *args = during or (None, before)
+    if not isinstance(unit, Unit) or unit.unit_policy is None:  # nothing is gathered
+        out = x if stack is None else stack(x, *args, **kwargs)
+        return unit if out is None else (unit, out)
+    shards, places, _, module = open_unit(unit)
+    if stack is not None:
         run, finish = prepare_layers(stack, x, (tuple(args), kwargs), (shards, places))
         out, weights = finish(*run())
         return module(weights), out
-    if not parts:
-        return unit if before is None else (unit, before)
-    shards, places, _, module = parts
     if before is None:
         return module(gather(shards, places))
     weights, before = _gather_before(shards, places, before)
@@ -91,26 +90,17 @@ def _gather_before(
     shards: list[jax.Array], places: list[Placement], x: Any
 ) -> tuple[list[jax.Array], Any]:
     """Gathers; the gradient of ``x`` waits for the reduce-scatter of the shards'."""
-    types, trained = abstract(shards), [place.trainable for place in places]
+    trained = [place.trainable for place in places]
 
     @jax.custom_vjp
     def run(shards, x):
         return gather(shards, places), x
 
-    def backward(_, cotangents):
+    def backward(shards, cotangents):
         grads, x_ct = cotangents
         scattered = scatter(select(grads, trained), places)
         scattered, x_ct = barrier(scattered, x_ct)
-        return reduce(scattered, places, types), x_ct
+        return reduce(scattered, places, shards), x_ct
 
-    run.defvjp(lambda *inputs: (run(*inputs), None), backward)
+    run.defvjp(lambda shards, x: (run(shards, x), shards), backward)
     return run(shards, x)
-
-
-def _parts(unit: nnx.Module) -> tuple | None:
-    """Returns the parts of a Unit in a step; None where nothing is gathered."""
-    if isinstance(unit, Stack):
-        raise UserError("jshard.gathered: a Stack gathers one layer at a time")
-    if not isinstance(unit, Unit) or unit.unit_policy is None:
-        return None
-    return open_unit(unit)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.policy import UnitPolicy
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.layout.placement import Placement
 from jshard.unit.linearize import Inputs, Layer
 from jshard.unit.unit import barrier, drop
@@ -16,6 +16,8 @@ from jshard.unit.unit import barrier, drop
 # Layers start to stop - 1: a layer in their loop, one outside of it, and whether they
 # follow each other without a loop.
 Segment = tuple[int, int, Layer, Layer, bool]
+# Placements of the layers' parameters, and ``reshard_after_forward``.
+How = tuple[list[Placement], Reshard]
 
 
 def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:
@@ -64,24 +66,21 @@ def run_layer(
     layer: Layer,
     consts: list[Any],
     stacked: Inputs,
-    dropping: dict[str, Any] | None,
+    dropping: How | None,
     index: Any,
     weights: list[Any],
     carry: Any,
 ) -> tuple[Any, tuple[Any, Any]]:
-    """Runs a layer, and drops its weights.
+    """Runs a layer, drops its weights: (carry, (ys, (residuals, kept weights))).
 
-    ``dropping`` has the arguments of ``drop``, or is None if there is no backward.
-
-    Returns:
-      The new carry, and (ys, (residuals, kept weights)).
+    ``dropping`` says how, see ``drop``, or is None if there is no backward.
     """
     inputs = Inputs(weights, layer_of(stacked.xs, index), carry, stacked.args)
     if dropping is None:
         (carry, aux), *others = layer.evaluate(inputs)
         return carry, ((aux, *others), None)
     ((carry, aux), *others), residuals = layer.forward(inputs, consts)
-    kept = drop(weights, layer.reads, **dropping)
+    kept = drop(weights, layer.reads, *dropping)
     return carry, ((aux, *others), (residuals, kept))
 
 
@@ -94,13 +93,10 @@ def transpose_layer(
     needed: tuple[Any, Any],
     sums: Inputs,
 ) -> tuple[Inputs, list[Any]]:
-    """Runs a layer's backward.
+    """Returns ``sums`` with a layer's gradients, and those of its full weights apart.
 
-    ``needed`` are the layer's residuals, and the cotangents of its ys.
-
-    Returns:
-      ``sums``, the gradients of all inputs so far, with those of this layer but for its
-      weights; and the gradients of its full weights.
+    ``needed`` are the layer's residuals, and the cotangents of its ys. ``sums`` are the
+    gradients of all inputs so far.
     """
     inputs = Inputs(weights, layer_of(stacked.xs, index), [], stacked.args)
     residuals, (aux_ct, *others) = needed
@@ -109,6 +105,12 @@ def transpose_layer(
     args = jax.tree.map(lambda a, g: a + g, sums.args, grads.args)
     xs = put_layer(sums.xs, grads.xs, index)
     return sums._replace(carry=grads.carry, args=args, xs=xs), grads.weights
+
+
+def before_carry(tree: Any, sums: Inputs) -> tuple[Any, Inputs]:
+    """Returns both; the backward of the layer below starts after ``tree``."""
+    tree, carry_ct = barrier(tree, sums.carry)
+    return tree, sums._replace(carry=carry_ct)
 
 
 def add_weights(sums: Inputs, grads: Sequence[Any], index: Any) -> Inputs:

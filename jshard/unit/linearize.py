@@ -16,12 +16,12 @@ from jax.extend import core
 
 from jshard.compat.jaxprs import (
     CALLS,
+    consts_as_inputs,
     find,
     line_of,
     needed_for,
     run_used,
-    with_outputs,
-    without_effects,
+    without_unused,
 )
 from jshard.errors import UserError
 from jshard.fsdp.activations import INPUTS, Offload
@@ -56,12 +56,10 @@ def trace_layer(
 ) -> Traced:
     """Traces ``fn(weights, xs, carry, args) -> (outputs, changed, static)``.
 
-    Args:
-      fn: the layer. ``changed`` are the arrays that it set in itself. There, None takes
-        the place of a weight that is unchanged: transforms of Flax (``nnx.remat``) set
-        all that a module has, and full weights must not outlive the layer.
-      inputs: abstract.
-      places: the placements of the weights.
+    ``inputs`` are abstract. ``changed`` are the arrays that the layer set in itself.
+    There, None takes the place of a weight that is unchanged: transforms of Flax
+    (``nnx.remat``) set all that a module has, and full weights must not outlive the
+    layer.
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(program.jaxpr, places)
@@ -71,7 +69,7 @@ def trace_layer(
     avals = [x if w else None for x, w in zip(program.out_avals, wanted, strict=True)]
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), avals)
     if not all(wanted):
-        program = with_outputs(program, wanted)
+        program = without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
     return inputs._replace(args=args), program, outputs
 
@@ -94,6 +92,7 @@ class Layer:
     Attributes:
       inputs: abstract inputs.
       outputs: a pytree of abstract arrays.
+      moves: which inputs have gradients.
       consts: constants of user-defined derivative rules, which get no gradients.
       reads: whether the backward needs each weight.
     """
@@ -102,7 +101,7 @@ class Layer:
         self, traced: Traced, trained: Sequence[bool], remat: Any, *, prevent_cse: bool
     ):
         self.inputs, self._program, self.outputs = traced
-        if remat != "none" and (eqn := find(self._program.jaxpr, {"io_callback"})):
+        if remat != "none" and (eqn := find(self._program.jaxpr.eqns, {"io_callback"})):
             raise UserError(
                 f"{line_of(eqn)}: an io_callback in a unit whose backward computes it "
                 "again, which JAX refuses; use jax.pure_callback, or remat='none' for "
@@ -110,11 +109,11 @@ class Layer:
             )
         fn = checkpoint(self.evaluate, remat, prevent_cse=prevent_cse)
 
+        floats: Inputs = jax.tree.map(is_float, self.inputs)
+        self.moves = moves = floats._replace(weights=list(trained))
+
         def with_residuals(*inputs):
-            # Trained weights have gradients, and so have all other float inputs.
             inputs = Inputs(*inputs)
-            moves: Inputs = jax.tree.map(is_float, inputs)
-            moves = moves._replace(weights=list(trained))
             fixed = select(inputs, jax.tree.map(lambda m: not m, moves))
 
             def of_moving(moving):
@@ -129,12 +128,7 @@ class Layer:
         self._pullback = jax.tree.structure(shapes[1])
         self.consts = list(run.consts)
         leaves = jax.tree.leaves(self.inputs)
-
-        def hoisted(*inputs):
-            closed = core.ClosedJaxpr(run.jaxpr, inputs[len(leaves) :])
-            return core.jaxpr_as_fun(closed)(*inputs[: len(leaves)])
-
-        jaxpr = jax.make_jaxpr(hoisted)(*leaves, *abstract(self.consts)).jaxpr
+        jaxpr = consts_as_inputs(run, leaves, abstract(self.consts))
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
         self._leaves_device = [
             isinstance(remat, Offload)
@@ -170,8 +164,7 @@ class Layer:
         self._kept = list(kept)
         self._forward = needed_for(jaxpr, [True] * prefix + keep)
         # The forward has printed and called back already.
-        jaxpr = without_effects(jaxpr)
-        self._rebuild = needed_for(jaxpr, [False] * prefix + lost)
+        self._rebuild = needed_for(jaxpr, [False] * prefix + lost, effects=False)
         weights, structure = jax.tree.flatten(self.inputs.weights)
         self.reads = jax.tree.unflatten(structure, self._rebuild[1][: len(weights)])
 
@@ -206,12 +199,8 @@ class Layer:
     ) -> Inputs:
         """Returns the gradients of the inputs, None for those without one.
 
-        Args:
-          inputs: the inputs, with None for weights not in ``reads``; the carry is
-            ignored.
-          consts: as in ``forward``.
-          kept: the residuals that ``forward`` returned.
-          cotangents: cotangents of the outputs, from ``differentiable``.
+        There is None for weights not in ``reads``, and the carry is ignored. ``kept``
+        is what ``forward`` returned, ``cotangents`` are from ``differentiable``.
         """
         carry = [None] * len(jax.tree.leaves(self.inputs.carry))
         leaves = jax.tree.leaves(

@@ -6,18 +6,20 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 
 from jshard.collectives.gather import all_gather
+from jshard.errors import UserError
 from jshard.float8.products import fits, take_float8
+from jshard.fsdp.mesh import AXES, manual_axes
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
 from jshard.layout.layers import layer_dims
 from jshard.layout.placement import Placement
 from jshard.layout.variables import variables
-from jshard.unit.batch_norm import over_all_devices
 from jshard.unit.modules import (
     Stack,
     Unit,
@@ -106,3 +108,41 @@ def root_variables(
     paths = {path for part in parameters for path, _ in nnx.to_flat_state(part)}
     paths &= own_paths(model)
     return [(path, v) for path, v in variables(model) if path in paths]
+
+
+def over_all_devices(module: Any) -> None:
+    """Makes an ``nnx.BatchNorm`` take its statistics over all devices of a step.
+
+    Raises:
+      UserError: it names an axis that a step has not, as models for ``pmap`` do.
+    """
+    if not isinstance(module, nnx.BatchNorm):
+        return
+    if module.axis_name is None:
+        module.axis_name = manual_axes() or AXES[:2]  # pyright: ignore[reportAttributeAccessIssue]
+    if not _names(module) <= set(AXES):
+        raise UserError(
+            f"nnx.BatchNorm(axis_name={module.axis_name!r}): a step has no such axis; "
+            "leave axis_name out, and statistics are those of the whole batch, over "
+            "all devices"
+        )
+
+
+def of_one_device(module: Any) -> None:
+    """Undoes ``over_all_devices``, for calls outside a step, without mesh axes."""
+    if isinstance(module, nnx.BatchNorm) and _names(module) <= set(AXES):
+        module.axis_name = None
+
+
+def _names(module: nnx.BatchNorm) -> set[str]:
+    name: Any = module.axis_name
+    return {name} if isinstance(name, str) else set(name or ())
+
+
+def batch_norms(model: nnx.Module) -> list[str]:
+    """Returns the paths of all ``nnx.BatchNorm`` modules."""
+    return [
+        ".".join(map(str, path))
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.BatchNorm)
+    ]

@@ -1,11 +1,10 @@
 """Stack and Unit: the Flax modules that place the gathers.
 
 Outside a jshard step, both are ordinary modules. For a step, ``FSDP`` replaces every
-parameter with a Shard and gives every Stack and Unit its UnitPolicy (``model.py``).
-When a unit is called, it gathers the parameters that it owns: all of them except
-those of inner units. Neither class changes parameter paths. A Unit *is* the module that
-it wraps, with a subclass that gathers first. A Stack is a single layer whose variables
-have a leading layer dimension.
+parameter with a Shard and gives every Stack and Unit its UnitPolicy (``model.py``). A
+unit that is called gathers the parameters that it owns: all but those of inner units.
+A Unit *is* the module that it wraps, with a subclass that gathers first. A Stack is a
+single layer whose variables have a leading layer dimension.
 """
 
 import dataclasses
@@ -155,13 +154,8 @@ def _stack_class(cls: type) -> type:
 def _subclass(name: str, base: type, cls: type, methods: dict[str, Any]) -> type:
     """Returns a subclass of ``base`` and ``cls``, a pytree only if ``cls`` is one."""
     # A module that is not a pytree does not record which attributes hold arrays.
-    members = methods | {"plain_class": cls}
-    return types.new_class(
-        name,
-        (base, cls),
-        {"pytree": is_pytree(cls)},
-        lambda namespace: namespace.update(members),
-    )
+    options, members = {"pytree": is_pytree(cls)}, methods | {"plain_class": cls}
+    return types.new_class(name, (base, cls), options, lambda ns: ns.update(members))
 
 
 def _gathering(method: Callable) -> Callable:
@@ -210,9 +204,8 @@ def open_unit(
       This device's shards of the parameters that the unit owns; their placements; its
       other arrays: shards of inner units, weights that are gathered outside, and state,
       in which earlier calls may have left what depends on parameters; and
-      ``module(weights, rest=None)``, which returns the plain module with full weights.
-      Without ``rest``, its other Variables are those of the unit itself, so that
-      updates to them persist.
+      ``module(weights, rest=None)``, which returns the plain module. Without ``rest``
+      its other Variables are the unit's own, so that updates to them persist.
     """
     graphdef, own, others = nnx.split(unit, own_parameters(unit), ...)
     owned, tree = jax.tree.flatten(own, is_leaf=is_variable)
@@ -282,12 +275,9 @@ def prepare_layers(
     """Returns the functions ``run`` and ``finish`` for ``stack(x, *args, **kwargs)``.
 
     ``finish(*run())`` returns the result of the call and the full weights of
-    ``beside``, gathered while the last layer runs. In a step, ``run`` is the scan of
-    ``unit/stack.py``; otherwise it is a plain ``lax.scan``.
-
-    Raises:
-      UserError: here or in ``run``, if a layer changes the carry's shape or dtype, or a
-        Variable that is passed to it.
+    ``beside``, gathered while the last layer runs. Outside a step ``run`` is a plain
+    ``lax.scan``. Raises UserError if a layer changes the carry's shape or dtype, or a
+    Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
     extra, arguments = partition(others)

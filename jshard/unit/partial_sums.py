@@ -10,8 +10,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.compat.collective_primitives import axes_of
-from jshard.compat.jaxprs import CALLS, line_of
+from jshard.compat.jaxprs import CALLS, axes_of, line_of
 from jshard.errors import UserError
 from jshard.fsdp.mesh import TENSOR
 from jshard.fsdp.precision import is_float

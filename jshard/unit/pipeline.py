@@ -17,12 +17,13 @@ from jax import lax
 
 from jshard.compat.xla_options import GATHERS_LATE
 from jshard.fsdp.mesh import REPLICA
-from jshard.fsdp.policy import Reshard
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
 from jshard.unit.layers import (
+    How,
     Segment,
     add_weights,
+    before_carry,
     join_layers,
     layer_of,
     run_layer,
@@ -37,17 +38,16 @@ from jshard.unit.unit import barrier, gather, gather_again, reduce, scatter
 @jax.named_scope(LAYERS)
 def forward(
     segments: Sequence[Segment],
-    places: tuple[list[Placement], list[Placement]],
-    reshard: Reshard,
+    how: How,
+    next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
     consts: Sequence[tuple[list, list]],
     next_shards: list[jax.Array],
 ) -> Any:
     """Does what ``forward`` of ``stack.py`` does."""
-    own, of_next = places
     carry, next_weights, all_ys, saved = stacked.carry, [], [], []
-    dropping = {"places": own, "reshard": reshard} if keep else None
+    places, dropping = how[0], how if keep else None
     for segment, (in_loop, out_of_loop) in zip(segments, consts, strict=False):
         start, stop, layer, outside, unroll = segment
         run = functools.partial(run_layer, layer, in_loop, stacked, dropping)
@@ -57,16 +57,16 @@ def forward(
         def step(state, _, run=run, late=late):
             index, weights, carry = state
             shards, (carry, weights) = shards_after(
-                stacked, own, index + 1, (carry, weights)
+                stacked, places, index + 1, (carry, weights)
             )
-            next_weights = gather(shards, own)
+            next_weights = gather(shards, places)
             carry, out = run(index, weights, carry)
             if late:
                 next_weights, out = barrier(next_weights, out)
             return (index + 1, next_weights, carry), out
 
-        shards, carry = shards_after(stacked, own, start, carry)
-        weights = gather(shards, own)
+        shards, carry = shards_after(stacked, places, start, carry)
+        weights = gather(shards, places)
         state = (jnp.int32(start), weights, carry)
         length = stop - 1 - start
         (_, weights, carry), (ys, needed) = lax.scan(
@@ -74,7 +74,7 @@ def forward(
         )
         if segment is segments[-1]:
             next_shards, (carry, weights) = barrier(next_shards, (carry, weights))
-            next_weights = gather(next_shards, of_next)
+            next_weights = gather(next_shards, next_places)
         carry, (last_ys, last_needed) = run_last(stop - 1, weights, carry)
         all_ys += [ys, jax.tree.map(lambda y: y[None], last_ys)]
         # The backward begins with the last layer, whose weights are here. Those of a
@@ -82,62 +82,26 @@ def forward(
         read = select(weights, layer.reads) if length else None
         saved.append((needed, last_needed, read))
     outputs = carry, join_layers(all_ys), next_weights
-    return (outputs, (stacked, consts, saved)) if keep else outputs
+    return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
-@jax.named_scope(LAYERS)
-def backward(
-    segments: Sequence[Segment],
-    how: tuple[list[Placement], Reshard, list[Any]],
-    saved: tuple[Inputs, Any, Any],
-    ys_ct: Any,
+def segment_backward(
+    segment: Segment,
+    consts: tuple[list, list],
+    how: How,
+    stacked: Inputs,
+    needed: tuple[Any, Any],
     sums: Inputs,
     parts: list[Any],
 ) -> tuple[Inputs, list[Any]]:
-    """Does what ``backward`` of ``stack.py`` does."""
-    stacked, consts, of_segments = saved
-    for segment, own_consts, needed in reversed(
-        list(zip(segments, consts, of_segments, strict=True))
-    ):
-        sums, parts = _segment_backward(
-            segment, own_consts, how, stacked, needed, ys_ct, (sums, parts)
-        )
-    return sums, parts
-
-
-def _segment_backward(
-    segment: Segment,
-    consts: tuple[list, list],
-    how: tuple[list[Placement], Reshard, list[Any]],
-    stacked: Inputs,
-    saved: tuple[Any, Any, Any],
-    ys_ct: Any,
-    sums_and_parts: tuple[Inputs, list[Any]],
-) -> tuple[Inputs, list[Any]]:
-    """Runs the backward of a segment.
-
-    Args:
-      segment: the segment.
-      consts: of its layer in the loop, and of that outside.
-      how: as in ``backward``.
-      stacked: the inputs of all layers.
-      saved: (residuals, kept weights) of all layers but the last, stacked; the same for
-        the last; and the weights that the backward of the last layer reads, or None.
-      ys_ct: cotangents of the stacked ys.
-      sums_and_parts: the gradients so far; and gradients of the unit above, scattered
-        beside the last layer's backward.
-
-    Returns:
-      The same, with the gradients of the segment.
-    """
+    """Does what ``segment_backward`` of ``stack.py`` does."""
     start, stop, layer, outside, unroll = segment
-    places, reshard, types = how
-    (sums, parts_above), last = sums_and_parts, stop - 1
-    most, (last_residuals, last_kept), weights = saved
+    (places, reshard), (saved, ys_ct), last = how, needed, stop - 1
+    (residuals, kept), (last_residuals, last_kept), weights = saved
     # The all-reduce over replicas takes time, too: it runs beside yet another layer.
     delayed = lax.axis_size(REPLICA) > 1
 
-    def gather_before(index, kept, sums, weights):
+    def gather_before(index, kept, weights, sums):
         """Gathers a layer's weights once its neighbour's cotangent and weights are."""
         after = sums.carry, weights
         if kept is None:
@@ -147,10 +111,24 @@ def _segment_backward(
             source, after = barrier(kept, after)
         carry_ct, weights = after
         gathered = gather_again(source, places, reshard)
-        return gathered, sums._replace(carry=carry_ct), weights
+        return gathered, weights, sums._replace(carry=carry_ct)
+
+    def transpose(layer, consts, index, residuals, weights, sums):
+        """Transposes a layer beside the gather of the next, the one below it."""
+        next_weights = None
+        if not isinstance(index, int) or index > start:
+            next_kept = layer_of(kept, index - 1 - start)
+            next_weights, weights, sums = gather_before(
+                index - 1, next_kept, weights, sums
+            )
+        needed = residuals, layer_of(ys_ct, index)
+        sums, grads = transpose_layer(
+            layer, consts, stacked, index, weights, needed, sums
+        )
+        return next_weights, grads, sums
 
     def finish(index, parts, sums):
-        return add_weights(sums, reduce(parts, places, types), index)
+        return add_weights(sums, reduce(parts, places, stacked.weights), index)
 
     def one_layer(layer, consts, index, weights, grads, parts, sums):
         """Runs a layer's backward beside its neighbours' collectives.
@@ -158,25 +136,17 @@ def _segment_backward(
         Returns the inputs for the layer below: its weights, gradients of this layer's
         full weights, scattered parts that wait for their all-reduce, and sums.
         """
-        next_weights = None
-        if not isinstance(index, int) or index > start:
-            _, kept = layer_of(most, index - 1 - start)
-            next_weights, sums, weights = gather_before(index - 1, kept, sums, weights)
-        residuals, _ = layer_of(most, index - start)
-        own_ct = layer_of(ys_ct, index)
-        sums, grads_here = transpose_layer(
-            layer, consts, stacked, index, weights, (residuals, own_ct), sums
+        next_weights, grads_here, sums = transpose(
+            layer, consts, index, layer_of(residuals, index - start), weights, sums
         )
         reduced = None
         if parts is not None:
-            reduced = reduce(parts, places, types)
+            reduced = reduce(parts, places, stacked.weights)
             sums = add_weights(sums, reduced, index + 2)
-        parts = scatter(grads, places)
         # The next all-reduce waits for this one: otherwise XLA would combine them.
-        (parts, grads_here, _), carry_ct = barrier(
-            (parts, grads_here, reduced), sums.carry
+        (parts, grads_here, _), sums = before_carry(
+            (scatter(grads, places), grads_here, reduced), sums
         )
-        sums = sums._replace(carry=carry_ct)
         if not delayed:
             sums, parts = finish(index + 1, parts, sums), None
         return next_weights, grads_here, parts, sums
@@ -186,30 +156,22 @@ def _segment_backward(
         return (index - 1, *one_layer(layer, consts[0], index, *rest)), None
 
     if weights is None:
-        weights, sums, _ = gather_before(last, last_kept, sums, None)
-    next_weights = None
-    if last > start:
-        _, kept = layer_of(most, last - 1 - start)
-        next_weights, sums, weights = gather_before(last - 1, kept, sums, weights)
-    last_needed = last_residuals, layer_of(ys_ct, last)
-    sums, grads = transpose_layer(
-        outside, consts[1], stacked, last, weights, last_needed, sums
+        weights, _, sums = gather_before(last, last_kept, None, sums)
+    next_weights, grads, sums = transpose(
+        outside, consts[1], last, last_residuals, weights, sums
     )
-    (parts_above, grads), carry_ct = barrier((parts_above, grads), sums.carry)
-    sums = sums._replace(carry=carry_ct)
+    (parts, grads), sums = before_carry((parts, grads), sums)
     if last == start:
-        return finish(start, scatter(grads, places), sums), parts_above
+        return finish(start, scatter(grads, places), sums), parts
     state: Sequence[Any] = (next_weights, grads, None, sums)
     index = last - 1
     if delayed and index > start:
         state = one_layer(outside, consts[1], index, *state)
         index -= 1
     if index > start:
-        carried = (jnp.int32(index), *state)
-        (_, *state), _ = lax.scan(
-            step, carried, None, length=index - start, unroll=unroll
-        )
-    _, grads, parts, sums = one_layer(outside, consts[1], start, *state)
-    if parts is not None:
-        sums = finish(start + 1, parts, sums)
-    return finish(start, scatter(grads, places), sums), parts_above
+        carried, length = (jnp.int32(index), *state), index - start
+        (_, *state), _ = lax.scan(step, carried, None, length=length, unroll=unroll)
+    _, grads, delayed_parts, sums = one_layer(outside, consts[1], start, *state)
+    if delayed_parts is not None:
+        sums = finish(start + 1, delayed_parts, sums)
+    return finish(start, scatter(grads, places), sums), parts

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from jshard.compat.jaxprs import nested
 from jshard.errors import UserError
 from jshard.fsdp.activations import ATTENTION_OPERANDS, INPUTS, Names, Offload
 from jshard.fsdp.policy import Policy
@@ -33,11 +34,9 @@ def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
 
 def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
     """Yields the names of a jaxpr's activations, from ``checkpoint_name`` of JAX."""
-    for eqn in jaxpr.eqns:
+    for eqn in nested(jaxpr.eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from names_in(inner)
 
 
 def _attention(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -59,17 +58,12 @@ def _products(primitive: Any, *args: Any, **params: Any) -> bool:
 
 def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
     """Applies the remat policy ``remat`` to a layer function."""
-    policies = jax.checkpoint_policies
     if remat == "none":
         return fn
-    if remat == "full":
-        policy = policies.nothing_saveable
-    elif remat == "attention":
-        policy = _attention
-    elif remat == "dots":
-        policy = _products
-    elif isinstance(remat, Names):
+    policies, policy = jax.checkpoint_policies, remat
+    if isinstance(remat, Names):
         policy = policies.save_only_these_names(*remat.names)
-    else:
-        policy = remat
+    elif isinstance(remat, str):
+        keeps = {"attention": _attention, "dots": _products}
+        policy = keeps[remat] if remat != "full" else policies.nothing_saveable
     return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)

@@ -55,16 +55,12 @@ class Shard:
         return self.whole()
 
 
-def _read(shard: Shard) -> tuple[tuple, None]:
-    return (shard.whole(),), None
-
-
 def _as_read(_: None, children: Any) -> Any:
     (whole,) = children
     return whole
 
 
-jax.tree_util.register_pytree_node(Shard, _read, _as_read)
+jax.tree_util.register_pytree_node(Shard, lambda x: ((x.whole(),), None), _as_read)
 
 
 class _Sharded(nnx.Variable):
@@ -75,27 +71,15 @@ class _Sharded(nnx.Variable):
     """
 
     def __init_subclass__(cls) -> None:
-        jax.tree_util.register_pytree_with_keys(
-            cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten
-        )
-
-
-def _whole(variable: nnx.Variable) -> Any:
-    shard = shard_of(variable)
-    return variable.get_raw_value() if shard is None else shard.whole()
-
-
-def _metadata(variable: nnx.Variable) -> tuple:
-    return tuple(sorted(variable.get_metadata().items(), key=lambda item: item[0]))
+        unflatten = functools.partial(_unflatten, cls)
+        jax.tree_util.register_pytree_with_keys(cls, _flatten, unflatten)
 
 
 def _flatten(variable: nnx.Variable) -> tuple[tuple, tuple]:
-    return (_whole(variable),), _metadata(variable)
-
-
-def _flatten_with_keys(variable: nnx.Variable) -> tuple[tuple, tuple]:
-    key = jax.tree_util.GetAttrKey("value")
-    return ((key, _whole(variable)),), _metadata(variable)
+    shard = shard_of(variable)
+    whole = variable.get_raw_value() if shard is None else shard.whole()
+    metadata = sorted(variable.get_metadata().items(), key=lambda item: item[0])
+    return ((jax.tree_util.GetAttrKey("value"), whole),), tuple(metadata)
 
 
 def _unflatten(cls: type[nnx.Variable], metadata: tuple, children: Any) -> Any:

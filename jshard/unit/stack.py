@@ -1,8 +1,8 @@
 """A Stack: the algorithm of ``unit.py``, scanned over layers.
 
 What happens to a layer's weight, from shard to gradient: ``forward`` gathers it, runs
-the layer and drops it; ``backward`` gathers it again, transposes the layer, scatters
-the gradient and reduces it. Here one layer follows the other. With prefetch,
+the layer and drops it; ``segment_backward`` gathers it again, transposes the layer,
+scatters the gradient and reduces it. Here one layer follows the other. With prefetch,
 ``pipeline.py`` takes the place of both, and runs each layer's collectives beside its
 neighbours' computation.
 
@@ -11,7 +11,7 @@ loop of one iteration, so that a single layer is scheduled like a Unit.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,14 +21,15 @@ from jax import lax
 from jshard.errors import UserError
 from jshard.fsdp.activations import Offload
 from jshard.fsdp.mesh import on_gpus
-from jshard.fsdp.policy import Reshard, UnitPolicy
-from jshard.fsdp.precision import is_float
+from jshard.fsdp.policy import UnitPolicy
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
 from jshard.unit import pipeline
 from jshard.unit.layers import (
+    How,
     Segment,
     add_weights,
+    before_carry,
     join_layers,
     layer_of,
     run_layer,
@@ -66,7 +67,7 @@ def make_scan(
       shards: this device's, of the layers' parameters, (L, ...) each.
       places: their placements.
       xs: the other arrays of the layers, (L, ...) each.
-      carry: the input of the first layer.
+      carry: the input of the first layer, whose shapes and dtypes all must return.
       args: what all layers share.
       policy: remat, reshard and prefetch.
       beside: shards and placements of the unit after the Stack: gathered, and their
@@ -75,19 +76,12 @@ def make_scan(
     Returns:
       A function that runs the layers and returns the last carry, stacked (aux, changed,
       static), and the full weights of ``beside``.
-
-    Raises:
-      UserError: a layer changes the carry's shapes or dtypes.
     """
     shards, places, xs = list(shards), list(places), list(xs)
     next_shards, next_places = list(beside[0]), list(beside[1])
-    types = abstract(shards, layer=True)
-    inputs = Inputs(
-        weight_types(types, places),
-        abstract(xs, layer=True),
-        abstract(carry),
-        abstract(list(args)),
-    )
+    of_layer, of_xs = abstract((shards, xs), layer=True)
+    weights, first, shared = abstract((weight_types(of_layer, places), carry, [*args]))
+    inputs = Inputs(weights, of_xs, first, shared)
     traced = trace_layer(fn, inputs, places)
     _, program, ((out, _), *_) = traced
     check_carry(carry, out)
@@ -96,14 +90,15 @@ def make_scan(
     prefetch = prefetch and length > 1 and _communicates(places)
     segments = list(_segments(traced, places, policy, length, prefetch))
     as_one = [(0, length, *segments[0][2:])]  # without residuals there is one loop
-    passes = (pipeline.forward, pipeline.backward) if prefetch else (forward, backward)
-    static = (places, next_places), policy.reshard_after_forward
-    types = types, abstract(next_shards)
+    passes = forward, segment_backward
+    if prefetch:
+        passes = pipeline.forward, pipeline.segment_backward
+    static = (places, policy.reshard_after_forward), next_places
 
     run = jax.custom_vjp(functools.partial(passes[0], as_one, *static, False))
     run.defvjp(
         functools.partial(passes[0], segments, *static, True),
-        functools.partial(_backward, passes[1], segments, *static, types),
+        functools.partial(_backward, passes[1], segments, *static),
     )
     consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
     stacked = Inputs(shards, xs, carry, [*args, *program.consts])
@@ -113,17 +108,16 @@ def make_scan(
 @jax.named_scope(LAYERS)
 def forward(
     segments: Sequence[Segment],
-    places: tuple[list[Placement], list[Placement]],
-    reshard: Reshard,
+    how: How,
+    next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
     consts: Sequence[tuple[list, list]],
     next_shards: list[jax.Array],
 ) -> Any:
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
-    own, of_next = places
     carry, all_ys, saved = stacked.carry, [], []
-    dropping = {"places": own, "reshard": reshard} if keep else None
+    places, dropping = how[0], how if keep else None
     for segment, (layer_consts, _) in zip(segments, consts, strict=False):
         start, stop, layer, _, unroll = segment
         run = functools.partial(run_layer, layer, layer_consts, stacked, dropping)
@@ -134,110 +128,89 @@ def forward(
             shards = layer_of(stacked.weights, index)
             if straight:  # otherwise the loop holds the gather back
                 shards, carry = barrier(shards, carry)
-            weights = gather(shards, own)
-            carry, out = run(index, weights, carry)
+            carry, out = run(index, gather(shards, places), carry)
             return (index + 1, carry), out
 
-        state = (jnp.int32(start), carry)
-        length = stop - start
+        state, length = (jnp.int32(start), carry), stop - start
         (_, carry), (ys, needed) = lax.scan(
             body, state, None, length=length, unroll=unroll
         )
         all_ys.append(ys)
         saved.append(needed)
     next_shards, carry = barrier(next_shards, carry)
-    outputs = carry, join_layers(all_ys), gather(next_shards, of_next)
-    return (outputs, (stacked, consts, saved)) if keep else outputs
-
-
-def _backward(
-    segments_backward: Callable,
-    segments: Sequence[Segment],
-    places: tuple[list[Placement], list[Placement]],
-    reshard: Reshard,
-    types: tuple[list[Any], list[Any]],
-    saved: tuple[Inputs, Any, Any],
-    cotangents: Any,
-) -> tuple[Inputs, None, list[Any]]:
-    """Returns gradients of the inputs of a forward.
-
-    ``types`` are abstract shards: of a layer, and of the next unit.
-    """
-    (own, of_next), (own_types, next_types) = places, types
-    stacked, _, _ = saved
-    carry_ct, (aux_ct, *others), next_grads = cotangents
-    outputs = segments[0][2].outputs
-    (carry_ct, aux_ct), *others = differentiable(((carry_ct, aux_ct), *others), outputs)
-    sums = Inputs(
-        _zeros(stacked.weights, [place.trainable for place in own]),
-        _zeros(stacked.xs, map(is_float, stacked.xs)),
-        carry_ct,
-        _zeros(stacked.args, map(is_float, stacked.args)),
-    )
-    next_grads = select(next_grads, [place.trainable for place in of_next])
-    parts = scatter(next_grads, of_next)
-    sums, parts = segments_backward(
-        segments, (own, reshard, own_types), saved, (aux_ct, *others), sums, parts
-    )
-    return sums, None, reduce(parts, of_next, next_types)
+    outputs = carry, join_layers(all_ys), gather(next_shards, next_places)
+    return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
 @jax.named_scope(LAYERS)
-def backward(
+def _backward(
+    segment_backward: Callable,
     segments: Sequence[Segment],
-    how: tuple[list[Placement], Reshard, list[Any]],
-    saved: tuple[Inputs, Any, Any],
-    ys_ct: Any,
+    how: How,
+    next_places: list[Placement],
+    saved: tuple[Inputs, Any, list[Any], Any],
+    cotangents: Any,
+) -> tuple[Inputs, None, list[Any]]:
+    """Returns gradients of the inputs of a forward, given what that saved."""
+    stacked, consts, next_shards, of_segments = saved
+    carry_ct, (aux_ct, *others), next_grads = cotangents
+    layer = segments[0][2]
+    (carry_ct, aux_ct), *others = differentiable(
+        ((carry_ct, aux_ct), *others), layer.outputs
+    )
+    sums = select(stacked._replace(carry=None), layer.moves._replace(carry=None))
+    sums = jax.tree.map(jnp.zeros_like, sums)._replace(carry=carry_ct)
+    next_grads = select(next_grads, [place.trainable for place in next_places])
+    parts = scatter(next_grads, next_places)
+    for segment, of_layers, needed in reversed(
+        list(zip(segments, consts, of_segments, strict=True))
+    ):
+        needed = needed, (aux_ct, *others)
+        sums, parts = segment_backward(
+            segment, of_layers, how, stacked, needed, sums, parts
+        )
+    return sums, None, reduce(parts, next_places, next_shards)
+
+
+def segment_backward(
+    segment: Segment,
+    consts: tuple[list, list],
+    how: How,
+    stacked: Inputs,
+    needed: tuple[Any, Any],
     sums: Inputs,
     parts: list[Any],
 ) -> tuple[Inputs, list[Any]]:
-    """Runs the backward of all segments, the last layer first.
+    """Adds the gradients of a segment to ``sums``, the last layer first.
 
-    Args:
-      segments: as in the forward.
-      how: placements of the layers' parameters, ``reshard_after_forward``, and a
-        layer's abstract shards.
-      saved: what the forward saved.
-      ys_ct: cotangents of the stacked ys.
-      sums: the gradients so far.
-      parts: scattered gradients of the unit after the Stack.
-
-    Returns:
-      ``sums`` with the gradients of all layers, and ``parts``.
+    ``needed`` is what the forward saved of it, and the cotangents of the stacked ys of
+    all layers. ``parts`` are scattered gradients of the unit after the Stack, which is
+    done before the layers.
     """
-    (places, reshard, types), (stacked, consts, saved) = how, saved
-    parts, carry_ct = barrier(parts, sums.carry)
-    sums = sums._replace(carry=carry_ct)
-    for segment, (layer_consts, _), needed in reversed(
-        list(zip(segments, consts, saved, strict=True))
-    ):
-        start, stop, layer, _, unroll = segment
-        transpose = functools.partial(transpose_layer, layer, layer_consts, stacked)
-        wait = bool(reshard) and (unroll or stop - start == 1)
+    start, stop, layer, _, unroll = segment
+    (places, reshard), (saved, ys_ct) = how, needed
+    wait = bool(reshard) and (unroll or stop - start == 1)
+    parts, sums = before_carry(parts, sums)
 
-        def body(state, slices, layer=layer, transpose=transpose, wait=wait):
-            index, sums = state
-            (residuals, kept), ys_ct = slices
-            source = kept
-            if kept is None:
-                source = select(layer_of(stacked.weights, index), layer.reads)
-            if wait:
-                source, carry_ct = barrier(source, sums.carry)
-                sums = sums._replace(carry=carry_ct)
-            weights = gather_again(source, places, reshard)
-            sums, grads = transpose(index, weights, (residuals, ys_ct), sums)
-            grads = reduce(scatter(grads, places), places, types)
-            return (index - 1, add_weights(sums, grads, index)), None
-
-        own_ct = jax.tree.map(lambda ct, a=start, b=stop: ct[a:b], ys_ct)
-        (_, sums), _ = lax.scan(
-            body,
-            (jnp.int32(stop - 1), sums),
-            (needed, own_ct),
-            length=stop - start,
-            reverse=True,
-            unroll=unroll,
+    def body(state, slices):
+        index, sums = state
+        (residuals, source), ys_ct = slices
+        if source is None:
+            source = select(layer_of(stacked.weights, index), layer.reads)
+        if wait:
+            source, sums = before_carry(source, sums)
+        weights = gather_again(source, places, reshard)
+        sums, grads = transpose_layer(
+            layer, consts[0], stacked, index, weights, (residuals, ys_ct), sums
         )
+        grads = reduce(scatter(grads, places), places, stacked.weights)
+        return (index - 1, add_weights(sums, grads, index)), None
+
+    slices = saved, jax.tree.map(lambda ct: ct[start:stop], ys_ct)
+    state, length = (jnp.int32(stop - 1), sums), stop - start
+    (_, sums), _ = lax.scan(
+        body, state, slices, length=length, reverse=True, unroll=unroll
+    )
     return sums, parts
 
 
@@ -300,8 +273,3 @@ def split_aux(result: Any, carry: Any) -> tuple[Any, Any, bool]:
         "a stacked layer must return its first argument's tree, or a pair of that and "
         f"aux; got {jax.tree.structure(result)} for {same}"
     )
-
-
-def _zeros(arrays: Sequence[jax.Array], wanted: Iterable[bool]) -> list[Any]:
-    pairs = zip(arrays, wanted, strict=True)
-    return [jnp.zeros_like(x) if w else None for x, w in pairs]

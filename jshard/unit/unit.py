@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.collectives.gather import all_gather, join, split
+from jshard.collectives.gather import all_gather, join_parts, take_part
 from jshard.collectives.reduce import all_reduce_in_unit
 from jshard.collectives.reduce import scatter as scatter_leaf
 from jshard.fsdp.policy import Reshard, UnitPolicy
@@ -48,19 +48,14 @@ def run_unit(
     inputs: Sequence[jax.Array],
     policy: UnitPolicy,
 ) -> Any:
-    """Calls ``fn(weights, xs, inputs, [])`` as one unit, and returns what it returns.
+    """Returns ``fn(weights, xs, inputs, [])``, run as one unit; see ``trace_layer``.
 
-    Args:
-      fn: the unit as a function of full weights; see ``trace_layer``.
-      shards: this device's, of the parameters that the unit owns.
-      places: their placements.
-      xs: its other arrays: state, and shards of units inside it.
-      inputs: the arguments of the call.
-      policy: remat and reshard.
+    ``shards`` are this device's, of the parameters that the unit owns, ``xs`` its other
+    arrays (state, and shards of units inside it), ``inputs`` those of the call.
     """
-    shards, places, types = list(shards), list(places), abstract(list(shards))
-    arguments = Inputs(weight_types(types, places), abstract(xs), abstract(inputs), [])
-    traced = trace_layer(fn, arguments, places)
+    shards, places = list(shards), list(places)
+    weights, other, carry = abstract((weight_types(shards, places), xs, inputs))
+    traced = trace_layer(fn, Inputs(weights, other, carry, []), places)
     trained = [place.trainable for place in places]
     layer = Layer(traced, trained, policy.remat, prevent_cse=True)
     reshard = policy.reshard_after_forward
@@ -92,7 +87,7 @@ def run_unit(
         inputs = Inputs(weights, xs, [], args)
         grads = layer.transpose(inputs, consts, residuals, cotangents)
         parts = scatter(grads.weights, places)
-        return (reduce(parts, places, types), *grads[1:], None)
+        return (reduce(parts, places, shards), *grads[1:], None)
 
     run.defvjp(forward, backward)
     _, program, _ = traced
@@ -105,52 +100,47 @@ def drop(
     places: Sequence[Placement],
     reshard: Reshard,
 ) -> list[Any] | None:
-    """Returns the weights that are kept for the backward.
+    """Returns what is kept for the backward of each weight that it ``reads``.
 
-    This is None if the backward gathers the shards again. Otherwise it is the full
-    weight, or this device's part in its group, of each weight that it ``reads``.
+    This is the full weight, or this device's part in its group; None if the backward
+    gathers the shards again.
     """
     if reshard is True:
         return None
     read = select(list(weights), list(reads))
     if not (group := int(reshard)):
         return read
-    return map_present(lambda w, p: split(w, p, group), read, places)
+    return map_present(lambda w, p: take_part(w, p, group), read, places)
 
 
 def gather_again(
     source: Sequence[Any], places: Sequence[Placement], reshard: Reshard
 ) -> list[Any]:
-    """Returns the weights that the backward reads; None stays None.
+    """Returns the weights that the backward reads, from what ``drop`` returned.
 
-    ``source`` is what ``drop`` returned, or the shards if that is None.
+    ``source`` is the shards if that is None.
     """
     if reshard is True:
         return map_present(all_gather, source, places)
     if group := int(reshard):
-        return map_present(lambda x, p: join(x, p, group), source, places)
+        return map_present(lambda x, p: join_parts(x, p, group), source, places)
     return list(source)
 
 
 def scatter(grads: Sequence[Any], places: Sequence[Placement]) -> list[Any]:
-    """Sums gradients of full weights over the devices that shard the parameters.
-
-    None, which stands for a parameter without a gradient, stays None.
-    """
+    """Sums gradients of full weights over the devices that shard the parameters."""
     return map_present(scatter_leaf, grads, places)
 
 
 def reduce(
-    parts: Sequence[Any],
-    places: Sequence[Placement],
-    types: Sequence[jax.ShapeDtypeStruct],
+    parts: Sequence[Any], places: Sequence[Placement], shards: Sequence[Any]
 ) -> list[Any]:
     """Sums scattered gradients over replicas, where the step does not do it at its end.
 
-    The results have the dtypes of the shards, whose abstract values are ``types``.
+    The results have the dtypes of the shards.
     """
     reduce_leaf = lambda part, place, like: all_reduce_in_unit(part, place, like.dtype)
-    return map_present(reduce_leaf, parts, places, types)
+    return map_present(reduce_leaf, parts, places, shards)
 
 
 def map_present(fn: Callable, values: Sequence[Any], *others: Sequence[Any]) -> list:
@@ -161,17 +151,13 @@ def map_present(fn: Callable, values: Sequence[Any], *others: Sequence[Any]) -> 
     ]
 
 
-def weight_types(types: list[Any], places: list[Placement]) -> list[Any]:
-    """Returns the abstract full weights of abstract shards."""
-    return abstract(jax.eval_shape(lambda shards: gather(shards, places), types))
+def weight_types(shards: list[Any], places: list[Placement]) -> list[Any]:
+    """Returns the abstract full weights of shards, abstract or not."""
+    return jax.eval_shape(lambda shards: gather(shards, places), shards)
 
 
 def barrier(tree: Any, after: Any) -> tuple[Any, Any]:
-    """Returns both unchanged, but XLA must compute both before it uses either.
-
-    Without it XLA could gather the weights of many units before the first one runs, or
-    merge the backward's gathers with the forward's and keep the weights in between.
-    """
+    """Returns both unchanged, but XLA must compute both before it uses either."""
     if not jax.tree.leaves(tree):
         return tree, after
     return _barrier((tree, after))

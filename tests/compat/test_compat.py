@@ -23,12 +23,10 @@ from orbax.checkpoint import v1 as ocp
 
 from jshard.compat import (
     absent_gpus,
-    collective_primitives,
     flax_modules,
     host_arrays,
     jaxprs,
-    orbax_files,
-    orbax_noise,
+    orbax,
     plugin_log,
     tensorboard_records,
     xla_options,
@@ -175,7 +173,7 @@ def test_jaxprs_are_run_again():
             return jax.jit(jnp.sin)(x) * 2
 
     with otherwise("equations cannot be run again in the context they were traced in"):
-        again = jaxprs.flat_jaxpr(lambda x: [fn(x)], [1.0])
+        again = jaxprs.flat_jaxpr(traced(fn, 1.0), [1.0])
         assert [e.primitive.name for e in again.jaxpr.eqns] == ["sin", "mul"]
         assert "here" in str(again.jaxpr.eqns[0].source_info.name_stack)
         (result,) = core.jaxpr_as_fun(again)(0.5)
@@ -195,13 +193,11 @@ def test_collectives_have_their_names():
     with otherwise("a collective has another name, or says elsewhere who takes part"):
         (eqn,) = traced(run, jnp.ones(8)).jaxpr.eqns
         inner = eqn.params["jaxpr"].eqns
-        found = [
-            e for e in inner if e.primitive.name in collective_primitives.COLLECTIVES
-        ]
+        found = [e for e in inner if e.primitive.name in jaxprs.COLLECTIVES]
         assert len(found) == 5
-        assert sum(e.primitive.name in collective_primitives.SUMS for e in found) == 2
-        assert {collective_primitives.axes_of(e) for e in found} == {("fsdp",)}
-        assert not any(map(collective_primitives.groups_of, found))
+        assert sum(e.primitive.name in jaxprs.SUMS for e in found) == 2
+        assert {jaxprs.axes_of(e) for e in found} == {("fsdp",)}
+        assert not any(map(jaxprs.groups_of, found))
     with otherwise("a shard_map holds its mesh, its specs or its axes elsewhere"):
         plus = lambda n, x: ([x + n], n)
         again = jaxprs.shard_map_again(eqn, plus)
@@ -260,14 +256,14 @@ def test_orbax_files(tmp_path):
     value = np.arange(12.0).reshape(3, 4)
     ocp.save(tmp_path / "state", {"params": {"w": jnp.asarray(value)}})
     with otherwise("checkpoints cannot be exported: Orbax writes other files"):
-        store = orbax_files.open_array(tmp_path / "state", "params.w")
+        store = orbax.open_array(tmp_path / "state", "params.w")
         np.testing.assert_array_equal(store.read().result(), value)
         with pytest.raises(FileNotFoundError):
-            orbax_files.open_array(tmp_path, "params.w")
+            orbax.open_array(tmp_path, "params.w")
 
 
 def test_orbax_noise(caplog):
-    orbax_noise.silence()
+    orbax.silence()
     noise = Path(ocp.__file__).parent / "noise.py"
     code = "import absl.logging; absl.logging.{0}('{0} of Orbax')"
     for level in ("warning", "error"):

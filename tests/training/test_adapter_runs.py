@@ -14,7 +14,7 @@ import jshard
 from foreign_weights import read_tensors
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import ARRAYS, find_step
-from jshard.compat.orbax_files import open_array
+from jshard.compat.orbax import open_array
 from jshard.errors import Preempted
 from jshard.export import export
 from jshard.training.trained_model import open_model

@@ -6,6 +6,7 @@ gathers for the forward's and keep full weights in between.
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from typing import Any
 
@@ -20,6 +21,7 @@ import hlo
 import jshard
 from h100 import h100s
 from jshard.compat.jaxprs import open_inner, variables
+from jshard.fsdp.scopes import LAYERS
 
 WIDTHS = (16, 24, 32, 40, 48)  # of features between Units: a weight tells its Unit
 SHAPES = list(itertools.pairwise(WIDTHS))
@@ -48,11 +50,24 @@ def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
     return jshard.Mean(jnp.sum(model(x) ** 2), x.shape[0])
 
 
-def traced(mesh: Any, **knobs: Any) -> Any:
+class Headed(nnx.Module):
+    """A Unit whose transfers run beside the last layer of a Stack."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        layer = lambda rngs: nnx.Linear(WIDTHS[0], WIDTHS[0], rngs=rngs)
+        self.layers = jshard.Stack(layer, 3, rngs=rngs)
+        self.head = jshard.Unit(nnx.Linear(*SHAPES[0], use_bias=False, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        head, x = jshard.gathered(self.head, during=(self.layers, x))
+        return head(x)
+
+
+def traced(mesh: Any, model: Any = Chain, **knobs: Any) -> Any:
     policy = jshard.Policy(min_shard_elements=0, **knobs)
     fsdp = jshard.FSDP(mesh, policy)
     optimizer = optax.sgd(0.1)
-    state = fsdp.abstract_state(Chain, optimizer)
+    state = fsdp.abstract_state(model, optimizer)
     batch = jax.ShapeDtypeStruct((4 * DEVICES, WIDTHS[0]), jnp.float32)
     return fsdp.train_step(loss_fn, optimizer).trace(state, batch)
 
@@ -112,6 +127,16 @@ def test_each_gather_waits_until_the_unit_before_it_has_kept_its_parts():
     found = gathers(step.jaxpr.jaxpr)
     assert found[: len(SHAPES)] == forward
     assert [x.products for x in found[len(SHAPES) :]] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_the_collectives_beside_the_last_layer_count_as_the_layers(prefetch):
+    step = traced(ABSTRACT, Headed, prefetch=prefetch)
+    text = step.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    for kind in ("all_gather", "reduce_scatter"):
+        found = re.findall(rf'loc\("(\w+\([^"]*/{kind})"', text)  # outside of loops
+        assert found
+        assert all(f"jvp({LAYERS})" in scopes for scopes in found), found
 
 
 @pytest.mark.h100

@@ -1,0 +1,71 @@
+"""Reads Orbax's files without Orbax, and suppresses what it prints when a save fails.
+
+Tested with Orbax 0.12.8 and tensorstore 0.1.86. If reading breaks, checkpoints cannot
+be exported. If the filters break, users see thousands of lines beside the error that
+``Save.error`` holds already. Saving and restoring use Orbax itself.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import tensorstore
+
+
+def open_array(folder: Path, name: str, context: Any = None) -> Any:
+    """Opens an array of a checkpoint so that it can be read chunk by chunk.
+
+    ``jshard.export`` holds one chunk in memory at a time; Orbax reads full shards.
+    Orbax stores arrays in a subfolder, as an OCDBT database of Zarr 3 arrays.
+
+    Args:
+      folder: the folder that was passed to Orbax.
+      name: the array's name, with dots between nested names.
+      context: a ``tensorstore.Context``.
+
+    Returns:
+      A ``tensorstore.TensorStore``.
+
+    Raises:
+      FileNotFoundError: the folder has no OCDBT database.
+      ValueError: the database has no such array.
+    """
+    database = next(folder.glob("*/manifest.ocdbt"), None)
+    if database is None:
+        raise FileNotFoundError(f"no OCDBT database in {folder}")
+    kvstore = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{database.parent}/"},
+        "path": f"{name}/",
+    }
+    spec = {"driver": "zarr3", "kvstore": kvstore}
+    return tensorstore.open(spec, read=True, context=context).result()
+
+
+def silence() -> None:
+    """Installs the filters; repeated calls have no further effect."""
+    logging.getLogger("absl").addFilter(_not_orbax)
+    if not isinstance(sys.unraisablehook, _LateWrites):
+        sys.unraisablehook = _LateWrites(sys.unraisablehook)
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "/orbax/" not in record.pathname
+
+
+class _LateWrites:
+    """A ``sys.unraisablehook`` that ignores writes that end after a failed save.
+
+    Orbax has closed the event loop to which TensorStore would report them.
+    """
+
+    def __init__(self, before: Any):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        """Ignores errors from a closed event loop; passes others to the old hook."""
+        error = unraisable.exc_value
+        if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
+            return
+        self._before(unraisable)
