@@ -46,7 +46,7 @@ ROOMS = {
     "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
     "generation": Room(7, 260, 450, "decoding, sampling"),
     "start-up note": Room(
-        7, 480, 700, "a step's counts, in words", "plan/start_up"
+        7, 480, 700, "a step's counts, in words", "plan/start_up plan/state_note"
     ),
     "fsdp": Room(6, 260, 706, "mesh and policy to states and jitted steps"),
     "nn": Room(5, 0, 450, "losses, attention, dropout"),

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,18 +17,16 @@ from jshard.float8.products import SCOPE
 from jshard.formatting import format_bytes
 from jshard.fsdp.batch import abstract_batch
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, shards_of
+from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text
 from jshard.fsdp.mesh import axes_of as mesh_axes
 from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS, TENSOR_PARALLEL
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
-from jshard.layout.memory_kinds import HOST
-from jshard.layout.padding import exact_types, is_padded
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.parallel.experts import gathered_bytes
-from jshard.unit.model import batch_norms, make_units, root_variables
+from jshard.plan.state_note import parameters, placed
+from jshard.unit.model import batch_norms, make_units
 
 _KINDS = {
     "all_gather": "all-gather",
@@ -189,7 +186,7 @@ def describe(
             for axis in mesh_axes(mesh)
         ]
         text += f"; {number} hosts: {', '.join(where)} them"
-    lines = [("mesh", text), ("parameters", _parameters(state))]
+    lines = [("mesh", text), ("parameters", parameters(state))]
     for (name, dtype), t in sorted(traffic(jaxpr, sizes, network).items()):
         text = f"{t.count} a step, {format_bytes(t.wire_bytes)} a device, {dtype}"
         if t.network_bytes == t.wire_bytes:
@@ -203,8 +200,7 @@ def describe(
         lines.append(("attention", ", and ".join(kernels)))
     if policy.multiplies_in_float8():
         lines.append(("float8", _float8(jaxpr)))
-    lines += _padded(state, layout) + _replicated(state, layout)
-    lines += _root(model, state, layout)
+    lines += placed(model, state, layout)
     norms = batch_norms(model)
     if norms and policy.accumulate > 1:
         text = "statistics of one micro-batch over all devices; each of the "
@@ -272,92 +268,6 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
     text = f"split over {devices} devices: tokens move {format_bytes(exchanged)} a "
     text += f"device and step; whole experts would move {format_bytes(gathered)}"
     return [("experts", text)]
-
-
-def _parameters(state: TrainState) -> str:
-    params = jax.tree.leaves((state.params, state.frozen))
-    trained, frozen = map(_exact_size, (state.params, state.frozen))
-    total, local = trained + frozen, sum(map(_local_size, params))
-    held = {"host": 0, "device": 0}
-    for x in jax.tree.leaves(state):
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            where = "host" if x.sharding.memory_kind == HOST else "device"
-            held[where] += _local_size(x) * x.dtype.itemsize
-    text = f"{total:,} ({local:,} a device); state {format_bytes(held['device'])}"
-    text += " a device"
-    if held["host"]:
-        text += f", {format_bytes(held['host'])} a device in host memory"
-    return text if trained == total else f"{text}; {trained:,} are trained"
-
-
-def _exact_size(tree: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(exact_types(tree)))
-
-
-def _local_size(x: Any) -> int:
-    return int(np.prod(x.sharding.shard_shape(x.shape)))
-
-
-def _padded(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
-    """Says how much of the state is padding, and which parameters have most."""
-    added = {}
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            if is_padded(variable):
-                exact = _exact_size(variable)
-                added[".".join(map(str, path))] = variable.get_value().size - exact
-    if not added:
-        return []
-    leaves, exact = jax.tree.leaves(state), jax.tree.leaves(exact_types(state))
-    zeros = sum(
-        (x.size - y.size) * x.dtype.itemsize for x, y in zip(leaves, exact, strict=True)
-    )
-    names = _some(sorted(added, key=lambda name: -added[name]))
-    text = f"{format_bytes(zeros)} of zeros in the state, over all devices, as no "
-    text += f"dimension divides by {shards_of(layout.mesh)}: {names}"
-    return [("padded", text)]
-
-
-def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
-    shards, fewest = shards_of(layout.mesh), layout.policy.min_shard_elements
-    if shards == 1:
-        return [("replicated", "everything: the fsdp axis has one device")]
-    small: dict[str, int] = {}
-    others: dict[str, int] = {}
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            if layout.places[path].dim is None:
-                x = variable.get_value()
-                few = np.prod(x.shape[layer_dims(variable) :]) < fewest
-                nbytes = x.size * x.dtype.itemsize
-                (small if few else others)[".".join(map(str, path))] = nbytes
-    return [
-        ("replicated", f"{reason}: {_some(list(found))}{_much(found)}")
-        for reason, found in (
-            (f"fewer than {fewest} elements (a layer)", small),
-            ("further mesh axes split every dimension", others),
-        )
-        if found
-    ]
-
-
-def _much(found: Mapping[str, int]) -> str:
-    """Says how many bytes they are, if that is worth a thought."""
-    total = sum(found.values())
-    return f" ({format_bytes(total)} a device)" if total >= 1 << 20 else ""
-
-
-def _root(
-    model: nnx.Module, state: TrainState, layout: Layout
-) -> list[tuple[str, str]]:
-    root = root_variables(model, state.params, state.frozen)
-    if not root or shards_of(layout.mesh) == 1:
-        return []
-    names = [".".join(map(str, path)) for path, _ in root]
-    nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
-    treated = "gathered as a unit" if layout.policy.reshard_root else "kept for a step"
-    text = f"{format_bytes(nbytes)} in no Stack or Unit, {treated}"
-    return [("root", f"{text}: {_some(names)}")]
 
 
 def _some(names: list[str]) -> str:
