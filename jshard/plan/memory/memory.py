@@ -20,6 +20,7 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.own_dtypes import own_dtypes
+from jshard.layout.padding import exact_types
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo.hlo import direction
 from jshard.plan.memory import buffers, parts
@@ -127,7 +128,8 @@ def _on_host(state: TrainState) -> collections.Counter[str]:
 def _contents(state: TrainState, policy: Policy, fullest: str) -> dict[str, str]:
     """What each part holds, in words, in the order of the report."""
     params = jax.tree.leaves((state.params, state.frozen))
-    count = sum(x.size for x in params)
+    exact = exact_types((state.params, state.frozen))
+    count = sum(x.size for x in jax.tree.leaves(exact))
     local = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params)
     averages = "" if state.ema is None else ", averages"
     largest = _layer_bytes(state, policy)
