@@ -101,7 +101,9 @@ def test_a_mesh_without_the_axes_is_refused():
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_multiple_to_use():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(accumulate=4))
-    with pytest.raises(jshard.UserError, match="12 examples does not divide by 8"):
+    with pytest.raises(
+        jshard.UserError, match="12 examples does not divide by 8 devices; use 8 or 16"
+    ):
         fsdp.shard_batch({"x": np.ones((12, 3))})
     with pytest.raises(jshard.UserError, match="same leading dimension"):
         fsdp.shard_batch({"x": np.ones((8, 3)), "y": np.ones(16)})
@@ -116,7 +118,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_multiple_to_use():
 
     state = fsdp.init(make_model, optax.sgd(1.0))
     step = fsdp.train_step(loss_fn, optax.sgd(1.0))
-    with pytest.raises(jshard.UserError, match=r"4 micro-batches .* multiple of 32"):
+    with pytest.raises(jshard.UserError, match=r"4 micro-batches .* use 32"):
         step(state, fsdp.shard_batch(np.ones((16, 3), np.float32)))
 
 

@@ -12,9 +12,13 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import hlo
 import jshard
+from jshard.checkpoint import metadata
+from jshard.checkpoint.restore import find_parameters, read_parameters
+from jshard.checkpoint.tensor_names import tensor_names
 from jshard.layout.layout import Layout
 from jshard.layout.padding import is_padded, padded_dim, padding_of
 from jshard.layout.variables import is_variable
@@ -274,3 +278,68 @@ def test_narrow_gathers_and_scatters_of_padded_shards(precision):
     )
     np.testing.assert_allclose(losses(narrow), exact, rtol=2e-2)
     assert exact[-1] < 0.9 * exact[0]
+
+
+def test_safetensors_are_read_onto_padded_shards(tmp_path: Path):
+    one, six = fsdp_on(1, 1), fsdp_on(1, 6)
+    state = trained(one)
+    arrays = metadata.arrays_by_name(state)
+    names = tensor_names(metadata.describe(state, config={}, metrics={}))
+    tensors = {
+        name: np.ascontiguousarray(np.asarray(arrays[stored])[index])
+        for stored, layers in names.items()
+        for index, name in layers.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    new = six.init(Model, OPTIMIZER, seed=1)
+    read = read_parameters(find_parameters(tmp_path, new), new)
+    for got, want in zip(
+        jax.tree.leaves(six.fetch((read.params, read.ema))),
+        jax.tree.leaves(one.fetch((state.params, state.params))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, want)
+    for variable in filter(is_padded, variables(read.params)):
+        padding = padding_of(variable)
+        assert padding is not None
+        value = np.moveaxis(np.asarray(variable.get_value()), padding.dim, 0)
+        assert not value[padding.shape[padding.dim] :].any()
+
+
+def test_adapters_of_any_rank_train_beside_padded_weights():
+    def make(rngs: nnx.Rngs) -> Model:
+        model = Model(rngs)
+        jshard.nn.add_lora(model, rank=3, alpha=3.0, rngs=rngs)
+        return model
+
+    losses = []
+    for mesh in ((1, 1), (1, 6)):
+        fsdp = fsdp_on(*mesh, policy=jshard.Policy(min_shard_elements=0))
+        state = fsdp.init(make, OPTIMIZER, wrt=nnx.LoRAParam)
+        step, found = fsdp.train_step(loss_fn, OPTIMIZER), []
+        ids = np.arange(48).reshape(-1, 4) % VOCABULARY
+        for _ in range(3):
+            state, metrics = step(state, fsdp.shard_batch(ids))
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert losses[0][2] < losses[0][0]
+
+
+def test_a_warning_names_what_is_whole_if_it_is_much():
+    class Large(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.blocks = jshard.Stack(
+                lambda rngs: nnx.Linear(1024, 1024, rngs=rngs), 2, rngs=rngs
+            )
+
+    def init(fewest: int) -> None:
+        policy = jshard.Policy(min_shard_elements=fewest)
+        fsdp_on(1, 8, policy=policy).abstract_state(Large, OPTIMIZER)
+
+    init(4096)
+    said = (
+        r"100% .* whole on every device, .* blocks.kernel.*min_shard_elements=2097152"
+    )
+    with pytest.warns(UserWarning, match=said):
+        init(1 << 21)

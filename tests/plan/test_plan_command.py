@@ -102,7 +102,10 @@ def is_self_contained(page: str) -> bool:
             "unknown GPU 'v100'; possible: a100",
         ),
         (["--config=gpt.py", "--topology=h100:12"], "must be 1 to 8, or a multiple of"),
-        ([*ATTACHED, "--config.batch_size=12"], "must be a multiple of the 8 devices"),
+        (
+            [*ATTACHED, "--config.batch_size=12"],
+            "of the 8 devices of the mesh; use 8 or 16",
+        ),
         ([*ATTACHED, "--config.model.widht=1"], "did you mean model.width"),
         ([*ATTACHED, "--trace=x.json"], "there is no timeline"),
         ([*ATTACHED, "--json=nowhere/x.json"], "there is no folder nowhere"),
