@@ -108,14 +108,15 @@ class Convolutions(nnx.Module):
 
 
 class UNet(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, widths=(5, 7, 8)):
+        outer, inner, last = widths
         two = {"kernel_size": (2, 2), "strides": 2, "param_dtype": float, "rngs": rngs}
-        self.encode = Convolutions(1, 5, rngs)
-        self.down = nnx.Conv(5, 7, **two)
-        self.middle = Convolutions(7, 7, rngs)
-        self.up = nnx.ConvTranspose(7, 5, **two)
-        self.decode = Convolutions(10, 8, rngs)
-        self.head = nnx.Conv(8, 1, kernel_size=(1, 1), param_dtype=float, rngs=rngs)
+        self.encode = Convolutions(1, outer, rngs)
+        self.down = nnx.Conv(outer, inner, **two)
+        self.middle = Convolutions(inner, inner, rngs)
+        self.up = nnx.ConvTranspose(inner, outer, **two)
+        self.decode = Convolutions(2 * outer, last, rngs)
+        self.head = nnx.Conv(last, 1, kernel_size=(1, 1), param_dtype=float, rngs=rngs)
 
     def __call__(self, x_BHWC):
         skip = self.encode(x_BHWC)
@@ -294,6 +295,13 @@ PROGRAMS = {
     "gnn": program(GraphNetwork, graph_loss, graphs, (MessagePassing,), (8, True)),
     "state-space": program(
         StateSpaceModel, squares, normal(6, 4), (Recurrence,), (3, True)
+    ),
+    "wide unet": program(
+        functools.partial(UNet, widths=(17, 35, 70)),
+        squares,
+        images,
+        (Convolutions, nnx.Conv),
+        (6, True),
     ),
     "unet": program(UNet, squares, images, (Convolutions, nnx.Conv), (3, True)),
     "lstm": program(Lstm, squares, normal(5, 3), (nnx.RNN, nnx.Linear), (4, True)),

@@ -36,7 +36,7 @@ def case(name: str, devices: int, units: bool) -> str:
 CASES = [
     pytest.param(PROGRAMS[name], devices, units, id=case(name, devices, units))
     for name, units in CHOICES
-    for devices in (1, 2, 3, 4, 8)
+    for devices in (1, 2, 3, 4, 6, 8)
 ]
 
 
