@@ -93,7 +93,8 @@ def find_splits(
         declared = declared or getattr(module, "tensor_split", None)
         chosen: list[tuple[str, str, int | None]] = []
         if TENSOR in axes and declared is not None:
-            _check_counts(declared.counts, TENSOR, mesh.shape[TENSOR], where)
+            for name, count in declared.counts.items():
+                _check_divides(mesh, TENSOR, count, f"{name}={count} of {where!r}")
             dims = _dims(declared, parameters, where)
             chosen += [(name, TENSOR, dim) for name, dim in dims.items()]
         if EXPERT in axes and (experts := getattr(module, "expert_split", None)):
@@ -107,7 +108,10 @@ def find_splits(
             if dim is None:
                 found[at] = parts._replace(on_rank_zero=axis)
                 continue
-            _check_size(variable, dim, axis, mesh.shape[axis], f"{where}.{name}")
+            shape = np.shape(variable.get_value())
+            what = f"dimension {dim} of {f'{where}.{name}'!r}, "
+            what += str(list(shape[layer_dims(variable) :]))
+            _check_divides(mesh, axis, shape[dim], what)
             found[at] = parts._replace(splits=(*parts.splits, (dim, axis)))
     split = {axis for parts in found.values() for _, axis in parts.splits}
     for axis in sorted(axes - split):
@@ -156,15 +160,6 @@ def _check_paths(model: nnx.Module, by_path: Mapping[tuple[str, ...], Any]) -> N
             )
 
 
-def _check_counts(counts: Mapping[str, int], axis: str, size: int, where: str) -> None:
-    for name, count in counts.items():
-        if count % size:
-            raise UserError(
-                f"mesh: {axis}={size} does not divide {name}={count} of {where!r}; "
-                "choose a divisor"
-            )
-
-
 def _dims(
     split: Split, parameters: Mapping[str, nnx.Variable], where: str
 ) -> dict[str, int | None]:
@@ -199,12 +194,8 @@ def _of(
     return chosen
 
 
-def _check_size(
-    variable: nnx.Variable, dim: int, axis: str, size: int, name: str
-) -> None:
-    shape = np.shape(variable.get_value())
-    if shape[dim] % size:
+def _check_divides(mesh: Any, axis: str, size: int, what: str) -> None:
+    if size % mesh.shape[axis]:
         raise UserError(
-            f"mesh: {axis}={size} does not divide dimension {dim} of {name!r}, "
-            f"{list(shape[layer_dims(variable) :])}; choose a divisor"
+            f"mesh: {axis}={mesh.shape[axis]} does not divide {what}; choose a divisor"
         )

@@ -29,7 +29,6 @@ from jshard.layout.padding import exact_types, is_padded
 from jshard.layout.memory_kinds import HOST
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
-from jshard.parallel.experts import gathered_bytes
 from jshard.unit.batch_norm import batch_norms
 from jshard.unit.model import make_units, root_variables
 
@@ -259,13 +258,12 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
                 continue
             arrives = jnp.dtype(place.gather or x.dtype)
             reduced = jnp.dtype(place.reduce or place.compute or arrives)
-            gathered += gathered_bytes(
-                x.size,
-                devices,
-                gathers=2 if policy.unit(path).reshard_after_forward else 1,
-                itemsize=arrives.itemsize,
-                reduce_itemsize=reduced.itemsize if place.trainable else 0,
-            )
+            gathers = 2 if policy.unit(path).reshard_after_forward else 1
+            moved = gathers * arrives.itemsize
+            moved += reduced.itemsize if place.trainable else 0
+            # Split over e devices and sharded over f, a device gathers 1/e of the
+            # experts, of which it has 1/f; whole, all of them, of which it has 1/ef.
+            gathered += (x.size - x.size // devices) * moved
     if not gathered:
         return []
     moved = traffic(jaxpr, sizes, scope=EXCHANGE_TOKENS)
