@@ -64,7 +64,13 @@ def cross_entropy(
     """
     _check(x_BTD, head_DV, targets_BT, weights_BT, chunk)
     options = _Options(chunk, soft_cap, vocabulary or head_DV.shape[1])
-    options.check(head_DV)
+    columns = head_DV.shape[1]
+    parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
+    if options.vocabulary not in (columns, columns * parts):
+        raise UserError(
+            f"cross_entropy: vocabulary={vocabulary} is neither the head's {columns} "
+            f"columns nor those of {parts} devices"
+        )
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     weights_BT = jnp.asarray(weights_BT, wide)
     flat = [
@@ -83,16 +89,6 @@ class _Options(NamedTuple):
     soft_cap: float | None
     vocabulary: int
 
-    def check(self, head_DV: jax.Array) -> None:
-        """Raises UserError unless the head has all columns, or this device's part."""
-        columns = head_DV.shape[1]
-        parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
-        if self.vocabulary not in (columns, columns * parts):
-            raise UserError(
-                f"cross_entropy: vocabulary={self.vocabulary} is neither the head's "
-                f"{columns} columns nor those of {parts} devices"
-            )
-
     def is_split(self, head_DV: jax.Array) -> bool:
         """Returns whether the head has only this device's part of the columns."""
         return head_DV.shape[1] != self.vocabulary
@@ -110,7 +106,7 @@ def _total(options: _Options, inputs: list[jax.Array]) -> jax.Array:
         loss_C, _ = _losses(x_CD, head_DV, targets_C, options)
         return _own_tokens(loss_C) if split else loss_C
 
-    chunks = (_in_chunks(options.chunk, x_ND), _in_chunks(options.chunk, targets_N))
+    chunks = tuple(_in_chunks(options.chunk, x) for x in (x_ND, targets_N))
     losses = lax.map(losses_of, chunks)
     return _weighted_sum(losses.reshape(-1)[: len(x_ND)], weights_N)
 

@@ -17,7 +17,7 @@ class _Sum:
     """The operators of weighted sums of Means."""
 
     def __mul__(self, weight: Any) -> "Loss":
-        raise NotImplementedError
+        return Loss(tuple((weight * w, mean) for w, mean in as_loss(self).terms))
 
     def __rmul__(self, weight: Any) -> "Loss":
         return self * weight
@@ -65,9 +65,6 @@ class Mean(_Sum):
     total: Any
     count: Any
 
-    def __mul__(self, weight: Any) -> "Loss":
-        return Loss(((weight, self),))
-
     def compute(self) -> Any:
         """Returns the mean; 0 if nothing was counted."""
         return divide(self.total, self.count)
@@ -85,9 +82,6 @@ class Loss(_Sum):
     """A weighted sum of Means: ``terms`` holds (weight, Mean) pairs."""
 
     terms: tuple[tuple[Any, Mean], ...]
-
-    def __mul__(self, weight: Any) -> "Loss":
-        return Loss(tuple((weight * w, mean) for w, mean in self.terms))
 
     def compute(self) -> Any:
         """Returns the weighted sum; nan, not 0, if no term counted anything."""
