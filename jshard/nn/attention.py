@@ -154,7 +154,8 @@ def _attend(
             options["mask"] = same_BTS[:, None]
         if scores.window:  # JAX leaves the position out
             options["local_window_size"] = (scores.window - 1, 0)
-        out = jax.nn.dot_product_attention(q, k, v, implementation=kernel, **options)
+        options["implementation"] = kernel
+        out = jax.nn.dot_product_attention(q, k, v, **options)
     if document_BT is None or most is None:
         return out
     return jnp.where((document_BT[:, -1] < most)[:, None, None, None], out, jnp.nan)

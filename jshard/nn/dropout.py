@@ -14,14 +14,13 @@ from jax import lax
 
 from jshard.errors import UserError
 from jshard.fsdp.mesh import (
-    TENSOR,
     axes_of_examples,
     context_size,
     manual_axes,
     sequence_axes,
-    shared_axes,
 )
 from jshard.layout.variables import is_variable
+from jshard.parallel.tensor import within_tensor_parallel
 
 
 class DropoutKey(nnx.Variable):
@@ -66,7 +65,7 @@ class Dropout(nnx.Module):
         """Drops values of ``x``, (batch, ...), and scales the rest by 1/(1-rate)."""
         if self.deterministic or self.rate == 0:
             return x
-        if TENSOR in shared_axes() and TENSOR not in sequence_axes():
+        if within_tensor_parallel():
             raise UserError(
                 "Dropout: within tensor_parallel a device has some features of some "
                 "examples, so masks would depend on the mesh; drop behind it"
@@ -145,12 +144,8 @@ def unfold_streams(before: nnx.State, given: nnx.State, after: nnx.State) -> nnx
 
     Keys keep their stored values, without what ``fold_streams`` folded in. A key that
     the model replaced, as in ``self.key[...], key = jax.random.split(self.key[...])``,
-    is followed by a key that it does not have yet.
-
-    Args:
-      before: the model state as it is stored.
-      given: what ``fold_streams`` made of it.
-      after: the state after the forward.
+    is followed by a key that it does not have yet. ``before`` is the model state as it
+    is stored, ``given`` what ``fold_streams`` made of it.
     """
 
     def unfold(old: nnx.Variable, given: nnx.Variable, new: nnx.Variable) -> Any:

@@ -168,23 +168,17 @@ class Means:
         if not isinstance(other, Means) and other == 0:  # the start of sum()
             return self
 
-        def pool(a: Any, b: Any) -> Any:
-            if isinstance(a, Mean):
-                return Mean(a.total + b.total, a.count + b.count)
-            return a  # a weight
-
-        return map_means(pool, self, other)
+        # Weights, beside the Means, stay.
+        of_mean = lambda x: isinstance(x, Mean)
+        add = lambda a, b: jax.tree.map(operator.add, a, b) if of_mean(a) else a
+        return map_means(add, self, other)
 
     __radd__ = __add__
 
     def scaled(self, factor: float) -> "Means":
         """Counts each example ``factor`` times; -1 subtracts a batch."""
-
-        def scale(x: Any) -> Any:
-            return (
-                Mean(factor * x.total, factor * x.count) if isinstance(x, Mean) else x
-            )
-
+        times = lambda mean: Mean(factor * mean.total, factor * mean.count)
+        scale = lambda x: times(x) if isinstance(x, Mean) else x
         return map_means(scale, self)
 
     def counted(self) -> bool:

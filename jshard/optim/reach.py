@@ -51,10 +51,8 @@ _MASKS = {"masked": "mask", "partition": "param_labels"}
 def reach(update: Update, *, of_layers: bool = False) -> Reach:
     """Returns what an update looks at.
 
-    Args:
-      update: of an optax transformation.
-      of_layers: whether to ask about the layers of Stacks, which ``per_layer`` keeps
-        apart whatever is in it: a layer then counts as a number does.
+    ``of_layers`` asks about the layers of Stacks, which ``per_layer`` keeps apart
+    whatever is in it: a layer then counts as a number does.
     """
     if of_layers and _name(update) == "per_layer":
         return Reach.NUMBER
@@ -90,10 +88,7 @@ def across_layers(update: Update) -> str:
 def check_masks(updates: list[Update], full: Any, cut: Any) -> None:
     """Raises UserError if a mask chooses otherwise in one layer than in a Stack.
 
-    Args:
-      updates: those that are called with a layer at a time.
-      full: parameters, (L, ...) in Stacks of L layers.
-      cut: the same, (1, ...) in Stacks.
+    Parameters are ``full``, (L, ...) in Stacks of L layers, and ``cut`` to (1, ...).
     """
     for update in updates:
         if _name(update) == "per_layer":

@@ -43,18 +43,15 @@ def streamed_update(
 ) -> Any:
     """Computes ``update(state, given)``, streaming the state's host arrays through it.
 
-    For global arrays, under ``jit``.
+    For global arrays, under ``jit``. ``update`` returns a tree like ``state``, of the
+    same shapes and dtypes, treats the layers of Stacks independently, and takes masked
+    arrays (``optax.MaskedNode``). Results stay where arrays of ``state`` are; those of
+    ``given`` are on the device.
 
-    Args:
-      update: returns a tree like ``state``, of the same shapes and dtypes, and treats
-        the layers of Stacks independently. Takes masked arrays
-        (``optax.MaskedNode``).
-      state: a pytree of arrays, some in host memory; results stay where these are.
-      given: the update's other inputs, on the device.
-      deeper: abstract (state, given) with another layer in each Stack.
-      params: the parameters, by whose paths arrays are found to be theirs.
-      separate: whether parameters outside Stacks may be updated one by one. All of
-        their state is on the device at once otherwise.
+    ``deeper`` is an abstract (state, given) with another layer in each Stack, and tells
+    what belongs to Stacks; other arrays are those of the parameters whose paths theirs
+    end with. These may be updated one by one if they are ``separate``; otherwise all of
+    their state is on the device at once.
     """
     leaves, tree = jax.tree.flatten((state, given))
     of_state = jax.tree.structure(state)

@@ -62,10 +62,7 @@ def find_splits(
 ) -> dict[tuple, Parts]:
     """Returns what "tensor" and "expert" split of a state's parameters, by path.
 
-    Args:
-      state: concrete, abstract or traced.
-      mesh: abstract or not.
-      by_path: further modules' splits over "tensor".
+    ``by_path`` has further modules' splits over "tensor".
 
     Raises:
       UserError: an axis does not divide what it splits, nothing is declared for it, or

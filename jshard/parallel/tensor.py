@@ -60,7 +60,7 @@ def tensor_parallel(
     Raises:
       UserError: ``fn`` returns arrays without the dimensions (B, S).
     """
-    if not splits_tokens():
+    if TENSOR not in sequence_axes() or lax.axis_size(TENSOR) == 1:
         return fn(x_BTD, *args, **kwargs)
     axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
     tokens = x_BTD.shape[:2]
@@ -96,11 +96,6 @@ def tensor_parallel(
     if number == 1:
         return results[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
-
-
-def splits_tokens() -> bool:
-    """Returns whether the tokens of what is traced are split over "tensor"."""
-    return TENSOR in sequence_axes() and lax.axis_size(TENSOR) > 1
 
 
 def _check_result(result: Any, x_BSD: jax.Array) -> None:
