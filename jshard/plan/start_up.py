@@ -25,8 +25,8 @@ from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS, TENSOR_PARALLEL
 from jshard.fsdp.state import TrainState
 from jshard.layout.layers import layer_dims
 from jshard.layout.layout import Layout
-from jshard.layout.padding import exact_types, is_padded
 from jshard.layout.memory_kinds import HOST
+from jshard.layout.padding import exact_types, is_padded
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.unit.batch_norm import batch_norms
