@@ -7,7 +7,6 @@ Shape suffixes: B batch, T time, S time of the keys, N heads, K key-value heads,
 width.
 """
 
-import dataclasses
 import math
 import warnings
 from contextvars import ContextVar
@@ -20,7 +19,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jshard.compat.packed_attention import packed_attention
 from jshard.errors import UserError
 from jshard.fsdp.activations import ATTENTION_OPERANDS
-from jshard.fsdp.mesh import context_size
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
 from jshard.nn.documents import documents, starts_and_lengths
 from jshard.parallel.context import on_whole_sequences
@@ -96,115 +94,87 @@ def dot_product_attention(
         ``jshard.plan.tracing_for``.
       ValueError: shapes or dtypes do not match.
     """
-    if context_size() > 1:
-        options = {
-            "is_causal": is_causal,
-            "max_segments": max_segments,
-            "window": window,
-            "soft_cap": soft_cap,
-            "scale": scale,
-            "implementation": implementation,
-        }
+    scale = 1 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
+    scores = Scores(scale, is_causal, window, soft_cap)
 
-        def attend(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
-            return dot_product_attention(q, k, v, segment_ids_BT=segment_ids, **options)
+    def attend(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
+        _check(q, k, segment_ids, max_segments, scores)
+        packed = segment_ids is not None
+        kernel = _choose(implementation, q, k, packed, max_segments, scores)
+        if kernel == "cudnn":
+            q, k, v = (checkpoint_name(x, ATTENTION_OPERANDS) for x in (q, k, v))
+        with jax.named_scope(f"{kernel}-attention"):
+            return _attend(kernel, q, k, v, segment_ids, max_segments, scores)
 
-        return on_whole_sequences(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    call = _Call(is_causal, segment_ids_BT, max_segments, window, soft_cap, scale)
-    call.check(q_BTNH, k_BSKH)
-    kernel = _choose(implementation, q_BTNH, k_BSKH, call)
-    qkv = (q_BTNH, k_BSKH, v_BSKH)
-    if kernel == "cudnn":
-        qkv = (checkpoint_name(x, ATTENTION_OPERANDS) for x in qkv)
-    with jax.named_scope(f"{kernel}-attention"):
-        return call.run(kernel, *qkv)
+    return on_whole_sequences(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-    """The options of a call, named as its arguments."""
-
-    is_causal: bool
-    segment_ids_BT: jax.Array | None
-    max_segments: int | None
-    window: int | None
-    soft_cap: float | None
-    scale: float | None
-
-    def check(self, q: jax.Array, k: jax.Array) -> None:
-        """Raises UserError for options without a meaning."""
-        ids, window, most = self.segment_ids_BT, self.window, self.max_segments
-        if window is not None and (window < 1 or not self.is_causal):
-            raise UserError(
-                f"attention: window={window} must be at least 1, with is_causal=True"
-            )
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise UserError(f"attention: soft_cap={self.soft_cap} must be above 0")
-        if most is not None and (most < 1 or ids is None):
-            raise UserError(
-                f"attention: max_segments={most} must be at least 1, with segment ids"
-            )
-        if ids is None:
-            return
-        if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != q.shape[:2]:
-            raise UserError(
-                f"attention: segment ids are {ids.dtype}{list(ids.shape)}; queries of "
-                f"shape {list(q.shape)} need integers {list(q.shape[:2])}"
-            )
-        if q.shape[1] != k.shape[1]:
-            raise UserError(
-                "attention: segment ids need as many keys as queries, not "
-                f"{k.shape[1]} and {q.shape[1]}"
-            )
-
-    def run(self, kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Returns the attended values by one of the kernels."""
-        document_BT = None
-        if self.segment_ids_BT is not None:
-            document_BT = documents(self.segment_ids_BT)
-        out = self._attend(kernel, q, k, v, document_BT)
-        if document_BT is None or self.max_segments is None:
-            return out
-        holds = document_BT[:, -1] < self.max_segments
-        return jnp.where(holds[:, None, None, None], out, jnp.nan)
-
-    def _attend(
-        self, kernel: str, q: Any, k: Any, v: Any, document_BT: jax.Array | None
-    ) -> jax.Array:
-        scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        if kernel == "blockwise":
-            scores = Scores(scale, self.is_causal, self.window, self.soft_cap)
-            return blockwise_attention(q, k, v, document_BT, scores)
-        if kernel == "cudnn" and document_BT is not None:
-            assert self.max_segments is not None
-            packed = starts_and_lengths(document_BT, max(self.max_segments, 2))
-            options = {"scale": scale, "window": self.window}
-            return packed_attention(
-                q, k, v, *packed, is_causal=self.is_causal, **options
-            )
-        mask_B1TS = None
-        if document_BT is not None:
-            mask_B1TS = (document_BT[:, :, None] == document_BT[:, None])[:, None]
-        window = self.window and (self.window - 1, 0)  # JAX leaves the position out
-        options = {"is_causal": self.is_causal, "local_window_size": window}
-        attend: Any = jax.nn.dot_product_attention
-        return attend(
-            q, k, v, None, mask_B1TS, scale=self.scale, implementation=kernel, **options
+def _check(q: Any, k: Any, ids: Any, most: int | None, scores: Scores) -> None:
+    """Raises UserError for options without a meaning."""
+    window, soft_cap = scores.window, scores.soft_cap
+    if window is not None and (window < 1 or not scores.is_causal):
+        raise UserError(
+            f"attention: window={window} must be at least 1, with is_causal=True"
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise UserError(f"attention: soft_cap={soft_cap} must be above 0")
+    if most is not None and (most < 1 or ids is None):
+        raise UserError(
+            f"attention: max_segments={most} must be at least 1, with segment ids"
+        )
+    if ids is None:
+        return
+    if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != q.shape[:2]:
+        raise UserError(
+            f"attention: segment ids are {ids.dtype}{list(ids.shape)}; queries of "
+            f"shape {list(q.shape)} need integers {list(q.shape[:2])}"
+        )
+    if q.shape[1] != k.shape[1]:
+        raise UserError(
+            "attention: segment ids need as many keys as queries, not "
+            f"{k.shape[1]} and {q.shape[1]}"
         )
 
 
-def _choose(wanted: str, q: jax.Array, k: jax.Array, call: _Call) -> str:
+def _attend(
+    kernel: str, q: Any, k: Any, v: Any, ids: Any, most: int | None, scores: Scores
+) -> jax.Array:
+    """Returns the attended values by one of the kernels."""
+    document_BT = None if ids is None else documents(ids)
+    options: dict[str, Any] = {"scale": scores.scale, "is_causal": scores.is_causal}
+    if kernel == "blockwise":
+        out = blockwise_attention(q, k, v, document_BT, scores)
+    elif kernel == "cudnn" and document_BT is not None:
+        assert most is not None
+        packed = starts_and_lengths(document_BT, max(most, 2))
+        out = packed_attention(q, k, v, *packed, window=scores.window, **options)
+    else:
+        if document_BT is not None:
+            same_BTS = document_BT[:, :, None] == document_BT[:, None]
+            options["mask"] = same_BTS[:, None]
+        if scores.window:  # JAX leaves the position out
+            options["local_window_size"] = (scores.window - 1, 0)
+        options["implementation"] = kernel
+        out = jax.nn.dot_product_attention(q, k, v, **options)
+    if document_BT is None or most is None:
+        return out
+    return jnp.where((document_BT[:, -1] < most)[:, None, None, None], out, jnp.nan)
+
+
+def _choose(
+    wanted: str, q: Any, k: Any, packed: bool, most: int | None, scores: Scores
+) -> str:
     """Returns the kernel: "cudnn", "blockwise" or "xla"."""
     if wanted not in IMPLEMENTATIONS:
         raise UserError(
             f"attention {wanted!r} is unknown: use {', '.join(IMPLEMENTATIONS)}"
         )
-    if wanted == "xla" and call.soft_cap is not None:
+    if wanted == "xla" and scores.soft_cap is not None:
         raise UserError("attention 'xla' has no soft cap; use 'auto' or 'blockwise'")
     if wanted in ("xla", "blockwise"):
         return wanted
     platform, kind = _target()
-    obstacle = _obstacle(q, call, platform, kind)
+    obstacle = _obstacle(q, packed, most, scores, platform, kind)
     if obstacle is None:
         return "cudnn"
     if wanted == "cudnn":
@@ -214,21 +184,25 @@ def _choose(wanted: str, q: jax.Array, k: jax.Array, call: _Call) -> str:
         warnings.warn(
             f"attention: {KERNELS['blockwise-attention']}, several times slower than "
             f"{KERNELS['cudnn-attention']}, which {obstacle}",
-            stacklevel=3,
+            stacklevel=5,  # the caller of dot_product_attention
         )
-    return "blockwise" if long or call.soft_cap is not None else "xla"
+    return "blockwise" if long or scores.soft_cap is not None else "xla"
 
 
-def _obstacle(q: jax.Array, call: _Call, platform: str, kind: str) -> str | None:
+def _obstacle(
+    q: Any, packed: bool, most: int | None, scores: Scores, platform: str, kind: str
+) -> str | None:
     """Returns why cuDNN's attention cannot be used here; None if it can."""
-    H, packed = q.shape[-1], call.segment_ids_BT is not None
+    H = q.shape[-1]
+    of_width = f"needs a head width that 8 divides, up to {_WIDEST_HEAD} "
+    of_width += f"({_WIDEST_HEAD_ON_HOPPER} on Hopper), not {H}"
     if q.dtype not in _DTYPES:
         return f"needs bfloat16 or float16, not {q.dtype}"
     if H % 8 or H > _WIDEST_HEAD_ON_HOPPER:
-        return _of_width(H)
-    if call.soft_cap is not None:
+        return of_width
+    if scores.soft_cap is not None:
         return "has no soft cap"
-    if packed and call.max_segments is None:
+    if packed and most is None:
         return "needs max_segments, the most documents of a row, with segment ids"
     if packed and q.size >= 2**31:
         return f"needs fewer than 2**31 elements with segment ids, not {q.size}"
@@ -238,15 +212,8 @@ def _obstacle(q: jax.Array, call: _Call, platform: str, kind: str) -> str | None
     if packed and capability < _HOPPER:
         return f"needs compute capability 9.0 or more with segment ids, not {kind}"
     if H > _WIDEST_HEAD and capability != _HOPPER:
-        return _of_width(H)
+        return of_width
     return None
-
-
-def _of_width(H: int) -> str:
-    return (
-        f"needs a head width that 8 divides, up to {_WIDEST_HEAD} "
-        f"({_WIDEST_HEAD_ON_HOPPER} on Hopper), not {H}"
-    )
 
 
 def _target() -> tuple[str, str]:

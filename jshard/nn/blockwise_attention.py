@@ -37,21 +37,12 @@ def blockwise_attention(
     scores: Scores,
     block: int | None = None,
 ) -> jax.Array:
-    """Computes ``softmax(scores) @ v`` per head.
+    """Computes ``softmax(scores) @ v`` per head, (B, T, N, H), in the queries' dtype.
 
-    Sums are in float32 or wider; weights are rounded to the dtype of the values before
-    their product.
-
-    Args:
-      q_BTNH: queries.
-      k_BSKH: keys; each head serves N / K heads of queries.
-      v_BSKH: values.
-      segments_BT: the segment within which each position attends, if any. T = S.
-      scores: scale, mask and soft cap.
-      block: the queries of a block; by default as many as there is room for.
-
-    Returns:
-      The attended values, (B, T, N, H), in the queries' dtype.
+    Each key-value head serves N / K heads of queries. Positions attend within segments,
+    if there are any (T = S then). Sums are in float32 or wider; weights are rounded to
+    the dtype of the values before their product. ``block`` is the queries of a block,
+    by default as many as there is room for.
     """
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     dtype, wide = q_BTNH.dtype, jnp.promote_types(q_BTNH.dtype, jnp.float32)

@@ -64,8 +64,16 @@ def cross_entropy(
         positive.
     """
     _check(x_BTD, head_DV, targets_BT, weights_BT, chunk)
-    options = _Options(chunk, soft_cap, vocabulary or head_DV.shape[1])
-    options.check(head_DV)
+    columns = head_DV.shape[1]
+    parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
+    vocabulary = vocabulary or columns
+    last = vocabulary - columns * (parts - 1)  # columns of the last device
+    if vocabulary != columns and not 0 < last <= columns:
+        raise UserError(
+            f"cross_entropy: vocabulary={vocabulary} is neither the head's {columns} "
+            f"columns nor those of {parts} devices"
+        )
+    options = _Options(chunk, soft_cap, vocabulary, vocabulary != columns)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     weights_BT = jnp.asarray(weights_BT, wide)
     flat = [
@@ -83,21 +91,7 @@ class _Options(NamedTuple):
     chunk: int
     soft_cap: float | None
     vocabulary: int
-
-    def check(self, head_DV: jax.Array) -> None:
-        """Raises UserError unless the head has all columns, or this device's part."""
-        columns = head_DV.shape[1]
-        parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
-        last = self.vocabulary - columns * (parts - 1)  # columns of the last device
-        if self.vocabulary != columns and not 0 < last <= columns:
-            raise UserError(
-                f"cross_entropy: vocabulary={self.vocabulary} is neither the head's "
-                f"{columns} columns nor those of {parts} devices"
-            )
-
-    def is_split(self, head_DV: jax.Array) -> bool:
-        """Returns whether the head has only this device's part of the columns."""
-        return head_DV.shape[1] != self.vocabulary
+    split: bool  # whether the head has only this device's part of the columns
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,14 +99,13 @@ def _total(options: _Options, inputs: list[jax.Array]) -> jax.Array:
     """Computes the weighted sum of losses, when nothing is differentiated."""
     x_ND, head_DV, targets_N, weights_N = inputs
     head_DV = head_DV.astype(x_ND.dtype)
-    split = options.is_split(head_DV)
 
     def losses_of(chunk: tuple) -> jax.Array:
-        x_CD, targets_C = _tokens_of_all(chunk) if split else chunk
+        x_CD, targets_C = _tokens_of_all(chunk) if options.split else chunk
         loss_C, _ = _losses(x_CD, head_DV, targets_C, options)
-        return _own_tokens(loss_C) if split else loss_C
+        return _own_tokens(loss_C) if options.split else loss_C
 
-    chunks = (_in_chunks(options.chunk, x_ND), _in_chunks(options.chunk, targets_N))
+    chunks = tuple(_in_chunks(options.chunk, x) for x in (x_ND, targets_N))
     losses = lax.map(losses_of, chunks)
     return _weighted_sum(losses.reshape(-1)[: len(x_ND)], weights_N)
 
@@ -121,7 +114,7 @@ def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tup
     """Computes the weighted sum of losses, and its gradients as residuals."""
     x_ND, head_DV, targets_N, weights_N = inputs
     N, D = x_ND.shape
-    split, chunk = options.is_split(head_DV), options.chunk
+    split, chunk = options.split, options.chunk
     dtype, wide = x_ND.dtype, weights_N.dtype
     cast_DV = head_DV.astype(dtype)
     # Most softmax values are too small for float16, so their gradients are scaled up.
@@ -156,7 +149,7 @@ def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tup
 
 def _backward(options: _Options, residuals: tuple, cotangent: jax.Array) -> tuple[list]:
     dx_ND, dhead_DV, loss_N, (x, head) = residuals
-    if options.is_split(head):
+    if options.split:
         # The head's gradient is of the tokens of all devices, with one cotangent.
         least, most = (f(cotangent, TENSOR) for f in (lax.pmin, lax.pmax))
         cotangent = jnp.where(least == most, cotangent, jnp.nan)
@@ -172,8 +165,7 @@ def _losses(
     x_CD: jax.Array, head_DV: jax.Array, targets_C: jax.Array, options: _Options
 ) -> tuple[jax.Array, jax.Array]:
     """Computes losses (C,) and their gradients by the head's products (C, V)."""
-    V, soft_cap = head_DV.shape[1], options.soft_cap
-    split = options.is_split(head_DV)
+    V, soft_cap, split = head_DV.shape[1], options.soft_cap, options.split
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=wide)
     if soft_cap is not None:

@@ -8,11 +8,7 @@ import jax.numpy as jnp
 
 
 def documents(segment_ids_BT: jax.Array) -> jax.Array:
-    """Numbers the documents of each row from 0; each is a run of equal ids.
-
-    Returns:
-      The number of each position's document, (B, T) int32.
-    """
+    """Numbers the documents of each row from 0, runs of equal ids: (B, T) int32."""
     begins = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     return jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
@@ -22,12 +18,8 @@ def starts_and_lengths(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns where documents start and how long they are, -1 for those not there.
 
-    Args:
-      document_BT: from ``documents``.
-      most: M, the most documents of a row; others are left out.
-
-    Returns:
-      Starts (B, M + 1), of which the last are -1, and lengths (B, M), both int32.
+    Starts are (B, M + 1), of which the last are -1, and lengths (B, M), both int32, for
+    M, the ``most`` documents of a row; others are left out.
     """
     own_BTM = document_BT[:, :, None] == jnp.arange(most)
     length_BM = jnp.sum(own_BTM, axis=1, dtype=jnp.int32)

@@ -14,14 +14,13 @@ from jax import lax
 
 from jshard.errors import UserError
 from jshard.fsdp.mesh import (
-    TENSOR,
     axes_of_examples,
     context_size,
     manual_axes,
     sequence_axes,
-    shared_axes,
 )
 from jshard.layout.variables import is_variable
+from jshard.parallel.tensor import within_tensor_parallel
 
 
 class DropoutKey(nnx.Variable):
@@ -66,7 +65,7 @@ class Dropout(nnx.Module):
         """Drops values of ``x``, (batch, ...), and scales the rest by 1/(1-rate)."""
         if self.deterministic or self.rate == 0:
             return x
-        if TENSOR in shared_axes() and TENSOR not in sequence_axes():
+        if within_tensor_parallel():
             raise UserError(
                 "Dropout: within tensor_parallel a device has some features of some "
                 "examples, so masks would depend on the mesh; drop behind it"
@@ -75,19 +74,16 @@ class Dropout(nnx.Module):
         self.count.set_value(count + 1)
         key = jax.random.fold_in(self.key.get_value(), count)
         index, number = _microbatch.get()
-        first = (_place_in_batch() * number + index) * x.shape[0]
+        first = (_index(axes_of_examples()) * number + index) * x.shape[0]
         examples = jnp.asarray(first, jnp.uint32)
         examples += jnp.arange(x.shape[0], dtype=jnp.uint32)
 
         parts = context_size() if x.ndim > 1 else 1
         shape = (x.shape[1] * parts, *x.shape[2:]) if parts > 1 else x.shape[1:]
 
-        def mask(example: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(
-                jax.random.fold_in(key, example), 1 - self.rate, shape
-            )
-
-        keep = jax.vmap(mask)(examples)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, examples)
+        mask = lambda key: jax.random.bernoulli(key, 1 - self.rate, shape)
+        keep = jax.vmap(mask)(keys)
         if parts > 1:  # this device's part of the mask of whole sequences
             start = lax.axis_index(sequence_axes()) * x.shape[1]
             keep = lax.dynamic_slice_in_dim(keep, start, x.shape[1], axis=1)
@@ -108,15 +104,8 @@ def microbatch(index: Any, number: int) -> Iterator[None]:
         _microbatch.reset(token)
 
 
-def _place_in_batch() -> jax.Array | int:
-    """Returns which part of the examples this device has; 0 outside a step."""
-    axes = axes_of_examples()
-    return lax.axis_index(axes) if axes else 0
-
-
-def _device_index() -> jax.Array | int:
-    """Returns this device's place in the mesh; 0 outside a step."""
-    axes = manual_axes()
+def _index(axes: tuple[str, ...]) -> jax.Array | int:
+    """Returns this device's place along mesh axes; 0 outside a step."""
     return lax.axis_index(axes) if axes else 0
 
 
@@ -130,10 +119,7 @@ def _is_stream(variable: Any) -> bool:
 
 def _fold(keys: jax.Array, *numbers: Any) -> jax.Array:
     """Folds numbers into each of an array of keys."""
-
-    def one(key: jax.Array) -> jax.Array:
-        return functools.reduce(jax.random.fold_in, numbers, key)
-
+    one = lambda key: functools.reduce(jax.random.fold_in, numbers, key)
     return jax.vmap(one)(keys.reshape(-1)).reshape(keys.shape)
 
 
@@ -143,7 +129,7 @@ def fold_streams(state: nnx.State, index: Any) -> nnx.State:
     These are typed keys (``jax.random.key``) in Variables of any type. Otherwise every
     device would draw the same mask for its different examples.
     """
-    device = jnp.asarray(_device_index(), jnp.uint32)
+    device = jnp.asarray(_index(manual_axes()), jnp.uint32)
 
     def fold(variable: nnx.Variable) -> nnx.Variable:
         if not _is_stream(variable):
@@ -158,12 +144,8 @@ def unfold_streams(before: nnx.State, given: nnx.State, after: nnx.State) -> nnx
 
     Keys keep their stored values, without what ``fold_streams`` folded in. A key that
     the model replaced, as in ``self.key[...], key = jax.random.split(self.key[...])``,
-    is followed by a key that it does not have yet.
-
-    Args:
-      before: the model state as it is stored.
-      given: what ``fold_streams`` made of it.
-      after: the state after the forward.
+    is followed by a key that it does not have yet. ``before`` is the model state as it
+    is stored, ``given`` what ``fold_streams`` made of it.
     """
 
     def unfold(old: nnx.Variable, given: nnx.Variable, new: nnx.Variable) -> Any:

@@ -73,8 +73,7 @@ def add_lora(
             raise UserError(f"add_lora: {name!r} has an adapter already")
         _adapt(linear, rank, alpha, param_dtype, rngs)
         if dropout:
-            drop = _stacked_dropout(dropout, linear.kernel, rngs)
-            setattr(linear, DROPOUT, drop)
+            setattr(linear, DROPOUT, _stacked_dropout(dropout, linear.kernel, rngs))
 
 
 def _matching(
@@ -105,9 +104,8 @@ def _adapt(
     b = jnp.zeros((*layers, rank, size_out), param_dtype)
     object.__setattr__(linear, "__class__", _adapted_class(type(linear)))
     scale: dict[str, Any] = {ALPHA: alpha}
-    linear.lora_a = nnx.LoRAParam(a, **scale)
-    linear.lora_b = nnx.LoRAParam(b, **scale)
-    for name in ("lora_a", "lora_b"):
+    for name, value in (("lora_a", a), ("lora_b", b)):
+        setattr(linear, name, nnx.LoRAParam(value, **scale))
         _mark_like(linear.kernel, getattr(linear, name), name)
 
 

@@ -17,7 +17,7 @@ class _Sum:
     """The operators of weighted sums of Means."""
 
     def __mul__(self, weight: Any) -> "Loss":
-        raise NotImplementedError
+        return Loss(tuple((weight * w, mean) for w, mean in as_loss(self).terms))
 
     def __rmul__(self, weight: Any) -> "Loss":
         return self * weight
@@ -65,9 +65,6 @@ class Mean(_Sum):
     total: Any
     count: Any
 
-    def __mul__(self, weight: Any) -> "Loss":
-        return Loss(((weight, self),))
-
     def compute(self) -> Any:
         """Returns the mean; 0 if nothing was counted."""
         return divide(self.total, self.count)
@@ -85,9 +82,6 @@ class Loss(_Sum):
     """A weighted sum of Means: ``terms`` holds (weight, Mean) pairs."""
 
     terms: tuple[tuple[Any, Mean], ...]
-
-    def __mul__(self, weight: Any) -> "Loss":
-        return Loss(tuple((weight * w, mean) for w, mean in self.terms))
 
     def compute(self) -> Any:
         """Returns the weighted sum; nan, not 0, if no term counted anything."""
@@ -174,23 +168,17 @@ class Means:
         if not isinstance(other, Means) and other == 0:  # the start of sum()
             return self
 
-        def pool(a: Any, b: Any) -> Any:
-            if isinstance(a, Mean):
-                return Mean(a.total + b.total, a.count + b.count)
-            return a  # a weight
-
-        return map_means(pool, self, other)
+        # Weights, beside the Means, stay.
+        of_mean = lambda x: isinstance(x, Mean)
+        add = lambda a, b: jax.tree.map(operator.add, a, b) if of_mean(a) else a
+        return map_means(add, self, other)
 
     __radd__ = __add__
 
     def scaled(self, factor: float) -> "Means":
         """Counts each example ``factor`` times; -1 subtracts a batch."""
-
-        def scale(x: Any) -> Any:
-            return (
-                Mean(factor * x.total, factor * x.count) if isinstance(x, Mean) else x
-            )
-
+        times = lambda mean: Mean(factor * mean.total, factor * mean.count)
+        scale = lambda x: times(x) if isinstance(x, Mean) else x
         return map_means(scale, self)
 
     def counted(self) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.fsdp.precision import is_float
+from jshard.fsdp.precision import at_least_float32
 
 
 def tiled(
@@ -42,11 +42,7 @@ def tiled(
     if number == 1:
         return fn(module, x_BTD)
     graphdef, state = nnx.split(module)
-
-    def wide(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x
-
-    wide_state = jax.tree.map(wide, state)
+    wide_state = jax.tree.map(at_least_float32, state)
 
     @jax.checkpoint
     def one(x_BtD: jax.Array) -> jax.Array:

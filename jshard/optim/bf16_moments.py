@@ -74,9 +74,9 @@ def bf16_moments(
         key = tuple(jax.random.key_data(jax.random.fold_in(key, state.step)))
 
         def narrow(name: str, depth: int, x: jax.Array) -> jax.Array:
-            words = (zlib.crc32(name.encode()), *layers_here())
+            words = (zlib.crc32(name.encode()), *layers_here.get())
             own = functools.reduce(fold, words, key)
-            return round_to_bf16(x, random_bits(own, x.shape, depth, first_layer()))
+            return round_to_bf16(x, random_bits(own, x.shape, depth, first_layer.get()))
 
         inner = _map_moments(narrow, inner, updates)
         return new_updates, Bf16MomentsState(state.step + 1, inner)
@@ -114,12 +114,8 @@ def random_bits(
     2, 3"), so that each device generates those of its shard. ``jax.random`` is too,
     but takes ten times as long to run, and five times as long to compile.
 
-    Args:
-      key: two uint32 scalars.
-      shape: the shape of the result, layer dimensions first.
-      layer_dims: number of layer dimensions; a layer's bits are those of ``fold(key,
-        layer)`` and its own shape.
-      first: the layer that the first along dimension 0 is.
+    Of ``layer_dims`` first dimensions, a layer's bits are those of ``fold(key, layer)``
+    and its own shape; ``first`` is the layer that the first along dimension 0 is.
     """
     for dim in range(layer_dims):
         start = jnp.uint32(0 if dim else first)

@@ -22,8 +22,10 @@ from jshard.layout.variables import is_variable
 from jshard.optim.whole_layers import map_layers
 
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
-_layers = ContextVar[tuple[Any, ...]]("layers", default=())
-_first = ContextVar[Any]("first", default=0)
+# The index of the layer being updated, in each Stack around it.
+layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())
+# The index of the first layer that a Stack's arrays hold.
+first_layer = ContextVar[Any]("first_layer", default=0)
 
 
 @contextlib.contextmanager
@@ -42,19 +44,9 @@ def sharded_update(
     return _set(_sharding, mesh and (mesh, policy))
 
 
-def layers_here() -> tuple[Any, ...]:
-    """Returns the index of the layer being updated, in each Stack around it."""
-    return _layers.get()
-
-
 def at_layer(index: Any) -> contextlib.AbstractContextManager[None]:
     """Says that Stacks are cut to layer ``index`` while an update is traced."""
-    return _set(_first, index)
-
-
-def first_layer() -> Any:
-    """Returns the index of the first layer that a Stack's arrays hold."""
-    return _first.get()
+    return _set(first_layer, index)
 
 
 class PerLayerState(NamedTuple):
@@ -161,11 +153,11 @@ def _update_layers(update: Callable, args: tuple) -> Any:
     """Maps ``update`` over (L, ...) leaves; returns the new updates and state."""
 
     def one_layer(index: jax.Array, *args: Any) -> Any:
-        with _set(_layers, (*_layers.get(), index)), at_layer(0):
+        with _set(layers_here, (*layers_here.get(), index)), at_layer(0):
             return update(*args)
 
     length = jax.tree.leaves(args)[0].shape[0]
-    args = (first_layer() + jnp.arange(length), *args)
+    args = (first_layer.get() + jnp.arange(length), *args)
     sharding = _sharding.get()
     if sharding is None:
         return jax.vmap(one_layer)(*args)

@@ -51,10 +51,8 @@ _MASKS = {"masked": "mask", "partition": "param_labels"}
 def reach(update: Update, *, of_layers: bool = False) -> Reach:
     """Returns what an update looks at.
 
-    Args:
-      update: of an optax transformation.
-      of_layers: whether to ask about the layers of Stacks, which ``per_layer`` keeps
-        apart whatever is in it: a layer then counts as a number does.
+    ``of_layers`` asks about the layers of Stacks, which ``per_layer`` keeps apart
+    whatever is in it: a layer then counts as a number does.
     """
     if of_layers and _name(update) == "per_layer":
         return Reach.NUMBER
@@ -90,10 +88,7 @@ def across_layers(update: Update) -> str:
 def check_masks(updates: list[Update], full: Any, cut: Any) -> None:
     """Raises UserError if a mask chooses otherwise in one layer than in a Stack.
 
-    Args:
-      updates: those that are called with a layer at a time.
-      full: parameters, (L, ...) in Stacks of L layers.
-      cut: the same, (1, ...) in Stacks.
+    Parameters are ``full``, (L, ...) in Stacks of L layers, and ``cut`` to (1, ...).
     """
     for update in updates:
         if _name(update) == "per_layer":
@@ -123,31 +118,23 @@ def _name(update: Update) -> str:
     return update.__qualname__.split(".")[0] if known else ""
 
 
-def _variables(update: Update) -> Mapping[str, Any]:
-    return inspect.getclosurevars(update).nonlocals
-
-
 def _variable(update: Update, names: Mapping[str, str]) -> Any:
     """Returns the variable of ``update`` that ``names`` has for it, or None."""
     name = names.get(_name(update))
-    return name and _variables(update).get(name)
+    return name and inspect.getclosurevars(update).nonlocals.get(name)
 
 
 def _inner(update: Update) -> list[Update]:
     """Returns the updates that ``update`` combines."""
     if _name(update) == "inject_hyperparams":
-        return _injected(**_variables(update))
+        # The update whose numbers it keeps in its state.
+        given = inspect.getclosurevars(update).nonlocals
+        factory, others = given["inner_factory"], given["other_hps"]
+        names = inspect.signature(factory).parameters
+        numbers = {name: 1.0 for name in names if name not in others}
+        return [factory(**others, **numbers).update]
     inner: Any = _variable(update, _COMBINED) or ()
     if hasattr(inner, "update") and hasattr(inner, "init"):
         inner = [inner]
     parts = inner.values() if isinstance(inner, Mapping) else inner
     return [getattr(part, "update", part) for part in parts]
-
-
-def _injected(
-    inner_factory: Callable, other_hps: Mapping[str, Any], **_: Any
-) -> list[Update]:
-    """Returns the update whose numbers ``inject_hyperparams`` keeps in its state."""
-    names = inspect.signature(inner_factory).parameters
-    numbers = {name: 1.0 for name in names if name not in other_hps}
-    return [inner_factory(**other_hps, **numbers).update]

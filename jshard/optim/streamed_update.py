@@ -4,22 +4,31 @@ The update is called with a part of the arrays, all others masked: with one laye
 Stacks of a length, in a scan over the layers, or with one parameter outside Stacks.
 That this is the update of all must be known (``optim/reach.py``, ``per_layer``).
 
-The scan moves data in both directions at once and holds two layers: while the results
-of layer l - 1 leave, those of layer l arrive. Parameters outside Stacks are updated one
-after another, with two on the device at a time.
+Each iteration of the scan fetches layer l while the results of layer l - 1 leave. Of
+two arrays of about the same size, the first is fetched while the results of the second
+leave, then the second is fetched while those of the first leave, so that both
+directions of the bus are busy. What is fetched takes the memory of what has left: two
+layers are in device memory. Parameters outside Stacks are updated one after another,
+with two on the device at a time.
+
+Barriers fix the order within an array (slice, then update the slice); without them XLA
+would copy it. XLA makes a slice or an update a single transfer only if the slice goes
+straight to the device and the update comes straight from there.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
 from jshard.layout.memory_kinds import on_device, on_host
-from jshard.optim.host_stream import layer_at, stream_layers, to_host, with_layer
 from jshard.optim.per_layer import at_layer
 
+Arrays = list[jax.Array]
 Some = dict[int, jax.Array]  # arrays by their position in (state, given)
 
 
@@ -34,18 +43,15 @@ def streamed_update(
 ) -> Any:
     """Computes ``update(state, given)``, streaming the state's host arrays through it.
 
-    For global arrays, under ``jit``.
+    For global arrays, under ``jit``. ``update`` returns a tree like ``state``, of the
+    same shapes and dtypes, treats the layers of Stacks independently, and takes masked
+    arrays (``optax.MaskedNode``). Results stay where arrays of ``state`` are; those of
+    ``given`` are on the device.
 
-    Args:
-      update: returns a tree like ``state``, of the same shapes and dtypes, and treats
-        the layers of Stacks independently. Takes masked arrays
-        (``optax.MaskedNode``).
-      state: a pytree of arrays, some in host memory; results stay where these are.
-      given: the update's other inputs, on the device.
-      deeper: abstract (state, given) with another layer in each Stack.
-      params: the parameters, by whose paths arrays are found to be theirs.
-      separate: whether parameters outside Stacks may be updated one by one. All of
-        their state is on the device at once otherwise.
+    ``deeper`` is an abstract (state, given) with another layer in each Stack, and tells
+    what belongs to Stacks; other arrays are those of the parameters whose paths theirs
+    end with. These may be updated one by one if they are ``separate``; otherwise all of
+    their state is on the device at once.
     """
     leaves, tree = jax.tree.flatten((state, given))
     of_state = jax.tree.structure(state)
@@ -96,7 +102,7 @@ def _homes(params: Any, arrays: Any, deeper: Any) -> Iterator[int | str | None]:
 def _update_once(run: Callable[[Some], Some], group: Some, number: int) -> Some:
     """Updates arrays on the device, those before position ``number``."""
     made = run({i: on_device(x) for i, x in group.items()})
-    return {i: to_host(x) if on_host(group[i]) else x for i, x in made.items()}
+    return {i: _to_host(x) if on_host(group[i]) else x for i, x in made.items()}
 
 
 def _update_stacks(run: Callable[[Some], Some], group: Some, number: int) -> Some:
@@ -107,11 +113,80 @@ def _update_stacks(run: Callable[[Some], Some], group: Some, number: int) -> Som
 
     def one_layer(index: Any, fetched: list, written: list) -> tuple[list, list]:
         now = dict(zip(stacks, written, strict=True))
-        layer = {i: layer_at(x, index) for i, x in (now | read).items()}
+        layer = {i: _layer_at(x, index) for i, x in (now | read).items()}
         with at_layer(index):
             made = run(layer | dict(zip(hosts, fetched, strict=True)))
-        written = [with_layer(now[i], made[i], index) for i in stacks]
+        written = [_with_layer(now[i], made[i], index) for i in stacks]
         return [made[i] for i in hosts], written
 
-    arrays = stream_layers(one_layer, list(hosts.values()), list(stacks.values()))
+    arrays = _stream_layers(one_layer, list(hosts.values()), list(stacks.values()))
     return dict(zip([*hosts, *stacks], [*arrays[0], *arrays[1]], strict=True))
+
+
+def _layer_at(x: jax.Array, index: Any) -> jax.Array:
+    """Returns layer ``index`` of (L, ...), as (1, ...)."""
+    return lax.dynamic_index_in_dim(x, index, keepdims=True)
+
+
+def _with_layer(x: jax.Array, layer: jax.Array, index: Any) -> jax.Array:
+    """Returns (L, ...) with (1, ...) in place of layer ``index``."""
+    return lax.dynamic_update_index_in_dim(x, layer, index, 0)
+
+
+def _to_host(x: jax.Array) -> jax.Array:
+    """Moves a traced array to host memory, if it is not there already."""
+    return x if on_host(x) else jax.device_put(x, jax.memory.Space.Host)
+
+
+def _stream_layers(
+    fn: Callable[[Any, Arrays, Arrays], tuple[Arrays, Arrays]],
+    hosts: Sequence[jax.Array],
+    stacks: Arrays,
+) -> tuple[Arrays, Arrays]:
+    """Applies ``fn`` to one layer after another of arrays in host memory, (L, ...).
+
+    ``fn(index, fetched, stacks)`` returns results and stacks. ``fetched`` and results
+    hold layer ``index`` of each host array, (1, ...); ``stacks`` are arrays on the
+    device that are passed from layer to layer. Returns ``hosts`` and ``stacks`` after
+    the last layer.
+    """
+    length = hosts[0].shape[0]
+    order = sorted(range(len(hosts)), key=lambda i: -hosts[i].nbytes)
+    pairs = [order[i : i + 2] for i in range(0, len(order), 2)]
+
+    def fetch(x: jax.Array, index: Any) -> jax.Array:
+        return on_device(_layer_at(x, index))
+
+    def store(x: jax.Array, layer: jax.Array, index: Any) -> jax.Array:
+        return _with_layer(x, _to_host(layer), index)
+
+    def exchange(index: Any, hosts: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
+        """Fetches layer ``index`` and stores the results of the one before."""
+        slots = [[None, *arrays] for arrays in zip(hosts, results, strict=True)]
+        for pair, following in itertools.pairwise([*pairs, []]):
+            for i in pair:
+                fetched, host, result = slots[i]
+                if i == pair[0]:
+                    fetched, host = lax.optimization_barrier((fetch(host, index), host))
+                host = store(host, result, index - 1)
+                if i != pair[0]:
+                    fetched = fetch(host, index)
+                slots[i] = [fetched, host, result]
+            # Without an order among pairs XLA starts many transfers in one direction
+            # and waits for them before it starts one in the other.
+            together = [*pair, *following]
+            passed = lax.optimization_barrier([slots[i] for i in together])
+            for i, slot in zip(together, passed, strict=True):
+                slots[i] = slot
+        return [slot[0] for slot in slots], [slot[1] for slot in slots]
+
+    def body(carry: tuple, index: Any) -> tuple[tuple, None]:
+        hosts, results, stacks = carry
+        fetched, hosts = exchange(index, hosts, results)
+        return (hosts, *fn(index, fetched, stacks)), None
+
+    first = fn(0, [fetch(x, 0) for x in hosts], stacks)
+    carry, _ = lax.scan(body, (list(hosts), *first), jnp.arange(1, length))
+    hosts, results, stacks = carry
+    last = zip(hosts, results, strict=True)
+    return [store(x, result, length - 1) for x, result in last], stacks

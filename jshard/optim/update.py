@@ -129,7 +129,8 @@ def update(
     params, opt_state, averages = moving
     grads, loss, steps, finite = given
     front, layered = split(whole)
-    states, number = _states(optimizer, opt_state), len(front)
+    stages = lambda state: state if is_chain(optimizer.update) else (state,)
+    states, number = stages(opt_state), len(front)
     if any(map(on_host, jax.tree.leaves(states[:number]))):
         raise UserError(
             f"policy.offload: {across_layers(front[-1])} in the optimizer is not known "
@@ -145,14 +146,14 @@ def update(
         first = loss_scale.select(finite, first, states[:number])
 
     check_masks(layered, params, _with_layers(params, lambda _: 1))
-    moving, given = (params, states[number:], averages), (grads, loss, steps, finite)
+    given = (grads, loss, steps, finite)
     deeper = _with_layers((params, given, averages), lambda length: length + 1)
     opt_state = jax.eval_shape(lambda p: optimizer.init(for_update(p)), deeper[0])
     params, last, averages = streamed_update(
         functools.partial(run, _chained(layered)),
-        moving,
+        (params, states[number:], averages),
         given,
-        ((deeper[0], _states(optimizer, opt_state)[number:], deeper[2]), deeper[1]),
+        ((deeper[0], stages(opt_state)[number:], deeper[2]), deeper[1]),
         params,
         separate=max(map(reach, layered), default=Reach.NUMBER) <= Reach.TENSOR,
     )
@@ -192,11 +193,6 @@ def _call(mesh: Mesh, transform: Any, loss: jax.Array, *args: Any) -> tuple[Any,
             f"optimizer: {error}; a step has the gradients and value=, the loss, and "
             "no more: no line search, say"
         ) from error
-
-
-def _states(optimizer: optax.GradientTransformation, opt_state: Any) -> tuple:
-    """Returns the state of each stage of a chain."""
-    return opt_state if is_chain(optimizer.update) else (opt_state,)
 
 
 def _chained(stages: list[Any]) -> Any:

@@ -7,6 +7,7 @@ returns the shards. No matrix is gathered, no work is done twice, and a device h
 full matrix at a time.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -132,19 +133,14 @@ def _in_rounds(
     outputs = jax.eval_shape(fn, layer, consts)
     dims_in, dims_out = dims(layer), dims(outputs)
 
-    def sharded(x: jax.Array, layer: Any, dim: int | None) -> jax.Array:
+    def resized(x: jax.Array, layer: Any, dim: int | None, *, back: bool) -> jax.Array:
+        """Pads what the shards do not divide, or with ``back`` takes that away."""
+        if dim is None or layer.shape[dim] % shards == 0:
+            return x
         place = NamedSharding(mesh, _spec(layer, dim, mesh))
-        return lax.with_sharding_constraint(x, place)
-
-    def padded(x: jax.Array, layer: Any, dim: int | None) -> jax.Array:
-        if dim is None or layer.shape[dim] % shards == 0:
-            return x
-        return sharded(_padded(sharded(x, layer, dim), dim, shards), layer, dim)
-
-    def exact(x: jax.Array, layer: Any, dim: int | None) -> jax.Array:
-        if dim is None or layer.shape[dim] % shards == 0:
-            return x
-        return sharded(_exact(x, dim, layer.shape[dim]), layer, dim)
+        size = layer.shape[dim] if back else -(-layer.shape[dim] // shards) * shards
+        x = x if back else lax.with_sharding_constraint(x, place)
+        return lax.with_sharding_constraint(_resized(x, dim, size), place)
 
     def to_rounds(x: jax.Array) -> jax.Array:
         padding = [(0, rounds * shards - length), *[(0, 0)] * (x.ndim - 1)]
@@ -173,7 +169,8 @@ def _in_rounds(
         axis_names=set(axes_of(mesh)),
         check_vma=False,
     )
-    results = run(list(map(padded, values, layer, dims_in)), consts)
+    pad, exact = (functools.partial(resized, back=back) for back in (False, True))
+    results = run(list(map(pad, values, layer, dims_in)), consts)
     return list(map(exact, results, outputs, dims_out))
 
 
@@ -190,18 +187,14 @@ def _dim(shape: tuple[int, ...], shards: int, min_elements: int) -> int | None:
     return dim
 
 
-def _padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
-    """Pads a dimension, counted from the end, with zeros to a multiple."""
+def _resized(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """Cuts a dimension, counted from the end, to a size, or pads it with zeros."""
     widths = [(0, 0)] * x.ndim
-    widths[dim] = (0, -x.shape[dim] % multiple)
-    return jnp.pad(x, widths) if widths[dim][1] else x
-
-
-def _exact(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """Returns ``size`` elements of a dimension, counted from the end."""
-    if x.shape[dim] == size:
-        return x
-    return lax.slice_in_dim(x, 0, size, axis=x.ndim + dim)
+    widths[dim] = (0, max(0, size - x.shape[dim]))
+    x = jnp.pad(x, widths) if widths[dim][1] else x
+    return (
+        x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=x.ndim + dim)
+    )
 
 
 def _spec(layer: Any, dim: int | None, mesh: Mesh) -> PartitionSpec:
@@ -216,12 +209,13 @@ def _to_owner(x: jax.Array, dim: int | None, layer: Any) -> jax.Array:
     if dim is None:
         return x[lax.axis_index(shard_axes())]
     mine = lax.all_to_all(x, shard_axes(), 0, x.ndim + dim, tiled=True)[0]
-    return _exact(mine, dim, layer.shape[dim])
+    return _resized(mine, dim, layer.shape[dim])
 
 
 def _from_owner(x: jax.Array, dim: int | None) -> jax.Array:
     """Does the inverse of ``_to_owner``."""
     if dim is None:
         return lax.all_gather(x, shard_axes())
-    x = _padded(x, dim, lax.axis_size(shard_axes()))
+    shards = lax.axis_size(shard_axes())
+    x = _resized(x, dim, -(-x.shape[dim] // shards) * shards)
     return lax.all_to_all(x[None], shard_axes(), x.ndim + 1 + dim, 0, tiled=True)

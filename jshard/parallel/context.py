@@ -80,7 +80,9 @@ def on_whole_sequences(
             for x in (q_BTNH, k_BTKH, v_BTKH)
         )
     with jax.named_scope(EXCHANGE):
-        q_BSNH, k_BSKH, v_BSKH = (_to_heads(x, axes) for x in (q_BTNH, k_BTKH, v_BTKH))
+        q_BSNH, k_BSKH, v_BSKH = (
+            lax.all_to_all(x, axes, 2, 1, tiled=True) for x in (q_BTNH, k_BTKH, v_BTKH)
+        )
         segment_ids_BS = segment_ids_BT
         if segment_ids_BT is not None:
             segment_ids_BS = lax.all_gather(segment_ids_BT, axes, axis=1, tiled=True)
@@ -89,8 +91,3 @@ def on_whole_sequences(
     with jax.named_scope(EXCHANGE):
         y_BTNH = lax.all_to_all(y_BSNH, axes, 1, 2, tiled=True)
     return y_BTNH[:, :, :N]
-
-
-def _to_heads(x_BTNH: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Exchanges all heads of a part of the sequence for some heads of all of it."""
-    return lax.all_to_all(x_BTNH, axes, 2, 1, tiled=True)

@@ -67,7 +67,7 @@ def on_experts(
       UserError: the experts are not split as the devices of "expert" need it.
     """
     (N, K), expert_M = expert_NK.shape, expert_NK.reshape(-1)
-    order_M = jnp.argsort(expert_M)  # stable
+    order_M = jnp.argsort(expert_M)  # stable: the choices in their experts' order
     tokens_E = jnp.bincount(expert_M, length=num_experts)
     held = len(jax.tree.leaves(nnx.state(modules))[0])
     if held == num_experts and not on_gpus():
@@ -76,8 +76,22 @@ def on_experts(
         y_NKD = y_MD.reshape(N, K, -1)
         weight_NK1 = weight_NK[:, :, None].astype(y_NKD.dtype)
         return jnp.sum(y_NKD * weight_NK1, axis=1)
-    devices = _devices(held, num_experts)
-    route = _route(expert_M, order_M, tokens_E, devices)
+    devices = lax.axis_size(EXPERT) if EXPERT in manual_axes() else 1
+    devices = 1 if held == num_experts else devices
+    if held * devices != num_experts:
+        raise UserError(
+            f"experts: a device holds {held} of {num_experts}, but {devices} devices "
+            "share them: split their parameters over the mesh axis 'expert', or gather "
+            "them whole"
+        )
+    start_E = jnp.cumsum(tokens_E) - tokens_E
+    place_M = jnp.argsort(order_M) - start_E[expert_M]
+    most = jnp.max(tokens_E)
+    if devices > 1:
+        with jax.named_scope(EXCHANGE_TOKENS):
+            # Over all axes, so that all devices run the same collectives.
+            most = lax.pmax(most, manual_axes())
+    route = _Route(expert_M, order_M, place_M, start_E, tokens_E, most)
     y_MD = _in_rounds(apply, modules, x_ND, weight_NK, route, capacity, devices)
     return jnp.sum(y_MD.reshape(N, K, -1), axis=1)
 
@@ -92,11 +106,6 @@ def capacities(choices: int, experts: int, capacity: float) -> tuple[int, int]:
 
     A further round carries half of an even share, so that a device that has somewhat
     more than the first round carries costs little.
-
-    Args:
-      choices: of a device's tokens.
-      experts: of all devices.
-      capacity: of the first round, as a multiple of an even share.
     """
     first, further = (
         min(8 * max(1, math.ceil(factor * choices / experts / 8)), choices)
@@ -105,52 +114,15 @@ def capacities(choices: int, experts: int, capacity: float) -> tuple[int, int]:
     return first, further
 
 
-def _devices(held: int, num_experts: int) -> int:
-    """Returns the number of devices that share the experts."""
-    if held == num_experts:
-        return 1
-    devices = lax.axis_size(EXPERT) if EXPERT in manual_axes() else 1
-    if held * devices != num_experts:
-        raise UserError(
-            f"experts: a device holds {held} of {num_experts}, but {devices} devices "
-            "share them: split their parameters over the mesh axis 'expert', or gather "
-            "them whole"
-        )
-    return devices
-
-
 class _Route(NamedTuple):
-    """Where this device's choices go.
+    """Where this device's choices go."""
 
-    Attributes:
-      expert_M: the expert of each choice.
-      order_M: the choices in the order of their experts.
-      place_M: each choice's place among those of the same expert.
-      start_E: where in ``order_M`` those of each expert start.
-      tokens_E: how many there are of each expert.
-      most: the most that any device has for an expert; of this device alone, if it has
-        all experts.
-    """
-
-    expert_M: jax.Array
-    order_M: jax.Array
-    place_M: jax.Array
-    start_E: jax.Array
-    tokens_E: jax.Array
-    most: jax.Array
-
-
-def _route(
-    expert_M: jax.Array, order_M: jax.Array, tokens_E: jax.Array, devices: int
-) -> _Route:
-    start_E = jnp.cumsum(tokens_E) - tokens_E
-    place_M = jnp.argsort(order_M) - start_E[expert_M]
-    most = jnp.max(tokens_E)
-    if devices > 1:
-        with jax.named_scope(EXCHANGE_TOKENS):
-            # Over all axes, so that all devices run the same collectives.
-            most = lax.pmax(most, manual_axes())
-    return _Route(expert_M, order_M, place_M, start_E, tokens_E, most)
+    expert_M: jax.Array  # the expert of each choice
+    order_M: jax.Array  # the choices in the order of their experts
+    place_M: jax.Array  # each choice's place among those of the same expert
+    start_E: jax.Array  # where in order_M those of each expert start
+    tokens_E: jax.Array  # how many there are of each expert
+    most: jax.Array  # the most that a device which shares the experts has for one
 
 
 def _in_rounds(
@@ -200,10 +172,9 @@ _Compute = Callable[[Any, jax.Array, jax.Array], jax.Array]
 def _round(
     compute: _Compute, begin: Any, size: int, inputs: _Inputs, route: _Route
 ) -> jax.Array:
-    """Computes places ``begin`` to ``begin + size`` of each expert's choices.
+    """Returns the results of places ``begin`` to ``begin + size`` of each expert.
 
-    Returns:
-      The results of these choices, and zeros for all others, (M, D).
+    They are (M, D), with zeros for all other choices.
     """
     M, E, K = len(route.order_M), len(route.tokens_E), inputs.weight_NK.shape[1]
     # Indices are unique, also those of padding, which are out of bounds.
@@ -265,13 +236,7 @@ def _further_rounds(
     return adding
 
 
-def _loop(
-    begin: int,
-    size: int,
-    end: jax.Array,
-    one: Callable[[jax.Array, Any], Any],
-    init: Any,
-) -> Any:
+def _loop(begin: int, size: int, end: jax.Array, one: Callable, init: Any) -> Any:
     """Returns ``init`` after ``one(begin, it)`` at places from ``begin`` to ``end``."""
 
     def body(state: Any) -> Any:
@@ -279,63 +244,3 @@ def _loop(
 
     start = jnp.full_like(end, begin)
     return lax.while_loop(lambda state: state[0] < end, body, (start, init))[1]
-
-
-def exchanged_bytes(
-    tokens: int,
-    experts_per_token: int,
-    num_experts: int,
-    width: int,
-    devices: int,
-    *,
-    capacity: float = 1.25,
-    itemsize: int = 2,
-    passes: int = 3,
-) -> int:
-    """Returns the bytes that a device receives to exchange tokens for one layer.
-
-    An all-to-all brings it what the other devices have for its experts, ``capacity``
-    times an even share, and one number for each row, its weight. A second one brings
-    the results for its own tokens. The backward has both in the other direction; where
-    it computes the layer again, it needs no results. This is of the first round, and if
-    there are several micro-batches, of each.
-
-    Args:
-      tokens: N, of each device.
-      experts_per_token: K.
-      num_experts: E.
-      width: D.
-      devices: size of the axis "expert".
-      capacity: as of ``on_experts``.
-      itemsize: bytes of an activation's element.
-      passes: forward and backward are 2; 3 if the backward computes the layer again.
-    """
-    rows, _ = capacities(tokens * experts_per_token, num_experts, capacity)
-    leaving = num_experts // devices * (devices - 1) * rows
-    return leaving * ((passes + 2) * width + passes) * itemsize
-
-
-def gathered_bytes(
-    parameters: int,
-    devices: int,
-    *,
-    gathers: int = 2,
-    itemsize: int = 2,
-    reduce_itemsize: int = 4,
-) -> int:
-    """Returns the bytes that a device receives more, to gather a layer's experts.
-
-    Split over e devices and sharded over f others, a device gathers 1/e of the experts,
-    of which it has 1/f. Gathered like any other weight they are all of them, of which
-    it has 1/ef. The difference is 1 - 1/e of all experts, and the same again for the
-    gradients that are scattered. If there are several micro-batches, it is of each.
-
-    Args:
-      parameters: of all of the layer's experts.
-      devices: e, size of the axis "expert".
-      gathers: 1 in the forward, and 1 in the backward unless weights are kept.
-      itemsize: bytes of a gathered element.
-      reduce_itemsize: bytes of a gradient's element; 0 if the experts are not trained.
-    """
-    others = parameters - parameters // devices
-    return others * (gathers * itemsize + reduce_itemsize)

@@ -66,10 +66,7 @@ def find_splits(
 ) -> dict[tuple, Parts]:
     """Returns what "tensor" and "expert" split of a state's parameters, by path.
 
-    Args:
-      state: concrete, abstract or traced.
-      mesh: abstract or not.
-      by_path: further modules' splits over "tensor".
+    ``by_path`` has further modules' splits over "tensor".
 
     Raises:
       UserError: an axis does not divide what it splits, nothing is declared for it, or
@@ -98,7 +95,8 @@ def find_splits(
         chosen: list[tuple[str, str, int | None]] = []
         padded: set[str] = set()
         if TENSOR in axes and declared is not None:
-            _check_counts(declared.counts, TENSOR, mesh.shape[TENSOR], where)
+            for name, count in declared.counts.items():
+                _check_divides(mesh, TENSOR, count, f"{name}={count} of {where!r}")
             dims = _dims(declared, parameters, where)
             padded = set(_of(declared.vocabulary, parameters, where))
             chosen += [(name, TENSOR, dim) for name, dim in dims.items()]
@@ -114,7 +112,10 @@ def find_splits(
                 found[at] = parts._replace(on_rank_zero=axis)
                 continue
             if name not in padded:
-                _check_size(variable, dim, axis, mesh.shape[axis], f"{where}.{name}")
+                shape = np.shape(variable.get_value())
+                what = f"dimension {dim} of {f'{where}.{name}'!r}, "
+                what += str(list(shape[layer_dims(variable) :]))
+                _check_divides(mesh, axis, shape[dim], what)
             found[at] = parts._replace(splits=(*parts.splits, (dim, axis)))
     split = {axis for parts in found.values() for _, axis in parts.splits}
     for axis in sorted(axes - split):
@@ -163,15 +164,6 @@ def _check_paths(model: nnx.Module, by_path: Mapping[tuple[str, ...], Any]) -> N
             )
 
 
-def _check_counts(counts: Mapping[str, int], axis: str, size: int, where: str) -> None:
-    for name, count in counts.items():
-        if count % size:
-            raise UserError(
-                f"mesh: {axis}={size} does not divide {name}={count} of {where!r}; "
-                "choose a divisor"
-            )
-
-
 def _dims(
     split: Split, parameters: Mapping[str, nnx.Variable], where: str
 ) -> dict[str, int | None]:
@@ -206,12 +198,8 @@ def _of(
     return chosen
 
 
-def _check_size(
-    variable: nnx.Variable, dim: int, axis: str, size: int, name: str
-) -> None:
-    shape = np.shape(variable.get_value())
-    if shape[dim] % size:
+def _check_divides(mesh: Any, axis: str, size: int, what: str) -> None:
+    if size % mesh.shape[axis]:
         raise UserError(
-            f"mesh: {axis}={size} does not divide dimension {dim} of {name!r}, "
-            f"{list(shape[layer_dims(variable) :])}; choose a divisor"
+            f"mesh: {axis}={mesh.shape[axis]} does not divide {what}; choose a divisor"
         )

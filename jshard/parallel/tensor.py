@@ -5,14 +5,17 @@ the devices exchange tokens for features: an all-gather brings each one the toke
 all, it computes with its heads or hidden features, and a reduce-scatter sums what all
 have computed and leaves each one its tokens (Megatron-LM's sequence parallelism,
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The backward has the same
-collectives in the other order.
+collectives in the other order. Where collectives run beside products, as on GPUs, they
+are made in two parts, because examples are independent: one part is computed with while
+the other travels.
 
 Shape suffixes: B batch, T time of this device, S time of the devices of "tensor",
 V columns of this device.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +24,17 @@ from flax import nnx
 from jax import lax
 
 from jshard.errors import UserError
-from jshard.fsdp.mesh import TENSOR, sequence_axes, shared_axes, split_sequences
+from jshard.fsdp.mesh import (
+    TENSOR,
+    on_gpus,
+    sequence_axes,
+    shared_axes,
+    split_sequences,
+)
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.scopes import TENSOR_PARALLEL
-from jshard.parallel.parts import in_parts
+
+_PARTS = 2  # four hide no more (docs/log.md)
 
 
 def tensor_parallel(
@@ -50,13 +60,24 @@ def tensor_parallel(
     Raises:
       UserError: ``fn`` returns arrays without the dimensions (B, S).
     """
-    if not splits_tokens():
+    if TENSOR not in sequence_axes() or lax.axis_size(TENSOR) == 1:
         return fn(x_BTD, *args, **kwargs)
     axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
+    tokens = x_BTD.shape[:2]
+    number = math.gcd(tokens[0], _PARTS) if on_gpus() else 1
+
+    def part(index: int) -> tuple:
+        size = tokens[0] // number
+        some = slice(index * size, (index + 1) * size)
+        own = lambda x: x[some] if jnp.shape(x)[:2] == tokens else x
+        inputs = (x_BTD, args, kwargs)
+        return jax.tree.map(own, inputs) if number > 1 else inputs
 
     @jax.named_scope(TENSOR_PARALLEL)
     def send(inputs: tuple) -> tuple:
-        return jax.tree.map(functools.partial(_gathered, inputs), inputs)
+        gather = functools.partial(lax.all_gather, axis_name=TENSOR, axis=1, tiled=True)
+        of_tokens = lambda x: jnp.shape(x)[:2] == inputs[0].shape[:2]
+        return jax.tree.map(lambda x: gather(x) if of_tokens(x) else x, inputs)
 
     def compute(inputs: tuple) -> Any:
         x_BSD, args, kwargs = inputs
@@ -67,22 +88,14 @@ def tensor_parallel(
 
     @jax.named_scope(TENSOR_PARALLEL)
     def bring_back(result: Any) -> Any:
-        return jax.tree.map(_scattered, result)
+        scatter = functools.partial(lax.psum_scatter, scatter_dimension=1, tiled=True)
+        return jax.tree.map(lambda y_BSD: scatter(y_BSD, TENSOR), result)
 
-    inputs = (x_BTD, args, kwargs)
-    return in_parts(send, compute, bring_back, inputs, x_BTD.shape[:2])
-
-
-def splits_tokens() -> bool:
-    """Returns whether the tokens of what is traced are split over "tensor"."""
-    return TENSOR in sequence_axes() and lax.axis_size(TENSOR) > 1
-
-
-def _gathered(inputs: tuple, x: Any) -> Any:
-    x_BTD, *_ = inputs
-    if jnp.shape(x)[:2] != x_BTD.shape[:2]:
-        return x
-    return lax.all_gather(x, TENSOR, axis=1, tiled=True)
+    sent = _in_turn(send, map(part, range(number)))
+    results = _in_turn(bring_back, map(compute, sent))
+    if number == 1:
+        return results[0]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
 
 def _check_result(result: Any, x_BSD: jax.Array) -> None:
@@ -94,8 +107,23 @@ def _check_result(result: Any, x_BSD: jax.Array) -> None:
             )
 
 
-def _scattered(y_BSD: jax.Array) -> jax.Array:
-    return lax.psum_scatter(y_BSD, TENSOR, scatter_dimension=1, tiled=True)
+def _in_turn(exchange: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:
+    """Maps a collective over parts, each of which waits for the one before.
+
+    XLA would combine them otherwise, and wait for all. Only what has gradients waits,
+    so that the backward waits, too.
+    """
+    done: list[Any] = []
+    for part in parts:
+        if done:
+            leaves, structure = jax.tree.flatten((part, done[-1]))
+            waits = [i for i, x in enumerate(leaves) if is_float(jnp.asarray(x))]
+            passed = lax.optimization_barrier([leaves[i] for i in waits])
+            for i, x in zip(waits, passed, strict=True):
+                leaves[i] = x
+            part, done[-1] = jax.tree.unflatten(structure, leaves)
+        done.append(exchange(part))
+    return done
 
 
 def own_columns(layer: nnx.Linear, sizes: Sequence[int]) -> nnx.Linear:

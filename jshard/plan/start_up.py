@@ -24,7 +24,6 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.layout import Layout
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
-from jshard.parallel.experts import gathered_bytes
 from jshard.plan.state_note import parameters, placed
 from jshard.unit.model import batch_norms, make_units
 
@@ -253,13 +252,12 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
                 continue
             arrives = jnp.dtype(place.gather or x.dtype)
             reduced = jnp.dtype(place.reduce or place.compute or arrives)
-            gathered += gathered_bytes(
-                x.size,
-                devices,
-                gathers=2 if policy.unit(path).reshard_after_forward else 1,
-                itemsize=arrives.itemsize,
-                reduce_itemsize=reduced.itemsize if place.trainable else 0,
-            )
+            gathers = 2 if policy.unit(path).reshard_after_forward else 1
+            moved = gathers * arrives.itemsize
+            moved += reduced.itemsize if place.trainable else 0
+            # Split over e devices and sharded over f, a device gathers 1/e of the
+            # experts, of which it has 1/f; whole, all of them, of which it has 1/ef.
+            gathered += (x.size - x.size // devices) * moved
     if not gathered:
         return []
     moved = traffic(jaxpr, sizes, scope=EXCHANGE_TOKENS)

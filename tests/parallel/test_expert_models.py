@@ -7,7 +7,7 @@ import pytest
 
 import jshard
 from jshard.parallel import experts
-from jshard.parallel.experts import exchanged_bytes, gathered_bytes
+from jshard.parallel.experts import capacities
 from jshard.plan.start_up import describe, traffic
 from split_models import MODELS, TIME, batch, loss_fn, start, trains_alike
 
@@ -86,10 +86,11 @@ def test_tokens_move_and_experts_do_not():
     def of_each(found, *kinds):
         return sum(found[kind, "float64"].wire_bytes for kind in kinds)
 
-    exchanged = exchanged_bytes(TIME, 2, E, width, 4, capacity=0.3, itemsize=8)
+    rows, _ = capacities(TIME * 2, E, 0.3)
+    exchanged = E // 4 * 3 * rows * (5 * width + 3) * 8
     looked_up = of_each(whole, "all-to-all")
     assert of_each(split, "all-to-all") - looked_up == layers * exchanged
-    gathered = gathered_bytes(3 * E * width * hidden, 4, itemsize=8, reduce_itemsize=8)
+    gathered = 3 * E * width * hidden * 3 // 4 * (2 * 8 + 8)
     kinds = "all-gather", "reduce-scatter"
     assert of_each(whole, *kinds) - of_each(split, *kinds) == layers * gathered
 

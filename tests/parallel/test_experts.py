@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import hlo
 from jshard.cpu.order import in_order
 from jshard.parallel import experts
-from jshard.parallel.experts import capacities, exchanged_bytes, gathered_bytes
+from jshard.parallel.experts import capacities
 from jshard.plan.start_up import equations, traffic
 from models.moe import MixtureOfExperts
 
@@ -159,9 +159,9 @@ def test_tokens_go_to_experts_each_pass_and_results_return_once(remat, passes):
     found = traffic(jaxpr, sizes)["all-to-all", "float64"]
     assert rows == 8  # 6.25 rounded up
     assert found.count == 2 * passes + 2  # with weights
-    tokens = BATCH * TIME // 8
-    of = {"itemsize": 8, "passes": passes}
-    assert found.wire_bytes == exchanged_bytes(tokens, K, E, D, 4, **of)
+    leaving = E // 4 * 3 * rows  # for the experts of the three other devices
+    # Rows of D numbers and a weight; results and their gradients have no weight.
+    assert found.wire_bytes == leaving * ((passes + 2) * D + passes) * 8
     # Each loop of further rounds has those of its own rounds, and is not counted.
     loops = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "while"]
     assert len(loops) == 2  # in the forward, and in the backward
@@ -206,19 +206,6 @@ def test_rounds_have_room_for_shares_in_multiples_of_eight(
     choices, experts, capacity, rows
 ):
     assert capacities(choices, experts, capacity) == rows
-
-
-def test_closed_forms_count_the_bytes_of_exchanging_and_of_gathering():
-    # Mixtral 8x7B, 8192 tokens a device, 8 devices: 2560 rows for each expert.
-    mixtral = {"experts_per_token": 2, "num_experts": 8, "width": 4096, "devices": 8}
-    assert exchanged_bytes(8192, **mixtral) == 7 * 2560 * (5 * 4096 + 3) * 2
-    experts = 8 * 3 * 4096 * 14336
-    assert gathered_bytes(experts, 8) == experts * 7 // 8 * (2 + 2 + 4)
-    # What is cheaper depends on the tokens, and not on the devices.
-    for devices in (2, 4, 8):
-        of = mixtral | {"devices": devices}
-        assert exchanged_bytes(110_000, **of) < gathered_bytes(experts, devices)
-        assert exchanged_bytes(111_000, **of) > gathered_bytes(experts, devices)
 
 
 @pytest.mark.usefixtures("x64")
