@@ -211,14 +211,11 @@ class FSDP:
             mark_stacked(model, self.layer_dims, is_parameter)
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
-            arrays = ModelArrays(*arrays)
             first = jnp.zeros((), jnp.int32)
             state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
             state = padded(state, self.policy, self.mesh, self.tensor_splits)
-            started = first_fields(
-                self.policy, self.mesh, optimizer, state.params, first
-            )
-            return dataclasses.replace(state, **started)
+            more = first_fields(self.policy, self.mesh, optimizer, state.params, first)
+            return dataclasses.replace(state, **more)
 
         return create
 
@@ -329,8 +326,7 @@ class FSDP:
     def model(self, state: TrainState) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays.
 
-        Arrays that are padded in the state, because the shards do not divide them, are
-        whole on each device here. Of an abstract state, all is abstract.
+        What is padded in the state (shards do not divide it) is whole on each device.
 
         Raises:
           UserError: the state was donated to a train step.

@@ -20,7 +20,7 @@ import jshard
 from parity import make_mesh
 
 STEPS = 3
-# Both divide by 1, 2, 3, 4, 6 and 8 devices; widths that do not are in the programs, too.
+# Both divide by 1, 2, 3, 4, 6 and 8 devices; in the programs are other widths, too.
 EXAMPLES = WIDTH = 24
 BOUND = 1e-9
 

@@ -26,6 +26,7 @@ _LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+    "unk_token_id": 0,
 }
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 3}
 _EXPERTS = {"num_experts_per_tok": 2, "sliding_window": None}
