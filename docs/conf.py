@@ -20,7 +20,7 @@ version = release = runpy.run_path(str(REPOSITORY / "jshard/version.py"))["__ver
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Notes for developers, which the repository has and the site does not.
-NOT_ON_SITE = ("log.md",)
+NOT_ON_SITE = ("architecture.md", "log.md")
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", *NOT_ON_SITE]
 # JAX's wheels for CPUs suffice: nothing runs but imports and docstrings.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -49,7 +49,7 @@ html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 
 # Pages that belong at a repository's root, and notebooks, which are beside scripts.
-PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PROJECT = ("CHANGELOG.md", "SECURITY.md")
 BROUGHT = {REPOSITORY / name: DOCS / "project" / name for name in PROJECT} | {
     path: DOCS / "notebooks" / path.name for path in REPOSITORY.glob("examples/*.ipynb")
 }
