@@ -19,8 +19,8 @@ author = "the authors of jshard"
 version = release = runpy.run_path(str(REPOSITORY / "jshard/version.py"))["__version__"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# Notes for developers, which the repository has and the site does not.
-NOT_ON_SITE = ("architecture.md", "log.md")
+# Pages that the repository has and the site does not.
+NOT_ON_SITE = ("architecture.md", "licences.md", "log.md")
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", *NOT_ON_SITE]
 # JAX's wheels for CPUs suffice: nothing runs but imports and docstrings.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

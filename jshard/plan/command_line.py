@@ -11,7 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -23,7 +24,6 @@ from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.plan import topology
 from jshard.plan.constants import find_constants
-from jshard.plan.cost.cost import assumed
 from jshard.plan.output import as_json, page, search_output, terminal
 from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
@@ -40,6 +40,12 @@ from jshard.training.fit import DoesNotFit, is_open
 from jshard.training.make_config import make_config
 from jshard.training.platform import choose_platform, make_cpu_devices
 from jshard.training.recipe import find_recipe, open_recipe
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names in lines that fit the column of the help text."""
+    return textwrap.fill(", ".join(names), 64).replace("\n", "\n" + 22 * " ")
+
 
 DOES_NOT_FIT = 3
 USAGE = f"""\
@@ -66,17 +72,16 @@ input.
   --search            tries other ways to run the same training, and prints the Pareto
                       set of speed and memory, with command lines; keys that are given
                       stay fixed
-  --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS)};
-                      axes are further axes of the mesh, those that the model can take
-                      (mesh.context alone: the same with that one);
-                      and, because they change the computation, only when named:
-                      {", ".join(candidates.CHANGING_KNOBS)}
+  --search=KNOB,...   varies only these: {_listed(candidates.DEFAULT_KNOBS)}.
+                      axes are the further mesh axes that the model supports, or name
+                      one: mesh.context. Only varied when named, because they change
+                      the computation: {_listed(candidates.CHANGING_KNOBS)}
   --search.KEY=A,B    varies any key of the config over these values
   --limit=50          the largest number of candidates to compile
   --help              this text, and the keys of the recipe when --config is given
 
-The timeline's model: {assumed()}.
-docs/plan.md lists what it leaves out.
+The timeline comes from a model of the GPU. docs/plan.md has its constants, and lists
+what it leaves out.
 """
 _FILES: dict[str, Callable[[Plan], str]] = {
     "json": lambda plan: json.dumps(as_json.as_json(plan), indent=1) + "\n",
