@@ -140,9 +140,11 @@ def keys_page() -> str:
 
 
 def _values(knob: Knob) -> str:
-    """The possible values, unless the default shows them."""
+    """The possible values, less what the default shows."""
     possible = knob.possible()
-    return "" if possible in ("True or False", "text") else possible
+    if possible in ("True or False", "text"):
+        return ""
+    return re.sub("^a (whole|finite) number, ", "", possible)
 
 
 def _defaults(in_recipes: dict[str, str]) -> str:
