@@ -62,7 +62,7 @@ class Row:
     remat: str = "full"
     attention: str = "cudnn"
     options: str = "default"
-    recipe: str = "llama2_7b"
+    recipe: str = "llama:2-7b"
     layers: int | None = None
     batch: int = 1
     rules: str | None = None

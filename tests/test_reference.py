@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jshard.cli.commands import COMMANDS
-from jshard.training.config.shared_keys import SHARED
+from jshard.config.shared_keys import SHARED
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"

@@ -249,7 +249,7 @@ def generate(
       stop_tokens: tokens that end a text, and are not returned.
       seed: row r is sampled with seed + r, whatever the other rows are.
       tokenizer: has ``encode(text)`` and ``decode(tokens)``, such as those of
-        ``jshard.training.tokenizer``.
+        ``jshard.data.tokenizers.tokenizer``.
 
     Returns:
       What follows each prompt, or answers it: token ids, or texts with a tokenizer.

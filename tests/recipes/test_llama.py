@@ -17,9 +17,9 @@ import jshard
 import parity
 from jshard import inspect
 from jshard.checkpoint.step_folders import step_folder
-from jshard.training.recipe import find_recipe, open_recipe
-from models.llama import Llama, LlamaConfig
-from models.rope import rotate
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.rope import rotate
+from jshard.recipe.load import find_recipe, open_recipe
 
 SMALL = {
     "vocab_size": 40,
@@ -301,7 +301,7 @@ def test_a_llama_3_lists_its_keys_trains_in_small_and_resumes_by_its_former_name
     ]
     for name, steps, said in (
         ("llama.py:3-8b", 2, "step 2/2"),
-        ("llama3_8b.py", 3, "resuming run after step 2; config differs from the run's: "
+        ("llama.py:3-8b", 3, "resuming run after step 2; config differs from the run's: "
          "steps 2 -> 3\n"),
     ):  # fmt: skip
         done = run(name, f"--config.steps={steps}", *words)

@@ -17,7 +17,7 @@ from jshard.checkpoint.restore import ARRAYS, find_step
 from jshard.compat.orbax import open_array
 from jshard.errors import Preempted
 from jshard.export import export
-from jshard.training.trained_model import open_model
+from jshard.trained.trained_model import open_model
 from resumable import RECIPE, read_metrics, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -21,15 +21,15 @@ import jshard.train
 import jshard.training.loop
 from jobs import environment
 from jshard.cli.paths import path_problem
+from jshard.config.parser import override
+from jshard.config.run_config import SHARED, check, complete, declarations, flatten
+from jshard.data.text.text_data import text_data
+from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 from jshard.knob import Knob
-from jshard.training.config.command_line import override
-from jshard.training.config.config import SHARED, check, complete, declarations, flatten
-from jshard.training.recipe import find_recipe, open_recipe, packaged_recipes
-from jshard.training.text import text_data
-from jshard.training.tokenizer import load_tokenizer
+from jshard.recipe.load import find_recipe, open_recipe, packaged_recipes
 
-# Names like llama3_8b.py stand for llama.py's (tests/recipes/test_llama.py).
+# Names like llama.py:3-8b stand for llama.py's (tests/recipes/test_llama.py).
 FILES = {file.name for file in packaged_recipes().glob("*.py")}
 FORMER = {f"llama{s}.py" for s in ("2_7b", "2_13b", "3_8b", "3_70b", "3_405b")}
 RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - FORMER - {"llama.py"})

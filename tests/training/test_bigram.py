@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jshard.training.bigram import (
+from jshard.data.batches import eval_batches
+from jshard.data.text.bigram import (
     bigram_loss,
     bigram_probabilities,
     bigram_reference,
     count_pairs,
 )
-from jshard.training.data.batches import eval_batches
-from jshard.training.data.corpus import Piece, split_corpus
-from jshard.training.recipe import find_recipe, open_recipe
-from jshard.training.tokenizer import load_tokenizer
+from jshard.data.text.corpus import Piece, split_corpus
+from jshard.data.tokenizers.tokenizer import load_tokenizer
+from jshard.recipe.load import find_recipe, open_recipe
 from texts import text
 
 SPLITS = {"validation_fraction": 0.25, "token_dtype": "uint16"}
@@ -100,7 +100,7 @@ def test_pairs_cross_files_and_the_first_so_many_count(parts, most):
 def test_counts_do_not_depend_on_how_much_is_counted_at_a_time(monkeypatch):
     parts = [np.random.default_rng(i).bytes(100) for i in range(3)]
     want = count_pairs(pieces(*parts), 250)
-    monkeypatch.setattr("jshard.training.bigram._CHUNK", 7)
+    monkeypatch.setattr("jshard.data.text.bigram._CHUNK", 7)
     np.testing.assert_array_equal(count_pairs(pieces(*parts), 250), want)
 
 

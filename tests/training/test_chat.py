@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import jshard.training.template
+import jshard.data.tokenizers.chat_template
+from jshard.data.text.token_files import write_token_files
+from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
-from jshard.training.chat import load_chat
-from jshard.training.data.token_files import write_token_files
-from jshard.training.tokenizer import load_tokenizer
 from small_tokenizer import CHATML, make_tokenizer
 from texts import text, window
 
@@ -147,14 +147,14 @@ LONG = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfo
     ],
 )
 def test_a_hostile_template_is_one_line_in_time(chat, template, message, monkeypatch):
-    monkeypatch.setattr(jshard.training.template, "_SECONDS", 1.0)
+    monkeypatch.setattr(jshard.data.tokenizers.chat_template, "_SECONDS", 1.0)
     with pytest.raises(UserError, match=message) as refused:
         chat(template).encode(CAPITALS, "here")
     assert len(str(refused.value)) < 600
 
 
 def test_a_template_goes_on_after_one_text_that_took_too_long(chat, monkeypatch):
-    monkeypatch.setattr(jshard.training.template, "_SECONDS", 1.0)
+    monkeypatch.setattr(jshard.data.tokenizers.chat_template, "_SECONDS", 1.0)
     slow = chat("{% if messages | length > 2 %}" + LONG + "{% endif %}hello")
     with pytest.raises(UserError, match="takes more than"):
         slow.render([{}] * 3)

@@ -8,15 +8,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_dict
 
-from jshard.errors import UserError
-from jshard.training.config.command_line import (
+from jshard.config.keys import Key
+from jshard.config.parser import (
     help_text,
     override,
     parse_arguments,
     parse_value,
 )
-from jshard.training.config.config import check, complete, declarations, flatten
-from jshard.training.keys import Key
+from jshard.config.run_config import check, complete, declarations, flatten
+from jshard.errors import UserError
 
 
 @pytest.fixture

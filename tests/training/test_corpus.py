@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jshard.data.text import corpus
+from jshard.data.text.text_data import decode
 from jshard.errors import UserError
-from jshard.training.data import corpus
-from jshard.training.text import decode
 from texts import enough, epoch, text, tokens_of, window, write_text
 
 # Files of text.

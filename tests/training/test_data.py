@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jshard.data.batches import batches, eval_batches
 from jshard.errors import UserError
-from jshard.training.data.batches import batches, eval_batches
 from texts import epoch, text, window
 
 PROCESS_COUNTS = (1, 2, 4)

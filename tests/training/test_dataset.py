@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jshard.errors import UserError
-from jshard.training.data.batches import batches, eval_batches
-from jshard.training.data.dataset import (
+from jshard.data.batches import batches, eval_batches
+from jshard.data.dataset import (
     as_dataset,
     make_training_data,
     make_validation_data,
 )
-from jshard.training.data.iterables import Once, Stream
+from jshard.data.iterables import Once, Stream
+from jshard.errors import UserError
 
 ROWS = [{"tokens": [i, i + 1], "weight": 0.5} for i in range(5)]
 

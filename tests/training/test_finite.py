@@ -6,7 +6,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import RunFailed
-from jshard.training.finite import beyond_vocabulary, check_finite
+from jshard.training.non_finite import beyond_vocabulary, check_finite
 
 
 def metrics(loss, norm):

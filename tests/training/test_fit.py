@@ -9,22 +9,22 @@ import jax
 import pytest
 
 import jshard
+from jshard.config.parser import override
+from jshard.config.run_config import check, complete
 from jshard.distributed import Peers
-from jshard.layout.capacity import state_bytes
-from jshard.plan.planning import plan_recipe
-from jshard.training import fitted_job
-from jshard.training.config.command_line import override
-from jshard.training.config.config import check, complete
-from jshard.training.fit import Candidate, Traced, candidates, fit
-from jshard.training.fitted_job import make_fitted_job
-from jshard.training.job import abstract_batch, make_job, make_mesh
-from jshard.training.loop import run
-from jshard.training.memory import (
+from jshard.fit import fitted as fitted_job
+from jshard.fit.device_memory import (
     compiled_bytes,
     step_bytes,
     usable_bytes,
 )
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.fit.fitted import make_fitted_job
+from jshard.fit.memory_choice import Candidate, Traced, candidates, fit
+from jshard.layout.capacity import state_bytes
+from jshard.plan.planning import plan_recipe
+from jshard.recipe.build import abstract_batch, make_job, make_mesh
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.training.loop import run
 from tiny_runs import read_metrics
 
 SMALL = {

@@ -4,11 +4,11 @@ import jax
 import pytest
 
 import jshard
+from jshard.fit.expert_choice import with_experts
 from jshard.plan.start_up import traffic
-from jshard.training.fit_experts import with_experts
-from jshard.training.job import abstract_batch, make_job, make_mesh
-from jshard.training.make_config import make_config
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe.build import abstract_batch, make_job, make_mesh
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 
 MOE = {
     "model.num_experts": "8",
@@ -25,7 +25,7 @@ MOE = {
 def choose(**changes):
     """(number of devices, reason, bytes by number) for a small Llama with experts."""
     received = {}
-    with open_recipe(find_recipe("llama3_1b.py")) as recipe:
+    with open_recipe(find_recipe("llama.py:3-1b")) as recipe:
         config = make_config(recipe, MOE | changes)
 
         def trace(config):

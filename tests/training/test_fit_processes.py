@@ -13,8 +13,8 @@ import pathlib
 
 import jax
 
-from jshard.training import fitted_job
-from train.gpt import *
+from jshard.fit import fitted as fitted_job
+from jshard.recipes.gpt import *
 
 fit, memory = fitted_job.fit, (2**40, 6 * 2**20)
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from jshard.errors import UserError
-from jshard.training.data.batches import batches, eval_batches
-from jshard.training.data.image_data import image_data, mixup, noise, smooth_labels
-from jshard.training.data.image_sources import (
+from jshard.data.batches import batches, eval_batches
+from jshard.data.images.image_data import image_data, mixup, noise, smooth_labels
+from jshard.data.images.image_files import Decoder
+from jshard.data.images.image_sources import (
     EncodedImage,
     find_images,
     write_records,
 )
-from jshard.training.data.images import Decoder
+from jshard.errors import UserError
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jshard.config.run_config import complete
 from jshard.errors import UserError
-from jshard.training.config.config import complete
-from jshard.training.run_folder.metrics import RunFolder
+from jshard.run.metrics import RunFolder
 
 
 def config(**logger):
@@ -53,9 +53,9 @@ def runs(monkeypatch):
     fake.__spec__ = importlib.util.spec_from_loader("wandb", None)
     fake.init, fake.Html, fake.Image = init, str, str  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delitem(sys.modules, "jshard.training.loggers.wandb_run", False)
+    monkeypatch.delitem(sys.modules, "jshard.run.loggers.wandb_run", False)
     yield runs
-    sys.modules.pop("jshard.training.loggers.wandb_run", None)
+    sys.modules.pop("jshard.run.loggers.wandb_run", None)
 
 
 def test_metrics_hyperparameters_and_text_are_sent_and_the_run_goes_on(runs, tmp_path):
@@ -88,7 +88,7 @@ def test_a_service_that_does_not_begin_or_is_missing_is_one_line(
 ):
     with pytest.raises(UserError, match=r"logger\.wandb=locked: no such project$"):
         RunFolder(tmp_path / "a", config(wandb="locked"))
-    from jshard.training.loggers.loggers import check_loggers
+    from jshard.run.loggers.services import check_loggers
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'jshard\[mlflow\]'"):

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 
+from jshard.data.text.packing import best_fit
 from jshard.errors import UserError
-from jshard.training.data.packing import best_fit
-from models.gpt import GPT, GPTConfig
-from models.llama import Llama, LlamaConfig
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.models.llama import Llama, LlamaConfig
 from texts import text, window
 
 LINES = [f"Document {i} " + "is long " * (i % 5) + "and ends." for i in range(23)]

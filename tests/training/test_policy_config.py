@@ -4,9 +4,9 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.config.command_line import override
-from jshard.training.config.config import complete
-from jshard.training.config.policy import make_policy
+from jshard.config.parser import override
+from jshard.config.policy_keys import make_policy
+from jshard.config.run_config import complete
 
 
 def policy(**given: str) -> jshard.Policy:

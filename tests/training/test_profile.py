@@ -18,10 +18,10 @@ from flax import nnx
 
 import jshard
 import resumable
+from jshard.config.profiled_steps import profiled_steps
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, UserError
 from jshard.fsdp import scopes
-from jshard.training.config.profiled_steps import profiled_steps
 
 RECIPE = """\
 import grain

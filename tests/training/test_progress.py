@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jshard.training.progress import ProgressDisplay
+from jshard.run.progress import ProgressDisplay
 
 
 def test_without_a_terminal_each_log_is_one_plain_line(capsys):
@@ -102,7 +102,7 @@ def test_the_live_line_has_the_newest_step_whose_loss_is_there(terminal):
 
 def test_before_the_first_step_it_shows_what_is_waited_for(terminal, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("jshard.training.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jshard.run.progress.time.monotonic", lambda: clock[0])
     with terminal() as shown, ProgressDisplay(20, {}) as display:
         for phase, seconds in (("reading the first batch", 4), ("compiling", 33)):
             display.at(phase, 0)

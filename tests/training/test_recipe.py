@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import jshard
+from jshard.config.run_config import complete
 from jshard.errors import UserError
-from jshard.training import recipe as recipes
-from jshard.training.config.config import complete
-from jshard.training.job import make_job
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe import load as recipes
+from jshard.recipe.build import make_job
+from jshard.recipe.load import find_recipe, open_recipe
 
 RECIPE = """\
 def get_config(): return {"whose": WHOSE}

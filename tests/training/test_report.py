@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jshard.errors import UserError
-from jshard.training.report.charts import line_chart, ticks
-from jshard.training.report.report import read_metrics, write_report
+from jshard.report.charts import line_chart, ticks
+from jshard.report.run_report import read_metrics, write_report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 GENERATED = [

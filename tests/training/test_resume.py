@@ -12,20 +12,20 @@ import pytest
 from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
+from jshard.config.run_config import complete
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.training.config.config import complete
-from jshard.training.report.report import read_metrics
-from jshard.training.run_folder.lock import lock_folder
-from jshard.training.run_folder.metrics import RunFolder
-from jshard.training.run_folder.resume import (
+from jshard.report.run_report import read_metrics
+from jshard.run.lock import lock_folder
+from jshard.run.metrics import RunFolder
+from jshard.run.resume import (
     ABSENT,
     changed_keys,
     check_changes,
     describe_changes,
     read_config,
 )
-from jshard.training.run_folder.start import find_start
+from jshard.run.start import find_start
 from test_metrics import read_events
 
 ROOT = Path(__file__).parents[2]
@@ -253,7 +253,7 @@ def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
 HOLD = """\
 import sys, time
 from pathlib import Path
-from jshard.training.run_folder.lock import lock_folder
+from jshard.run.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)

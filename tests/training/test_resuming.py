@@ -17,8 +17,8 @@ from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted, RunFailed, UserError
 from jshard.export import export
-from jshard.training.progress import ProgressDisplay
-from jshard.training.run_folder.lock import lock_folder
+from jshard.run.lock import lock_folder
+from jshard.run.progress import ProgressDisplay
 from resumable import RECIPE, read_metrics, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

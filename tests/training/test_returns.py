@@ -10,8 +10,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from jshard.errors import UserError
-from jshard.training import returns
-from jshard.training.recipe import open_recipe
+from jshard.recipe import contract as returns
+from jshard.recipe.load import open_recipe
 
 CONFIG = ConfigDict({"steps": 3})
 RECIPE = """\

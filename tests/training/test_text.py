@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jshard.training.text import decode, encode
+from jshard.data.text.text_data import decode, encode
 from texts import epoch, text, tokens_of, window
 
 # Windows.

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jshard.data.tokenizers.byte_pieces import PieceTokenizer
+from jshard.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
 from jshard.errors import UserError
-from jshard.training.pieces import PieceTokenizer
-from jshard.training.tokenizer import ByteTokenizer, load_tokenizer
 from small_tokenizer import EOS, TEXT, make_tokenizer
 from texts import text, tokens_of, window
 
