@@ -85,7 +85,7 @@ def added(folder: Path, sizes: dict[str, int]) -> tuple[list[int], int]:
     tensors = write_folder(folder / "hf", shard_bytes=SHARD, sizes=sizes)
     total = sum(array.nbytes for array in tensors.values())
     del tensors
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
     found = []
     for script in (IMPORT, EXPORT):
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """Processes that die at a system call of their choice, or show what would be left.
 
-What stands between them and the disk is tests/system_calls.c, for Linux with gcc.
+What stands between them and the disk is system_calls.c, for Linux with gcc.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """README.md's five lines in the program of a user whose type checker is strict.
 
-tests/test_packaging.py runs pyright over it, with the installed package.
+tests/project/test_packaging.py runs pyright over it, with the installed package.
 """
 
 import jax

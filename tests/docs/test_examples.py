@@ -10,7 +10,7 @@ import pytest
 
 from jshard.plan import has_plugin
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 PART = re.compile(
     r"^<!-- not run: a part of (\S+), [^>]*-->\n```python\n(.*?)^```", re.M | re.S
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 PAGES = [*sorted(REPOSITORY.glob("*.md")), REPOSITORY / "docs/log.md"]
 PAGES += BLOCKS["pages"]()

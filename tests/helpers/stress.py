@@ -5,7 +5,7 @@ processes start cold, and with programs from a compilation cache; each trains te
 from the same values. Every run of a cell must end, with the losses of every other to
 the last bit, and those of one device within rounding.
 
-    python tests/stress.py --minutes=60 PYTHON [PYTHON ...]
+    python tests/helpers/stress.py --minutes=60 PYTHON [PYTHON ...]
 
 goes on until all pairs of values, interpreters too, were in a cell, then again with
 others, and fails at the first that is wrong.
@@ -97,7 +97,7 @@ def losses(
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(cell.devices),
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     if cache is not None:
         environment |= {

@@ -15,8 +15,8 @@ import yaml
 
 import jshard
 
-REPOSITORY = Path(__file__).parents[1]
-EXAMPLE = REPOSITORY / "tests" / "typed_example.py"
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "tests" / "helpers" / "typed_example.py"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 

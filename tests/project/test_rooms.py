@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "rooms.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "rooms.py"
 ROOMS = runpy.run_path(str(SCRIPT))
 PACKAGE = SCRIPT.parents[1] / "jshard"
 

@@ -9,7 +9,7 @@ import pytest
 from jshard.cli.commands import COMMANDS
 from jshard.config.shared_keys import SHARED
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
 BLOCKS = runpy.run_path(str(DOCS / "blocks.py"))

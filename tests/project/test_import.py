@@ -14,7 +14,7 @@ from jshard.cli.commands import COMMANDS
 from jshard.cli.quiet import has_accelerator, is_command
 from tiny_runs import RECIPE
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 WATCHED = """
 import os, sys
 def watch(event, args):

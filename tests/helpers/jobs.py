@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def write_recipe(folder: Path, change: Callable[[str], str] = str) -> None:
-    """Writes `tiny.py`, tests/resumable.py's recipe, changed."""
+    """Writes `tiny.py`, tests/helpers/resumable.py's recipe, changed."""
     (folder / "tiny.py").write_text(change(RECIPE + RECORDING))
 
 
@@ -151,7 +151,7 @@ def environment() -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": os.environ["XLA_FLAGS"],
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "jshard"
+PACKAGE = Path(__file__).parents[2] / "jshard"
 ROOMS = ("layout", "collectives", "cpu", "unit", "fsdp")
 TRACED = (*ROOMS, "optim", "nn", "parallel")
 LONGEST = 7  # positional parameters
