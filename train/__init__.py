@@ -1,0 +1,1 @@
+"""Recipes that come with jshard: one Python file each."""
