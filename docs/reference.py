@@ -22,10 +22,10 @@ from unittest import mock
 
 import jshard
 from jshard.cli.commands import COMMANDS
+from jshard.config.run_config import complete, declarations, flatten
+from jshard.config.shared_keys import REQUIRED, SHARED
 from jshard.knob import Knob
-from jshard.training.config.config import complete, declarations, flatten
-from jshard.training.config.shared_keys import REQUIRED, SHARED
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "reference"
@@ -176,12 +176,13 @@ def public_names(pages: dict[Path, str]) -> set[str]:
 
 
 def _imported(source: str) -> set[str]:
-    """Names that a program imports from within jshard."""
+    """Names that a program imports from jshard, but for packaged models and recipes."""
+    own = ("jshard.models", "jshard.recipes")  # docs/reference/models.md describes them
     return {
         f"{node.module}.{alias.name}"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and node.module
-        if node.module.startswith("jshard.")
+        if node.module.startswith("jshard.") and not node.module.startswith(own)
         for alias in node.names
     }
 

@@ -86,20 +86,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     many, port = whole_number(1, 65_536), whole_number(1, 65_535)
     restarts = whole_number(0, 1_000_000)
-    add(
-        "--command",
-        default=TRAIN,
-        choices=COMMANDS,
-        help="what to start; by default train",
-    )
+    add("--command", default=TRAIN, choices=COMMANDS, help="train by default")
     add("--num_processes", type=many, help="how many in all; by default one per host")
     add("--hosts", type=_hosts, default=[], help="A,B,...; by default this machine")
-    add(
-        "--rsh",
-        type=_command,
-        default=RSH,
-        help=f"how to reach a host; by default {RSH}",
-    )
+    add("--rsh", type=_command, default=RSH, help=f"to reach a host; by default {RSH}")
     add("--port", type=port, help="port of the coordinator; by default any")
     add("--max_restarts", type=restarts, default=0, help="most restarts; by default 0")
     add("--min_hosts", type=many, help="fewest hosts to restart on; by default all")

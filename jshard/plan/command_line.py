@@ -11,17 +11,25 @@ import json
 import os
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.cli.command import run_command
+from jshard.cli.platform import choose_platform, make_cpu_devices
 from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
+from jshard.config.parser import (
+    Arguments,
+    help_text,
+    parse_arguments,
+)
+from jshard.config.run_config import complete, flatten
+from jshard.config.shared_keys import FITTED
 from jshard.errors import UserError
+from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan import topology
 from jshard.plan.constants import find_constants
 from jshard.plan.output import as_json, page, search_output, terminal
@@ -29,23 +37,8 @@ from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.search import search
-from jshard.training.config.command_line import (
-    Arguments,
-    help_text,
-    parse_arguments,
-)
-from jshard.training.config.config import complete, flatten
-from jshard.training.config.shared_keys import FITTED
-from jshard.training.fit import DoesNotFit, is_open
-from jshard.training.make_config import make_config
-from jshard.training.platform import choose_platform, make_cpu_devices
-from jshard.training.recipe import find_recipe, open_recipe
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Names in lines that fit the column of the help text."""
-    return textwrap.fill(", ".join(names), 64).replace("\n", "\n" + 22 * " ")
-
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 
 DOES_NOT_FIT = 3
 USAGE = f"""\
@@ -72,10 +65,11 @@ input.
   --search            tries other ways to run the same training, and prints the Pareto
                       set of speed and memory, with command lines; keys that are given
                       stay fixed
-  --search=KNOB,...   varies only these: {_listed(candidates.DEFAULT_KNOBS)}.
+  --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS[:4])},
+                      {", ".join(candidates.DEFAULT_KNOBS[4:])}.
                       axes are the further mesh axes that the model supports, or name
                       one: mesh.context. Only varied when named, because they change
-                      the computation: {_listed(candidates.CHANGING_KNOBS)}
+                      the computation: {", ".join(candidates.CHANGING_KNOBS)}
   --search.KEY=A,B    varies any key of the config over these values
   --limit=50          the largest number of candidates to compile
   --help              this text, and the keys of the recipe when --config is given
