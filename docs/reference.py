@@ -69,7 +69,7 @@ def commands_page() -> str:
 
 
 def _without_usage(printed: str) -> str:
-    """A help text less argparse's summary, if the options below it are complete."""
+    """A help text less argparse's summary of the options that are listed below it."""
     usage, blank, rest = printed.strip().partition("\n\n")
     return rest if "\noptions:\n" in rest else f"{usage}{blank}{rest}"
 
@@ -142,7 +142,7 @@ def keys_page() -> str:
 def _values(knob: Knob) -> str:
     """The possible values, less what the default shows."""
     possible = knob.possible()
-    if possible in ("True or False", "text"):
+    if possible in ("True or False", "text", "a path"):
         return ""
     return re.sub("^a (whole|finite) number, ", "", possible)
 

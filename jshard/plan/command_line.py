@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from jshard.errors import UserError
 from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan import topology
 from jshard.plan.constants import find_constants
+from jshard.plan.cost.cost import assumed
 from jshard.plan.output import as_json, page, search_output, terminal
 from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
@@ -74,8 +76,8 @@ input.
   --limit=50          the largest number of candidates to compile
   --help              this text, and the keys of the recipe when --config is given
 
-The timeline comes from a model of the GPU. docs/plan.md has its constants, and lists
-what it leaves out.
+{textwrap.fill(f"The timeline's model: {assumed()}.", 88)}
+docs/plan.md lists what it leaves out.
 """
 _FILES: dict[str, Callable[[Plan], str]] = {
     "json": lambda plan: json.dumps(as_json.as_json(plan), indent=1) + "\n",
