@@ -17,8 +17,7 @@ import jax
 
 from compiling import Row, compile_row
 from jshard.plan import GPUS
-from jshard.plan.constants import STATED
-from jshard.plan.topology import GPUS_A_HOST
+from jshard.training.hardware import GPUS_A_HOST, STATED
 from jshard.training.report.charts import Axes, element
 from kit.pictures import picture
 

@@ -17,9 +17,9 @@ import jax
 
 from jshard.plan.program import Program, trace
 from jshard.training.data.batches import batches
+from jshard.training.hardware import peak_flops
 from jshard.training.memory import compiled_bytes
 from jshard.training.recipe import Recipe, find_recipe, open_recipe
-from jshard.training.throughput import peak_flops
 from kit.jobs import Job, gpt2, llamas
 from kit.results import Recorder
 from kit.running import Part

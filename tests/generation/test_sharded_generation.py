@@ -19,10 +19,10 @@ from h100 import h100s
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import Rows, decode_steps
 from jshard.generation.placement import sharded
+from jshard.plan import hlo as programs
 from jshard.plan import tracing_for
-from jshard.plan.cost.cost import work
-from jshard.plan.hlo import hlo as programs
-from jshard.plan.topology import GPUS
+from jshard.plan.cost.kernel_work import work
+from jshard.training.hardware import GPUS
 from models.gpt import GPT, GPTConfig
 
 LAYERS, TOKENS = 4, 3

@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from jshard.fsdp.mesh import AXES, BATCH
-from jshard.plan.constants import STATED
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,
@@ -29,10 +28,10 @@ from jshard.plan.search.estimates import (
     memory_bound,
     state_size,
 )
-from jshard.plan.search.results import Outcome, pareto
-from jshard.plan.topology import GPUS
+from jshard.plan.search.outcomes import Outcome, pareto
 from jshard.training.config.command_line import override
 from jshard.training.config.config import complete
+from jshard.training.hardware import GPUS, STATED
 from jshard.training.memory import compiled_bytes
 
 

@@ -17,9 +17,10 @@ from checkpoints import small_disk
 from jshard.errors import RunFailed, UserError
 from jshard.formatting import format_count, format_duration
 from jshard.training import throughput as speed
+from jshard.training.hardware import peak_flops
 from jshard.training.run_folder.metrics import RunFolder
 from jshard.training.run_folder.pictures import png
-from jshard.training.throughput import Throughput, count_items, peak_flops
+from jshard.training.throughput import Throughput, count_items
 
 CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jshard.errors import UserError
 from jshard.fsdp.activations import POLICIES
-from jshard.plan.topology import GPUS_A_HOST
 from jshard.training.config.config import Config, flatten, nearest
+from jshard.training.hardware import GPUS_A_HOST
 
 Settings = dict[str, str]  # text by key: {"policy.remat": "dots"}
 

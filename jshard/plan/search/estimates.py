@@ -23,10 +23,10 @@ from jshard.fsdp.precision import Precision
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import state_bytes
 from jshard.layout.specs import is_sharded, layer_dims
-from jshard.plan.memory.memory import shard_bytes
+from jshard.plan.memory.breakdown import shard_bytes
 from jshard.plan.program import Program
 from jshard.plan.start_up import equations, product_flops
-from jshard.plan.topology import GPU, GPUS_A_HOST
+from jshard.training.hardware import GPU, GPUS_A_HOST
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,8 @@ from typing import Any
 
 from jshard.errors import UserError
 from jshard.fsdp import mesh as meshes
-from jshard.plan.constants import find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
-from jshard.plan.search.cache import default_folder
 from jshard.plan.search.candidates import (
     AXES,
     REMAT,
@@ -37,12 +35,14 @@ from jshard.plan.search.estimates import (
     memory_bound,
     state_size,
 )
-from jshard.plan.search.results import Outcome, Search
-from jshard.plan.search.workers import Workers
-from jshard.plan.topology import GPU, devices, parse
+from jshard.plan.search.outcomes import Outcome, Search
+from jshard.plan.search.process_pool import Workers
+from jshard.plan.search.result_cache import default_folder
+from jshard.plan.topology import devices, parse
 from jshard.training.config.command_line import override
 from jshard.training.config.config import Config
 from jshard.training.config.policy import make_policy
+from jshard.training.hardware import GPU, find_constants
 from jshard.training.job import make_job, make_mesh
 from jshard.training.make_config import make_config
 from jshard.training.recipe import Recipe, open_recipe
