@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding
 
 import jshard
 from h100 import h100s
+from jshard.fit.hardware import GPUS
 from jshard.fsdp.mesh import BATCH
-from jshard.plan import tracing_for
-from jshard.plan.cost.cost import Transfer, transfer, work
+from jshard.plan import hlo, tracing_for
+from jshard.plan.cost.kernel_work import work
 from jshard.plan.cost.timeline import replay
-from jshard.plan.hlo import hlo
-from jshard.plan.topology import GPUS
+from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.recipes import llama
 
 pytestmark = pytest.mark.h100
