@@ -17,6 +17,7 @@ FILE = ".ci/turn"
 
 
 def git(repository: Path, *words: str) -> str:
+    """What a command of git prints."""
     command = ["git", "-C", str(repository), *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -28,6 +29,7 @@ def raises(repository: Path) -> list[tuple[str, int]]:
 
 
 def commits_since(repository: Path, commit: str) -> int:
+    """How many commits came after one."""
     return int(git(repository, "rev-list", "--count", f"{commit}..HEAD"))
 
 
