@@ -7,6 +7,7 @@ are all that moves.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
@@ -49,7 +50,7 @@ def on_whole_layers(
                     weight_dimension_numbers=dims,
                     **numbers,
                 )
-                start = MuonState(0, 0 * x, coefficients)
+                start = MuonState(jnp.int32(0), jnp.zeros_like(x), coefficients)
                 return tx.update(x, start)[0]
 
             return whole_layers(of_one_layer)(x, state.ns_coeffs)

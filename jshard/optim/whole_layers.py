@@ -101,7 +101,9 @@ def _in_rounds(
 
     # A layer a device: the compiler exchanges shards for layers, and layers for shards.
     on_owners = jax.shard_map(
-        jax.vmap(fn),
+        lambda *args: jax.tree.map(
+            lambda x: x[None], fn(*jax.tree.map(lambda x: x[0], args))
+        ),
         mesh=mesh,
         in_specs=PartitionSpec(axes),
         out_specs=PartitionSpec(axes),
