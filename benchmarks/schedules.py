@@ -93,7 +93,7 @@ def fastest_peer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="llama2_7b,llama3_8b,llama3_70b")
+    parser.add_argument("--recipe", default="llama:2-7b,llama:3-8b,llama:3-70b")
     parser.add_argument("--topology", default="h100:8,h100:64,h100:256")
     parser.add_argument("--remat", default="full,dots")
     parser.add_argument("--strategy", default="zero3", choices=STRATEGIES)

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jshard.errors import UserError
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.variables import is_variable
 from jshard.optim.muon import on_whole_layers
 

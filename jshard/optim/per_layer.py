@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jshard.layout.layers import layer_dims, stack_of, without_layers
+from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
 from jshard.optim.known import with_whole_layers
 

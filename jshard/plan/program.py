@@ -7,15 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fsdp.batch import nearest
 from jshard.fsdp.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
 from jshard.fsdp.state import TrainState
 from jshard.plan.constants import FITTED, Constants
 from jshard.plan.topology import GPU, GPUS, compile_for, devices, parse, tracing_for
-from jshard.training.config.config import Config
-from jshard.training.job import Job, abstract_batch, make_job, make_mesh
-from jshard.training.recipe import Recipe
+from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
+from jshard.recipe.definition import Recipe
 
 ATTACHED = "attached"
 

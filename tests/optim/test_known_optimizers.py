@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import UserError
-from jshard.layout.layers import mark_layers
+from jshard.layout.layer_dims import mark_layers
 from jshard.optim.known import (
     OF_LAYERS,
     OF_NUMBERS,

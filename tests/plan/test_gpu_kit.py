@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import jshard
+from jshard.fit.device_memory import compiled_bytes
 from jshard.fsdp.mesh import BATCH
 from jshard.plan import compile_for, devices, has_plugin, tracing_for
 from jshard.plan.constants import read_constants
 from jshard.plan.cost.traffic import count
 from jshard.plan.hlo import hlo
 from jshard.plan.topology import GPUS
-from jshard.training.memory import compiled_bytes
 from kit import check, fitting, jax_peer, jobs, kernels, peers, planning  # pyright: ignore[reportMissingImports]
 from kit.machine import Machine, find_machine  # pyright: ignore[reportMissingImports]
 from kit.results import DONE, FAILED, TOO_LONG, Recorder, Results  # pyright: ignore[reportMissingImports]

@@ -11,6 +11,9 @@ from ml_collections import ConfigDict
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
+from jshard.config.parser import override
+from jshard.config.run_config import complete
+from jshard.fit.device_memory import compiled_bytes
 from jshard.fsdp.mesh import AXES, BATCH
 from jshard.plan.constants import STATED
 from jshard.plan.search.acquisition import Choice
@@ -31,9 +34,6 @@ from jshard.plan.search.estimates import (
 )
 from jshard.plan.search.results import Outcome, pareto
 from jshard.plan.topology import GPUS
-from jshard.training.config.command_line import override
-from jshard.training.config.config import complete
-from jshard.training.memory import compiled_bytes
 
 
 def config(**changes):

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jshard.fit.device_memory import compiled_bytes
 from jshard.formatting import format_bytes
 from jshard.fsdp.activations import Names
 from jshard.fsdp.policy import Policy
@@ -25,7 +26,6 @@ from jshard.layout.specs import layer_dims
 from jshard.plan.hlo.hlo import direction
 from jshard.plan.memory import buffers, parts
 from jshard.plan.topology import GPU, GPUS_A_HOST
-from jshard.training.memory import compiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,13 @@ docs/plan.md has the schemas.
 import dataclasses
 from typing import Any
 
+from jshard.config.run_config import flatten
 from jshard.plan.constants import FITTED
 from jshard.plan.cost import cost
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Event, Timeline
 from jshard.plan.output.terminal import options
 from jshard.plan.planning import Plan
-from jshard.training.config.config import flatten
 from jshard.version import versions
 
 SCHEMA = 2

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard.config.parser import override
+from jshard.config.policy_keys import make_policy
+from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fsdp import mesh as meshes
 from jshard.plan.constants import find_constants
@@ -40,12 +43,10 @@ from jshard.plan.search.estimates import (
 from jshard.plan.search.results import Outcome, Search
 from jshard.plan.search.workers import Workers
 from jshard.plan.topology import GPU, devices, parse
-from jshard.training.config.command_line import override
-from jshard.training.config.config import Config
-from jshard.training.config.policy import make_policy
-from jshard.training.job import make_job, make_mesh
-from jshard.training.make_config import make_config
-from jshard.training.recipe import Recipe, open_recipe
+from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
 from jshard.unit.remat import names_in
 
 TIMEOUT = 600.0  # seconds to compile a candidate
