@@ -101,9 +101,7 @@ def _in_rounds(
 
     # A layer a device: the compiler exchanges shards for layers, and layers for shards.
     on_owners = jax.shard_map(
-        lambda *args: jax.tree.map(
-            lambda x: x[None], fn(*jax.tree.map(lambda x: x[0], args))
-        ),
+        jax.vmap(fn),
         mesh=mesh,
         in_specs=PartitionSpec(axes),
         out_specs=PartitionSpec(axes),
