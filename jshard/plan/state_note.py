@@ -14,7 +14,7 @@ from jshard.fsdp.mesh import shards_of
 from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.memory_kinds import HOST
-from jshard.layout.padding import exact_types, is_padded
+from jshard.layout.padding import exact_types, padding_now
 from jshard.layout.state_layout import Layout
 from jshard.unit.model import root_variables
 
@@ -57,7 +57,7 @@ def _padded(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     added = {}
     for tree in (state.params, state.frozen):
         for path, variable in nnx.to_flat_state(tree):
-            if is_padded(variable):
+            if padding_now(variable):
                 exact = _exact_size(variable)
                 added[".".join(map(str, path))] = variable.get_value().size - exact
     if not added:
