@@ -62,16 +62,19 @@ def per_layer(
     model stays outside: ``optax.chain(optax.clip_by_global_norm(1.0),
     jshard.optim.per_layer(muon(1e-3)))``.
 
-    Updates that are elementwise, apart from reductions, are mapped over all layers at
-    once. For updates that multiply matrices, an all-to-all gives each device complete
-    matrices, and another returns the shards of the result: no matrix is gathered, no
-    work is done twice, and few full matrices are in memory.
+    It also says that layers are independent: what is elementwise or reduces is mapped
+    over the shards of all layers, products of matrices (Muon's, and those of
+    ``whole_layers``) get complete layers, and states in host memory
+    (``Policy.offload``) are streamed, a layer at a time.
 
     Every Stack has its own state: a transformation that looks across parameters
     (``optax.clip_by_global_norm``, say) sees those of one layer of one Stack.
 
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
+
+    Raises:
+      UserError: ``optax.contrib.muon`` is inside of ``optax.inject_hyperparams``.
     """
     tx = optax.with_extra_args_support(with_whole_layers(tx))
 
