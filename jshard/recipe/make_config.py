@@ -1,25 +1,26 @@
-"""The config of a run, from its recipe and the command line."""
+"""The config of a run: its recipe's, with what the user sets."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from jshard.config.parser import override
+from jshard.config.overrides import override
 from jshard.config.run_config import Config, check, complete
 from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import FROM, SOURCE, require_map, take_architecture
 
 
 def make_config(
-    recipe: Recipe, overrides: Mapping[str, str], workdir: Path | None = None
+    recipe: Recipe, overrides: Mapping[str, Any], workdir: Path | None = None
 ) -> Config:
     """Returns a recipe's config with overrides applied, complete and checked.
 
-    `model.from` sets the keys of the architecture first, so that those on the command
-    line win.
+    `model.from` sets the keys of the architecture first, so that those that are
+    given win.
 
     Args:
       recipe: The recipe.
-      overrides: Text by dotted key.
+      overrides: Values by dotted key.
       workdir: The run's folder, if there may be a run to resume.
 
     Raises:
@@ -29,11 +30,11 @@ def make_config(
     config = complete(recipe.get_config(), recipe.name)
     if SOURCE in overrides:
         why = f"--config.{SOURCE}={overrides[SOURCE]} names a Hugging Face folder"
-        mapped = recipe.map_of(Path(overrides[SOURCE]))
+        mapped = recipe.map_of(Path(str(overrides[SOURCE])))
         mapped = require_map(mapped, recipe.name, why)
         override(config, {SOURCE: overrides[SOURCE]}, recipe.name)
         if config.model[FROM]:
             take_architecture(config, mapped, workdir)
-    override(config, dict(overrides), recipe.name)
+    override(config, overrides, recipe.name)
     check(config)
     return config
