@@ -54,7 +54,7 @@ def test_an_epoch_has_other_gaps_and_validation_the_same(recipe, tmp_path):
     opened, _ = recipe
     (tmp_path / "text.txt").write_text("to be, or not to be: that is it. " * 20)
     keys = {**KEYS, "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2}
-    config = make_config(opened, {key: str(value) for key, value in keys.items()})
+    config = make_config(opened, keys)
     train = opened.make_data(config, "train")
     epoch = [train[i]["inputs"].tolist() for i in range(40)]
     assert len(set(map(tuple, epoch))) > 30
@@ -65,14 +65,14 @@ def test_an_epoch_has_other_gaps_and_validation_the_same(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model.vocab_size": "3"}, "needs 4 sentinels, tokens -1 to 2"),
-        ({"data.first_sentinel": "500"}, r"and model\.vocab_size is 384"),
-        ({"model.vocab_size": "256"}, "one of the sentinels, tokens 252 to 255"),
+        ({"model.vocab_size": 3}, "needs 4 sentinels, tokens -1 to 2"),
+        ({"data.first_sentinel": 500}, r"and model\.vocab_size is 384"),
+        ({"model.vocab_size": 256}, "one of the sentinels, tokens 252 to 255"),
     ],
 )
 def test_sentinels_that_do_not_fit_are_one_line(recipe, tmp_path, keys, message):
     opened, t5 = recipe
-    config = make_config(opened, {**{k: str(v) for k, v in KEYS.items()}, **keys})
+    config = make_config(opened, KEYS | keys)
     with pytest.raises(jshard.UserError, match=message):
         t5.Corruption(config)(np.asarray([255] * 9), np.random.default_rng(0))
 
