@@ -22,11 +22,11 @@ from jshard.cli.platform import (
 )
 from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
-from jshard.config.overrides import RECIPE_OPTIONS, keys_help, read_words
+from jshard.config.overrides import RECIPE_OPTIONS, keys_help
 from jshard.config.run_config import complete
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.recipe.make_config import make_config
+from jshard.recipe.make_config import make_config, read_keys
 
 COMMAND = Command(
     "train",
@@ -63,15 +63,15 @@ def _train(argv: list[str]) -> None:
         sys.exit(supervise(job, [sys.executable, *sys.orig_argv[1:]]))
     platform = choose_platform()
     with join(job) as peers, open_recipe(path) as recipe:
-        config = complete(recipe.get_config(), recipe.name)
         if arguments.help:
+            config = complete(recipe.get_config(), recipe.name)
             show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
             return
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
         workdir = arguments.workdir
-        values = read_words(config, arguments.config_keys, recipe.name)
-        config = make_config(recipe, values, workdir)
+        keys = read_keys(recipe, arguments.config_keys)
+        config = make_config(recipe, keys, workdir)
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
         start_devices()

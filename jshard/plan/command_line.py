@@ -24,7 +24,7 @@ from jshard.cli.platform import choose_platform, make_cpu_devices
 from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
 from jshard.config.overrides import RECIPE_OPTIONS, keys_help, read_words
-from jshard.config.run_config import Config, complete, flatten
+from jshard.config.run_config import complete, flatten
 from jshard.config.shared_keys import FITTED
 from jshard.errors import UserError
 from jshard.fit.memory_choice import DoesNotFit, is_open
@@ -38,7 +38,7 @@ from jshard.plan.search import candidates
 from jshard.plan.search.search import search
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.recipe.make_config import make_config
+from jshard.recipe.make_config import make_config, read_keys
 
 DOES_NOT_FIT = 3
 COMMAND = Command(
@@ -144,13 +144,13 @@ def _plan(argv: list[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
     with open_recipe(path) as recipe:
         with without_remarks():
-            config = complete(recipe.get_config(), recipe.name)
             if arguments.help:
+                config = complete(recipe.get_config(), recipe.name)
                 show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
                 return
-            given = read_words(config, arguments.config_keys, recipe.name)
+            given = read_keys(recipe, arguments.config_keys)
             if arguments.search or arguments.search_keys:
-                _search(arguments, recipe, config, given)
+                _search(arguments, recipe, given)
                 return
             config = make_config(recipe, given)
             make_cpu_devices(config.mesh.cpu_devices)
@@ -168,18 +168,14 @@ def _plan(argv: list[str]) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-def _search(
-    arguments: SimpleNamespace,
-    recipe: Recipe,
-    config: Config,
-    given: dict[str, Any],
-) -> None:
+def _search(arguments: SimpleNamespace, recipe: Recipe, given: dict[str, Any]) -> None:
     for name in ("html", "trace", "hlo"):
         if getattr(arguments, name):
             raise UserError(
                 f"--{name}: shows one plan, and --search makes many; plan the "
                 "candidate that it finds"
             )
+    config = complete(recipe.get_config(), recipe.name)
     listed = {
         key: tuple(
             read_words(config, {key: word}, recipe.name, "search")[key]

@@ -19,6 +19,7 @@ from jshard.models import t5_huggingface as huggingface
 from jshard.models.t5 import T5, T5Config
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.recipes import t5
 
 REPOSITORY = Path(__file__).parents[2]
 KEYS = {"data.sequence_length": 40, "data.noise": 0.2}
@@ -27,7 +28,7 @@ KEYS = {"data.sequence_length": 40, "data.noise": 0.2}
 @pytest.fixture(scope="module")
 def recipe():
     with open_recipe(find_recipe("t5.py")) as recipe:
-        yield recipe, sys.modules["train.t5"]
+        yield recipe, t5
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 40])
