@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.restore import find_step
 from jshard.cli.command import run_command
-from jshard.cli.options import Command, Option
+from jshard.cli.options import CHECKPOINT, Command, Option
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
@@ -41,47 +41,32 @@ COMMAND = Command(
     "export",
     "Writes the model of a checkpoint as safetensors files.",
     {
-        "PATH": Option(
-            None,
-            "a run's folder, a folder of checkpoints, or one checkpoint",
-            kind=Path,
-            required=True,
-        ),
+        "PATH": CHECKPOINT,
         "output": Option(
-            None,
-            "the folder to write to; it must not contain an export",
-            kind=Path,
-            required=True,
-            shown="DIR",
+            None, "the folder to write to; it must not contain an export",
+            kind=Path, required=True, shown="DIR",
         ),
         "format": Option(
-            "jshard",
-            "names of the tensors: jshard, the model's own; huggingface, those of "
-            "transformers, with config.json and the tokenizer's files, and adapters "
-            "merged into the weights; timm's; or peft, the adapters alone as PEFT has "
-            "them",
+            "jshard", "names of the tensors: the model's own; those of transformers, "
+            "with config.json and the tokenizer's files, and adapters merged into the "
+            "weights; those of timm; or the adapters alone as PEFT has them",
             choices=FORMATS,
         ),
         "config": Option(
-            None,
-            "the run's recipe, which knows the names, if it is not where it was",
-            kind=str,
-            shown="RECIPE",
+            None, "the run's recipe, which knows the names, if it is not where it was",
+            kind=str, shown="RECIPE",
         ),
         "ema": Option(False, "export the averages instead of the trained parameters"),
         "dtype": Option(
-            None,
-            "dtype of floating-point tensors; by default as trained",
-            kind=str,
+            None, "dtype of floating-point tensors; by default as trained", kind=str,
             choices=_FLOATS,
         ),
         "max_shard_size": Option(
-            "5GB",
-            "the most bytes of tensors in a file, and of host memory, e.g. 500MB",
-            shown="SIZE",
+            "5GB", "the most bytes of tensors in a file, e.g. 500MB; as much host "
+            "memory is needed", shown="SIZE",
         ),
     },
-)
+)  # fmt: skip
 
 
 def main() -> None:

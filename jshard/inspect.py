@@ -13,7 +13,7 @@ from jshard.checkpoint.described import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import run_command
-from jshard.cli.options import Command, Option
+from jshard.cli.options import CHECKPOINT, Command, Option
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.config.run_config import flatten
@@ -24,12 +24,7 @@ COMMAND = Command(
     "inspect",
     "Shows what a checkpoint holds, without reading its arrays.",
     {
-        "PATH": Option(
-            None,
-            "a run's folder, a folder of checkpoints, or one checkpoint",
-            kind=Path,
-            required=True,
-        ),
+        "PATH": CHECKPOINT,
         "verify": Option(False, "read all files and compare their checksums"),
         "full": Option(False, "list every array and every key of the config"),
     },

@@ -44,7 +44,7 @@ PORTS = 20  # ports to try if other programs use them
 TRAIN = "train"
 COMMANDS = (TRAIN, "generate", "perplexity")  # those that run in several processes
 NO_RESTART = (0, 2, 75)  # done, bad input, preempted
-_MANY: dict[str, Any] = {"at_least": 1, "at_most": 65_536}
+_MANY: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 65_536}
 
 # Runs a command and sends it the signals named on standard input. When standard input
 # ends, as when the connection is cut, the command is killed.
@@ -66,31 +66,19 @@ COMMAND = Command(
     "-- are passed to the command.",
     {
         "command": Option(TRAIN, "what to start", choices=COMMANDS),
-        "num_processes": Option(
-            None, "how many in all; by default one per host", kind=int, **_MANY
-        ),
+        "num_processes": Option(None, "how many; by default one per host", **_MANY),
         "hosts": Option(
-            None,
-            "where to start them; by default this machine",
-            kind=str,
-            shown="A,B,...",
+            None, "where; by default this machine", kind=str, shown="A,B,..."
         ),
         "rsh": Option(RSH, "reaches a host", shown="COMMAND"),
         "port": Option(
-            None,
-            "of the coordinator; by default any",
-            kind=int,
-            at_least=1,
+            None, "of the coordinator; by default any", kind=int, at_least=1,
             at_most=65_535,
         ),
-        "max_restarts": Option(
-            0, "how often a job that failed is restarted", at_least=0, at_most=10**6
-        ),
-        "min_hosts": Option(
-            None, "fewest to restart on; by default all", kind=int, **_MANY
-        ),
+        "max_restarts": Option(0, "after failures", at_least=0, at_most=10**6),
+        "min_hosts": Option(None, "fewest to restart on; by default all", **_MANY),
     },
-)
+)  # fmt: skip
 
 
 def main() -> None:

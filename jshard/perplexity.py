@@ -30,12 +30,11 @@ COMMAND = Command(
             None, "tokens of a window; by default the model's context", **_COUNT
         ),
         "stride": Option(
-            None,
-            "tokens from one window to the next; by default half a window",
+            None, "tokens from one window to the next; by default half a window",
             **_COUNT,
         ),
     },
-)
+)  # fmt: skip
 
 
 def main() -> None:

@@ -15,36 +15,24 @@ COMMAND = Command(
     "started again, it continues.",
     {
         "PATH": Option(
-            (),
-            "a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of these; "
-            "records are texts or chats",
-            kind=Path,
-            required=True,
-            repeats=True,
+            (), "a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
+            "these; records are texts or chats", kind=Path, required=True, repeats=True,
         ),
         "tokenizer": Option(
-            None,
-            "a tokenizer.json of Hugging Face's tokenizers, or a folder with one",
-            kind=Path,
-            required=True,
+            None, "a tokenizer.json of Hugging Face's tokenizers, or a folder with one",
+            kind=Path, required=True,
         ),
         "output": Option(
-            None,
-            "the folder to write to; new, or of the same command that did not finish",
-            kind=Path,
-            required=True,
-            shown="DIR",
+            None, "the folder to write to; new, or of the same command that did not "
+            "finish", kind=Path, required=True, shown="DIR",
         ),
         "text_key": Option("text", "the name of the text in a record"),
         "workers": Option(
-            None,
-            "processes; by default one a core",
-            kind=int,
-            at_least=1,
+            None, "processes; by default one a core", kind=int, at_least=1,
             at_most=4096,
         ),
     },
-)
+)  # fmt: skip
 
 
 def main() -> None:

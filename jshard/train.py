@@ -34,9 +34,7 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "workdir": Option(
-            None,
-            "the run's folder; by default runs/RECIPE-DATE-TIME",
-            kind=Path,
+            None, "the run's folder; by default runs/RECIPE-DATE-TIME", kind=Path,
             shown="DIR",
         ),
         **cluster.OPTIONS,
@@ -46,7 +44,7 @@ COMMAND = Command(
         "them, or if each is started with the same command and its --process_id "
         "(docs/cluster; python -m jshard.launch does that).",
     ),
-)
+)  # fmt: skip
 _IMPORTED = time.time()
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ from jshard.errors import UserError
 from jshard.formatting import did_you_mean
 from jshard.knob import Knob
 
-_WIDTH, _COLUMN = 88, 24  # of the help, and where it explains
 _SHOWN: dict[Any, str] = {int: "N", float: "N", str: "TEXT", Path: "PATH"}
+_COLUMN = 24  # where the help explains an option
+_wrapped = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Option(Knob):
     """An option of a command. A default of None is for what may be left out.
 
@@ -29,7 +31,6 @@ class Option(Knob):
       shown: What stands for a value in the help, like "DIR".
     """
 
-    _: dataclasses.KW_ONLY
     required: bool = False
     repeats: bool = False
     bare: Any = None
@@ -50,24 +51,22 @@ class Option(Knob):
         value = self.shown or "|".join(self.choices) or _SHOWN[self.kind]
         return f"--{name}={value}" if self.bare is None else f"--{name}[={value}]"
 
-    def meaning(self) -> str:
-        """Returns the help, with the default if it says something."""
-        if self.default in (None, False, "", ()):
-            return self.help
-        return f"{self.help}; by default {self.default}"
+
+# What the commands read that compute nothing.
+CHECKPOINT = Option(
+    None, "a run's folder, a folder of checkpoints, or one checkpoint", kind=Path,
+    required=True,
+)  # fmt: skip
 
 
 def check_value(name: str, value: Any, knob: Knob, given: Any = None) -> None:
-    """Checks a value: that of an option, or of a key as `config.KEY`.
+    """Raises a UserError if a knob's value is impossible.
 
     Args:
-      name: What has the value, without dashes.
+      name: Of the option, or of a key as `config.KEY`.
       value: The value, cast to the knob's type.
       knob: The declaration.
       given: What the user gave, if that is not the value.
-
-    Raises:
-      UserError: The value is impossible.
     """
     problem = knob.problem(value)
     if not problem and knob.kind is Path and not knob.is_special(value):
@@ -77,11 +76,7 @@ def check_value(name: str, value: Any, knob: Knob, given: Any = None) -> None:
 
 
 def read_value(name: str, text: str, knob: Knob) -> Any:
-    """Converts a word of the command line to a value, once, and checks that.
-
-    Raises:
-      UserError: The value is impossible.
-    """
+    """Returns the value for a word of the command line; a UserError as above."""
     try:
         value = knob.read(text)
     except ValueError:
@@ -121,7 +116,7 @@ class Command:
           UserError: An option is unknown, missing, or has no value or a bad one.
         """
         found: dict[str, Any] = {}
-        families: dict[str, dict[str, str]] = {
+        keys: dict[str, dict[str, str]] = {
             name: {} for name in self.options if name.endswith(".KEY")
         }
         wants_help = False
@@ -131,38 +126,38 @@ class Command:
                 wants_help = True
                 continue
             name, key, text = self._split(word, found)
-            if key:
-                label = f"--{name}.{key}"
-                families[f"{name}.KEY"][key] = _text(label, text, rest, empty=True)
-                continue
             option = self.options[name]
+            if key:
+                label = f"--{name.removesuffix('KEY')}{key}"
+                keys[name][key] = _text(label, text, rest, option)
+                continue
             value = option.bare
             if text is not None or value is None:
                 label = name if name.isupper() else f"--{name}"
-                text = _text(label, text, rest, empty=option.kind is str)
+                text = _text(label, text, rest, option)
                 value = read_value(name, text, option)
                 value = Path(value) if option.kind is Path else value
             found[name] = (*found.get(name, ()), value) if option.repeats else value
-        if wants_help and not ("config.KEY" in families and "config" in found):
+        if wants_help and not ("config.KEY" in keys and "config" in found):
             show(self.help(), end="")
             sys.exit(0)
         for name, option in self.options.items():
             if option.required and name not in found and not wants_help:
                 raise UserError(f"{option.label(name)} is missing; see --help")
             found.setdefault(name, option.default)
-        found |= {name.replace(".KEY", "_keys"): x for name, x in families.items()}
+        found |= {name.replace(".KEY", "_keys"): texts for name, texts in keys.items()}
         return SimpleNamespace(**found, help=wants_help)
 
     def _split(self, word: str, found: Iterable[str]) -> tuple[str, str, str | None]:
-        """Returns an option's name, its key if any, and its value if `=` is in it."""
+        """Returns the name of a word's option, its key, and the text after `=`."""
         if not word.startswith("-"):
             for name, option in self.options.items():
                 if name.isupper() and (option.repeats or name not in found):
                     return name, "", word
         label, equals, text = word.partition("=")
         name, dot, key = label.removeprefix("--").partition(".")
-        known = f"{name}.KEY" if key else f"{name}{dot}"
-        if not label.startswith("--") or known not in self.options or name.isupper():
+        name = f"{name}.KEY" if key else f"{name}{dot}"
+        if not label.startswith("--") or name not in self.options or name.isupper():
             names = [f"--{name}" for name in self.options if not name.isupper()]
             hint = did_you_mean(label, [*names, "--help"])
             raise UserError(f"unknown argument {word!r}{hint}; see --help")
@@ -170,48 +165,38 @@ class Command:
 
     def help(self) -> str:
         """Returns what `--help` prints."""
-        usage = [f"usage: python -m jshard.{self.name}"]
-        rows = []
+        usage, rows = [f"usage: python -m jshard.{self.name}"], []
         for name, option in self.options.items():
-            label = option.label(name)
-            rows.append(_row(label, option.meaning()))
+            label, about = option.label(name), option.help
+            if option.default not in (None, False, "", ()):
+                about += f"; by default {option.default}"
+            rows += _row(label, about)
             label += " ..." if name.endswith(".KEY") else ""
             usage.append(label if option.required else f"[{label}]")
-        rows.append(_row("--help", "this text; with --config, the recipe's keys, too"
-                         if "config.KEY" in self.options else "this text"))  # fmt: skip
+        keys = "; with --config, the recipe's keys, too"
+        rows += _row("--help", f"this text{keys * ('config.KEY' in self.options)}")
         paragraphs = [
-            _fill(" ".join(usage), " " * 6),
-            _fill(self.about),
-            "\n".join(rows),
-            *map(_fill, self.notes),
+            _wrapped(" ".join(usage), 88, subsequent_indent=" " * 6),
+            _wrapped(self.about, 88),
+            rows,
+            *(_wrapped(note, 88) for note in self.notes),
         ]
-        return "\n\n".join(paragraphs) + "\n"
+        return "\n\n".join(map("\n".join, paragraphs)) + "\n"
 
 
-def _text(label: str, text: str | None, rest: Iterator[str], *, empty: bool) -> str:
-    """Returns what follows an option: the text after `=`, or the next word."""
-    if text is None:
-        text, empty = next(rest, ""), False
-        text = "" if text.startswith("--") else text
-    if not text and not empty:
-        raise UserError(f"{label} needs a value: {label}=...")
-    return text
-
-
-def _row(label: str, text: str) -> str:
+def _row(label: str, about: str) -> list[str]:
+    """Returns the lines of the help on an option."""
+    above = [f"  {label}"] if len(label) + 4 > _COLUMN else []
     indent = " " * _COLUMN
-    if len(label) + 4 > _COLUMN:
-        return f"  {label}\n{indent}{_fill(text, indent)}"
-    return f"  {label:<{_COLUMN - 2}}{_fill(text, indent)}"
+    first, *others = _wrapped(about, 88 - _COLUMN)
+    beside = f"  {'' if above else label:<{_COLUMN - 2}}{first}"
+    return [*above, beside, *(f"{indent}{line}" for line in others)]
 
 
-def _fill(text: str, indent: str = "") -> str:
-    """Wraps text; what follows the first line is indented."""
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    ).lstrip()
+def _text(label: str, text: str | None, rest: Iterator[str], option: Option) -> str:
+    """Returns what follows an option: the text after `=`, or the next word."""
+    following = next(rest, "") if text is None else ""
+    value = text or (following if not following.startswith("--") else "")
+    if not value and (text is None or option.kind is not str):
+        raise UserError(f"{label} needs a value: {label}=...")
+    return value

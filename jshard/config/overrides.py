@@ -15,16 +15,13 @@ from jshard.knob import Knob
 # Of the commands that run a recipe.
 RECIPE_OPTIONS = {
     "config": Option(
-        None,
-        "the recipe: a path, a file in ./train/, or a packaged recipe, e.g. gpt.py",
-        kind=Path,
-        required=True,
-        shown="FILE",
+        None, "the recipe: a path, a file in ./train/, or a packaged recipe, e.g. "
+        "gpt.py", kind=Path, required=True, shown="FILE",
     ),
     "config.KEY": Option(
         "", "sets one of the recipe's keys, e.g. --config.steps=100", shown="VALUE"
     ),
-}
+}  # fmt: skip
 
 
 def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:

@@ -13,26 +13,18 @@ from jshard.errors import UserError
 _COUNT: dict[str, Any] = {"kind": int, "at_most": 999_999_999}
 OPTIONS = {
     "coordinator": Option(
-        None,
-        "the host of process 0, and a free port there",
-        kind=str,
+        None, "the host of process 0, and a free port there", kind=str,
         shown="HOST:PORT",
     ),
     "num_processes": Option(None, "the number of processes", at_least=1, **_COUNT),
     "process_id": Option(
-        None,
-        "the number of this process, from 0",
-        at_least=0,
-        shown="I",
-        **_COUNT,
+        None, "the number of this process, from 0", at_least=0, shown="I", **_COUNT
     ),
     "local_device_ids": Option(
-        None,
-        "the GPUs of this process; by default all that it sees",
-        kind=str,
+        None, "the GPUs of this process; by default all that it sees", kind=str,
         shown="0,1",
     ),
-}
+}  # fmt: skip
 
 # Environment variables that jshard.launch sets for the processes it starts.
 LOCAL = "JSHARD_LOCAL"  # "1/4": rank and number of processes on this host

@@ -41,6 +41,7 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 
 DOES_NOT_FIT = 3
+_FILE: dict[str, Any] = {"kind": Path, "shown": "FILE"}
 COMMAND = Command(
     "plan",
     "Compiles the step that training would run, for GPUs that need not be present, and "
@@ -49,65 +50,39 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "topology": Option(
-            None,
-            "this many GPUs, eight per host, e.g. h100:64; GPUs are "
+            None, "this many GPUs, eight per host, e.g. h100:64; GPUs are "
             f"{', '.join(topology.GPUS)}, and {ATTACHED} is this machine's devices (no "
-            "timeline on CPUs)",
-            kind=str,
-            required=True,
-            shown="GPU:NUMBER",
+            "timeline on CPUs)", kind=str, required=True, shown="GPU:NUMBER",
         ),
         "constants": Option(
-            "fitted",
-            "how fast the GPU is: fitted to published runs, stated, or a file, as "
-            "benchmarks/gpu.py writes it",
-            kind=Path,
-            shown="NAME",
+            "fitted", "how fast the GPU is: fitted to published runs, stated, or a "
+            "file, as benchmarks/gpu.py writes it", kind=Path, shown="NAME",
         ),
-        "json": Option(
-            None, "all of it as data, with all gaps", kind=Path, shown="FILE"
-        ),
-        "html": Option(
-            None, "a page with an interactive timeline", kind=Path, shown="FILE"
-        ),
-        "trace": Option(
-            None, "the timeline for ui.perfetto.dev", kind=Path, shown="FILE"
-        ),
-        "hlo": Option(
-            None,
-            "the compiled program, in the order in which it runs",
-            kind=Path,
-            shown="FILE",
-        ),
+        "json": Option(None, "all of it as data, with all gaps", **_FILE),
+        "html": Option(None, "a page with an interactive timeline", **_FILE),
+        "trace": Option(None, "the timeline for ui.perfetto.dev", **_FILE),
+        "hlo": Option(None, "the compiled program, in its order", **_FILE),
         "search": Option(
-            (),
-            "tries other ways to run the same training, and prints the Pareto set of "
-            "speed and memory, with command lines; keys that are given stay fixed. "
+            (), "tries other ways to run the same training, and prints the Pareto set "
+            "of speed and memory, with command lines; keys that are given stay fixed. "
             "Only the named knobs vary, or all of these: "
             f"{', '.join(candidates.DEFAULT_KNOBS)}. Here axes are further axes of the "
             "mesh, those that the model can take (mesh.context: that one alone). These "
             "change the computation and vary only if named: "
             f"{', '.join(candidates.CHANGING_KNOBS)}",
-            kind=str,
-            repeats=True,
-            bare="",
-            shown="KNOB,...",
+            kind=str, repeats=True, bare="", shown="KNOB,...",
         ),
-        "search.KEY": Option(
-            "", "varies any key of the config over these values", shown="A,B"
-        ),
+        "search.KEY": Option("", "varies any key over these values", shown="A,B"),
         "limit": Option(
-            50,
-            "with --search, the largest number of candidates to compile",
-            at_least=1,
-            at_most=10**9,
+            50, "with --search, the largest number of candidates to compile",
+            at_least=1, at_most=10**9,
         ),
     },
     notes=(
         f"The timeline's model: {assumed()}.",
         "docs/plan.md lists what it leaves out.",
     ),
-)
+)  # fmt: skip
 _FILES: dict[str, Callable[[Plan], str]] = {
     "json": lambda plan: json.dumps(as_json.as_json(plan), indent=1) + "\n",
     "html": page.render,

@@ -32,12 +32,12 @@ COMMAND = Command(
     "Continues prompts with a trained model.",
     {
         **MODEL_OPTIONS,
-        "prompt": Option(None, "shown with what follows, as it is generated", kind=str),
+        "prompt": Option(
+            None, "shown with what follows, as it is generated", kind=str
+        ),
         "prompts": Option(
-            None,
-            'a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
-            kind=Path,
-            shown="FILE",
+            None, 'a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
+            kind=Path, shown="FILE",
         ),
         "length": Option(128, "the most tokens to generate after a prompt", **_COUNT),
         "temperature": Option(0.8, "0 always takes the likeliest token"),
@@ -50,26 +50,20 @@ COMMAND = Command(
         ),
         "batch_size": Option(32, "prompts that are continued together", **_COUNT),
         "stop_token": Option(
-            (),
-            "a token that ends a text, besides those of the tokenizer; repeatable",
-            kind=int,
-            repeats=True,
-            shown="ID",
-            **_TOKEN,
+            (), "a token that ends a text, besides those of the tokenizer; repeatable",
+            kind=int, repeats=True, shown="ID", **_TOKEN,
         ),
         "format": Option(
-            "text",
-            "of the output: text, or a JSON object a prompt",
+            "text", "of the output: text, or a JSON object a prompt",
             choices=("text", "jsonl"),
         ),
         "weights": Option(
-            "auto",
-            "whether each device holds all weights, or a shard; auto replicates them "
-            "if they fit and there is one process",
+            "auto", "whether each device holds all weights, or a shard; auto "
+            "replicates them if they fit and there is one process",
             choices=("auto", "replicated", "sharded"),
         ),
     },
-)
+)  # fmt: skip
 _FREE = 0.4  # of a device's memory for the weights: they are copied once, and the cache
 
 

@@ -18,43 +18,27 @@ from jshard.trained.trained_model import TrainedModel, open_model
 
 MODEL_OPTIONS = {
     "model": Option(
-        None,
-        "a run's folder, a checkpoint, or a Hugging Face folder",
-        kind=Path,
-        required=True,
-        shown="RUN_OR_DIR",
+        None, "a run's folder, a checkpoint, or a Hugging Face folder", kind=Path,
+        required=True, shown="RUN_OR_DIR",
     ),
     "config": Option(
-        None,
-        "the model's recipe, if it is not where the run says",
-        kind=str,
+        None, "the model's recipe, if it is not where the run says", kind=str,
         shown="RECIPE",
     ),
     "tokenizer": Option(
-        None,
-        "by default the run's, or that in the Hugging Face folder",
-        kind=Path,
-        shown="FILE_OR_DIR",
+        None, "by default the run's, or that in the Hugging Face folder", kind=Path
     ),
     "dtype": Option(
-        None,
-        "of weights and computation; by default the run's own, and float32 for a "
-        "Hugging Face folder",
-        kind=str,
-        choices=("float32", "bfloat16"),
+        None, "of weights and computation; by default the run's own, and float32 for a "
+        "Hugging Face folder", kind=str, choices=("float32", "bfloat16"),
     ),
-    "ema": Option(
-        False, "take the averages of the run's parameters (policy.ema_decay)"
-    ),
+    "ema": Option(False, "take the averages of the run's parameters"),
     "base": Option(
-        None,
-        "where the weights are that a run of adapters did not train, if they have "
-        "moved",
-        kind=Path,
-        shown="DIR",
+        None, "where the weights are that a run of adapters did not train, if they "
+        "have moved", kind=Path, shown="DIR",
     ),
     **cluster.OPTIONS,
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager

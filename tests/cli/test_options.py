@@ -62,6 +62,7 @@ def test_values_have_the_types_of_their_declarations():
 def test_a_text_and_a_key_may_be_empty():
     found = COMMAND.parse([RECIPE, "--prompt=", "--config.a="])
     assert (found.prompt, found.config_keys) == ("", {"a": ""})
+    assert COMMAND.parse([RECIPE, "--prompt=--help"]).prompt == "--help"
 
 
 @pytest.mark.parametrize(
