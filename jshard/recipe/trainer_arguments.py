@@ -1,4 +1,4 @@
-"""A recipe in Python: a file's, a module's, or put together from parts."""
+"""What a `Trainer` is given: a recipe, parts of one, and keys of the config."""
 
 import dataclasses
 import functools
@@ -32,15 +32,14 @@ _OPTIONS = ("on_step", "on_evaluation", "on_checkpoint", "config", "workdir")
 _MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
-def open_parts(
+def recipe_of_parts(
     recipe: Any, parts: Mapping[str, Any]
 ) -> tuple[Recipe, Callable[[], AbstractContextManager[Any]]]:
-    """Makes a recipe of what a user has.
+    """Returns a recipe with the parts that take the place of its own.
 
     Args:
       recipe: A path or name, a module, an opened `Recipe`, or None.
-      parts: The functions of a recipe, and data by split as `train_data` and so on;
-        they take the place of the recipe's own.
+      parts: The functions of a recipe, and data by split as `train_data` and so on.
 
     Returns:
       The recipe, and the context in which its functions can be called.
