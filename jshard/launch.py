@@ -66,17 +66,21 @@ COMMAND = Command(
     "-- are passed to the command.",
     {
         "command": Option(TRAIN, "what to start", choices=COMMANDS),
-        "num_processes": Option(None, "how many; by default one per host", **_MANY),
-        "hosts": Option(
-            None, "where; by default this machine", kind=str, shown="A,B,..."
+        "num_processes": Option(
+            None, "how many in all; by default one per host", **_MANY
         ),
-        "rsh": Option(RSH, "reaches a host", shown="COMMAND"),
+        "hosts": Option(
+            None, "where to run; by default this machine", kind=str, shown="A,B,..."
+        ),
+        "rsh": Option(RSH, "to reach a host", shown="COMMAND"),
         "port": Option(
-            None, "of the coordinator; by default any", kind=int, at_least=1,
+            None, "port of the coordinator; by default any", kind=int, at_least=1,
             at_most=65_535,
         ),
-        "max_restarts": Option(0, "after failures", at_least=0, at_most=10**6),
-        "min_hosts": Option(None, "fewest to restart on; by default all", **_MANY),
+        "max_restarts": Option(0, "most restarts", at_least=0, at_most=10**6),
+        "min_hosts": Option(
+            None, "fewest hosts to restart on; by default all", **_MANY
+        ),
     },
 )  # fmt: skip
 

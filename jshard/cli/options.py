@@ -171,12 +171,11 @@ class Command:
             if option.default not in (None, False, "", ()):
                 about += f"; by default {option.default}"
             rows += _row(label, about)
-            label += " ..." if name.endswith(".KEY") else ""
-            usage.append(label if option.required else f"[{label}]")
+            usage += [label] if option.required else []
         keys = "; with --config, the recipe's keys, too"
         rows += _row("--help", f"this text{keys * ('config.KEY' in self.options)}")
         paragraphs = [
-            _wrapped(" ".join(usage), 88, subsequent_indent=" " * 6),
+            [" ".join([*usage, "[OPTIONS]"])],
             _wrapped(self.about, 88),
             rows,
             *(_wrapped(note, 88) for note in self.notes),

@@ -32,7 +32,9 @@ MODEL_OPTIONS = {
         None, "of weights and computation; by default the run's own, and float32 for a "
         "Hugging Face folder", kind=str, choices=("float32", "bfloat16"),
     ),
-    "ema": Option(False, "take the averages of the run's parameters"),
+    "ema": Option(
+        False, "take the averages of the run's parameters (policy.ema_decay)"
+    ),
     "base": Option(
         None, "where the weights are that a run of adapters did not train, if they "
         "have moved", kind=Path, shown="DIR",

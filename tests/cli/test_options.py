@@ -135,7 +135,7 @@ def test_help_lists_the_options_and_ends_but_waits_for_a_recipes_keys(capsys):
     assert end.value.code == 0
     assert text == COMMAND.help()
     for row in (
-        "usage: python -m jshard.try [PATH ...] --config=FILE [--config.KEY=VALUE ...]",
+        "usage: python -m jshard.try --config=FILE [OPTIONS]\n\nTries options.\n",
         "  --workdir=DIR         a folder\n",
         "  --rate=N              how fast; by default 0.5\n",
         "  --dtype=int|float     of what; by default int\n",

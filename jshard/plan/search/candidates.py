@@ -10,9 +10,9 @@ from typing import Any
 from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT
 from jshard.errors import UserError
+from jshard.fit.hardware import GPUS_A_HOST
 from jshard.formatting import did_you_mean
 from jshard.fsdp.activations import POLICIES
-from jshard.plan.topology import GPUS_A_HOST
 
 Settings = dict[str, Any]  # values by key: {"policy.remat": "dots"}
 
