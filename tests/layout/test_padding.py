@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import hlo
 import jshard
 from jshard.checkpoint import metadata
-from jshard.checkpoint.restore import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.hub.tensor_names import tensor_names
 from jshard.layout.layout import Layout
 from jshard.layout.padding import is_padded, padded_dim, padding_of
