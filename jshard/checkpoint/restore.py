@@ -13,7 +13,6 @@ from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
-from jshard.layout.padding import exact_types
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
@@ -185,7 +184,7 @@ def restore_state(folder: Path, state: TrainState) -> TrainState:
 def check_fits(folder: Path, state: TrainState) -> None:
     """Raises what ``restore_state`` raises for a checkpoint of another model."""
     about = metadata.read(folder)
-    wanted = metadata.arrays_by_name(exact_types(state))
+    wanted = metadata.exact_by_name(state)
     if frozen.KEY in about:
         wanted = {name: x for name, x in wanted.items() if not frozen.is_frozen(name)}
     check(folder, wanted, about["arrays"])

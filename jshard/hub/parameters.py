@@ -18,7 +18,6 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
-from jshard.layout.padding import exact_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ def find_parameters(
         return source
     folder = find_step(path)
     targets, sources = match_parameters(folder, state, optimizer)
-    exact = metadata.arrays_by_name(exact_types(state))
+    exact = metadata.exact_by_name(state)
     check(
         folder,
         {key: exact[name] for key, (name, _) in targets.items()},

@@ -33,6 +33,16 @@ def device_limit(devices: Sequence[Any]) -> int:
     return min(filter(None, limits), default=0)
 
 
+def shard_size(x: Any) -> int:
+    """Returns the elements of an array's shard on one device."""
+    return math.prod(x.sharding.shard_shape(x.shape))
+
+
+def shard_bytes(x: Any) -> int:
+    """Returns their bytes."""
+    return shard_size(x) * x.dtype.itemsize
+
+
 def state_bytes(state: Any, *, on_host: bool = False) -> int:
     """Returns the bytes of an abstract state for one device.
 
@@ -42,7 +52,7 @@ def state_bytes(state: Any, *, on_host: bool = False) -> int:
         memory of the device.
     """
     return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        shard_bytes(x)
         for x in jax.tree.leaves(state)
         if (x.sharding.memory_kind == HOST) == on_host
     )

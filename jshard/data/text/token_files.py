@@ -118,7 +118,7 @@ def map_tokens(file: Path, name: str, token_dtype: str) -> Piece:
     if mask.exists():
         if mask.stat().st_size != length:
             raise UserError(
-                f"{mask}: has not a byte for each of the {length} tokens of "
+                f"{mask}: does not have a byte for each of the {length} tokens of "
                 f"{file.name}; tokenize the chats again"
             )
         trained = functools.partial(_memmap, mask, "bool", 0, length)
