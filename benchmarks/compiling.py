@@ -151,8 +151,9 @@ def make_mesh(row: Row) -> Mesh:
 
 def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
     """The traced step, its abstract state, and the parameters of that."""
-    recipe = importlib.import_module(f"train.{row.recipe}")
-    config = recipe.get_config()
+    name, _, argument = row.recipe.partition(":")
+    recipe = importlib.import_module(f"jshard.recipes.{name}")
+    config = recipe.get_config(argument) if argument else recipe.get_config()
     config.model.update({"attention": row.attention, **dict(row.model)})
     if row.layers:
         config.model.num_layers = row.layers

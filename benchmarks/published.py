@@ -148,7 +148,7 @@ def print_runs(
     for run, found, left in zip(RUNS, steps, errors, strict=True):
         row = run.row
         length = dict(row.model).get("sequence_length") or (
-            8192 if row.recipe.startswith("llama3") else 4096
+            8192 if row.recipe.startswith("llama:3") else 4096
         )
         number = parse(row.topology)[1]
         scanned = dict(row.form).get("scan", True)

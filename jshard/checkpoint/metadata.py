@@ -17,7 +17,7 @@ from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.hub.tensor_names import stack_paths
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.variables import is_variable
 from jshard.nn.dropout import is_random

@@ -121,11 +121,12 @@ def facts_of(
 def _code(recipe: Recipe) -> dict[str, str]:
     """Returns digests of jshard, the recipe, and the modules beside it."""
     package = Path(__file__).parents[1]
+    linked = (package / "models", package / "recipes")  # which rglob does not follow
+    found = {file for folder in (package, *linked) for file in folder.rglob("*.py")}
     jshard = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        if package / "recipes" not in file.parents:
-            jshard.update(file.relative_to(package).as_posix().encode())
-            jshard.update(file.read_bytes())
+    for file in sorted(found):
+        jshard.update(file.relative_to(package).as_posix().encode())
+        jshard.update(file.read_bytes())
     files = {}
     if recipe.file is not None:
         files = {recipe.file.name: recipe.file, **own_modules(recipe.file)}

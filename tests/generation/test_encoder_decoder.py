@@ -11,7 +11,7 @@ from flax import nnx
 
 import jshard
 from jshard.generation import Generator, Sampling, answer_inputs
-from jshard.generation.layers import without_stacks
+from jshard.generation.unstacked import without_stacks
 from jshard.models.t5 import T5, T5Config
 
 VOCAB, START = 50, 3

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard.generation import Generator, Sampling, continue_prompts
-from jshard.generation.layers import Layers, without_stacks
+from jshard.generation.unstacked import Layers, without_stacks
 from jshard.models.gpt import GPT, GPTConfig
 
 VOCAB, CONTEXT = 50, 32

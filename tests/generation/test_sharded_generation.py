@@ -18,7 +18,7 @@ import jshard
 from h100 import h100s
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import Rows, decode_steps
-from jshard.generation.placement import sharded
+from jshard.generation.weight_placement import sharded
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.plan import tracing_for
 from jshard.plan.cost.cost import work

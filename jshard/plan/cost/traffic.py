@@ -18,9 +18,9 @@ from jshard.fsdp.mesh import REPLICA, names_of, shard_axes
 from jshard.fsdp.policy import Policy, UnitPolicy
 from jshard.fsdp.precision import is_float, is_quantized
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import LOOKED_UP
+from jshard.layout.state_layout import Layout
 from jshard.plan.cost.cost import Transfer, transfer
 from jshard.plan.hlo.hlo import Computation, Module
 from jshard.plan.topology import GPU

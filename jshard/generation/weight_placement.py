@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import examples_spec
 from jshard.fsdp.state import TrainState
-from jshard.generation.layers import without_stacks
+from jshard.generation.unstacked import without_stacks
 
 _DATA = PartitionSpec("data")
 

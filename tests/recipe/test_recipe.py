@@ -1,7 +1,7 @@
 """Recipes: where they are found, and what they import."""
 
+import subprocess
 import sys
-import types
 import warnings
 from pathlib import Path
 
@@ -36,9 +36,17 @@ def whose(file: Path) -> str:
         return recipe.get_config()["whose"]
 
 
+@pytest.fixture(autouse=True)
+def no_models():
+    """Projects of other tests, of which each is meant to be the first here."""
+    yield
+    for name in [x for x in sys.modules if x.split(".")[0] == "models"]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """The current folder, with a `models` of its own that Python prefers."""
+    """The current folder, with a `models` of its own, on the path."""
     folder = tmp_path / "elsewhere"
     write(folder / "models/__init__.py", "")
     write(folder / "models/net.py", "WHOSE = 'foreign'")
@@ -51,11 +59,7 @@ def elsewhere(tmp_path, monkeypatch):
 def packaged(tmp_path, monkeypatch):
     """The folder of the packaged recipes."""
     folder = tmp_path / "packaged/train"
-    write(folder.parent / "models/net.py", "WHOSE = 'packaged'")
     monkeypatch.setattr(recipes, "packaged_recipes", lambda: folder)
-    # Not the real ones, when the tests run in a checkout.
-    others = [p for p in sys.path if not Path(p, "models/gpt.py").exists()]
-    monkeypatch.setattr(sys, "path", others)
     return folder
 
 
@@ -95,7 +99,13 @@ def test_a_colon_in_a_folders_name_begins_no_argument(tmp_path):
 
 
 def test_the_recipes_of_a_checkout_are_beside_the_package():
-    assert recipes.packaged_recipes() == Path(__file__).parents[2] / "train"
+    package = Path(jshard.__file__).parent
+    assert recipes.packaged_recipes() == package / "recipes"
+    for name in ("models", "recipes"):
+        assert (package / name / "gpt.py").is_file()
+    assert find_recipe("gpt2_124m") == str(
+        (package / "recipes" / "gpt2_124m.py").resolve()
+    )
 
 
 # The argument of a recipe.
@@ -139,55 +149,105 @@ def test_an_argument_that_is_missing_or_too_much_is_a_users_error(
 # What a recipe imports.
 
 
-def test_a_packaged_recipe_imports_its_own_models_in_a_folder_that_has_others(
-    elsewhere, packaged
-):
-    assert whose(write(packaged / "gpt.py", IMPORTING)) == "packaged"
+def project(folder: Path, name: str = "project", init: bool = True) -> Path:
+    """A recipe in a folder with a `models` of its own."""
+    write(folder / "models/net.py", f"WHOSE = {name!r}")
+    if init:
+        write(folder / "models/__init__.py", "")
+    return write(folder / "own.py", IMPORTING)
 
 
 @pytest.mark.parametrize("init", [True, False])
-def test_a_users_project_imports_its_own_models(init, elsewhere, packaged, tmp_path):
-    project = tmp_path / "project"
-    write(project / "models/net.py", "WHOSE = 'project'")
-    if init:
-        write(project / "models/__init__.py", "")
-    assert whose(write(project / "train/gpt.py", IMPORTING)) == "project"
-    assert whose(write(project / "gpt.py", IMPORTING)) == "project"
-    assert whose(write(project / "experiments/gpt.py", IMPORTING)) == "project"
-
-
-def test_a_project_without_models_imports_the_packaged_ones(
-    packaged, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert whose(write(tmp_path / "alone/gpt.py", IMPORTING)) == "packaged"
-
-
-def test_a_recipe_imports_its_own_models_when_others_are_imported_already(
-    elsewhere, packaged, monkeypatch
-):
-    foreign = types.ModuleType("models")
-    monkeypatch.setitem(sys.modules, "models", foreign)
-    monkeypatch.setitem(sys.modules, "models.net", types.ModuleType("models.net"))
-    monkeypatch.delitem(sys.modules, "train.gpt", raising=False)  # another test's
+def test_a_recipe_imports_what_is_beside_it(init, tmp_path):
     path = sys.path.copy()
-    assert whose(write(packaged / "gpt.py", IMPORTING)) == "packaged"
-    assert sys.modules["models"] is foreign
-    assert "train.gpt" not in sys.modules
+    assert whose(project(tmp_path / "project", init=init)) == "project"
     assert sys.path == path
 
 
-def test_a_recipes_functions_may_import_when_they_are_called(elsewhere, packaged):
-    lazy = IMPORTING.replace("from models.net import WHOSE", "").replace(
-        "return", "from models.net import WHOSE; return"
+def test_what_is_beside_a_recipe_comes_before_what_is_in_the_current_folder(
+    elsewhere, tmp_path
+):
+    assert whose(project(tmp_path / "project")) == "project"
+
+
+def test_a_recipes_functions_may_import_when_they_are_called(tmp_path):
+    file = project(tmp_path / "project")
+    lazy = RECIPE.replace("return", "from models.net import WHOSE; return")
+    assert whose(write(file, lazy)) == "project"
+
+
+def test_a_recipe_may_build_on_the_packaged_one_whose_name_it_has(tmp_path):
+    text = f"from jshard.recipes.gpt import get_config as base\n{RECIPE}"
+    text = text.replace("WHOSE", "base().model.width")
+    assert whose(write(tmp_path / "mine/gpt.py", text)) == 128
+
+
+def test_two_recipes_of_one_name_are_two_modules(tmp_path):
+    first = write(tmp_path / "first/own.py", OWN)
+    second = write(tmp_path / "second/own.py", OWN.replace("own", "second"))
+    with open_recipe(first) as one, open_recipe(second) as other:
+        assert one.get_config()["whose"] == "own"
+        assert other.get_config()["whose"] == "second"
+        names = [x.make_model.__module__ for x in (one, other)]
+    assert len({*names}) == 2
+    assert {*names} <= {*sys.modules}
+
+
+def test_two_projects_with_models_of_their_own_are_refused_in_one_process(tmp_path):
+    first = project(tmp_path / "first", "first")
+    second = project(tmp_path / "second", "second")
+    assert whose(first) == "first"
+    with pytest.raises(UserError) as error:
+        whose(second)
+    for place in (second, tmp_path / "first/models", tmp_path / "second/models"):
+        assert str(place) in str(error.value)
+    assert "load this recipe in a process of its own" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert whose(first) == "first"
+
+
+def test_a_model_that_imports_another_projects_module_is_refused(tmp_path):
+    first = project(tmp_path / "first", "first")
+    second = tmp_path / "second"
+    write(second / "models/net.py", "WHOSE = 'second'")
+    write(second / "layers.py", "from models.net import WHOSE")
+    write(second / "own.py", f"from layers import WHOSE\n{RECIPE}")
+    assert whose(first) == "first"
+    with pytest.raises(UserError, match=r"layers\.py imports 'models'"):
+        whose(second / "own.py")
+    del sys.modules["layers"]
+
+
+def test_a_module_that_another_project_has_and_this_one_lacks_is_named(tmp_path):
+    first = project(tmp_path / "first", "first")
+    second = project(tmp_path / "second", "second")
+    write(second, f"from models.other import WHOSE\n{RECIPE}")
+    write(second.parent / "models/other.py", "WHOSE = 'other'")
+    assert whose(first) == "first"
+    with pytest.raises(UserError, match="load this recipe in a process of its own"):
+        whose(second)
+
+
+def test_a_folder_without_init_that_a_library_hides_is_refused(elsewhere, tmp_path):
+    with pytest.raises(UserError, match="if it is a library's, rename models"):
+        whose(project(tmp_path / "project", init=False))
+
+
+def test_two_projects_with_models_of_their_own_run_in_two_processes(tmp_path):
+    code = (
+        "import sys; from jshard.recipe.load import open_recipe\n"
+        "with open_recipe(sys.argv[1]) as recipe: print(recipe.get_config()['whose'])"
     )
-    assert whose(write(packaged / "gpt.py", lazy)) == "packaged"
-
-
-def test_a_recipe_may_build_on_the_one_whose_name_it_has(packaged, tmp_path):
-    write(packaged / "gpt.py", OWN.replace("own", "packaged"))
-    text = f"from train.gpt import WHOSE\n{RECIPE}"
-    assert whose(write(tmp_path / "mine/gpt.py", text)) == "packaged"
+    for name in ("first", "second"):
+        file = project(tmp_path / name, name)
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(file)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        assert run.stdout == f"{name}\n"
 
 
 @pytest.mark.parametrize("name", ["get_config", "make_model", "loss_fn", "make_data"])

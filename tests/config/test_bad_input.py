@@ -29,10 +29,8 @@ from jshard.errors import UserError
 from jshard.knob import Knob
 from jshard.recipe.load import find_recipe, open_recipe, packaged_recipes
 
-# Names like llama.py:3-8b stand for llama.py's (tests/recipes/test_llama.py).
-FILES = {file.name for file in packaged_recipes().glob("*.py")}
-FORMER = {f"llama{s}.py" for s in ("2_7b", "2_13b", "3_8b", "3_70b", "3_405b")}
-RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - FORMER - {"llama.py"})
+FILES = {file.name for file in packaged_recipes().glob("[!_]*.py")}
+RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - {"llama.py"})
 LONG = "x" * 5000
 URL = "gs://bucket/folder"
 

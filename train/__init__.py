@@ -1,1 +1,0 @@
-"""Recipes that come with jshard: one Python file each."""
