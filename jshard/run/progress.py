@@ -95,7 +95,7 @@ class ProgressDisplay:
             with outliving_terminal():
                 self._live.refresh()
 
-    def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def after_step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Takes the metrics of a step that was started, arrays on the devices."""
         if self._is_live and metrics is not None:
             shown = {

@@ -109,7 +109,7 @@ def test_an_import_of_what_its_room_names_later_is_named(tmp_path):
         (tmp_path / "jshard" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "jshard" / name).write_text("")
     (tmp_path / "jshard/run/saving.py").write_text("import jshard.training\n")
-    (tmp_path / "jshard/training/__init__.py").write_text("import jshard.run.saving\n")
+    (tmp_path / "jshard/training/__init__.py").write_text("import jshard.training.callbacks.saving\n")
     (message,) = ROOMS["against_the_arrows"](ROOMS["imports"](tmp_path))
     assert message == (
         "jshard/run/saving.py:1 imports jshard.training, which training names after it"

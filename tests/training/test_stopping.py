@@ -19,7 +19,8 @@ from jshard.errors import Interrupted, Preempted, RunFailed
 from jshard.recipe.load import open_recipe
 from jshard.run import metrics
 from jshard.training import loop
-from jshard.training.preemption import Preemption
+from jshard.training.callbacks import stopping
+from jshard.training.callbacks.preemption import Preemption
 from processes import Processes
 
 STEPS = 4
@@ -127,7 +128,7 @@ def end_of(folder: Path, phase: str, step: int, **keys) -> str:
         write_report(workdir)
 
     with (
-        mock.patch.object(loop, "Preemption", hit.listen),
+        mock.patch.object(stopping, "Preemption", hit.listen),
         mock.patch.object(metrics, "write_report", report),
     ):
         try:

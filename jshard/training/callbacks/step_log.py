@@ -3,15 +3,15 @@
 import collections
 import statistics
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
 
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
-from jshard.training.run_inputs import Inputs
+from jshard.training.non_finite import check_finite
 from jshard.training.throughput import Throughput
 
 # Steps that are under way: two keep the devices busy. More would fill their memory with
@@ -27,10 +27,11 @@ class StepLog(AbstractContextManager):
     are missing are written.
 
     Args:
-      inputs: Reads and checks metrics.
-      throughput: The speed of steps.
       folder: Gets a line for each step.
       display: Gets a line for the first step, the last, and every `log_every`th.
+      throughput: The speed of steps.
+      learning_rate: Of the n-th update, from 0; None if it is not known.
+      find_cause: Returns why the loss of a step is not finite, or "".
       steps: The numbers of the first and the last step.
       log_every: Steps between two lines of the display.
       started: When the process started.
@@ -38,17 +39,19 @@ class StepLog(AbstractContextManager):
 
     def __init__(
         self,
-        inputs: Inputs,
-        throughput: Throughput,
         folder: RunFolder,
         display: ProgressDisplay,
+        throughput: Throughput,
         *,
+        learning_rate: Callable[[int], float] | None,
+        find_cause: Callable[[int], str],
         steps: range,
         log_every: int,
         started: float,
     ):
-        self._inputs, self._throughput = inputs, throughput
         self._folder, self._display = folder, display
+        self._throughput = throughput
+        self._learning_rate, self._find_cause = learning_rate, find_cause
         self._steps, self._log_every, self._started = steps, log_every, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
         self._under_way = collections.deque()
@@ -56,7 +59,7 @@ class StepLog(AbstractContextManager):
         self._times: list[float] = []  # of the steps since the display's last line
         self._newest: dict[str, float] = {}
 
-    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def after_step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Adds a step that was dispatched; waits until only two are under way."""
         for x in metrics.values():
             x.copy_to_host_async()
@@ -65,26 +68,34 @@ class StepLog(AbstractContextManager):
             self._write(1)
 
     def add_returned(self, step: int, returned: Mapping[str, Any]) -> None:
-        """Adds what a hook returned for the newest step: numbers to its line."""
+        """Adds what hooks returned for the newest step: numbers to its line."""
         _, _, more = self._under_way[-1]
         more |= {name: x for name, x in returned.items() if isinstance(x, float)}
         samples = {name: x for name, x in returned.items() if name not in more}
         self._folder.log(step, samples)
+        if step == self._steps.start:  # mostly compilation: it is waited for
+            with self.drained():
+                pass
 
     def logs(self, step: int) -> bool:
         """Returns whether the display gets a line for a step."""
         ends = (self._steps.start, self._steps.stop - 1)
         return step in ends or step % self._log_every == 0
 
-    def finish(self) -> dict[str, float]:
-        """Waits for all steps; shows the newest, and returns its metrics."""
+    @contextmanager
+    def drained(self) -> Iterator[dict[str, float]]:
+        """Waits for all steps, shows the newest, and yields its metrics.
+
+        What is done within it does not count as time of steps.
+        """
         self._write(len(self._under_way), shows=True)
-        return self._newest
+        yield self._newest
+        self._throughput.restart()
 
     def _write(self, count: int, *, shows: bool = False) -> None:
         """Writes the lines of the oldest steps; shows the last of them, at least."""
         oldest = [self._under_way.popleft() for _ in range(count)]
-        read = [(step, self._inputs.values(step, x), more) for step, x, more in oldest]
+        read = [(step, self._read(step, x), more) for step, x, more in oldest]
         speed = self._measure(count) if count else {}
         for step, values, more in read:
             values |= self._throughput.seen(step)
@@ -102,10 +113,18 @@ class StepLog(AbstractContextManager):
                 self._display.log(step, shown)
                 self._times.clear()
             try:
-                self._inputs.check(step, values)
+                check_finite(step, values, self._find_cause)
             except BaseException:
                 self._under_way.clear()  # steps after one that failed say nothing
                 raise
+
+    def _read(self, step: int, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Waits for a step, and returns its metrics and its learning rate."""
+        fetched = {name: float(x) for name, x in metrics.items()}
+        values = {"loss": fetched.pop("loss"), **fetched}
+        if self._learning_rate is not None:
+            values["learning_rate"] = self._learning_rate(step - 1)
+        return values
 
     def _measure(self, count: int) -> dict[str, float]:
         """Returns the speed of steps that were read, which is the same for each.
