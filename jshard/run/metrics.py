@@ -161,7 +161,7 @@ class RunFolder(AbstractContextManager):
         """
         earlier = [one for one in self._notes.get(GENERATED, []) if one["step"] < step]
         new = {"step": step, "eval_loss": loss, "text": text}
-        self.note(sample=text, **{GENERATED: [*earlier, new]})
+        self.note(**{GENERATED: [*earlier, new]})
         self.text(step, "sample", text)
 
     def _sample(self, step: int, name: str, value: str | np.ndarray) -> None:

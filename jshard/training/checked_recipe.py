@@ -18,7 +18,7 @@ from jshard.run.loggers.services import check_loggers
 from jshard.run.start import Start
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.callbacks.evaluation import prepare_evaluation
-from jshard.training.callbacks.sampling import prepare_sample
+from jshard.training.callbacks.samples import prepare_sample
 from jshard.training.callbacks.saving import check_room
 from jshard.training.non_finite import beyond_vocabulary
 from jshard.training.prepared_run import PreparedRun

@@ -21,7 +21,7 @@ from jshard.run.start import Start
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.profiling import Profile
-from jshard.training.callbacks.sampling import Sampling
+from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.saving import Saving
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.callbacks.stopping import Stopping
@@ -112,7 +112,7 @@ def train(
         ) as log,
         run.peers.telling(),
     ):
-        sampling = Sampling(run, recipe.sample, recipe.pictures, folder, display)
+        sampling = Samples(run, recipe.sample, recipe.pictures, folder, display)
         evaluation = Evaluation(
             run, recipe.evaluate, log, folder, display, hooks, sampling
         )

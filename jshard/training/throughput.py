@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
+from jshard.data.examples import count_items
 from jshard.fsdp.mesh import rows_of_process
 
 # Dense bf16 peak in FLOP/s, from the vendor's data sheets. The first name that is part
@@ -93,17 +92,3 @@ def peak_flops(device_kind: str) -> float | None:
     return next(
         (peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None
     )
-
-
-def count_items(batch: Any) -> tuple[str, int]:
-    """Counts the tokens or examples of a batch, a pytree of arrays [batch, ...].
-
-    Returns:
-      `("tokens", n)` if the batch has integers of shape (batch, time), otherwise
-      `("examples", n)`.
-    """
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
-    for leaf in leaves:
-        if leaf.ndim == 2 and np.issubdtype(leaf.dtype, np.integer):
-            return "tokens", leaf.size
-    return "examples", len(leaves[0])

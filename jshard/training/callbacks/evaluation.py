@@ -13,7 +13,7 @@ from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.training.callbacks.hooks import Hooks
-from jshard.training.callbacks.sampling import Sampling
+from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.prepared_run import PreparedRun
 
@@ -40,7 +40,7 @@ class Evaluation:
         folder: RunFolder,
         display: ProgressDisplay,
         hooks: Hooks,
-        sampling: Sampling,
+        sampling: Samples,
     ):
         self._run, self._evaluate, self._log = run, evaluate, log
         self._folder, self._display = folder, display

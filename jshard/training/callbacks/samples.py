@@ -14,7 +14,7 @@ from jshard.run.progress import ProgressDisplay
 from jshard.training.prepared_run import PreparedRun
 
 
-class Sampling:
+class Samples:
     """Samples after each evaluation and at the end; shows pictures at the end.
 
     Args:
