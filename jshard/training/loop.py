@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
 
@@ -12,7 +11,6 @@ from jshard.config.run_config import Config
 from jshard.distributed import Peers
 from jshard.formatting import format_duration, one_line
 from jshard.plan.start_up import describe
-from jshard.recipe.definition import Recipe
 from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
@@ -25,22 +23,9 @@ from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.saving import Saving
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.callbacks.stopping import Stopping
-from jshard.training.checked_recipe import CheckedRecipe, check_recipe
-from jshard.training.prepared_run import PreparedRun, prepare_run
-from jshard.training.throughput import Throughput
-
-
-def run(
-    recipe: Recipe,
-    config: Config,
-    workdir: Path,
-    started: float | None = None,
-    peers: Peers | None = None,
-) -> None:
-    """Prepares a recipe and trains it, as `train` does, from the start to the end."""
-    peers = peers or Peers()
-    with displayed(config, peers) as display:
-        train(prepare_run(recipe, config, workdir, peers), display, started=started)
+from jshard.training.check_recipe import check_recipe
+from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
 
 
 @contextmanager
@@ -57,10 +42,10 @@ def displayed(config: Config, peers: Peers) -> Iterator[ProgressDisplay]:
 def train(
     run: PreparedRun,
     display: ProgressDisplay,
-    hooks: Hooks | None = None,
+    hooks: Hooks,
     *,
-    started: float | None = None,
-    keeps_state: bool = False,
+    started: float,
+    keeps_state: bool,
 ) -> None:
     """Trains a recipe's model; leaves metrics, checkpoints and a report in its folder.
 
@@ -72,7 +57,7 @@ def train(
       run: What to train, and where.
       display: Shows how far it is.
       hooks: The user's functions to call.
-      started: When the process started, as `time.time()`; now by default.
+      started: When the process started, as `time.time()`.
       keeps_state: Whether this process holds the state afterwards, so that a signal
         waits for the end of a step even if nothing is saved.
 
@@ -84,7 +69,6 @@ def train(
       Interrupted: A signal ended the run, and `checkpoint.every=0` saves nothing.
       Preempted: A signal ended the run, and its state is saved.
     """
-    started, hooks, config = started or time.time(), hooks or Hooks(), run.config
     start = _find_start(run)
     if start is None:
         return
@@ -92,30 +76,16 @@ def train(
     recipe = check_recipe(run, start)
     note = _start_up_note(run, recipe)
     source = run.restore(start)
-    throughput = Throughput(
-        recipe.first_batch, run.job.fsdp.mesh, recipe.flops_per_token
-    )
     with (
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         _open_folder(run, start) as folder,
         Saving(run, folder, display, hooks, source.path) as saving,
-        Profile(run, start.step, throughput, display) as profile,
-        StepLog(
-            folder,
-            display,
-            throughput,
-            learning_rate=recipe.learning_rate,
-            find_cause=recipe.find_cause,
-            steps=range(start.step + 1, config.steps + 1),
-            log_every=config.log_every,
-            started=started,
-        ) as log,
+        Profile(run, start.step, recipe.throughput, display) as profile,
+        StepLog(run, start.step, recipe, folder, display, started) as log,
         run.peers.telling(),
     ):
-        sampling = Samples(run, recipe.sample, recipe.pictures, folder, display)
-        evaluation = Evaluation(
-            run, recipe.evaluate, log, folder, display, hooks, sampling
-        )
+        samples = Samples(run, recipe, folder, display)
+        evaluation = Evaluation(run, recipe, log, folder, display, hooks, samples)
         stopping.listen()
         display.references = recipe.references
         display.say("\n".join(filter(None, (start.message, note, profile.note))))
@@ -128,7 +98,7 @@ def train(
         if start.unevaluated:
             evaluation.evaluate(step)
             batches = () if hooks.ends_after(step) else batches
-        throughput.restart()
+        recipe.throughput.restart()
         for step, batch in enumerate(batches, start.step + 1):
             stopping.before_step(step)
             profile.before_step(step)
@@ -150,7 +120,7 @@ def train(
 
         if hooks.error is None:
             stopping.at_end(step, folder, display)
-            sampling.at_end(step)
+            samples.at_end(step)
         saving.at_end(step)
         hooks.at_end()
     took = format_duration(time.time() - started)
@@ -175,7 +145,7 @@ def _find_start(run: PreparedRun) -> Start | None:
     return None
 
 
-def _start_up_note(run: PreparedRun, recipe: CheckedRecipe) -> str:
+def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     """Describes a step, what was chosen, and what data cannot do."""
     job = run.job
     note = describe(

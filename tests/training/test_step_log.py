@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -144,17 +145,12 @@ def test_step_times_are_those_of_training_around_evaluations(
     monkeypatch.setattr(throughput, "time", clock)
     monkeypatch.setattr(step_log, "time", clock)
     speed = throughput.Throughput({"inputs": ROWS[:16]}, jshard.make_mesh())
-    fakes: Any = run
-    with step_log.StepLog(
-        fakes,
-        fakes,
-        speed,
-        learning_rate=None,
-        find_cause=lambda step: "",
-        steps=range(1, 41),
-        log_every=1,
-        started=0.0,
-    ) as log:
+    config = SimpleNamespace(steps=40, log_every=1)
+    recipe = SimpleNamespace(
+        throughput=speed, learning_rate=None, find_cause=lambda step: ""
+    )
+    given: Any = (SimpleNamespace(config=config), 0, recipe, run, run)
+    with step_log.StepLog(*given, started=0.0) as log:
         for step in range(1, 41):
             log.after_step(step, clock.step())
             log.add_returned(step, {})

@@ -16,6 +16,7 @@ from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
 
 
 class Evaluation:
@@ -23,28 +24,27 @@ class Evaluation:
 
     Args:
       run: The run, with the state to evaluate.
-      evaluate: From a state to its metrics, as `prepare_evaluation` returns it; None
-        never evaluates.
+      recipe: Its functions.
       log: Waits for the steps before.
       folder: Gets the metrics.
       display: Shows them.
       hooks: The user's, called with them.
-      sampling: Samples after them.
+      samples: Made after them.
     """
 
     def __init__(
         self,
         run: PreparedRun,
-        evaluate: Callable[[TrainState], dict[str, float]] | None,
+        recipe: RecipeFunctions,
         log: StepLog,
         folder: RunFolder,
         display: ProgressDisplay,
         hooks: Hooks,
-        sampling: Samples,
+        samples: Samples,
     ):
-        self._run, self._evaluate, self._log = run, evaluate, log
+        self._run, self._recipe, self._log = run, recipe, log
         self._folder, self._display = folder, display
-        self._hooks, self._sampling = hooks, sampling
+        self._hooks, self._samples = hooks, samples
 
     def after_step(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation; none if there is none to make."""
@@ -57,13 +57,13 @@ class Evaluation:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates, and samples; returns the metrics."""
-        assert self._evaluate is not None
+        assert self._recipe.evaluate is not None
         with self._log.drained():
             self._run.peers.at("evaluating", step)
-            values = self._evaluate(self._run.state)
+            values = self._recipe.evaluate(self._run.state)
             self._folder.write(step, values)
             self._display.evaluated(step, values)
-            self._sampling.after_evaluation(step, values["eval_loss"])
+            self._samples.after_evaluation(step, values["eval_loss"])
             self._folder.log(step, self._hooks.call("on_evaluation", step, values))
             self._folder.report()
         return values

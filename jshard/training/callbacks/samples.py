@@ -12,6 +12,7 @@ from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
 
 
 class Samples:
@@ -19,8 +20,7 @@ class Samples:
 
     Args:
       run: The run, with the state to sample from.
-      text: From a state to a text; None for no text.
-      pictures: From a state to pictures for the report; None for none.
+      recipe: Its functions.
       folder: Keeps both for the report.
       display: Shows the last text.
     """
@@ -28,32 +28,31 @@ class Samples:
     def __init__(
         self,
         run: PreparedRun,
-        text: Callable[[TrainState], str] | None,
-        pictures: Callable[[TrainState], Any] | None,
+        recipe: RecipeFunctions,
         folder: RunFolder,
         display: ProgressDisplay,
     ):
-        self._run, self._text, self._pictures = run, text, pictures
+        self._run, self._recipe = run, recipe
         self._folder, self._display = folder, display
         self._newest = (-1, "")  # a step, and its text
 
     def after_evaluation(self, step: int, loss: float | None) -> None:
         """Samples a text; `loss` is that of the evaluation, if there was one."""
-        if self._text is not None:
+        if self._recipe.sample is not None:
             self._run.peers.at("sampling", step)
-            text = self._text(self._run.state)
+            text = self._recipe.sample(self._run.state)
             self._folder.sample(step, text, loss)
             self._newest = step, text
 
     def at_end(self, step: int) -> None:
         """Shows the text of the last step, and adds pictures to the report."""
-        if self._text is not None:
+        if self._recipe.sample is not None:
             if self._newest[0] != step:
                 self.after_evaluation(step, None)
             self._display.say(f"\nsample:\n{self._newest[1]}\n")
-        if self._pictures is not None:
+        if self._recipe.pictures is not None:
             self._run.peers.at("predicting", step)
-            self._folder.note(pictures=self._pictures(self._run.state))
+            self._folder.note(pictures=self._recipe.pictures(self._run.state))
 
 
 def prepare_sample(

@@ -3,7 +3,7 @@
 import collections
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ import jax
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.training.non_finite import check_finite
-from jshard.training.throughput import Throughput
+from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
 
 # Steps that are under way: two keep the devices busy. More would fill their memory with
 # batches.
@@ -27,32 +28,26 @@ class StepLog(AbstractContextManager):
     are missing are written.
 
     Args:
+      run: The run.
+      done: The number of steps that were made earlier, by a run that this one resumes.
+      recipe: Its functions.
       folder: Gets a line for each step.
       display: Gets a line for the first step, the last, and every `log_every`th.
-      throughput: The speed of steps.
-      learning_rate: Of the n-th update, from 0; None if it is not known.
-      find_cause: Returns why the loss of a step is not finite, or "".
-      steps: The numbers of the first and the last step.
-      log_every: Steps between two lines of the display.
       started: When the process started.
     """
 
     def __init__(
         self,
+        run: PreparedRun,
+        done: int,
+        recipe: RecipeFunctions,
         folder: RunFolder,
         display: ProgressDisplay,
-        throughput: Throughput,
-        *,
-        learning_rate: Callable[[int], float] | None,
-        find_cause: Callable[[int], str],
-        steps: range,
-        log_every: int,
         started: float,
     ):
-        self._folder, self._display = folder, display
-        self._throughput = throughput
-        self._learning_rate, self._find_cause = learning_rate, find_cause
-        self._steps, self._log_every, self._started = steps, log_every, started
+        self._config, self._first = run.config, done + 1
+        self._recipe, self._throughput = recipe, recipe.throughput
+        self._folder, self._display, self._started = folder, display, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
         self._under_way = collections.deque()
         self._ahead = 0  # steps under way that were complete when the last was read
@@ -73,14 +68,14 @@ class StepLog(AbstractContextManager):
         more |= {name: x for name, x in returned.items() if isinstance(x, float)}
         samples = {name: x for name, x in returned.items() if name not in more}
         self._folder.log(step, samples)
-        if step == self._steps.start:  # mostly compilation: it is waited for
+        if step == self._first:  # mostly compilation: it is waited for
             with self.drained():
                 pass
 
     def logs(self, step: int) -> bool:
         """Returns whether the display gets a line for a step."""
-        ends = (self._steps.start, self._steps.stop - 1)
-        return step in ends or step % self._log_every == 0
+        ends = (self._first, self._config.steps)
+        return step in ends or step % self._config.log_every == 0
 
     @contextmanager
     def drained(self) -> Iterator[dict[str, float]]:
@@ -99,7 +94,7 @@ class StepLog(AbstractContextManager):
         speed = self._measure(count) if count else {}
         for step, values, more in read:
             values |= self._throughput.seen(step)
-            if step == self._steps.start:  # mostly compilation: no sign of the speed
+            if step == self._first:  # mostly compilation: no sign of the speed
                 values["time_to_first_step"] = time.time() - self._started
             else:
                 values |= speed
@@ -113,7 +108,7 @@ class StepLog(AbstractContextManager):
                 self._display.log(step, shown)
                 self._times.clear()
             try:
-                check_finite(step, values, self._find_cause)
+                check_finite(step, values, self._recipe.find_cause)
             except BaseException:
                 self._under_way.clear()  # steps after one that failed say nothing
                 raise
@@ -122,8 +117,8 @@ class StepLog(AbstractContextManager):
         """Waits for a step, and returns its metrics and its learning rate."""
         fetched = {name: float(x) for name, x in metrics.items()}
         values = {"loss": fetched.pop("loss"), **fetched}
-        if self._learning_rate is not None:
-            values["learning_rate"] = self._learning_rate(step - 1)
+        if self._recipe.learning_rate is not None:
+            values["learning_rate"] = self._recipe.learning_rate(step - 1)
         return values
 
     def _measure(self, count: int) -> dict[str, float]:

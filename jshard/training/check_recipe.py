@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,38 +22,11 @@ from jshard.training.callbacks.samples import prepare_sample
 from jshard.training.callbacks.saving import check_room
 from jshard.training.non_finite import beyond_vocabulary
 from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.throughput import Throughput
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckedRecipe:
-    """What a recipe gives a run for its steps.
-
-    Attributes:
-      first_batch: This process's part of the first batch.
-      batches: Its parts of all batches, the first included.
-      evaluate: From a state to the metrics of an evaluation; None without.
-      sample: From a state to a text; None without.
-      pictures: From a state to pictures for the report; None without.
-      learning_rate: Of the n-th update, from 0; None if it is not known.
-      flops_per_token: Forward and backward, if known.
-      references: Losses to compare the evaluation's with, by name.
-      find_cause: Returns why the loss of a step is not finite, or "".
-      note: What data lose that can only be read from their start; empty for none.
-    """
-
-    first_batch: Any
-    batches: Iterable[Any]
-    evaluate: Callable[[TrainState], dict[str, float]] | None
-    sample: Callable[[TrainState], str] | None
-    pictures: Callable[[TrainState], Any] | None
-    learning_rate: Callable[[int], float] | None
-    flops_per_token: float | None
-    references: Mapping[str, float]
-    find_cause: Callable[[int], str]
-    note: str
-
-
-def check_recipe(run: PreparedRun, start: Start) -> CheckedRecipe:
+def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     """Makes and traces what a run needs; reads the first batch of each split.
 
     Raises:
@@ -72,11 +45,15 @@ def check_recipe(run: PreparedRun, start: Start) -> CheckedRecipe:
     first_batch = next(following)
     sample = contract.sample(recipe.sample, config)
     pictures = contract.sample_images(recipe.sample_images, config)
-    checked = CheckedRecipe(
+    checked = RecipeFunctions(
         first_batch=first_batch,
         batches=itertools.chain([first_batch], following),
         learning_rate=contract.learning_rate(recipe.learning_rate, config),
-        flops_per_token=contract.flops_per_token(recipe.flops_per_token, config),
+        throughput=Throughput(
+            first_batch,
+            job.fsdp.mesh,
+            contract.flops_per_token(recipe.flops_per_token, config),
+        ),
         sample=sample and prepare_sample(*sample, job.fsdp, abstract_state),
         pictures=pictures and prepare_pictures(*pictures, job.fsdp, abstract_state),
         evaluate=_prepare_evaluation(run, start, eval_data),
