@@ -18,7 +18,6 @@ import jshard.plan.__main__
 import jshard.plan.topology
 import jshard.tokenize
 import jshard.train
-import jshard.training.loop
 from jobs import environment
 from jshard.cli.paths import path_problem
 from jshard.config.overrides import override, read_words
@@ -76,7 +75,7 @@ def refused(monkeypatch, capsys):
         raise AssertionError("accepted")
 
     # Where everything is found good.
-    monkeypatch.setattr(jshard.training.loop, "run", accepted)
+    monkeypatch.setattr(jshard.Trainer, "fit", accepted)
     monkeypatch.setattr(jshard.train, "make_cpu_devices", accepted)
     monkeypatch.setattr(jshard.plan.__main__, "make_cpu_devices", accepted)
     monkeypatch.setattr(jshard.plan.__main__, "search", accepted)
