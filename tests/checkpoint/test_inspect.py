@@ -147,8 +147,11 @@ def test_verifying_names_every_damaged_file_and_exits_2(run, monkeypatch, capsys
     [
         (["nosuch"], "nosuch does not exist"),
         (["."], "holds no checkpoint"),
-        ([], "the following arguments are required: PATH; see --help"),
-        (["run", "--verifi"], "unrecognized arguments: --verifi; see --help"),
+        ([], "PATH is missing; see --help"),
+        (
+            ["run", "--verifi"],
+            "unknown argument '--verifi'; did you mean --verify?",
+        ),
         (["run"], "description.json"),
     ],
 )

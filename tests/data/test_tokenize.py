@@ -175,7 +175,7 @@ def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
         (["nosuch.jsonl"], "nosuch.jsonl: no such file or folder"),
         (["{corpus}", "--tokenizer={corpus}"], "no tokenizer.json here"),
         (["{corpus}", "--text_key=body"], "'body' is not there, not a text; set"),
-        (["{corpus}", "--workers=0"], "must be a whole number from 1"),
+        (["{corpus}", "--workers=0"], "must be a whole number, at least 1"),
         (["{bin}"], "holds tokens already"),
         (["{empty}"], "has no text"),
         (["{half}"], "has a text that is not valid Unicode"),
