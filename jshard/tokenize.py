@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jshard.cli.command import run_command
 from jshard.cli.options import Command, Option
-from jshard.data.text.token_files import write_token_files
+from jshard.data.text.token_writer import write_token_files
 from jshard.errors import RunFailed, UserError
 
 COMMAND = Command(

@@ -5,7 +5,7 @@ place of the function ``jshard.generate``.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jshard.formatting import format_bytes, printable
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder
-from jshard.layout.capacity import host_bytes
+from jshard.layout.capacity import device_limit, host_bytes
 from jshard.trained.model_command import MODEL_OPTIONS, note, started
 from jshard.trained.trained_model import TrainedModel
 
@@ -154,7 +154,9 @@ def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generato
             "--weights=replicated: the weights of several processes are always "
             "sharded; start one process"
         )
-    fits = size <= _memory(jax.local_devices()) * _FREE
+    local = jax.local_devices()
+    memory = device_limit(local) or host_bytes() // len(local)  # which CPUs share
+    fits = size <= memory * _FREE
     whole = alone and (fits or len(devices) == 1)
     if weights == "replicated" or (weights == "auto" and whole):
         used = devices[:prompts]
@@ -165,14 +167,6 @@ def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generato
     count = f"{len(devices)} devices" if len(devices) > 1 else "one device"
     note(f"weights: sharded over {count}{why}")
     return Generator.sharded(*model.load(devices))
-
-
-def _memory(devices: Sequence[Any]) -> int:
-    """Returns the bytes of memory of a device; CPU devices share the machine's."""
-    stats = devices[0].memory_stats() or {}
-    if limit := stats.get("bytes_limit"):
-        return limit
-    return host_bytes() // len(devices)
 
 
 def texts_of(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jshard.data.text.corpus import UNFINISHED
-from jshard.data.text.token_files import write_token_files
+from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 from small_tokenizer import TEXT, make_tokenizer
@@ -146,7 +146,7 @@ def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
     write_token_files([tmp_path / "a.jsonl"], tokenizer, tmp_path / "whole", **options)
     script = (
         "from pathlib import Path; import sys\n"
-        "from jshard.data.text.token_files import write_token_files\n"
+        "from jshard.data.text.token_writer import write_token_files\n"
         "if __name__ == '__main__':\n"
         "    a, t, o = map(Path, sys.argv[1:])\n"
         "    write_token_files([a], t, o, workers=2, part_bytes=20_000)\n"

@@ -12,8 +12,8 @@ from mapped import RECIPE, shapes, write_folder
 
 from exports import load_all
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.restore import find_parameters, read_parameters
 from jshard.export import export
+from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
