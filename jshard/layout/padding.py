@@ -127,11 +127,10 @@ def exact(tree: Any, mesh: Any) -> Any:
 
 
 def exact_values(variable: nnx.Variable) -> nnx.Variable:
-    """Returns a variable on the host, or an abstract one, without its padding."""
-    if padding_now(variable) is None:
-        return variable
-    variable = exact(variable, None)
-    variable.del_metadata(PADDING)
+    """Returns a variable without its padding and the mark of it."""
+    if padding_now(variable):
+        variable = exact(variable, None)
+        variable.del_metadata(PADDING)
     return variable
 
 
