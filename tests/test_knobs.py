@@ -1,7 +1,6 @@
 """A knob is declared once: checks, config keys, help and docs follow."""
 
 import dataclasses
-import importlib.util
 import pydoc
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.parser import help_text, override
+from jshard.config.overrides import keys_help, override, read_words
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import complete
 from jshard.config.shared_keys import DEFAULTS
@@ -76,8 +75,9 @@ def test_a_value_of_the_command_line_reaches_the_policy(name):
     declared = knobs(jshard.Policy)[name]
     value = other_than_default(declared)
     config = complete(ConfigDict({"steps": 1, "batch_size": 8}), "r.py")
-    assert f"--config.policy.{name}={declared.default}\n" in help_text(config, "r.py")
-    override(config, {f"policy.{name}": str(value)}, "r.py")
+    assert f"--config.policy.{name}={declared.default}\n" in keys_help(config, "r.py")
+    words = {f"policy.{name}": str(value)}
+    override(config, read_words(config, words, "r.py"), "r.py")
     group, dot, field = name.partition(".")
     found = getattr(make_policy(config), group)
     assert (getattr(found, field) if dot else found) == value
@@ -89,13 +89,3 @@ def test_no_other_file_of_the_config_names_a_knob():
     for file in (ROOT / "jshard/config").glob("*.py"):
         words = set(re.findall(r'[".](\w+)"', file.read_text()))
         assert not words & names, file
-
-
-def test_the_page_of_knobs_is_that_of_the_declarations():
-    path = ROOT / "docs/knobs.py"
-    spec = importlib.util.spec_from_file_location("knobs_page", path)
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.FILE.read_text() == script.page(), "run: python docs/knobs.py"

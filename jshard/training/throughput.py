@@ -5,21 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
+from jshard.data.examples import count_items
+from jshard.fit.hardware import peak_flops
 from jshard.fsdp.mesh import rows_of_process
-
-# Dense bf16 peak in FLOP/s, from the vendor's data sheets. The first name that is part
-# of `device_kind` counts.
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-}
 
 
 class Throughput:
@@ -86,24 +76,3 @@ class Throughput:
         if self._flops and self._peak:
             values["mfu"] = per_second * self._flops / self._peak
         return values
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Returns a device's dense bf16 peak in FLOP/s, or None if it is unknown."""
-    return next(
-        (peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None
-    )
-
-
-def count_items(batch: Any) -> tuple[str, int]:
-    """Counts the tokens or examples of a batch, a pytree of arrays [batch, ...].
-
-    Returns:
-      `("tokens", n)` if the batch has integers of shape (batch, time), otherwise
-      `("examples", n)`.
-    """
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
-    for leaf in leaves:
-        if leaf.ndim == 2 and np.issubdtype(leaf.dtype, np.integer):
-            return "tokens", leaf.size
-    return "examples", len(leaves[0])
