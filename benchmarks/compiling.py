@@ -21,12 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 
 import gspmd
 import jshard
+from jshard.fit.hardware import STATED, Constants
 from jshard.fsdp.mesh import BATCH
-from jshard.plan import compile_for, devices, tracing_for
-from jshard.plan.constants import STATED, Constants
+from jshard.plan import compile_for, devices, hlo, tracing_for
 from jshard.plan.cost.timeline import COLLECTIVES, replay
 from jshard.plan.cost.traffic import Traffic, count
-from jshard.plan.hlo import hlo
 from jshard.plan.topology import parse
 
 # Of jshard's Policy, as the Llama recipes up to 70B have it.

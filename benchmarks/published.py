@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiling import known, make_mesh, trace
-from jshard.plan.constants import FITTED, STATED, Constants
+from jshard.fit.hardware import FITTED, GPU, STATED, Constants
+from jshard.plan import hlo
 from jshard.plan.cost.timeline import replay
-from jshard.plan.hlo import hlo
-from jshard.plan.hlo.hlo import Module
-from jshard.plan.topology import GPU, parse
+from jshard.plan.hlo.program_text import Module
+from jshard.plan.topology import parse
 from kit import calibration, fitting
 from kit.calibration import Group, Step, left_out, step_of
 from kit.published_kernels import kernels

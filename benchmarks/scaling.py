@@ -16,9 +16,8 @@ from typing import Any
 import jax
 
 from compiling import Row, compile_row
+from jshard.fit.hardware import GPUS_A_HOST, STATED
 from jshard.plan import GPUS
-from jshard.plan.constants import STATED
-from jshard.plan.topology import GPUS_A_HOST
 from jshard.report.charts import Axes, element
 from kit.pictures import picture
 

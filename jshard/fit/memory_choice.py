@@ -16,6 +16,7 @@ from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT, FITTED
 from jshard.errors import UserError
 from jshard.fit.device_memory import step_bytes
+from jshard.fit.hardware import GPUS, overlapped
 from jshard.formatting import format_bytes
 from jshard.layout.capacity import state_bytes
 from jshard.plan.start_up import product_flops, traffic
@@ -29,9 +30,7 @@ REMAT, ACCUMULATE = FITTED
 # sequences are long.
 _RECOMPUTED = {"none": 0.0, "dots": 0.03, "attention": 0.24, "full": 0.25}
 
-# What an H100 reaches, rounded: FLOP/s, bytes/s of its memory, of NVLink and of its
-# network port, seconds to launch a kernel. Only the order of candidates depends on it.
-_FLOPS, _MEMORY, _NVLINK, _NETWORK, _LAUNCH = 6e14, 2.8e12, 3.7e11, 4.6e10, 3e-6
+_GPU = GPUS["h100"]  # only the order of candidates depends on its speed
 _KERNELS = 4  # for each matrix product, itself included
 
 
@@ -202,17 +201,17 @@ class _Time:
             # Chunks of a loss are no further launches: there are as many of them.
             further = (product_flops(more.jaxpr)[1] - products) / added
             gradients = 3 * state_bytes(first.state.params)  # read, add, write
-            overhead = _KERNELS * further * _LAUNCH + gradients / _MEMORY
-        return cls(first.accumulate, flops / _FLOPS, wire, more_wire, overhead)
+            launches = _KERNELS * further * _GPU.constants.launch
+            overhead = launches + _GPU.memory_seconds(gradients)
+        compute = _GPU.product_seconds(flops)
+        return cls(first.accumulate, compute, wire, more_wire, overhead)
 
     def seconds(self, candidate: Candidate) -> float:
         """Estimates a candidate's step."""
         further = candidate.accumulate - self.fewest
         compute = self.compute * (1 + _RECOMPUTED.get(candidate.remat, 0))
         wire = self.wire + further * self.more_wire
-        # Part of the shorter one is never hidden: the ends of each micro-batch.
-        hidden = max(compute, wire) + 0.1 * min(compute, wire)
-        return hidden + further * self.overhead
+        return overlapped(compute, wire) + further * self.overhead
 
 
 def _on_the_wire(traced: Traced) -> float:
@@ -220,7 +219,7 @@ def _on_the_wire(traced: Traced) -> float:
     found = traffic(traced.jaxpr, dict(traced.sizes), traced.network).values()
     network = sum(t.network_bytes for t in found)
     inside = sum(t.wire_bytes for t in found) - network
-    return network / _NETWORK + inside / _NVLINK
+    return network / _GPU.constants.network_port + _GPU.link_seconds(inside)
 
 
 def _difference(other: Candidate, chosen: Candidate) -> str:

@@ -14,7 +14,7 @@ import pytest
 import jshard.export
 import jshard.inspect
 import jshard.launch
-import jshard.plan.command_line
+import jshard.plan.__main__
 import jshard.plan.topology
 import jshard.tokenize
 import jshard.train
@@ -77,8 +77,8 @@ def refused(monkeypatch, capsys):
     # Where everything is found good.
     monkeypatch.setattr(jshard.Trainer, "fit", accepted)
     monkeypatch.setattr(jshard.train, "make_cpu_devices", accepted)
-    monkeypatch.setattr(jshard.plan.command_line, "make_cpu_devices", accepted)
-    monkeypatch.setattr(jshard.plan.command_line, "search", accepted)
+    monkeypatch.setattr(jshard.plan.__main__, "make_cpu_devices", accepted)
+    monkeypatch.setattr(jshard.plan.__main__, "search", accepted)
     monkeypatch.setattr(jshard.plan.topology, "has_plugin", lambda: True)
     monkeypatch.setattr(jshard.launch.Launcher, "run", accepted)
 
@@ -153,7 +153,7 @@ def test_training_refuses_them_before_anything_starts(name, refused):
 def test_a_recipe_whose_argument_cannot_be_is_refused(name, said, refused):
     refused(jshard.train, [f"--config={name}"], said)
     words = [f"--config={name}", "--topology=h100:8"]
-    refused(jshard.plan.command_line, words, said)
+    refused(jshard.plan.__main__, words, said)
 
 
 def test_the_planner_refuses_the_same(refused):
@@ -164,7 +164,7 @@ def test_the_planner_refuses_the_same(refused):
         if bad := bad_values(declaration):
             setting = f"--config.{key}={rng.choice(bad)}"
             words = ["--config=llama.py:3-8b", "--topology=h100:8", setting]
-            refused(jshard.plan.command_line, words, f"--config.{key}=")
+            refused(jshard.plan.__main__, words, f"--config.{key}=")
 
 
 OPTIONS = {
@@ -176,7 +176,7 @@ OPTIONS = {
         "process_id": ("", "-1", "2", "many", "nan", "1" + "0" * 20, LONG),
         "local_device_ids": ("", "a", "-1", "0,0", "0,", "1" + "0" * 20, LONG),
     },
-    jshard.plan.command_line: {
+    jshard.plan.__main__: {
         "config": ("", LONG, "nosuch", URL),
         "topology": (
             *("", "h100", "h100:", "h100:0", "h100:-8", "h100:9", "h1000:8", LONG),
@@ -220,7 +220,7 @@ GOOD = {
         "process_id": "0",
         "coordinator": "127.0.0.1:7",
     },
-    jshard.plan.command_line: {"config": "gpt.py", "topology": "h100:8"},
+    jshard.plan.__main__: {"config": "gpt.py", "topology": "h100:8"},
     jshard.launch: {"num_processes": "2"},
     jshard.inspect: {"PATH": "/nosuch"},
     jshard.export: {"PATH": "/nosuch", "output": "nosuch"},

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from jshard.formatting import format_seconds
-from jshard.plan import command_line, has_plugin, topology
+from jshard.plan import __main__ as planner
+from jshard.plan import has_plugin, topology
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -44,7 +45,7 @@ def plan(monkeypatch, capfd):
     def run(*words):
         monkeypatch.setattr("sys.argv", ["jshard-plan", *map(str, words)])
         try:
-            command_line.main()
+            planner.main()
             code = 0
         except SystemExit as exit:
             code = exit.code
@@ -185,7 +186,7 @@ def test_a_llama_for_h100s_has_a_timeline_in_every_form(tmp_path):
     assert low < timeline["seconds"] < high
     assert found["model"]["measured_over_predicted"] == [0.91, 1.10]
     between = f"{format_seconds(low)} to {format_seconds(high)}"
-    assert re.search(rf"^ +{between}, by published runs$", run.stdout, re.M)
+    assert re.search(rf"^ +{between}, given published runs$", run.stdout, re.M)
     assert f"a step ({between})" in (tmp_path / "html").read_text()
     for name in ("forward, layers", "backward, layers", "update"):
         assert timeline["phases"][name] > 0

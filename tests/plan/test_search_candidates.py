@@ -14,8 +14,8 @@ from decoder import Sizes, loss_fn, make_decoder
 from jshard.config.parser import override
 from jshard.config.run_config import complete
 from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import GPUS, STATED
 from jshard.fsdp.mesh import AXES, BATCH
-from jshard.plan.constants import STATED
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,
@@ -32,8 +32,7 @@ from jshard.plan.search.estimates import (
     memory_bound,
     state_size,
 )
-from jshard.plan.search.results import Outcome, pareto
-from jshard.plan.topology import GPUS
+from jshard.plan.search.outcomes import Outcome, pareto
 
 
 def config(**changes):

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jshard.config.run_config import Config, flatten, nearest
 from jshard.errors import UserError
+from jshard.fit.hardware import GPUS_A_HOST
 from jshard.fsdp.activations import POLICIES
-from jshard.plan.topology import GPUS_A_HOST
 
 Settings = dict[str, str]  # text by key: {"policy.remat": "dots"}
 

@@ -5,11 +5,11 @@ from html import escape
 from typing import Any
 
 from jshard.formatting import format_bytes, format_count, format_seconds
-from jshard.plan.cost.cost import assumed
+from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Timeline
-from jshard.plan.memory.memory import Memory
-from jshard.plan.output import terminal
+from jshard.plan.memory.breakdown import Memory
+from jshard.plan.output import plan_text
 from jshard.plan.planning import Plan
 from jshard.report.charts import script_json
 from jshard.report.page import document, section, table, tiles
@@ -29,8 +29,8 @@ _NO_CONTENTION = "Kernels, collectives and copies do not slow each other down."
 def render(plan: Plan) -> str:
     """Renders the page."""
     return document(
-        terminal.heading(plan),
-        terminal.job(plan),
+        plan_text.heading(plan),
+        plan_text.job(plan),
         [_tiles(plan), *(section(*part) for part in _sections(plan))],
         ["page.css", "plan.css"],
         ["plan.js"] if plan.timeline is not None else [],
@@ -45,19 +45,21 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "Timeline", "".join(_charts(timeline))
     yield "Memory of a device", _memory(plan.memory)
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
-    found = table(terminal.traffic_rows(traffic), heading, "grid-table")
+    found = table(plan_text.traffic_rows(traffic), heading, "grid-table")
     if traffic.network_bytes:
-        found += _note(f"{terminal.network(traffic)}.")
+        found += _note(f"{plan_text.network(traffic)}.")
     yield "Traffic of a device in a step", found or _note("none")
     if timeline is not None:
         heading = ["at", "lasts", "waits for", "between"]
-        found = table(terminal.gap_rows(timeline), heading, "grid-table")
+        found = table(plan_text.gap_rows(timeline), heading, "grid-table")
         yield "Where no kernel runs", found or _note("none: there is no gap")
         phases = Phases(timeline).seconds().items()
         rows = [(name, format_seconds(seconds)) for name, seconds in phases]
         yield "Kernels by phase", table(rows)
-    if plan.options:
-        rows = [(f"{name}={value}", why) for name, value, why in terminal.options(plan)]
+    if plan.program.options:
+        rows = [
+            (f"{name}={value}", why) for name, value, why in plan_text.options(plan)
+        ]
         yield "XLA options", table(rows)
     if plan.program.gpu is not None:
         model = assumed(plan.program.gpu.constants)
@@ -70,7 +72,7 @@ def _tiles(plan: Plan) -> str:
         per_second, unit = plan.items_per_second or 0.0, plan.program.unit
         seconds, exposed = plan.timeline.seconds, plan.timeline.exposed
         share = f"exposed communication, {exposed / seconds:.1%} of the step"
-        found = terminal.step_range(plan)
+        found = plan_text.step_range(plan)
         figures = [
             (format_seconds(seconds), f"a step ({found})" if found else "a step"),
             *([] if plan.mfu is None else [(f"{plan.mfu:.1%}", "MFU")]),
@@ -174,7 +176,7 @@ def _memory(memory: Memory) -> str:
     )
     if memory.usable is not None:
         blocks += f'<u style="left:{100 * memory.usable / full:.3f}%"></u>'
-    rows = terminal.memory_rows(memory)
+    rows = plan_text.memory_rows(memory)
     return f'<div class="bar">{blocks}</div>' + table(rows, (), "numbers", marks)
 
 

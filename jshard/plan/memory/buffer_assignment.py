@@ -6,14 +6,13 @@ nearly all of the heap, and what it leaves unused is fragmentation.
 """
 
 import collections
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jshard.plan.hlo import hlo
-from jshard.plan.hlo.hlo import HOST_SPACE, Module
+from jshard.plan import hlo
+from jshard.plan.hlo.program_text import HOST_SPACE
 
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+), (.*):$")
 _VALUE = re.compile(
@@ -27,40 +26,24 @@ Place = tuple[int, int]  # offset and size in the heap
 Ranges = dict[tuple[str, str], tuple[int, int]]  # by instruction and tuple index
 
 
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A value in a buffer.
+class Value(NamedTuple):
+    """A value in a buffer."""
 
-    Attributes:
-      name: of the instruction that computes it.
-      element: of the instruction's result, or None if that is no tuple.
-      shape: as text.
-      place: in the heap.
-      start: when it is computed, as a position in the sequence of instructions.
-      end: when it is last read.
-    """
-
-    name: str
-    element: int | None
+    name: str  # of the instruction that computes it
+    element: int | None  # of the instruction's result, or None if that is no tuple
     shape: str
     place: Place
-    start: int
-    end: int
+    start: int  # when it is computed, as a position in the sequence of instructions
+    end: int  # when it is last read
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """A part of the heap that is in use at the peak.
-
-    Attributes:
-      nbytes: its size.
-      values: live in it at the peak.
-      history: these, and all values that passed the slot on to them or take it over
-        from them without a gap.
-    """
+class Slot(NamedTuple):
+    """A part of the heap that is in use at the peak."""
 
     nbytes: int
-    values: tuple[Value, ...]
+    values: tuple[Value, ...]  # live in it at the peak
+    # These, and all values that passed the slot on to them or take it over from them
+    # without a gap.
     history: tuple[Value, ...]
 
     @property
@@ -74,25 +57,16 @@ class Slot:
         return max(v.end for v in self.history)
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """XLA's buffer assignment.
+class Assignment(NamedTuple):
+    """XLA's buffer assignment."""
 
-    Attributes:
-      arguments: bytes of each argument on the device, by position.
-      slots: of temporary memory in use at the peak.
-      fragmentation: bytes of temporary memory that are not in use then.
-      fullest: the instruction that runs at the peak.
-      sequence: instructions in execution order, with loop bodies once.
-      module: the program as dumped; the printed one omits parts of asynchronous calls.
-    """
-
-    arguments: dict[int, int]
-    slots: tuple[Slot, ...]
-    fragmentation: int
-    fullest: str
-    sequence: tuple[str, ...]
-    module: Module
+    arguments: dict[int, int]  # bytes of each on the device, by position
+    slots: list[Slot]  # of temporary memory in use at the peak
+    fragmentation: int  # bytes of temporary memory that are not in use then
+    fullest: str  # the instruction that runs at the peak
+    sequence: list[str]  # instructions in execution order, with loop bodies once
+    # The program as dumped; the printed one omits parts of asynchronous calls.
+    module: hlo.Module
 
 
 def dump_options(folder: str | Path) -> dict[str, Any]:
@@ -123,9 +97,7 @@ def read(folder: str | Path) -> Assignment:
                 most, moment = used, time
     fullest = sequence[moment] if moment < len(sequence) else ""
     module = hlo.parse(_only(folder, "*_after_optimizations.txt"))
-    return Assignment(
-        arguments, tuple(slots), fragmentation, fullest, tuple(sequence), module
-    )
+    return Assignment(arguments, slots, fragmentation, fullest, sequence, module)
 
 
 def _only(folder: str | Path, pattern: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from jshard.plan.constants import STATED, Constants, read_constants
+from jshard.fit.hardware import STATED, Constants, find_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
@@ -63,7 +63,7 @@ def compare(record: Recorder, *, job: Job, stage: str, card: str | None) -> None
         times["stated"] = seconds_with(plan, STATED)
         times["published"] = plan.timeline.seconds
         if path.exists():
-            times["fitted"] = seconds_with(plan, read_constants(path))
+            times["fitted"] = seconds_with(plan, find_constants(path))
     record(
         job.name,
         planned_seconds=times,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jshard.cli.terminal import show
 from jshard.formatting import format_bytes, one_line
 from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, Candidate
-from jshard.plan.search.results import Outcome, Search
+from jshard.plan.search.outcomes import Outcome, Search
 
 _CHANGING = (*CHANGING_KNOBS, "policy.precision.sum")
 

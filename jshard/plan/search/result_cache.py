@@ -21,7 +21,7 @@ _COMPILERS = (
 _PLANNER = Path(__file__).parents[1]
 
 
-def read(folder: Path, key: str) -> dict[str, Any] | None:
+def read_result(folder: Path, key: str) -> dict[str, Any] | None:
     """Returns the cached result of a key, or None; warns of a damaged file."""
     path = folder / f"{key}.json"
     try:
@@ -37,7 +37,7 @@ def read(folder: Path, key: str) -> dict[str, Any] | None:
         return None
 
 
-def write(folder: Path, key: str, result: dict[str, Any]) -> None:
+def write_result(folder: Path, key: str, result: dict[str, Any]) -> None:
     """Caches a result; warns if it cannot be written."""
     path = folder / f"{key}.json"
     try:
@@ -64,7 +64,7 @@ def program_key(program: Program, lowered: str) -> str:
         "topology": program.topology,
         "mesh": dict(program.mesh.shape),
         "gpu": repr(program.gpu),
-        "options": {k: repr(v) for k, v in program.job.fsdp.compiler_options.items()},
+        "options": {k: repr(v) for k, v in program.options.items()},
         "flags": os.environ.get("XLA_FLAGS", ""),
         "versions": versions(_COMPILERS),
         "planner": _planner_hash(),

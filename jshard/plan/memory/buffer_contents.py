@@ -9,17 +9,17 @@ operation of the step computes is workspace, and the rest is unexplained.
 """
 
 import collections
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flax import nnx
 
 from jshard.fsdp.state import TrainState
+from jshard.layout.capacity import shard_size
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo import flow
-from jshard.plan.hlo.hlo import BACKWARD, FORWARD, Module, arrays, direction
-from jshard.plan.memory.buffers import Assignment, Slot, Value
+from jshard.plan.hlo.program_text import BACKWARD, FORWARD, Module, arrays, direction
+from jshard.plan.memory.buffer_assignment import Assignment, Slot, Value
 
 PARAMETERS, OPTIMIZER, BATCH = "parameters", "optimizer", "batch"
 GRADIENTS, GATHERED = "gradients", "gathered weights"
@@ -37,6 +37,7 @@ _PARTS = {
 _NO_WORK = ("tuple", "get-tuple-element", "parameter", "bitcast", "constant")
 _LARGE = 1024  # elements; the shapes of smaller arrays prove little
 PARAMS, REST = 1, 2  # what a value depends on, as bits
+Shape = tuple[int, ...]
 
 
 def part_of(name: str) -> str:
@@ -120,21 +121,18 @@ def _backward_start(
     raise ValueError("the program has no backward")
 
 
-def _sizes(shape: Iterable[int]) -> tuple[int, ...]:
+def _sizes(shape: Iterable[int]) -> Shape:
     """A shape without dimensions of size 1."""
     return tuple(size for size in shape if size > 1)
 
 
-def _gradient_shapes(
-    state: TrainState,
-) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+def _gradient_shapes(state: TrainState) -> tuple[set[Shape], set[Shape]]:
     """The shapes of shards, and of all layers of a Stack."""
     shards, stacks = set(), set()
     for _, variable in nnx.to_flat_state(state.params):
         x = variable.get_value()
-        shard = x.sharding.shard_shape(x.shape)
-        if math.prod(shard) >= _LARGE:
-            shards.add(_sizes(shard))
+        if shard_size(x) >= _LARGE:
+            shards.add(_sizes(x.sharding.shard_shape(x.shape)))
         if layer_dims(variable):
             stacks.add(_sizes(x.shape))
     return shards, stacks

@@ -1,7 +1,7 @@
 """A step's memory on one device, by part, as XLA assigned it.
 
 The total is XLA's. The parts are its buffers at the peak, classified by
-``plan.memory.parts``; what no part explains is listed on its own.
+``buffer_contents``; what no part explains is listed on its own.
 """
 
 import collections
@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import GPU, GPUS_A_HOST
 from jshard.formatting import format_bytes
 from jshard.fsdp.activations import Names
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
+from jshard.layout.capacity import shard_bytes, shard_size
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.padding import exact_types
 from jshard.layout.specs import layer_dims
-from jshard.plan.hlo.hlo import direction
-from jshard.plan.memory import buffers, parts
-from jshard.plan.topology import GPU, GPUS_A_HOST
+from jshard.plan.hlo import direction
+from jshard.plan.memory import buffer_assignment
+from jshard.plan.memory import buffer_contents as contents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,23 +40,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory that a step needs on one device, and on its host.
+    """The memory that a step needs on one device, and on its host."""
 
-    Attributes:
-      parts: of the device's memory.
-      total: bytes on the device.
-      unexplained: the bytes of the total that no part explains.
-      usable: bytes of the card, or None without a card.
-      host: what one device keeps in pinned host memory, by part.
-      devices_a_host: how many devices share a host.
-    """
-
-    parts: tuple[Part, ...]
-    total: int
-    unexplained: int
-    usable: int | None
-    host: tuple[Part, ...]
-    devices_a_host: int
+    parts: tuple[Part, ...]  # of the device's memory
+    total: int  # bytes on the device
+    unexplained: int  # bytes of the total that no part explains
+    usable: int | None  # bytes of the card, or None without a card
+    host: tuple[Part, ...]  # what one device keeps in pinned host memory
+    devices_a_host: int  # how many devices share a host
 
     @property
     def fits(self) -> bool | None:
@@ -87,7 +79,7 @@ def memory(
     Args:
       policy: of the step.
       state: abstract, with shardings (``FSDP.abstract_state``).
-      compiled: the step, with the ``buffers.dump_options`` of ``dump``.
+      compiled: the step, with the ``dump_options`` of ``dump``.
       dump: the folder that XLA wrote to.
       devices: how many the mesh has.
       gpu: the card, or None for other devices.
@@ -95,12 +87,16 @@ def memory(
     Raises:
       ValueError: ``dump`` has no buffer assignment.
     """
-    assignment = buffers.read(dump)
-    found = parts.account(assignment, state)
+    assignment = buffer_assignment.read(dump)
+    found = contents.account(assignment, state)
     fullest = assignment.module.instructions.get(assignment.fullest)
     what = _contents(state, policy, direction(fullest.source if fullest else ""))
-    total, host = compiled_bytes(compiled), _on_host(state)
-    host[parts.SAVED] = compiled_bytes(compiled, "host_") - host.total()
+    total, host = compiled_bytes(compiled), collections.Counter[str]()
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if x.sharding.memory_kind == HOST:
+            part = contents.part_of(f"state{jax.tree_util.keystr(path)}")
+            host[part] += shard_bytes(x)
+    host[contents.SAVED] = compiled_bytes(compiled, "host_") - host.total()
     return Memory(
         tuple(Part(name, found[name], text) for name, text in what.items()),
         total,
@@ -111,26 +107,12 @@ def memory(
     )
 
 
-def shard_bytes(x: Any) -> int:
-    """Bytes of an abstract array's shard on one device."""
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-
-def _on_host(state: TrainState) -> collections.Counter[str]:
-    """Bytes of one device's shards of the state in host memory, by part."""
-    found: collections.Counter[str] = collections.Counter()
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if x.sharding.memory_kind == HOST:
-            found[parts.part_of(f"state{jax.tree_util.keystr(path)}")] += shard_bytes(x)
-    return found
-
-
 def _contents(state: TrainState, policy: Policy, fullest: str) -> dict[str, str]:
     """What each part holds, in words, in the order of the report."""
     params = jax.tree.leaves((state.params, state.frozen))
     exact = exact_types((state.params, state.frozen))
     count = sum(x.size for x in jax.tree.leaves(exact))
-    local = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params)
+    local = sum(map(shard_size, params))
     averages = "" if state.ema is None else ", averages"
     largest = _layer_bytes(state, policy)
     layer = f"; a full layer is {format_bytes(largest)}" if largest else ""
@@ -146,14 +128,14 @@ def _contents(state: TrainState, policy: Policy, fullest: str) -> dict[str, str]
     gradients = "full" if policy.defer_scatter else "shards, and full ones of a layer"
     sums = ", sums over micro-batches" if policy.accumulate > 1 else ""
     return {
-        parts.PARAMETERS: f"{_dtypes(params)}, {local:,} of {count:,}",
-        parts.OPTIMIZER: f"{_dtypes(jax.tree.leaves(state.opt_state))}{averages}",
-        parts.BATCH: "this device's examples",
-        parts.GRADIENTS: f"{gradients}{sums}",
-        parts.GATHERED: f"{gathered}{layer}",
-        parts.SAVED: f"remat {_remat(policy)}",
-        parts.WORKSPACE: f"of the {fullest}",
-        parts.FRAGMENTATION: "gaps in XLA's heap",
+        contents.PARAMETERS: f"{_dtypes(params)}, {local:,} of {count:,}",
+        contents.OPTIMIZER: f"{_dtypes(jax.tree.leaves(state.opt_state))}{averages}",
+        contents.BATCH: "this device's examples",
+        contents.GRADIENTS: f"{gradients}{sums}",
+        contents.GATHERED: f"{gathered}{layer}",
+        contents.SAVED: f"remat {_remat(policy)}",
+        contents.WORKSPACE: f"of the {fullest}",
+        contents.FRAGMENTATION: "gaps in XLA's heap",
     }
 
 
@@ -179,14 +161,13 @@ def _layer_bytes(state: TrainState, policy: Policy) -> int:
     """Bytes of a Stack's largest layer, gathered."""
     layers: collections.Counter[tuple] = collections.Counter()
     own = own_dtypes(state, policy)
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            if layer_dims(variable):
-                x = variable.get_value()
-                precision = policy.precision_at(path, own.get(path))
-                dtype = precision.compute or precision.gather or x.dtype
-                shape = x.shape[layer_dims(variable) :]
-                float8 = precision.products is not None and len(shape) > 1
-                width = 1 if float8 else dtype.itemsize
-                layers[path[0], x.shape[0]] += math.prod(shape) * width
+    for path, variable in state.flat_params():
+        if layer_dims(variable):
+            x = variable.get_value()
+            precision = policy.precision_at(path, own.get(path))
+            dtype = precision.compute or precision.gather or x.dtype
+            shape = x.shape[layer_dims(variable) :]
+            float8 = precision.products is not None and len(shape) > 1
+            width = 1 if float8 else dtype.itemsize
+            layers[path[0], x.shape[0]] += math.prod(shape) * width
     return max(layers.values(), default=0)

@@ -19,11 +19,10 @@ from jshard.config.parser import override
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config
 from jshard.errors import UserError
+from jshard.fit.hardware import GPU, find_constants
 from jshard.fsdp import mesh as meshes
-from jshard.plan.constants import find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
-from jshard.plan.search.cache import default_folder
 from jshard.plan.search.candidates import (
     AXES,
     REMAT,
@@ -40,9 +39,10 @@ from jshard.plan.search.estimates import (
     memory_bound,
     state_size,
 )
-from jshard.plan.search.results import Outcome, Search
-from jshard.plan.search.workers import Workers
-from jshard.plan.topology import GPU, devices, parse
+from jshard.plan.search.outcomes import Outcome, Search
+from jshard.plan.search.process_pool import Workers
+from jshard.plan.search.result_cache import default_folder
+from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe

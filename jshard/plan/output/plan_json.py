@@ -7,11 +7,11 @@ import dataclasses
 from typing import Any
 
 from jshard.config.run_config import flatten
-from jshard.plan.constants import FITTED
-from jshard.plan.cost import cost
+from jshard.fit.hardware import FITTED
+from jshard.plan.cost.assumptions import assumptions
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Event, Timeline
-from jshard.plan.output.terminal import options
+from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
 from jshard.version import versions
 
@@ -48,7 +48,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {"name": name, "value": value, "reason": reason}
             for name, value, reason in options(plan)
         ],
-        "model": cost.assumptions(program.gpu.constants if program.gpu else FITTED),
+        "model": assumptions(program.gpu.constants if program.gpu else FITTED),
     }
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from jshard.compat import xla_options
 from jshard.formatting import format_bytes, format_count, format_seconds
-from jshard.plan.cost.cost import assumed
+from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline
 from jshard.plan.cost.traffic import Traffic
-from jshard.plan.memory.memory import Memory, Part
+from jshard.plan.memory.breakdown import Memory, Part
 from jshard.plan.planning import Plan
 
 GAPS = 10
@@ -37,7 +37,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield "TIMELINE        none: the speed of these devices is unknown"
     else:
         yield from _timeline(plan, plan.timeline)
-    if plan.options:
+    if plan.program.options:
         yield ""
         yield "OPTIONS of XLA"
         for name, value, reason in options(plan):
@@ -83,7 +83,8 @@ def options(plan: Plan) -> list[tuple[str, object, str]]:
     known = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
     other = (None, "asked for by config.compiler_options")
     return [
-        (name, value, known.get(name, other)[1]) for name, value in plan.options.items()
+        (name, value, known.get(name, other)[1])
+        for name, value in plan.program.options.items()
     ]
 
 
@@ -155,7 +156,7 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
         floor += f", MFU {plan.mfu * seconds / timeline.floor:.1%}"
     yield "step", format_seconds(seconds), speed
     if plan.seconds_range is not None:
-        yield "", "", f"{step_range(plan)}, by published runs"
+        yield "", "", f"{step_range(plan)}, given published runs"
     yield "floor", format_seconds(timeline.floor), floor
     sent = format_seconds(timeline.busy(COLLECTIVES))
     share = f"{exposed / seconds:.1%} of the step, of {sent} of collectives"

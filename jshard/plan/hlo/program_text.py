@@ -9,6 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,8 +42,7 @@ HOST_SPACE = 5  # XLA's memory space of pinned host memory
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """The type of an array, such as ``f32[4,16]``, and its memory space."""
 
     dtype: str
@@ -70,23 +70,14 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: unique in its module.
-      opcode: such as ``all-gather-start``.
-      arrays: the result; tuples are flattened.
-      literal: the text in the parentheses, usually the operands.
-      text: the attributes, after the parentheses.
-      is_root: whether it is its computation's result.
-    """
-
-    name: str
-    opcode: str
-    arrays: tuple[Array, ...]
-    literal: str
-    text: str
-    is_root: bool
+    name: str  # unique in its module
+    opcode: str  # such as `all-gather-start`
+    arrays: tuple[Array, ...]  # the result; tuples are flattened
+    literal: str  # the text in the parentheses, usually the operands
+    text: str  # the attributes, after the parentheses
+    is_root: bool  # whether it is its computation's result
 
     @property
     def bytes(self) -> int:
@@ -99,9 +90,9 @@ class Instruction:
 
         Dumps of JAX 0.12 write elements this way, without a get-tuple-element.
         """
+        found = _REFERENCE.findall(self.literal)
         return tuple(
-            (m[1], int(m[2]) if m[2] else None)
-            for m in _REFERENCE.finditer(self.literal)
+            (name, int(element) if element else None) for name, element in found
         )
 
     @functools.cached_property
@@ -113,10 +104,8 @@ class Instruction:
     def called(self) -> dict[str, tuple[str, ...]]:
         """Names of the computations it calls, by role (``body``, ``calls``, ...)."""
         return {
-            match["role"]: tuple(
-                name.strip(" %") for name in match["names"].strip("{}").split(",")
-            )
-            for match in _CALLED.finditer(self.text)
+            role: tuple(name.strip(" %") for name in names.strip("{}").split(","))
+            for role, names in _CALLED.findall(self.text)
         }
 
     @property
@@ -164,8 +153,7 @@ class Instruction:
           ValueError: the groups are written in a way that is not known.
         """
         if listed := _LISTED_GROUPS.search(self.text):
-            rows = re.findall(r"\{([\d,]*)\}", listed[1])
-            return tuple(_numbers(row) for row in rows)
+            return tuple(map(_numbers, re.findall(r"\{([\d,]*)\}", listed[1])))
         if mesh := _MESH_GROUPS.search(self.text):
             return _groups_of_mesh(*mesh.groups(""))
         if iota := _IOTA_GROUPS.search(self.text):  # [groups, size]<=[dims]T(order)
@@ -192,14 +180,18 @@ class Computation:
         """The result."""
         return next(x for x in self.instructions if x.is_root)
 
-    def users(self, name: str) -> list[Instruction]:
-        """The instructions that read an instruction."""
-        return [x for x in self.instructions if name in x.operands]
-
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """The parameters by position."""
         return {x.number: x for x in self.instructions if x.opcode == "parameter"}
+
+    def users(self, name: str) -> list[Instruction]:
+        """The instructions that read an instruction."""
+        return [x for x in self.instructions if name in x.operands]
+
+    def given(self, x: Instruction) -> list[Array]:
+        """The arrays that an instruction takes."""
+        return [array for name in x.operands for array in self.by_name[name].arrays]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,14 +250,9 @@ def _instruction(line: str) -> Instruction | None:
     if match is None:
         return None
     start, end = match.end(), _closing(line, match.end())
-    return Instruction(
-        match["name"],
-        match["opcode"],
-        arrays(match["shape"]),
-        literal=line[start:end],
-        text=line[end + 1 :],
-        is_root=bool(match["root"]),
-    )
+    literal, text, is_root = line[start:end], line[end + 1 :], bool(match["root"])
+    result = arrays(match["shape"])
+    return Instruction(match["name"], match["opcode"], result, literal, text, is_root)
 
 
 def _closing(line: str, start: int) -> int:
@@ -281,16 +268,11 @@ def _closing(line: str, start: int) -> int:
 def _groups_of_mesh(
     axes: str, devices: str, chosen: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups along some axes, as in ``mesh['replica'=2,'fsdp'=4] {'fsdp'}``.
+    """Groups along the ``chosen`` ones of ``mesh['replica'=2,'fsdp'=4] {'fsdp'}``.
 
-    Args:
-      axes: names and sizes.
-      devices: the mesh's devices in order, listed or as an iota; empty if they are in
-        the order of their numbers.
-      chosen: names of the axes.
-
-    Raises:
-      ValueError: part of an axis is chosen, which jshard's meshes never need.
+    ``devices`` are the mesh's in order, listed or as an iota; empty if they are in the
+    order of their numbers. Part of an axis, which jshard's meshes never need, is an
+    error.
     """
     sizes = {
         name.strip("' "): int(size)
