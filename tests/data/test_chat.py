@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jshard.data.tokenizers.chat_template
-from jshard.data.text.token_files import write_token_files
+from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError

@@ -94,8 +94,8 @@ def is_self_contained(page: str) -> bool:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "which recipe? for example --config=llama.py:3-8b"),
-        (["--config=gpt.py"], "for which devices? for example --topology=h100:64"),
+        ([], "--config=FILE is missing; see --help"),
+        (["--config=gpt.py"], "--topology=GPU:NUMBER is missing; see --help"),
         (["--config=no.py", "--topology=attached"], "no recipe 'no.py'"),
         (["--topolgy=h100:8"], "did you mean --topology?"),
         (

@@ -18,8 +18,8 @@ MOST_LINES = {
     "surface": 540,
     "plan": 4950,
     "training": 11230,
-    "checkpoint": 2960,
-    "generation": 890,
+    "checkpoint": 2925,
+    "generation": 895,
     "start-up note": 390,
     "fsdp": 1505,
     "nn": 1245,
@@ -40,7 +40,6 @@ LONGEST_FILE = 350
 # Files that are longer, with their lines: each may only shrink, and none may join them.
 LONGER = {
     "checkpoint/checkpointer.py": 393,
-    "data/text/corpus.py": 383,
 }
 
 
@@ -107,7 +106,7 @@ def test_an_import_of_what_its_room_names_later_is_named(tmp_path):
         (tmp_path / "jshard" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "jshard" / name).write_text("")
     (tmp_path / "jshard/run/saving.py").write_text("import jshard.training\n")
-    (tmp_path / "jshard/training/__init__.py").write_text("import jshard.training.callbacks.saving\n")
+    (tmp_path / "jshard/training/__init__.py").write_text("import jshard.run.saving\n")
     (message,) = ROOMS["against_the_arrows"](ROOMS["imports"](tmp_path))
     assert message == (
         "jshard/run/saving.py:1 imports jshard.training, which training names after it"

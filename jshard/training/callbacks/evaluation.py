@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
-from jshard.config.run_config import Config, nearest
+from jshard.config.run_config import Config
 from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
+from jshard.formatting import did_you_mean
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
@@ -20,17 +21,7 @@ from jshard.training.recipe_functions import RecipeFunctions
 
 
 class Evaluation:
-    """Evaluates every `eval_every` steps and after the last one.
-
-    Args:
-      run: The run, with the state to evaluate.
-      recipe: Its functions.
-      log: Waits for the steps before.
-      folder: Gets the metrics.
-      display: Shows them.
-      hooks: The user's, called with them.
-      samples: Made after them.
-    """
+    """Evaluates every `eval_every` steps and after the last one."""
 
     def __init__(
         self,
@@ -127,6 +118,6 @@ def prepare_evaluation(
     if best and best not in names:
         raise UserError(
             f"--config.checkpoint.best={best}: evaluations have no such metric; they "
-            f"have {', '.join(names)}{nearest(best, names)}"
+            f"have {', '.join(names)}{did_you_mean(best, names)}"
         )
     return evaluate
