@@ -25,21 +25,14 @@ class ProgressDisplay:
 
     Args:
       steps: The number of steps of the run.
-      references: Losses to show beside the evaluation's, by name.
       enabled: False shows nothing, as in all processes but the first.
 
     Attributes:
-      references: See above; may be set later.
+      references: Losses to show beside the evaluation's, by name.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        references: Mapping[str, float] | None = None,
-        *,
-        enabled: bool = True,
-    ):
-        self.references = references or {}
+    def __init__(self, steps: int, *, enabled: bool = True):
+        self.references: Mapping[str, float] = {}
         self._steps = steps
         self._enabled = enabled
         # The live line is drawn by another thread.
@@ -76,9 +69,9 @@ class ProgressDisplay:
             with outliving_terminal():
                 self._line.refresh()
 
-    def after_step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def after_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of a step that was started, arrays on the devices."""
-        if self._is_live and metrics is not None:
+        if self._is_live:
             shown = {
                 name: metrics[name] for name in ("loss", "accuracy") if name in metrics
             }

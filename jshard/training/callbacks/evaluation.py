@@ -21,17 +21,7 @@ from jshard.training.recipe_functions import RecipeFunctions
 
 
 class Evaluation:
-    """Evaluates every `eval_every` steps and after the last one.
-
-    Args:
-      run: The run, with the state to evaluate.
-      recipe: Its functions.
-      log: Waits for the steps before.
-      folder: Gets the metrics.
-      display: Shows them.
-      hooks: The user's, called with them.
-      samples: Made after them.
-    """
+    """Evaluates every `eval_every` steps and after the last one."""
 
     def __init__(
         self,

@@ -93,8 +93,6 @@ class Hooks:
       UserError: There is no such kind of hook, or one cannot be called as it is.
     """
 
-    KINDS = ("on_step", "on_evaluation", "on_checkpoint")
-
     def __init__(
         self, trainer: Any = None, peers: Peers | None = None, **functions: Any
     ):

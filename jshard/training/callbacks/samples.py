@@ -16,14 +16,7 @@ from jshard.training.recipe_functions import RecipeFunctions
 
 
 class Samples:
-    """Samples after each evaluation and at the end; shows pictures at the end.
-
-    Args:
-      run: The run, with the state to sample from.
-      recipe: Its functions.
-      folder: Keeps both for the report.
-      display: Shows the last text.
-    """
+    """Samples after each evaluation and at the end; shows pictures at the end."""
 
     def __init__(
         self,
