@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jshard.training.config.shared_keys import REQUIRED, SHARED
+from jshard.config.shared_keys import REQUIRED, SHARED
 
 FILE = Path(__file__).with_name("knobs.md")
 HEADING = """\
@@ -11,7 +11,7 @@ HEADING = """\
 What every recipe can set, as `--config.KEY=VALUE` or in its `get_config`. Those of
 `policy` are the fields of `jshard.Policy`. `python docs/knobs.py` writes this page from
 the declarations in `jshard/fsdp/policy.py`, `jshard/fsdp/precision.py` and
-`jshard/training/config/shared_keys.py`; `python -m jshard.train --config=FILE --help`
+`jshard/config/shared_keys.py`; `python -m jshard.train --config=FILE --help`
 lists a recipe's own keys, too.
 
 | Key | Default | Possible | Meaning |

@@ -3,7 +3,8 @@
     python docs/licences.py
 
 reads the metadata of the installed packages that pyproject.toml needs, and of those
-that they need. Copyleft licences are found by name; tests/test_packaging.py wants none.
+that they need. Copyleft licences are found by name;
+tests/project/test_packaging.py wants none.
 """
 
 import importlib.metadata

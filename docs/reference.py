@@ -22,9 +22,9 @@ from unittest import mock
 
 import jshard
 from jshard.cli.commands import COMMANDS
-from jshard.training.config.config import complete, declarations, flatten
-from jshard.training.config.shared_keys import SHARED
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.config.run_config import complete, declarations, flatten
+from jshard.config.shared_keys import SHARED
+from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "reference"

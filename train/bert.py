@@ -17,11 +17,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.keys import Key
-from jshard.training.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
-from models import bert_huggingface as huggingface  # noqa: F401  read by jshard
-from models.bert import ACTIVATIONS, Bert, BertConfig
-from train import gpt
+from jshard.config.keys import Key
+from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
+from jshard.models import bert_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models.bert import ACTIVATIONS, Bert, BertConfig
+from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer
 learning_rate = gpt.learning_rate

@@ -14,14 +14,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.config.keys import Key
+from jshard.data.text.bigram import bigram_reference
+from jshard.data.text.text_data import text_data
+from jshard.data.tokenizers.tokenizer import PYTHON, load_tokenizer
 from jshard.generation import continue_prompts
+from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
-from jshard.training.bigram import bigram_reference
-from jshard.training.keys import Key
-from jshard.training.text import text_data
-from jshard.training.tokenizer import PYTHON, load_tokenizer
-from models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
-from models.gpt import GPT, GPTConfig
 
 
 def get_config() -> ConfigDict:

@@ -8,7 +8,7 @@ bfloat16, with weights, sums of gradients and batch statistics in float32.
     python -m jshard.train --config=imagenet_regnet.py --config.data.path=FOLDER
 
 FOLDER has train/CLASS/*.JPEG and val/CLASS/*.JPEG, or array records
-(jshard/training/data/image_sources.py). Without it the images are noise, for plans and
+(jshard/data/images/image_sources.py). Without it the images are noise, for plans and
 timings.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 import optax
 from ml_collections import ConfigDict
 
-from jshard.training.data.image_data import image_data, noise
-from jshard.training.keys import Key
-from models import regnet_huggingface as huggingface  # noqa: F401  read by jshard
-from models import regnet_timm as timm  # noqa: F401  likewise
-from models.images import classification_loss, normalize
-from models.regnet import RegNet, RegNetConfig
-from train.digits import image_keys
+from jshard.config.keys import Key
+from jshard.data.images.image_data import image_data, noise
+from jshard.models import regnet_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models import regnet_timm as timm  # noqa: F401  likewise
+from jshard.models.images import classification_loss, normalize
+from jshard.models.regnet import RegNet, RegNetConfig
+from jshard.recipes.digits import image_keys
 
 _IMAGES = 1_281_167
 _BATCH = 512

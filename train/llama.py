@@ -21,12 +21,12 @@ import copy
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.keys import Key
-from models import llama_huggingface as huggingface  # noqa: F401  read by jshard
-from models.llama import Llama, LlamaConfig
-from models.llama_config import ACTIVATIONS
-from models.rope import SCALINGS
-from train import gpt
+from jshard.config.keys import Key
+from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.llama_config import ACTIVATIONS
+from jshard.models.rope import SCALINGS
+from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer
 loss_fn = gpt.loss_fn

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.described import STORED_SHAPE, checked
-from jshard.checkpoint.tensor_names import stack_paths
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
+from jshard.hub.tensor_names import stack_paths
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.variables import is_variable
 from jshard.nn.dropout import is_random

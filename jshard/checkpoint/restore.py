@@ -12,17 +12,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata
-from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.older_names import renamed, stored_names
-from jshard.checkpoint.safetensors_read import (
-    check_safetensors,
-    is_safetensors,
-    load_safetensors,
-)
 from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load, match_parameters
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
+from jshard.hub.file_tensor import FileTensor
+from jshard.hub.safetensors_read import (
+    check_safetensors,
+    is_safetensors,
+    load_safetensors,
+)
 from jshard.layout.padding import exact_types
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder

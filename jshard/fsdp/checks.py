@@ -14,8 +14,8 @@ from jshard.fsdp.mesh import devices_of_a_sequence, named_sizes, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.layer_dims import layer_dims
+from jshard.layout.state_layout import Layout
 from jshard.layout.variables import variables
 from jshard.unit.model import root_variables
 from jshard.unit.modules import Stack, is_unit

@@ -17,7 +17,7 @@ from jax.extend import core
 from jshard.compat.jaxprs import without_dead_code
 from jshard.errors import UserError
 from jshard.fsdp.policy import Policy
-from jshard.layout import layers
+from jshard.layout import layer_dims as layers
 from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import LOOKED_UP, is_annotated

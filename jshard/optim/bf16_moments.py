@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import follow
 from jshard.layout.variables import is_variable
 from jshard.optim.per_layer import first_layer, layers_here

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from jshard.fsdp.policy import Policy
-from jshard.layout.layers import layer_dims, stack_of, without_layers
+from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
 from jshard.optim.whole_layers import map_layers
 

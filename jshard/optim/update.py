@@ -16,10 +16,10 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import at_least_float32, for_update, updated_in
 from jshard.fsdp.scopes import UPDATE
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.memory_kinds import on_device, on_host
 from jshard.layout.padding import exact, pad
+from jshard.layout.state_layout import Layout
 from jshard.layout.variables import is_variable
 from jshard.optim import ema, loss_scale
 from jshard.optim.per_layer import sharded_update

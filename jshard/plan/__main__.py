@@ -18,9 +18,19 @@ import jax
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.cli.command import run_command
+from jshard.cli.platform import choose_platform, make_cpu_devices
 from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
+from jshard.config.parser import (
+    Arguments,
+    help_text,
+    parse_arguments,
+)
+from jshard.config.run_config import complete, flatten
+from jshard.config.shared_keys import FITTED
 from jshard.errors import UserError
+from jshard.fit.hardware import find_constants
+from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.output import plan_json, plan_page, plan_text, search_text
@@ -28,18 +38,8 @@ from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
-from jshard.training.config.command_line import (
-    Arguments,
-    help_text,
-    parse_arguments,
-)
-from jshard.training.config.config import complete, flatten
-from jshard.training.config.shared_keys import FITTED
-from jshard.training.fit import DoesNotFit, is_open
-from jshard.training.hardware import find_constants
-from jshard.training.make_config import make_config
-from jshard.training.platform import choose_platform, make_cpu_devices
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 
 DOES_NOT_FIT = 3
 USAGE = f"""\

@@ -10,6 +10,11 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core
 
+from jshard.config.run_config import Config
+from jshard.fit.device_memory import usable_bytes
+from jshard.fit.expert_choice import with_experts
+from jshard.fit.hardware import FITTED, Constants
+from jshard.fit.memory_choice import Traced, fit, is_open
 from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan import hlo
 from jshard.plan.cost.timeline import Timeline, replay
@@ -19,13 +24,8 @@ from jshard.plan.memory.breakdown import Memory, memory
 from jshard.plan.program import ATTACHED, Program, trace
 from jshard.plan.start_up import network_axes
 from jshard.plan.topology import devices, parse
-from jshard.training.config.config import Config
-from jshard.training.fit import Traced, fit, is_open
-from jshard.training.fit_experts import with_experts
-from jshard.training.hardware import FITTED, Constants
-from jshard.training.job import make_mesh
-from jshard.training.memory import usable_bytes
-from jshard.training.recipe import Recipe
+from jshard.recipe.build import make_mesh
+from jshard.recipe.definition import Recipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,15 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
+from jshard.config.run_config import Config
 from jshard.errors import UserError
+from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
 from jshard.fsdp.batch import nearest
 from jshard.fsdp.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
 from jshard.fsdp.state import TrainState
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
-from jshard.training.config.config import Config
-from jshard.training.hardware import FITTED, GPU, GPUS, Constants
-from jshard.training.job import Job, abstract_batch, make_job, make_mesh
-from jshard.training.recipe import Recipe
+from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
+from jshard.recipe.definition import Recipe
 
 ATTACHED = "attached"
 

@@ -12,10 +12,10 @@ from jshard.errors import some_of
 from jshard.formatting import format_bytes
 from jshard.fsdp.mesh import shards_of
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.padding import exact_types, is_padded
+from jshard.layout.state_layout import Layout
 from jshard.unit.model import root_variables
 
 

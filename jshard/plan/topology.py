@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jshard.cli.quiet import has_cuda_plugin as has_plugin
 from jshard.compat import absent_gpus
 from jshard.errors import UserError
+from jshard.fit.hardware import GPU, GPUS, GPUS_A_HOST
 from jshard.nn.attention import ABSENT_GPU
-from jshard.training.hardware import GPU, GPUS, GPUS_A_HOST
 
 CUDNN = (9, 8, 0)  # the versions that JAX's wheels bring
 CUDA = (12, 9, 0)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jshard.fit.hardware import peak_flops
 from jshard.fsdp.mesh import rows_of_process
-from jshard.training.hardware import peak_flops
 
 
 class Throughput:

@@ -30,8 +30,8 @@ def memory(what):
 IMPORT = """
 from jshard.checkpoint import checkpointer as saving
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.safetensors_read import load_safetensors
-from jshard.training.huggingface import find_map
+from jshard.hub.safetensors_read import load_safetensors
+from jshard.recipe.model_map import find_map
 from mapped import abstract_state
 
 folder = Path("hf")
@@ -85,7 +85,7 @@ def added(folder: Path, sizes: dict[str, int]) -> tuple[list[int], int]:
     tensors = write_folder(folder / "hf", shard_bytes=SHARD, sizes=sizes)
     total = sum(array.nbytes for array in tensors.values())
     del tensors
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
     found = []
     for script in (IMPORT, EXPORT):
         done = subprocess.run(

@@ -18,9 +18,9 @@ import hlo
 import jshard
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import find_parameters, read_parameters
-from jshard.checkpoint.tensor_names import tensor_names
-from jshard.layout.layout import Layout
+from jshard.hub.tensor_names import tensor_names
 from jshard.layout.padding import is_padded, padded_dim, padding_of
+from jshard.layout.state_layout import Layout
 from jshard.layout.variables import is_variable
 from jshard.optim.update import update
 

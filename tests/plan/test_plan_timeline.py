@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from jshard.fit.hardware import FITTED, GPUS
 from jshard.plan import hlo
 from jshard.plan.cost.nccl import RINGS, TREES
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Event, Timeline, replay
 from jshard.plan.cost.traffic import NETWORK, NVLINK, count
 from jshard.plan.output.plan_json import trace
-from jshard.training.hardware import FITTED, GPUS
 
 H100 = GPUS["h100"]
 FORWARD = "jit(step)/shard_map/jvp(layers)/while/body"

@@ -14,7 +14,7 @@ from jshard.plan.search.pareto_search import search
 RECIPE = """\
 import os
 
-from train import gpt
+from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer
 loss_fn = gpt.loss_fn

@@ -11,6 +11,10 @@ from ml_collections import ConfigDict
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
+from jshard.config.parser import override
+from jshard.config.run_config import complete
+from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import GPUS, STATED
 from jshard.fsdp.mesh import AXES, BATCH
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
@@ -29,10 +33,6 @@ from jshard.plan.search.estimates import (
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, pareto
-from jshard.training.config.command_line import override
-from jshard.training.config.config import complete
-from jshard.training.hardware import GPUS, STATED
-from jshard.training.memory import compiled_bytes
 
 
 def config(**changes):

@@ -55,7 +55,7 @@ def make(folder: Path, **given: Any) -> jshard.Trainer:
 
 
 def of_file(folder: Path, name: str = "run", **given: Any) -> jshard.Trainer:
-    """A trainer of tests/resumable.py's recipe."""
+    """A trainer of tests/helpers/resumable.py's recipe."""
     (folder / "tiny.py").write_text(RECIPE)
     given = {"config": {"steps": 12, "eval_every": 4}} | given
     return jshard.Trainer(folder / "tiny.py", workdir=folder / name, **given)

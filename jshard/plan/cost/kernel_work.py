@@ -2,7 +2,7 @@
 
 Kernels follow a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): the
 longer of their matrix products, at a share of the peak, and their memory traffic, at a
-share of the bandwidth, plus a launch. The constants are in ``training.hardware``.
+share of the bandwidth, plus a launch. The constants are in ``fit.hardware``.
 """
 
 import math
@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jshard.fit.hardware import GPU
 from jshard.plan.cost import convolution
 from jshard.plan.hlo import Computation, Instruction, Module
-from jshard.training.hardware import GPU
 
 # Kinds of kernels that no roofline describes, followed by the custom call's target:
 # those of Pallas, for example. Only their traffic counts.

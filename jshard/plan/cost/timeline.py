@@ -12,10 +12,10 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
+from jshard.fit.hardware import GPU
 from jshard.plan.cost.kernel_work import UNKNOWN, work
 from jshard.plan.cost.transfers import transfer
 from jshard.plan.hlo import Computation, Instruction, Module
-from jshard.training.hardware import GPU
 
 COMPUTE = "compute"
 COLLECTIVES = "collectives"

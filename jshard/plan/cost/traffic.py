@@ -13,17 +13,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jshard.fit.hardware import GPU
 from jshard.fsdp.mesh import REPLICA, names_of, shard_axes
 from jshard.fsdp.policy import Policy, UnitPolicy
 from jshard.fsdp.precision import is_float, is_quantized
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_size
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import LOOKED_UP
+from jshard.layout.state_layout import Layout
 from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.plan.hlo import Computation, Module
-from jshard.training.hardware import GPU
 from jshard.unit.layers import spans
 
 NVLINK, NETWORK, SHARED = "NVLink", "network", "shared memory"

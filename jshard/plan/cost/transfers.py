@@ -9,9 +9,9 @@ import collections
 import math
 from typing import NamedTuple
 
+from jshard.fit.hardware import GPU, GPUS_A_HOST
 from jshard.plan.cost import nccl
 from jshard.plan.hlo import Computation, Instruction, Module
-from jshard.training.hardware import GPU, GPUS_A_HOST
 
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 KINDS = (

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import GPU, GPUS_A_HOST
 from jshard.formatting import format_bytes
 from jshard.fsdp.activations import Names
 from jshard.fsdp.policy import Policy
@@ -25,8 +27,6 @@ from jshard.layout.specs import layer_dims
 from jshard.plan.hlo import direction
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory import buffer_contents as contents
-from jshard.training.hardware import GPU, GPUS_A_HOST
-from jshard.training.memory import compiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)

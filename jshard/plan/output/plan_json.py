@@ -6,13 +6,13 @@ docs/plan.md has the schemas.
 import dataclasses
 from typing import Any
 
+from jshard.config.run_config import flatten
+from jshard.fit.hardware import FITTED
 from jshard.plan.cost.assumptions import assumptions
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Event, Timeline
 from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
-from jshard.training.config.config import flatten
-from jshard.training.hardware import FITTED
 from jshard.version import versions
 
 SCHEMA = 2

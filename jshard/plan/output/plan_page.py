@@ -11,8 +11,8 @@ from jshard.plan.cost.timeline import Timeline
 from jshard.plan.memory.breakdown import Memory
 from jshard.plan.output import plan_text
 from jshard.plan.planning import Plan
-from jshard.training.report.charts import script_json
-from jshard.training.report.page import document, section, table, tiles
+from jshard.report.charts import script_json
+from jshard.report.page import document, section, table, tiles
 
 KINDS = (
     "matrix product",
@@ -32,7 +32,7 @@ def render(plan: Plan) -> str:
         plan_text.heading(plan),
         plan_text.job(plan),
         [_tiles(plan), *(section(*part) for part in _sections(plan))],
-        ["report.css", "plan.css"],
+        ["page.css", "plan.css"],
         ["plan.js"] if plan.timeline is not None else [],
         package="jshard.plan.output",
     )

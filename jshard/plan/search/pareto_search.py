@@ -6,6 +6,7 @@ are compiled in worker processes, and their schedules replayed, in the order of
 ``plan.search.acquisition``, up to a limit.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,7 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard.config.parser import override
+from jshard.config.policy_keys import make_policy
+from jshard.config.run_config import Config
 from jshard.errors import UserError
+from jshard.fit.hardware import GPU, find_constants
 from jshard.fsdp import mesh as meshes
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
@@ -36,16 +41,13 @@ from jshard.plan.search.estimates import (
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, Search
-from jshard.plan.search.process_pool import Workers
+from jshard.plan.search.process_pool import Replies, Task, run_tasks
 from jshard.plan.search.result_cache import default_folder
 from jshard.plan.topology import devices, parse
-from jshard.training.config.command_line import override
-from jshard.training.config.config import Config
-from jshard.training.config.policy import make_policy
-from jshard.training.hardware import GPU, find_constants
-from jshard.training.job import make_job, make_mesh
-from jshard.training.make_config import make_config
-from jshard.training.recipe import Recipe, open_recipe
+from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
 from jshard.unit.remat import names_in
 
 TIMEOUT = 600.0  # seconds to compile a candidate
@@ -88,10 +90,7 @@ def search(
     gpu, number = parse(topology)
     gpu = dataclasses.replace(gpu, constants=find_constants(constants))
     mesh_devices = devices(topology)
-    with (
-        open_recipe(path) as recipe,
-        _workers(path, topology, constants) as workers,
-    ):
+    with open_recipe(path) as recipe:
         config = make_config(recipe, dict(overrides))
         for key, values in allowed.items():
             for value in values or ():  # a bad value is an error, not a candidate
@@ -108,19 +107,18 @@ def search(
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )
-        choice = Choice(promising, gpu.usable)
-        folder = str(default_folder())
-        tasks = (
-            {"settings": {**overrides, **candidate.settings}, "cache": folder}
-            for candidate in choice.first(limit)
-        )
-        outcomes, unit, told = [], "tokens", dict[str, None]()
-        for done, (index, reply) in enumerate(workers.run(tasks), start=1):
+    choice = Choice(promising, gpu.usable)
+    cache = str(default_folder())
+    tasks = (
+        {"settings": {**overrides, **candidate.settings}, "cache": cache}
+        for candidate in choice.first(limit)
+    )
+    outcomes, unit, told = [], "tokens", dict[str, None]()
+    with contextlib.closing(_compile(tasks, path, topology, constants)) as replies:
+        for done, (index, reply) in enumerate(replies, start=1):
+            error, figures = reply.get("error", ""), reply.get("figures", {})
             outcome = Outcome(
-                choice.chosen[index],
-                usable=gpu.usable,
-                error=reply.get("error", ""),
-                **reply.get("figures", {}),
+                choice.chosen[index], **figures, usable=gpu.usable, error=error
             )
             unit = reply.get("unit", unit)
             told |= dict.fromkeys(reply.get("warnings", ()))
@@ -143,13 +141,14 @@ def search(
     )
 
 
-def _workers(*arguments: str | Path) -> Workers:
+def _compile(tasks: Iterable[Task], *arguments: str | Path) -> Replies:
+    """Runs tasks in worker processes, as many as there are cores."""
     command = [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)]
     path = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     processes = os.cpu_count() or 1
-    return Workers(
-        command, processes=processes, timeout=TIMEOUT, environment=environment
+    return run_tasks(
+        tasks, command, processes=processes, timeout=TIMEOUT, environment=environment
     )
 
 
@@ -180,7 +179,7 @@ def _trace(
             program = trace(recipe, make_config(recipe, settings), topology)
     except Exception:
         return Activity(0.0, 0.0, 0.0), []
-    return activity(program), sorted({*names_in(program.traced.jaxpr.jaxpr)})
+    return activity(program), sorted({*names_in(program.jaxpr)})
 
 
 def _estimates(

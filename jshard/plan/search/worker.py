@@ -18,14 +18,15 @@ from typing import Any, TextIO
 
 from jshard.compat import absent_gpus
 from jshard.errors import UserError
+from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import Constants, find_constants
 from jshard.plan import hlo
 from jshard.plan.cost.timeline import replay
 from jshard.plan.program import trace
 from jshard.plan.search.result_cache import program_key, read_result, write_result
-from jshard.training.hardware import Constants, find_constants
-from jshard.training.make_config import make_config
-from jshard.training.memory import compiled_bytes
-from jshard.training.recipe import Recipe, open_recipe
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
 
 
 def run_task(

@@ -1,0 +1,115 @@
+"""Names, samples, configs and metadata of strangers do not control the terminal."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import jshard
+from checkpoints import at_step, make_fsdp, trained
+from jshard import inspect
+from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.cli import command
+from jshard.cli.terminal import show
+from jshard.errors import Preempted, RunFailed
+from jshard.formatting import one_line, printable
+from jshard.run.progress import ProgressDisplay
+from jshard.trained import generate_command
+
+PACKAGE = Path(jshard.__file__).parent
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\ud800\x7f"
+# What is no letter, and yet of a text: of Persian, of emoji, of French, of Chinese.
+PLAIN = "a\u200cb 👩\u200d🔬 1\u202f000\xa0€\u3000。\n\tend"
+
+
+def is_harmless(text: str) -> bool:
+    return set(text).isdisjoint("\x1b\x07\x9b\u202e\r\ud800\x7f")
+
+
+def test_text_stays_as_it_is_and_controls_are_shown():
+    assert printable(PLAIN) == PLAIN
+    escaped = r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\ud800\x7f"
+    assert printable(HOSTILE) == escaped
+    assert one_line(f"a\nb\tc{HOSTILE}") == rf"a b\tc{escaped}"
+
+
+def test_nothing_but_one_function_prints():
+    """Others could print what a stranger wrote; pipes of ours are no terminals."""
+    found = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                to = [ast.unparse(k.value) for k in node.keywords if k.arg == "file"]
+                if not to or to[0].startswith("sys."):
+                    found.append(f"{file.relative_to(PACKAGE)}:{node.lineno}")
+    assert found == []
+
+
+def test_what_is_shown(capsys):
+    show(HOSTILE)
+    show(HOSTILE, error=True, end="")
+    ProgressDisplay(1).say(f"sample:\n{HOSTILE}")
+    generate_command._print(HOSTILE)
+    out, err = capsys.readouterr()
+    assert is_harmless(out)
+    assert is_harmless(err)
+    assert out.count(r"\x1b[2J") == 3
+    assert err.count("\n") == 0
+
+
+@pytest.mark.parametrize("kind", [jshard.UserError, RunFailed, Preempted])
+def test_errors_are_one_line(kind):
+    ending = command.expected_ending(kind(f"a\n{HOSTILE}"))
+    assert ending is not None
+    assert is_harmless(ending[1])
+    assert "\n" not in ending[1]
+    assert is_harmless(kind(HOSTILE)._render_traceback_()[0])  # in notebooks
+
+
+def test_warnings_are_one_line():
+    text = command._format_warning(f"a\n{HOSTILE}", UserWarning, "file", 1)
+    assert is_harmless(text.removesuffix("\n"))
+    assert text.count("\n") == 1
+    text = command._format_warning(HOSTILE, DeprecationWarning, HOSTILE, 1)
+    assert is_harmless(text)
+
+
+def test_generated_json_is_the_same_json():
+    entry = {"prompt": PLAIN, "text": HOSTILE, "tokens": [1]}
+    text = generate_command._json(entry)
+    assert json.loads(text) == entry
+    assert is_harmless(text)
+    assert "€" in text
+
+
+@pytest.fixture
+def step(tmp_path) -> Path:
+    """A checkpoint whose every text is hostile."""
+    state = at_step(trained(make_fsdp(2, 4), steps=0), 8)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        metrics = {f"loss{HOSTILE}": 1.0}
+        config = {f"key{HOSTILE}": f"\nstep 99 {HOSTILE}"}
+        checkpointer.save(state, metrics=metrics, config=config)
+    step = tmp_path / "checkpoints/8"
+    about = json.loads((step / metadata.FILE).read_text())
+    about["created"] += HOSTILE
+    for key in ("versions", "mesh"):
+        about[key] = {HOSTILE: HOSTILE}
+    printed = HOSTILE.replace("\ud800", "")
+    about["arrays"][f"opt.x{printed}\nx"] = {"shape": [2], "dtype": "int8"}
+    (step / metadata.FILE).write_text(json.dumps(about))
+    files = manifest.read(step) | manifest.checksum(step, metadata.FILE)
+    manifest.write(step, files)
+    return step
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_inspect_shows_hostile_metadata(full, step, capsys):
+    words = [str(step.parents[1]), *["--full"] * full]
+    inspect._inspect(words)
+    out, _ = capsys.readouterr()
+    assert is_harmless(out)
+    assert r"\x1b[2J" in out
+    assert not any(line.startswith(("step 99", "x")) for line in out.splitlines())

@@ -1,0 +1,161 @@
+"""Models trained with sequences, features or experts split over devices.
+
+The reference is the model as an ordinary Flax module, on one device, with JAX and optax
+alone.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jshard
+import parity
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.models.llama import Llama, LlamaConfig
+
+TIME, VOCABULARY, STEPS = 24, 40, 3
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "num_layers": 2,
+    "width": 16,
+    "loss_chunk": 16,
+    "attention": "blockwise",  # in the inputs' dtype throughout
+    "dtype": jnp.float64,
+    "param_dtype": jnp.float64,
+}
+LLAMA: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden": 32,
+    "sequence_length": TIME,
+}
+
+
+def gpt(rngs, **sizes):
+    own = {"num_heads": 4, "sequence_length": TIME, "dropout": 0.1}
+    return GPT(GPTConfig(**SIZES | own | sizes), rngs=rngs)
+
+
+def llama(rngs, **sizes):
+    return Llama(LlamaConfig(**SIZES | LLAMA | sizes), rngs=rngs)
+
+
+def uneven_experts(rngs, **sizes):
+    """Most tokens prefer two of eight experts, so that there are further rounds."""
+    own = {"num_experts": 8, "balance_weight": 0.1, "expert_capacity": 0.3}
+    model = llama(rngs, **own | sizes)
+    router = model.blocks.experts.router.kernel
+    router.set_value(router.get_value().at[:, :, :2].multiply(40))
+    return model
+
+
+MODELS = {
+    "gpt": gpt,
+    "gpt in float32": functools.partial(
+        gpt, dtype=jnp.float32, param_dtype=jnp.float32
+    ),
+    "two heads": functools.partial(gpt, num_heads=2),
+    "untied": functools.partial(gpt, tied=False),
+    "llama": llama,
+    "three heads": functools.partial(
+        llama, num_heads=3, num_kv_heads=3, width=18, hidden=33, vocab_size=42
+    ),
+    "untied llama": functools.partial(llama, tied=False),
+    "odd vocabulary": functools.partial(llama, tied=False, vocab_size=43),
+    "odd and capped": functools.partial(
+        llama, tied=False, vocab_size=43, logit_soft_cap=3.0
+    ),
+    "fused": functools.partial(llama, fused=True),
+    "tiles": functools.partial(llama, mlp_tile=8, qk_norm=True, qkv_bias=True),
+    "windows": functools.partial(llama, pattern="sf", window=5),
+    "experts": functools.partial(
+        llama, num_experts=4, experts_per_token=2, balance_weight=0.01
+    ),
+    "uneven experts": uneven_experts,
+    "uneven, not balanced": functools.partial(uneven_experts, balance_weight=0.0),
+    "experts in float32": functools.partial(
+        uneven_experts, dtype=jnp.float32, param_dtype=jnp.float32
+    ),
+}
+
+
+def batch(packed: bool, step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, VOCABULARY, (8, TIME + 1))
+    found: dict[str, Any] = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    found["weights"] = 1.0 * (rng.random((8, TIME)) > 0.2)
+    if packed:
+        segments = np.sort(rng.integers(0, 3, (8, TIME)), axis=1)
+        first = np.array([[np.argmax(r == s) for s in r] for r in segments])
+        found |= {"segments": segments, "positions": np.arange(TIME) - first}
+    return found
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    packed = {}
+    if "segments" in batch:
+        packed["segment_ids_BT"] = batch["segments"]
+        packed["positions_BT"] = batch["positions"]
+    return model.loss(batch["inputs"], batch["targets"], batch["weights"], **packed)
+
+
+@functools.cache
+def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict]:
+    """Losses and final parameters without jshard's steps, on one device."""
+    graphdef, params, rest = nnx.split(
+        MODELS[model](nnx.Rngs(jax.random.key(0))), nnx.Param, ...
+    )
+    tx = parity.TRANSFORMATIONS[optimizer]()
+    # As jshard does: an optimizer that looks at whole tensors sees each layer alone.
+    tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
+
+    @jax.jit
+    def step(params, rest, opt_state, batch):
+        def loss(params):
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            value = loss_fn(model, batch).compute()
+            return value, nnx.state(model, nnx.Not(nnx.Param))
+
+        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), rest, opt_state, value
+
+    opt_state, losses = tx.init(params), []
+    for number in range(STEPS):
+        arguments = params, rest, opt_state, batch(packed, number)
+        params, rest, opt_state, value = step(*arguments)
+        losses.append(float(value))
+    return losses, parity.by_path(params)
+
+
+def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
+    """(fsdp, state, train step) on a mesh; other options are those of the policy."""
+    names = ("replica", "fsdp", "context", "tensor", "expert", "devices")
+    mesh = {name: options.pop(name) for name in names if name in options}
+    policy = jshard.Policy(min_shard_elements=0, **options)
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
+    tx = parity.TRANSFORMATIONS[optimizer]()
+    tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
+    return fsdp, fsdp.init(MODELS[model], tx), fsdp.train_step(loss_fn, tx)
+
+
+def trains_alike(
+    model: str, packed: bool, optimizer: str, options: dict[str, Any]
+) -> None:
+    """Asserts that a mesh's run follows that on one device, to 1e-9."""
+    options = dict(options)
+    if number := options.get("devices"):
+        options["devices"] = jax.devices()[:number]
+    losses, params = plain(model, packed, optimizer)
+    fsdp, state, train_step = start(model, optimizer, **options)
+    found = []
+    for number in range(STEPS):
+        state, metrics = train_step(state, fsdp.shard_batch(batch(packed, number)))
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, losses, rtol=1e-9)
+    assert parity.worst(parity.by_path(fsdp.fetch(state.params)), params) <= 1e-9

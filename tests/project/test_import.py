@@ -1,0 +1,172 @@
+"""`import jshard`, and the list of commands."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jshard
+from jshard.cli.commands import COMMANDS
+from jshard.cli.quiet import has_accelerator, is_command
+from tiny_runs import RECIPE
+
+REPOSITORY = Path(__file__).parents[2]
+WATCHED = """
+import os, sys
+def watch(event, args):
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"):
+        sys.exit(f"{event} {args}")
+sys.addaudithook(watch)
+os.dup2 = lambda *fds, **_: sys.exit(f"dup2 {fds}")
+environment = dict(os.environ)
+import jshard
+assert dict(os.environ) == environment or sys.exit("changes the environment")
+assert "orbax" not in sys.modules or sys.exit("imports orbax")
+print(len(jshard.make_mesh().devices.flat), jshard.Checkpointer.__name__)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python where JAX finds a CUDA plugin, which finds no GPU."""
+    if has_accelerator():
+        pytest.skip("this machine has a GPU")
+    (tmp_path / "jax_cuda12_plugin").mkdir()
+    (tmp_path / "jax_cuda12_plugin/__init__.py").touch()
+    plugin = tmp_path / "jax_plugins/xla_cuda12/__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(
+        "import jax\n"
+        "def initialize():\n"
+        "    if 'cuda' in (jax.config.jax_platforms or 'cuda'):\n"
+        "        raise RuntimeError('no CUDA')\n"
+    )
+    chosen = ("JAX_", "XLA_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
+    environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{tmp_path}"
+
+    def run_python(*words: str, **chosen: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=environment | chosen,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run_python
+
+
+def test_importing_starts_nothing_redirects_nothing_and_leaves_orbax_alone(run):
+    done = run("-c", WATCHED)
+    assert (done.returncode, done.stdout) == (0, "1 Checkpointer\n"), done.stderr
+
+
+def test_a_program_hears_of_a_failing_cuda_plugin_what_jax_says(run):
+    program = "import jax; print(jax.devices())"
+    done, without = run("-c", f"import jshard; {program}"), run("-c", program)
+    assert "RuntimeError: no CUDA" in done.stderr
+    assert done.stderr == without.stderr
+    assert done.stdout == "[CpuDevice(id=0)]\n"
+
+
+def test_a_command_says_in_one_line_that_a_cuda_plugin_failed_and_why(run, tmp_path):
+    (tmp_path / "r.py").write_text(f"import jax; jax.devices()\n{RECIPE}")
+    words = ("-m", "jshard.train", "--config=r.py", "--config.stepz=3")
+    done = run(*words)
+    note, error = done.stderr.splitlines()
+    assert note == (
+        "jshard: note: a CUDA plugin is installed but cannot be used (no GPU is "
+        "visible, not even as /dev/nvidia0): computing on the CPU"
+    )
+    assert "did you mean steps?" in error
+    # Asked for GPUs, JAX says why there are none.
+    done = run(*words, JAX_PLATFORMS="cuda,cpu")
+    assert done.stderr.splitlines()[0] == (
+        "jshard: note: a CUDA plugin is installed but cannot be used (no CUDA): "
+        "computing on the CPU"
+    )
+    assert "Traceback" not in done.stderr
+    done = run(*words, JAX_PLATFORMS="cpu")  # the user knows
+    assert "CUDA" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "expected"),
+    [
+        (["-m", "--config=a"], ["python", "-m", "jshard.train", "--config=a"], True),
+        (["-m"], ["python", "-X", "dev", "-m", "jshard"], True),
+        (["/bin/jshard-export", "run"], ["python", "/bin/jshard-export", "run"], True),
+        (["-m"], ["python", "-m", "jshardlike"], False),
+        (["train.py"], ["python", "train.py", "-m", "jshard.train"], False),
+        (["/me/jshard-test"], ["python", "/me/jshard-test"], False),
+        (["-c"], ["python", "-c", "import jshard"], False),
+        ([""], ["python"], False),
+        ([], [], False),
+    ],
+)
+def test_only_jshards_own_commands_filter_standard_error(argv, orig_argv, expected):
+    assert is_command(argv, orig_argv) is expected
+
+
+def test_dir_lists_the_public_names_alone():
+    assert dir(jshard) == sorted(jshard.__all__)
+    assert all(hasattr(jshard, name) for name in dir(jshard))
+    with pytest.raises(AttributeError, match="no attribute 'Checkpointr'"):
+        jshard.Checkpointr  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_python_m_jshard_lists_every_command_in_a_line(run):
+    done = run("-m", "jshard")
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = re.findall(r"^  (\w+) +\w.+$", done.stdout, re.MULTILINE)
+    package = REPOSITORY / "jshard"
+    modules = {path.stem for path in package.glob("*.py") if "__main__" in _text(path)}
+    packages = {path.parent.name for path in package.glob("*/__main__.py")}
+    assert sorted(listed) == sorted((modules | packages) - {"__main__"})
+    scripts = tomllib.loads(_text(REPOSITORY / "pyproject.toml"))["project"]["scripts"]
+    assert set(scripts) == {f"jshard-{name}" for name in COMMANDS}
+    for script in scripts.values():
+        module, _, function = script.partition(":")
+        file = REPOSITORY / f"{module.replace('.', '/')}.py"
+        assert f"def {function}()" in _text(file)
+
+
+@pytest.mark.quick("--nosuch")
+@pytest.mark.parametrize("word", ["train", "--nosuch"])
+def test_what_the_list_does_not_know_is_one_line(word, run):
+    done = run("-m", "jshard", word)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jshard: error: ")
+    assert "python -m jshard" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_top_level_is_small_and_leads_to_the_rest(run):
+    assert len(jshard.__all__) <= 20
+    rest = "nn.Split, optim.per_layer, functional.gather, linen.Model"
+    rest += ", training.early_stopping"
+    names = ", ".join(f"jshard.{name}.__name__" for name in rest.split(", "))
+    done = run("-c", f"import jshard; print({names})", JAX_PLATFORMS="cpu")
+    assert done.stdout.split() == [x.partition(".")[2] for x in rest.split(", ")]
+
+
+@pytest.mark.parametrize("name", ["models", "recipes"])
+def test_packaged_models_and_recipes_are_modules_of_jshard(name):
+    folder = Path(jshard.__file__).parent / name
+    stems = [file.stem for file in folder.glob("*.py")]
+    assert "gpt" in stems
+    for stem in stems:
+        module = importlib.import_module(f"jshard.{name}.{stem}")
+        assert Path(str(module.__file__)).parent == folder
+        assert module.__doc__

@@ -1,0 +1,189 @@
+"""The rooms of jshard/: imports go down, sizes are held, the picture is today's."""
+
+import ast
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "rooms.py"
+ROOMS = runpy.run_path(str(SCRIPT))
+PACKAGE = SCRIPT.parents[1] / "jshard"
+
+# What a reader takes in. A room may become smaller on its own; to let it grow is a
+# decision, made here. Lines of Python, blank ones and comments included.
+MOST_LINES = {
+    "commands": 1130,
+    "surface": 540,
+    "plan": 4950,
+    "training": 11130,
+    "checkpoint": 2960,
+    "generation": 890,
+    "start-up note": 390,
+    "fsdp": 1505,
+    "nn": 1245,
+    "optim": 1205,
+    "unit": 2460,
+    "cpu": 380,
+    "collectives": 475,
+    "layout": 1500,
+    "distributed": 1720,
+    "cli": 490,
+    "compat": 800,
+    "parallel": 545,
+    "ground": 1370,
+}
+MOST_CLASSES_IN_UNIT = 6
+MOST_FLOORS = 10
+LONGEST_FILE = 350
+# Files that are longer, with their lines: each may only shrink, and none may join them.
+LONGER = {
+    "checkpoint/checkpointer.py": 393,
+    "plan/cost/cost.py": 364,
+    "plan/hlo/hlo.py": 351,
+    "data/text/corpus.py": 383,
+}
+
+
+MOST_FILES_IN_A_FOLDER = 12
+# Folders with more Python files: each may only lose some.
+FULLER = {
+    "": 16,
+    "distributed": 13,
+    "fsdp": 16,
+    "layout": 13,
+    "training": 14,
+    "unit": 15,
+}
+# What DESIGN and every reader calls them.
+NAMED_AS_THEIR_FOLDER = {"fsdp/fsdp.py", "unit/unit.py"}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return ROOMS["imports"]()
+
+
+def test_no_import_runs_against_the_arrows(found):
+    assert len(found) > 300
+    assert not ROOMS["against_the_arrows"](found)
+
+
+def test_every_room_is_there():
+    for name, room in ROOMS["ROOMS"].items():
+        for path in room.files.split() or [name]:
+            file = SCRIPT.parents[1] / "jshard" / path
+            assert file.is_dir() or file.with_suffix(".py").is_file(), path
+
+
+def test_the_picture_is_what_the_script_draws_now(found):
+    drawn = ROOMS["svg"](found)
+    assert ROOMS["PICTURE"].read_text() == drawn, "run python docs/rooms.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "module", "of"),
+    [
+        ("fsdp/state.py", "import jshard.training", "jshard.training", "training"),
+        ("fsdp/fsdp.py", "import jshard.plan", "jshard.plan", "plan"),
+        ("fsdp/policy.py", "from jshard.unit import unit", "jshard.unit.unit", "unit"),
+        ("optim/ema.py", "from jshard.nn import loss", "jshard.nn.loss", "nn"),
+        ("cpu/order.py", "def f():\n    from jshard import Mean", "jshard", "surface"),
+    ],
+)  # fmt: skip
+def test_an_import_that_goes_up_is_named(tmp_path, file, line, module, of):
+    names = ("__init__.py", "plan/__init__.py", "training/__init__.py", "unit/unit.py")
+    for name in (*names, "nn/loss.py", file):
+        (tmp_path / "jshard" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "jshard" / name).write_text("")
+    (tmp_path / "jshard" / file).write_text(f"import json\n{line}\n")
+    (message,) = ROOMS["against_the_arrows"](ROOMS["imports"](tmp_path))
+    number = 1 + len(line.splitlines())
+    assert message.startswith(f"jshard/{file}:{number} imports {module}, but ")
+    assert f"and {of} is on floor" in message
+
+
+def test_an_import_of_what_its_room_names_later_is_named(tmp_path):
+    for name in ("__init__.py", "training/__init__.py", "run/saving.py"):
+        (tmp_path / "jshard" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "jshard" / name).write_text("")
+    (tmp_path / "jshard/run/saving.py").write_text("import jshard.training\n")
+    (tmp_path / "jshard/training/__init__.py").write_text("import jshard.run.saving\n")
+    (message,) = ROOMS["against_the_arrows"](ROOMS["imports"](tmp_path))
+    assert message == (
+        "jshard/run/saving.py:1 imports jshard.training, which training names after it"
+    )
+
+
+def test_a_new_file_needs_a_room(tmp_path):
+    (tmp_path / "jshard").mkdir()
+    (tmp_path / "jshard" / "utils.py").write_text("import jshard\n")
+    (tmp_path / "jshard" / "__init__.py").write_text("")
+    with pytest.raises(KeyError, match=r"jshard\.utils is in no room"):
+        ROOMS["imports"](tmp_path)
+
+
+def lines_of_files() -> dict[str, int]:
+    return {
+        str(path.relative_to(PACKAGE)): len(path.read_text().splitlines())
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def lines_of_rooms(files: dict[str, int]) -> Counter[str]:
+    lines: Counter[str] = Counter()
+    for file, number in files.items():
+        module = ".".join(("jshard", *Path(file).with_suffix("").parts))
+        lines[ROOMS["_room"](module.removesuffix(".__init__"))] += number
+    return lines
+
+
+def longer_than_held(files: dict[str, int]) -> dict[str, int]:
+    return {f: n for f, n in files.items() if n > LONGER.get(f, LONGEST_FILE)}
+
+
+def test_no_room_has_more_lines_than_it_is_given():
+    lines = lines_of_rooms(lines_of_files())
+    assert {*lines} == {*ROOMS["ROOMS"]} == {*MOST_LINES}
+    assert {room: n for room, n in lines.items() if n > MOST_LINES[room]} == {}
+
+
+def test_no_file_is_too_long_but_those_that_may_only_shrink():
+    files = lines_of_files()
+    assert longer_than_held(files) == {}
+    short = {file for file in LONGER if files.get(file, 0) <= LONGEST_FILE}
+    assert not short, "leave these out of LONGER"
+    assert longer_than_held({"unit/new.py": 351}) == {"unit/new.py": 351}
+
+
+def test_a_folder_has_few_files():
+    folders = Counter(str(Path(file).parent) for file in lines_of_files())
+    folders[""] = folders.pop(".")
+    most = {name: FULLER.get(name, MOST_FILES_IN_A_FOLDER) for name in folders}
+    assert {name: n for name, n in folders.items() if n > most[name]} == {}
+    fewer = {name for name, n in FULLER.items() if folders[name] < n}
+    assert not fewer, "lower these in FULLER"
+
+
+def test_no_two_files_have_one_name_and_none_its_folders():
+    files = [Path(file) for file in lines_of_files()]
+    names = Counter(x.name for x in files if not x.name.startswith("__"))
+    assert {name for name, n in names.items() if n > 1} == set()
+    stutters = {str(x) for x in files if x.stem == x.parent.name}
+    assert stutters == NAMED_AS_THEIR_FOLDER
+
+
+def test_the_algorithm_has_few_classes():
+    classes = [
+        node.name
+        for path in (PACKAGE / "unit").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert "Stack" in classes
+    assert len(classes) <= MOST_CLASSES_IN_UNIT, classes
+
+
+def test_there_are_at_most_ten_floors():
+    assert len({room.floor for room in ROOMS["ROOMS"].values()}) <= MOST_FLOORS
