@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1130,
     "surface": 540,
     "plan": 4950,
-    "training": 11130,
+    "training": 11230,
     "checkpoint": 2960,
     "generation": 890,
     "start-up note": 390,
@@ -40,8 +40,6 @@ LONGEST_FILE = 350
 # Files that are longer, with their lines: each may only shrink, and none may join them.
 LONGER = {
     "checkpoint/checkpointer.py": 393,
-    "plan/cost/cost.py": 364,
-    "plan/hlo/hlo.py": 351,
     "data/text/corpus.py": 383,
 }
 

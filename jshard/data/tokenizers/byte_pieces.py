@@ -5,8 +5,8 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from importlib import resources
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
@@ -73,5 +73,5 @@ class PieceTokenizer:
 
 def python_pieces() -> PieceTokenizer:
     """Returns the tokenizer of Python's source code: 1024 tokens of 2.6 bytes each."""
-    pieces = json.loads(resources.files("jshard.training").joinpath(PYTHON).read_text())
+    pieces = json.loads(Path(__file__).with_name(PYTHON).read_text())
     return PieceTokenizer([piece.encode("latin-1") for piece in pieces])
