@@ -1,9 +1,9 @@
-"""Draws docs/rooms.svg: the rooms of jshard/ and the imports between them.
+"""Draws docs/rooms.svg: the modules of jshard/ and the imports between them.
 
     python docs/rooms.py
 
-reads the imports of every file with ``ast`` and imports nothing itself. A room is a
-folder, or some files of jshard/ itself, and stands on a floor; imports go down. The
+reads the imports of every file with ``ast`` and imports nothing itself. A room, one
+module of the design, is a folder or some files of jshard/; imports go down. The
 picture leaves out an arrow that follows from two others.
 """
 
@@ -19,11 +19,11 @@ class Room(NamedTuple):
     """A box of the picture.
 
     Attributes:
-      floor: 0 is the ground. A room imports from lower floors only.
+      floor: its layer; 0 is the ground. A module imports from lower layers only.
       left: left edge of the box, in pixels; so ``right``.
-      what: what the room is for.
+      what: what the module is for.
       files: the files and folders that it consists of, in jshard/; none for the folder
-        of its name. A file counts to the room that names it, not to its folder's.
+        of its name. A file counts to the module that names it, not to its folder's.
       ordered: whether each of these imports only those that are named before it.
     """
 
@@ -134,7 +134,7 @@ def _place(module: str) -> tuple[str, int]:
         for name, room in ROOMS.items():
             if path in (files := room.files.split() or [name]):
                 return name, files.index(path)
-    raise KeyError(f"{module} is in no room of docs/rooms.py")
+    raise KeyError(f"{module} is in no module of docs/rooms.py")
 
 
 def _goes_back(one: Import) -> bool:
@@ -151,9 +151,9 @@ def against_the_arrows(found: list[Import]) -> list[str]:
         for i in found
         if _goes_back(i)
     ] + [
-        f"{i.file}:{i.line} imports {i.module}, but {i.room} (floor "
-        f"{ROOMS[i.room].floor}) may import only from lower floors, and {i.of} is on "
-        f"floor {ROOMS[i.of].floor}"
+        f"{i.file}:{i.line} imports {i.module}, but {i.room} (layer "
+        f"{ROOMS[i.room].floor}) may import only from lower layers, and {i.of} is in "
+        f"layer {ROOMS[i.of].floor}"
         for i in found
         if i.room != i.of and ROOMS[i.of].floor >= ROOMS[i.room].floor
     ]
@@ -202,7 +202,7 @@ def svg(found: list[Import]) -> str:
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
         f"viewBox='{-MARGIN} {-MARGIN} {width} {height}' role='img' {FONT}>",
-        "<title>The rooms of jshard; an arrow is an import</title>",
+        "<title>The modules of jshard; an arrow is an import</title>",
         "<defs><marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' "
         "markerHeight='7' orient='auto'><path d='M0 0 8 4 0 8z' fill='#667'/></marker>"
         "</defs>",

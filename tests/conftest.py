@@ -52,7 +52,7 @@ hypothesis.settings.load_profile("jshard")
 
 
 def pytest_addoption(parser):
-    """CI has 30 minutes: it takes a part of the slow tests."""
+    """.ci/run has 25 minutes: it takes a part of the slow tests."""
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts alone")
 
 

@@ -1,7 +1,6 @@
 """A knob is declared once: checks, config keys, help and docs follow."""
 
 import dataclasses
-import importlib.util
 import pydoc
 import re
 from pathlib import Path
@@ -89,13 +88,3 @@ def test_no_other_file_of_the_config_names_a_knob():
     for file in (ROOT / "jshard/config").glob("*.py"):
         words = set(re.findall(r'[".](\w+)"', file.read_text()))
         assert not words & names, file
-
-
-def test_the_page_of_knobs_is_that_of_the_declarations():
-    path = ROOT / "docs/knobs.py"
-    spec = importlib.util.spec_from_file_location("knobs_page", path)
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.FILE.read_text() == script.page(), "run: python docs/knobs.py"

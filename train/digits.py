@@ -59,7 +59,7 @@ def image_keys(label_smoothing):
     return {
         "label_smoothing": Key(
             label_smoothing,
-            "part of the targets that goes to all classes",
+            "share of each target that is spread over all classes",
             at_least=0,
             below=1,
         ),

@@ -73,7 +73,7 @@ def get_config() -> ConfigDict:
                     kind=Path,
                 ),
                 "mixture": Key(
-                    "", "several sources and weights instead: PATH:WEIGHT,PATH:WEIGHT"
+                    "", "several sources instead of data.path: PATH:WEIGHT,PATH:WEIGHT"
                 ),
                 "tokenizer": Key(
                     PYTHON,
@@ -96,7 +96,7 @@ def get_config() -> ConfigDict:
                 ),
                 "max_segments": Key(
                     0,
-                    "the most documents of a packed row, with padding; 0 is any number",
+                    "most documents in a packed row, counting padding; 0 is any number",
                     at_least=0,
                     at_most=1_000_000,
                 ),

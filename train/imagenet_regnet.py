@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
                 "group_width": Key(
                     112, "channels of a group of a convolution", at_least=1
                 ),
-                "squeeze_excite": Key(True, "whether it is a RegNetY"),
+                "squeeze_excite": Key(True, "squeeze and excitation (RegNetY)"),
                 "downsample_first": Key(
                     True, "whether the first stage halves height and width"
                 ),
@@ -78,7 +78,9 @@ def get_config() -> ConfigDict:
                 "color_shift": Key(
                     0.1, "deviation of random shifts of the colours", at_least=0
                 ),
-                "max_broken": Key(100, "most images that may not decode", at_least=0),
+                "max_broken": Key(
+                    100, "largest number of images that may fail to decode", at_least=0
+                ),
                 **image_keys(label_smoothing=0.0),
             },
         }

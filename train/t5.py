@@ -64,7 +64,7 @@ def get_config() -> ConfigDict:
     for key in ("mixture", "pack", "max_segments"):
         del data[key]
     data.sequence_length = Key(96, "tokens of a text before its gaps", at_least=2)
-    data.noise = Key(0.15, "part of the tokens that is taken out", above=0, below=1)
+    data.noise = Key(0.15, "share of the tokens to take out", above=0, below=1)
     data.span = Key(3.0, "mean length of a gap, in tokens", at_least=1)
     data.first_sentinel = Key(
         0,

@@ -23,7 +23,6 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
-from jshard.layout.padding import exact_types
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
@@ -228,10 +227,7 @@ def _read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
 
 def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
     """Returns the stored name of each array; raises what ``restore_state`` raises."""
-    about, wanted = (
-        metadata.read(folder),
-        metadata.arrays_by_name(exact_types(abstract)),
-    )
+    about, wanted = metadata.read(folder), metadata.exact_by_name(abstract)
     stored = about["arrays"]
     names = stored_names(abstract, stored)
     if frozen.KEY in about:
@@ -270,7 +266,7 @@ def find_parameters(
         return source
     folder = find_step(path)
     targets, sources = match_parameters(folder, state, optimizer)
-    exact = metadata.arrays_by_name(exact_types(state))
+    exact = metadata.exact_by_name(state)
     check(
         folder,
         {key: exact[name] for key, (name, _) in targets.items()},

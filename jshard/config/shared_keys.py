@@ -35,7 +35,7 @@ DEFAULTS = {
     "log_every": Knob(10, "steps between two printed lines of metrics", at_least=1),
     "eval_every": Knob(0, "steps between two evaluations; 0 is never", at_least=0),
     "eval_batches": Knob(
-        0, "most batches of an evaluation; 0 is all validation data", at_least=0
+        0, "largest number of batches to evaluate; 0 is all validation data", at_least=0
     ),
     "mesh.fsdp": Knob(
         -1, "number of shards of a parameter; -1 is all devices", also=(-1,),
@@ -54,7 +54,7 @@ DEFAULTS = {
     ),
     "mesh.expert": Knob(
         1,
-        "number of devices that share the experts of each layer; fit: that which "
+        "number of devices that share the experts of each layer; fit: the number that "
         "moves the fewest bytes",
         also=(FIT,), at_least=1,
     ),
@@ -82,7 +82,7 @@ DEFAULTS = {
         False, "restore the optimizer state from there, too"
     ),
     "checkpoint.adapters": Knob(
-        "", "start from the LoRA adapters in this folder of PEFT's", kind=Path
+        "", "start from the LoRA adapters in this PEFT folder", kind=Path
     ),
     "checkpoint.accept": Knob(
         (), "keys or groups that may differ from those of the resumed run: A,B"

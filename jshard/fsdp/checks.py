@@ -34,8 +34,8 @@ def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
         return
     if policy.offload == "all":
         raise UserError(
-            "precision.products='float8' does not go with policy.offload='all': scales "
-            "need all shards on the device; use offload='optimizer'"
+            "precision.products='float8' cannot be combined with policy.offload='all': "
+            "scales need all shards on the device; use offload='optimizer'"
         )
     if isinstance(mesh, AbstractMesh):
         return

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from jshard.checkpoint import metadata
 from jshard.errors import UserError, some_of
@@ -17,7 +16,7 @@ from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.hub.safetensors_write import INDEX, SINGLE
 from jshard.hub.tensor_names import Index, tensor_names
-from jshard.layout.padding import exact_types
+from jshard.layout.transfer import put_parts
 
 # Where each layer of an array lies in the files; () is an array outside Stacks.
 Layers = dict[Index, FileTensor]
@@ -120,10 +119,7 @@ def _wanted(
 
     Adapters that the files have not are left out: they keep their initial values.
     """
-    arrays, variables = (
-        metadata.arrays_by_name(exact_types(state)),
-        metadata.variables_by_name(state),
-    )
+    arrays, variables = metadata.exact_by_name(state), metadata.variables_by_name(state)
     wanted: dict[str, tuple[Any, Layers]] = {}
     unknown: list[str] = []
     for name, layers in tensor_names(
@@ -199,19 +195,12 @@ def _load(
 
     ``exact`` is its shape without that.
     """
-    # jax.make_array_from_callback would hold the shards of all devices on the host.
-    sharding: Any = array.sharding
-    shards = []
-    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
-        place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+    def part_at(index: tuple[slice, ...]) -> np.ndarray:
         ends = (slice(*s.indices(n)[:2]) for s, n in zip(index, exact, strict=True))
-        part = _read(tuple(ends), array.dtype, layers, found)
-        values = part
-        if part.shape != (shape := sharding.shard_shape(array.shape)):
-            values = np.zeros(shape, array.dtype)
-            values[tuple(map(slice, part.shape))] = part
-        shards.append(jax.block_until_ready(jax.device_put(values, place)))
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+        return _read(tuple(ends), array.dtype, layers, found)
+
+    return put_parts(part_at, array)
 
 
 def _read(

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,16 +67,16 @@ input.
   --search            tries other ways to run the same training, and prints the Pareto
                       set of speed and memory, with command lines; keys that are given
                       stay fixed
-  --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS)};
-                      axes are further axes of the mesh, those that the model can take
-                      (mesh.context alone: the same with that one);
-                      and, because they change the computation, only when named:
-                      {", ".join(candidates.CHANGING_KNOBS)}
+  --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS[:4])},
+                      {", ".join(candidates.DEFAULT_KNOBS[4:])}.
+                      axes are the further mesh axes that the model supports, or name
+                      one: mesh.context. Only varied when named, because they change
+                      the computation: {", ".join(candidates.CHANGING_KNOBS)}
   --search.KEY=A,B    varies any key of the config over these values
   --limit=50          the largest number of candidates to compile
   --help              this text, and the keys of the recipe when --config is given
 
-The timeline's model: {assumed()}.
+{textwrap.fill(f"The timeline's model: {assumed()}.", 88)}
 docs/plan.md lists what it leaves out.
 """
 _FILES: dict[str, Callable[[Plan], str]] = {

@@ -104,7 +104,7 @@ class RunFolder(AbstractContextManager):
         metrics, notes = self.path / METRICS, self.path / "notes.json"
         page = self.path / REPORT
         if page.is_dir():  # otherwise the run would fail at its end
-            raise UserError(f"{page} is a folder, in place of the report: remove it")
+            raise UserError(f"{page} is a folder where the report should be: remove it")
         if resume_from is not None:
             lines = read_metrics(self.path) if lines is None else lines
             kept = [_json(line) + "\n" for line in lines if line["step"] <= resume_from]

@@ -20,7 +20,7 @@ import jshard
 from jshard.fsdp.mesh import FSDP, REPLICA
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import sharded_dim
-from jshard.optim.per_layer import sharded_update
+from jshard.optim.whole_layers import sharded_update
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import hlo
 import jshard
 import parity
 from jshard.layout.layer_dims import layer_dims
-from jshard.optim.per_layer import sharded_update
+from jshard.optim.whole_layers import sharded_update
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -17,6 +17,7 @@ from jshard.models.moe import MixtureOfExperts
 from jshard.parallel import experts
 from jshard.parallel.experts import capacities
 from jshard.plan.start_up import equations, traffic
+from parity import every_pair
 
 E, K, D, F, BATCH, TIME = 8, 2, 6, 10, 8, 20
 AXES = ("replica", "fsdp", "expert")
@@ -132,12 +133,15 @@ def on_one_device(skew: str) -> Any:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("full-0.1-skewed-4", "none-1.25-all to two-8")
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("skew", ["even", "skewed", "all to two"])
-@pytest.mark.parametrize("capacity", [0.1, 1.25, 4.0])
-@pytest.mark.parametrize("remat", ["none", "full", "dots", "names"])
-def test_split_experts_are_those_of_one_device(devices, skew, capacity, remat):
+@pytest.mark.quick("full-0.1-alltotwo-2", "none-0.1-skewed-8")
+@every_pair(
+    remat=("none", "full", "dots", "names"),
+    capacity=(0.1, 1.25, 4.0),
+    skew=("even", "skewed", "all to two"),
+    devices=(1, 2, 4, 8),
+)
+def test_split_experts_are_those_of_one_device(case):
+    remat, capacity, skew, devices = case.values()
     params, want = on_one_device(skew)
     shape = {1: (2, 4, 1), 2: (2, 2, 2), 4: (1, 2, 4), 8: (1, 1, 8)}[devices]
     run, arguments = on_mesh(shape, capacity, remat, params)

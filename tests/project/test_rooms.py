@@ -1,4 +1,4 @@
-"""The rooms of jshard/: imports go down, sizes are held, the picture is today's."""
+"""The modules of jshard/: imports go down, sizes are held, the picture is current."""
 
 import ast
 import runpy
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "rooms.py"
 ROOMS = runpy.run_path(str(SCRIPT))
 PACKAGE = SCRIPT.parents[1] / "jshard"
 
-# What a reader takes in. A room may become smaller on its own; to let it grow is a
+# What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
     "commands": 1130,
@@ -99,7 +99,7 @@ def test_an_import_that_goes_up_is_named(tmp_path, file, line, module, of):
     (message,) = ROOMS["against_the_arrows"](ROOMS["imports"](tmp_path))
     number = 1 + len(line.splitlines())
     assert message.startswith(f"jshard/{file}:{number} imports {module}, but ")
-    assert f"and {of} is on floor" in message
+    assert f"and {of} is in layer" in message
 
 
 def test_an_import_of_what_its_room_names_later_is_named(tmp_path):
@@ -118,7 +118,7 @@ def test_a_new_file_needs_a_room(tmp_path):
     (tmp_path / "jshard").mkdir()
     (tmp_path / "jshard" / "utils.py").write_text("import jshard\n")
     (tmp_path / "jshard" / "__init__.py").write_text("")
-    with pytest.raises(KeyError, match=r"jshard\.utils is in no room"):
+    with pytest.raises(KeyError, match=r"jshard\.utils is in no module"):
         ROOMS["imports"](tmp_path)
 
 

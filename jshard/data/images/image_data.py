@@ -51,7 +51,7 @@ def image_data(
       mixup_alpha: See `mixup`; 0 is none.
       color_shift: Standard deviation of random changes of the colours, 0.1 in
         Krizhevsky et al. 2012; 0 is none.
-      most_broken: The most images that may not decode, of those that a process reads.
+      most_broken: How many of the images that a process reads may fail to decode.
 
     Returns:
       A dataset of {"image": uint8[size, size, channels], "targets": float32[classes],

@@ -358,7 +358,7 @@ def _token_piece(file: Path, folder: Path, token_dtype: str) -> Piece:
     if mask.exists():
         if mask.stat().st_size != length:
             raise UserError(
-                f"{mask}: has not a byte for each of the {length} tokens of "
+                f"{mask}: does not have a byte for each of the {length} tokens of "
                 f"{file.name}; tokenize the chats again"
             )
         trained = functools.partial(_memmap, mask, "bool", 0, length)
