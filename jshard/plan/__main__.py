@@ -30,7 +30,7 @@ from jshard.config.parser import (
 from jshard.config.run_config import complete, flatten
 from jshard.config.shared_keys import FITTED
 from jshard.errors import UserError
-from jshard.fit.hardware import find_constants
+from jshard.fit.hardware import GPUS, find_constants
 from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
@@ -56,7 +56,7 @@ input.
 
   --config=FILE       the recipe: a path, a file in ./train/, or a packaged recipe
   --config.KEY=VALUE  sets one of the recipe's keys, e.g. --config.policy.remat=dots
-  --topology=h100:64  this many GPUs, eight per host: {", ".join(topology.GPUS)}; or
+  --topology=h100:64  this many GPUs, eight per host: {", ".join(GPUS)}; or
                       {ATTACHED}: this machine's devices (no timeline on CPUs)
   --constants=NAME    how fast the GPU is: fitted to published runs (the default),
                       stated, or a file, as benchmarks/gpu.py writes it
@@ -105,48 +105,51 @@ def _plan(argv: list[str]) -> None:
     words = [word for word in argv if word not in searched]
     own = ("topology", "constants", *_FILES, *(["limit"] if searched else []))
     arguments = parse_arguments(words, own)
-    options, where = arguments.options, arguments.options.get("topology")
-    if arguments.recipe is None:
-        if not arguments.help:
-            raise UserError(
-                "which recipe? for example --config=llama.py:3-8b; see --help"
-            )
-        show(USAGE, end="")
+    options = arguments.options
+    if arguments.help:
+        _help(arguments.recipe)
         return
-    path = find_recipe(arguments.recipe)
-    if not arguments.help:
-        _check_topology(where)
-        _check_files(options)
+    if arguments.recipe is None:
+        raise UserError("which recipe? for example --config=llama.py:3-8b; see --help")
+    path, where = find_recipe(arguments.recipe), _topology(options)
+    _check_files(options)
     constants = options.get("constants", "fitted")
     speed = find_constants(constants)
-    if where in (None, ATTACHED):
+    if where == ATTACHED:
         choose_platform()
     else:  # compiling for absent GPUs runs on the CPU
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-    if searched and not arguments.help:
+    if searched:
         _search(searched, arguments, path, constants)
         return
     with open_recipe(path) as recipe:
         with without_remarks():
-            if arguments.help:
-                config = complete(recipe.get_config(), recipe.name)
-                show(help_text(config, recipe.name, USAGE), end="")
-                return
             config = make_config(recipe, arguments.overrides)
             make_cpu_devices(config.mesh.cpu_devices)
-            if "trace" in options and find_gpu(where or "") is None:
+            if "trace" in options and find_gpu(where) is None:
                 raise UserError(
                     f"--trace={options['trace']}: there is no timeline: the speed of "
-                    f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
+                    f"these devices is unknown ({', '.join(GPUS)} are known)"
                 )
-            plan = plan_recipe(recipe, config, where or "", speed)
+            plan = plan_recipe(recipe, config, where, speed)
         show("\n".join(plan_text.lines(plan)))
         for name, content in _FILES.items():
             if name in options:
                 _write(name, options[name], content(plan))
     if plan.fits is False:
         sys.exit(DOES_NOT_FIT)
+
+
+def _help(name: str | None) -> None:
+    """Prints the usage, with the keys of a recipe if one is given."""
+    if name is None:
+        show(USAGE, end="")
+        return
+    choose_platform()
+    with open_recipe(find_recipe(name)) as recipe, without_remarks():
+        config = complete(recipe.get_config(), recipe.name)
+        show(help_text(config, recipe.name, USAGE), end="")
 
 
 def _search(words: list[str], arguments: Arguments, path: str, constants: str) -> None:
@@ -165,14 +168,9 @@ def _search(words: list[str], arguments: Arguments, path: str, constants: str) -
     overrides = _chosen(path, overrides, options["topology"]) | overrides
     with without_remarks():
         found = search(
-            path,
-            overrides,
-            options["topology"],
-            allowed,
-            limit=int(limit),
-            constants=constants,
-            report=search_text.report,
-        )
+            path, overrides, options["topology"], allowed,
+            limit=int(limit), constants=constants, report=search_text.report,
+        )  # fmt: skip
     for warning in found.warnings:
         show(f"jshard: warning: {warning}", error=True)
     command = lambda candidate: candidate.command(recipe, overrides)
@@ -197,28 +195,32 @@ def _chosen(path: str, overrides: dict[str, str], where: str) -> dict[str, str]:
     return {key: str(chosen[key]) for key in FITTED}
 
 
-def _check_topology(where: str | None) -> None:
-    if where is None:
+def _topology(options: dict[str, str]) -> str:
+    """Returns the topology that is asked for, if this machine can plan for it."""
+    if "topology" not in options:
         raise UserError(
             "for which devices? for example --topology=h100:64, or "
             f"--topology={ATTACHED} for this machine's"
         )
-    if where != ATTACHED:
+    if (where := options["topology"]) != ATTACHED:
         topology.parse(where)
         topology.require_plugin()
+    return where
 
 
 def _check_files(options: dict[str, str]) -> None:
     """Raises UserError for a file that could not be written in the end."""
-    for name in _FILES:
-        if name in options:
-            path = Path(options[name])
-            if path.is_dir():
-                raise UserError(f"--{name}={path}: this is a folder")
-            if not path.parent.is_dir():
-                raise UserError(f"--{name}={path}: there is no folder {path.parent}")
-            if not os.access(path.parent, os.W_OK):
-                raise UserError(f"--{name}={path}: cannot write in {path.parent}")
+    for name in _FILES.keys() & options:
+        path = Path(options[name])
+        problem = ""
+        if path.is_dir():
+            problem = "this is a folder"
+        elif not path.parent.is_dir():
+            problem = f"there is no folder {path.parent}"
+        elif not os.access(path.parent, os.W_OK):
+            problem = f"cannot write in {path.parent}"
+        if problem:
+            raise UserError(f"--{name}={path}: {problem}")
 
 
 def _write(name: str, path: str, text: str) -> None:
