@@ -19,7 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 import jshard  # noqa: E402
-from models.gpt import GPT, GPTConfig  # noqa: E402
+from jshard.models.gpt import GPT, GPTConfig  # noqa: E402
 
 
 def measure(num_layers: int, optimizer: optax.GradientTransformation) -> list[float]:

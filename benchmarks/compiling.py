@@ -21,12 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 
 import gspmd
 import jshard
+from jshard.fit.hardware import STATED, Constants
 from jshard.fsdp.mesh import BATCH
-from jshard.plan import compile_for, devices, tracing_for
-from jshard.plan.constants import STATED, Constants
+from jshard.plan import compile_for, devices, hlo, tracing_for
 from jshard.plan.cost.timeline import COLLECTIVES, replay
 from jshard.plan.cost.traffic import Traffic, count
-from jshard.plan.hlo import hlo
 from jshard.plan.topology import parse
 
 # Of jshard's Policy, as the Llama recipes up to 70B have it.
@@ -62,7 +61,7 @@ class Row:
     remat: str = "full"
     attention: str = "cudnn"
     options: str = "default"
-    recipe: str = "llama2_7b"
+    recipe: str = "llama:2-7b"
     layers: int | None = None
     batch: int = 1
     rules: str | None = None
@@ -151,8 +150,9 @@ def make_mesh(row: Row) -> Mesh:
 
 def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
     """The traced step, its abstract state, and the parameters of that."""
-    recipe = importlib.import_module(f"train.{row.recipe}")
-    config = recipe.get_config()
+    name, _, argument = row.recipe.partition(":")
+    recipe = importlib.import_module(f"jshard.recipes.{name}")
+    config = recipe.get_config(argument) if argument else recipe.get_config()
     config.model.update({"attention": row.attention, **dict(row.model)})
     if row.layers:
         config.model.num_layers = row.layers

@@ -73,7 +73,7 @@ def main() -> None:
     heads = "model,GPUs,10^9 parameters,remat,sequences,offload,GiB,host GiB,fits"
     print("| " + heads.replace(",", " | ") + " |")
     print("|---" * (heads.count(",") + 1) + "|")
-    big = {"recipe": "llama2_13b"}
+    big = {"recipe": "llama:2-13b"}
     if "13b-8" in options.part:
         for remat, batch in (("full", 1), ("full", 4), ("full", 8), ("dots", 1)):
             row = Row(topology="h100:8", remat=remat, batch=batch, **big)

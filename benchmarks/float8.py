@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.training.report.charts import element
+from jshard.report.charts import element
 from kit.pictures import picture
 from precision import RIGHT, SMOOTHED, STYLE, WIDTH, Setting, panel, read, smooth, train
 

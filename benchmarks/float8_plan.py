@@ -19,7 +19,7 @@ GIB = 2**30
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", default="h100:8")
-    parser.add_argument("--models", default="llama3_8b")
+    parser.add_argument("--models", default="llama:3-8b")
     parser.add_argument("--remat", default="dots,full")
     parser.add_argument("--cache", type=Path, help="a folder for finished rows")
     options = parser.parse_args()

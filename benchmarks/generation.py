@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jshard.generation import Generator, Sampling
-from jshard.training.trained_model import open_model
+from jshard.trained.trained_model import open_model
 
 PROMPTS = [
     "The capital of France is",

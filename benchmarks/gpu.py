@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
-from kit import check, kernels, peers, planning, training
+from kit import check, kernels, peers, planned_jobs, training
 from kit.machine import Machine, find_machine
 from kit.results import DONE, Recorder, Results
 from kit.running import Part, run_stage
@@ -31,7 +31,7 @@ STAGES: dict[str, Parts] = {
     "kernels": kernels.parts,
     "gpt2": training.gpt2_parts,
     "llama": training.llama_parts,
-    "plan": planning.parts,
+    "plan": planned_jobs.parts,
     "peers": peers.parts,
 }
 # JAX takes most of the memory at once, as it should where it trains alone.

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
 from jshard.fsdp.mesh import BATCH, FSDP
-from models.llama import Stream
+from jshard.models.llama import Stream
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
 # github.com/AI-Hypercomputer/maxtext, MaxText/configs/a3/llama_2_7b/8vm.sh at

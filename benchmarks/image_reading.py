@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jshard.training.data.batches import batches
-from jshard.training.data.image_data import image_data
+from jshard.data.batches import batches
+from jshard.data.images.image_data import image_data
 
 _IMAGES, _CLASSES, _BATCH, _SIZE = 512, 4, 64, 224
 _WARM, _TIMED, _ROUNDS = 2, 12, 3  # batches, and turns

@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import jshard  # noqa: E402
-from models.gpt import GPT, GPTConfig  # noqa: E402
+from jshard.models.gpt import GPT, GPTConfig  # noqa: E402
 
 
 def make_step(width: int, devices: int, remat: str) -> tuple[Callable, list[float]]:

@@ -1,4 +1,4 @@
-"""Learns the tokens of the quick start: jshard/training/python_pieces.json.
+"""Learns the tokens of the quick start: jshard/data/tokenizers/python_pieces.json.
 
     python benchmarks/pieces.py [--vocab_size=1024]
 
@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 
-from jshard.training import pieces
-from jshard.training.data.corpus import split_corpus
+from jshard.data.text.corpus import split_corpus
+from jshard.data.tokenizers import byte_pieces as pieces
 
 FILE = Path(pieces.__file__).parent / pieces.PYTHON
 RARE = 2  # words that are not more frequent are left out

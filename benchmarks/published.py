@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiling import known, make_mesh, trace
-from jshard.plan.constants import FITTED, STATED, Constants
+from jshard.fit.hardware import FITTED, GPU, STATED, Constants
+from jshard.plan import hlo
 from jshard.plan.cost.timeline import replay
-from jshard.plan.hlo import hlo
-from jshard.plan.hlo.hlo import Module
-from jshard.plan.topology import GPU, parse
+from jshard.plan.hlo.program_text import Module
+from jshard.plan.topology import parse
 from kit import calibration, fitting
 from kit.calibration import Group, Step, left_out, step_of
 from kit.published_kernels import kernels
@@ -148,7 +148,7 @@ def print_runs(
     for run, found, left in zip(RUNS, steps, errors, strict=True):
         row = run.row
         length = dict(row.model).get("sequence_length") or (
-            8192 if row.recipe.startswith("llama3") else 4096
+            8192 if row.recipe.startswith("llama:3") else 4096
         )
         number = parse(row.topology)[1]
         scanned = dict(row.form).get("scan", True)

@@ -13,8 +13,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.data.image_data import noise
-from models.convolutions import (
+from jshard.data.images.image_data import noise
+from jshard.models.convolutions import (
     ConvNorm,
     check_channels,
     classifier,
@@ -22,8 +22,8 @@ from models.convolutions import (
     make_stages,
     mean_logits,
 )
-from models.images import classification_loss, normalize
-from models.resnet import ResNet, ResNetConfig
+from jshard.models.images import classification_loss, normalize
+from jshard.models.resnet import ResNet, ResNetConfig
 
 _CLASSES, _SIZE, _GROUPS = 1000, 224, 32
 _DEPTHS = {"resnet50": (3, 4, 6, 3), "resnext101": (3, 4, 23, 3)}

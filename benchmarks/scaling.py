@@ -16,15 +16,14 @@ from typing import Any
 import jax
 
 from compiling import Row, compile_row
+from jshard.fit.hardware import GPUS_A_HOST, STATED
 from jshard.plan import GPUS
-from jshard.plan.constants import STATED
-from jshard.plan.topology import GPUS_A_HOST
-from jshard.training.report.charts import Axes, element
+from jshard.report.charts import Axes, element
 from kit.pictures import picture
 
 GIB = 2**30
 USABLE = GPUS["h100"].usable
-RECIPE, REMAT = "llama3_8b", "dots"
+RECIPE, REMAT = "llama:3-8b", "dots"
 SIZES = tuple(GPUS_A_HOST * 2**i for i in range(10))
 # strategy: its name, a color that shows on white and on black, and the number of GPUs
 # where its line is the upper one, and named

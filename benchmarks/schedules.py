@@ -25,7 +25,7 @@ import jax
 
 import gspmd
 from compiling import STRATEGIES, UNROLLED, Row, compile_row, make_mesh, trace
-from jshard.plan.constants import Constants, find_constants
+from jshard.fit.hardware import Constants, find_constants
 
 GIB = 2**30
 HEADS = [
@@ -93,7 +93,7 @@ def fastest_peer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="llama2_7b,llama3_8b,llama3_70b")
+    parser.add_argument("--recipe", default="llama:2-7b,llama:3-8b,llama:3-70b")
     parser.add_argument("--topology", default="h100:8,h100:64,h100:256")
     parser.add_argument("--remat", default="full,dots")
     parser.add_argument("--strategy", default="zero3", choices=STRATEGIES)

@@ -27,8 +27,8 @@ import optax
 from flax import nnx
 
 import jshard
-from jshard.training.data.batches import batches
-from jshard.training.data.dataset import as_dataset
+from jshard.data.batches import batches
+from jshard.data.dataset import as_dataset
 
 BATCH, WIDTH, LAYERS = 64, 256, 4
 ROWS = np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32)

@@ -19,7 +19,9 @@ author = "the authors of jshard"
 version = release = runpy.run_path(str(REPOSITORY / "jshard/version.py"))["__version__"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
+# Pages that the repository has and the site does not.
+NOT_ON_SITE = ("architecture.md", "licences.md", "log.md")
+exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", *NOT_ON_SITE]
 # JAX's wheels for CPUs suffice: nothing runs but imports and docstrings.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -47,7 +49,7 @@ html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 
 # Pages that belong at a repository's root, and notebooks, which are beside scripts.
-PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PROJECT = ("CHANGELOG.md", "SECURITY.md")
 BROUGHT = {REPOSITORY / name: DOCS / "project" / name for name in PROJECT} | {
     path: DOCS / "notebooks" / path.name for path in REPOSITORY.glob("examples/*.ipynb")
 }
@@ -71,7 +73,7 @@ def relink(app: Any, docname: str, source: list[str]) -> None:
         target = Path(os.path.normpath(written.parent / path))
         if not target.exists():
             return match[0]  # Sphinx says so
-        if target.is_dir():
+        if target.is_dir() or target in {DOCS / name for name in NOT_ON_SITE}:
             return text  # the site has no listings of folders
         if target == REPOSITORY / "README.md":
             target = DOCS / "index.md"

@@ -1,7 +1,7 @@
 """Makes docs/pictures.png: a run in the terminal, its report, and a plan.
 
     python -m jshard.train --config=gpt.py --workdir=RUN | tee LOG
-    python -m jshard.plan --config=llama3_8b.py --topology=h100:64 --html=PLAN
+    python -m jshard.plan --config=llama.py:3-8b --topology=h100:64 --html=PLAN
     python docs/pictures.py LOG RUN/report.html PLAN
 
 A page shows the three side by side, and Chromium makes a picture of it.

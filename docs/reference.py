@@ -2,9 +2,9 @@
 
     python docs/reference.py
 
-writes `commands.md` from each command's `--help` and `recipe_keys.md` from what the
-packaged recipes declare. The functions below name what a user can see; a test compares
-them with the pages.
+writes `commands.md` from each command's `--help`, and `knobs.md` and `recipe_keys.md`
+from the declarations of config keys. The functions below name what a user can see; a
+test compares them with the pages.
 """
 
 import ast
@@ -22,9 +22,10 @@ from unittest import mock
 
 import jshard
 from jshard.cli.commands import COMMANDS
-from jshard.training.config.config import complete, declarations, flatten
-from jshard.training.config.shared_keys import SHARED
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.config.run_config import complete, declarations, flatten
+from jshard.config.shared_keys import REQUIRED, SHARED
+from jshard.knob import Knob
+from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "reference"
@@ -41,15 +42,19 @@ COMMANDS_HEAD = """\
 Each is a program, `jshard-NAME`, and a module, `python -m jshard.NAME`. Written by
 `python docs/reference.py` from their `--help`. [Exit codes](exit_codes.md) have a page.
 """
+KNOBS_HEAD = """\
+# Config keys of every recipe
+
+Set them with `--config.KEY=VALUE`, or in a recipe's `get_config`. The `policy` keys are
+the fields of `jshard.Policy`. `python -m jshard.train --config=FILE --help` also lists
+the recipe's own keys. `python docs/reference.py` writes this page.
+"""
 KEYS_HEAD = """\
 # Keys of the packaged recipes
 
-These are set by `--config.KEY=VALUE`, like [those that every recipe has](../knobs.md).
-Written by `python docs/reference.py` from what the recipes declare.
-"""
-TABLE = """\
-| Key | Default | Possible | Meaning |
-|---|---|---|---|
+Set them with `--config.KEY=VALUE`, like [the keys of every recipe](../knobs.md).
+Llama's defaults are those of `llama.py:3-8b`. `python docs/reference.py` writes this
+page.
 """
 
 
@@ -57,10 +62,16 @@ def commands_page() -> str:
     """The page of all commands, as Markdown."""
     sections = [
         f"\n## {name}\n\n`python -m jshard.{name}` {what}.\n\n"
-        f"```text\n{help_of(name).strip()}\n```\n"
+        f"```text\n{_without_usage(help_of(name))}\n```\n"
         for name, what in COMMANDS.items()
     ]
     return COMMANDS_HEAD + "".join(sections)
+
+
+def _without_usage(printed: str) -> str:
+    """A help text less argparse's summary of the options that are listed below it."""
+    usage, blank, rest = printed.strip().partition("\n\n")
+    return rest if "\noptions:\n" in rest else f"{usage}{blank}{rest}"
 
 
 def help_of(command: str) -> str:
@@ -84,20 +95,74 @@ def options_of(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w.-])--[a-z_]+", text))
 
 
+def knobs_page() -> str:
+    """The page of the keys that every recipe has, as Markdown."""
+    page, above = KNOBS_HEAD, None
+    for key, knob in SHARED.items():
+        section = key.partition(".")[0] if "." in key else "The run"
+        if section != above:
+            page += f"\n## {section}\n\n"
+        default = "none, required" if key in REQUIRED else f"`{knob.default!r}`"
+        page += _entry(key, knob.help, _values(knob), default)
+        above = section
+    return page
+
+
 def keys_page() -> str:
-    """The page of the packaged recipes' own keys, as Markdown."""
-    page = KEYS_HEAD
+    """The page of the packaged recipes' own keys, as Markdown.
+
+    Keys are grouped by section, and within it by the recipes that have them.
+    """
+    defaults: dict[tuple[str, str, str], dict[str, str]] = {}
     for name in RECIPES:
         with open_recipe(find_recipe(name)) as recipe:
             config = complete(recipe.get_config(), recipe.name)
         values, declared = flatten(config), declarations(config)
-        page += f"\n## {name}\n\n{TABLE}"
-        for key in values:
-            if key not in SHARED:
-                knob = declared[key]
-                cells = (f"`{key}`", f"`{values[key]!r}`", knob.possible(), knob.help)
-                page += f"| {' | '.join(cells)} |\n"
+        for key in sorted(values.keys() - SHARED.keys()):
+            meaning = (key, declared[key].help, _values(declared[key]))
+            in_recipes = defaults.setdefault(meaning, {})
+            in_recipes[name.partition(".")[0]] = f"`{values[key]!r}`"
+    sections: dict[str, dict[str, str]] = {}
+    widest_first = sorted(defaults, key=lambda meaning: -len(defaults[meaning]))
+    for meaning in sorted(
+        widest_first, key=lambda meaning: meaning[0].partition(".")[0]
+    ):
+        recipes = ", ".join(defaults[meaning])
+        groups = sections.setdefault(meaning[0].partition(".")[0], {})
+        entry = _entry(*meaning, _defaults(defaults[meaning]))
+        groups[recipes] = groups.get(recipes, "") + entry
+    page = KEYS_HEAD
+    for section, groups in sections.items():
+        page += f"\n## {section}\n"
+        for recipes, entries in groups.items():
+            page += f"\nIn {recipes}:\n\n{entries}"
     return page
+
+
+def _values(knob: Knob) -> str:
+    """The possible values, less what the default shows."""
+    possible = knob.possible()
+    if possible in ("True or False", "text", "a path"):
+        return ""
+    return re.sub("^a (whole|finite) number, ", "", possible)
+
+
+def _defaults(in_recipes: dict[str, str]) -> str:
+    """The default of all recipes, or each one's."""
+    recipes: dict[str, list[str]] = {}
+    for name, value in in_recipes.items():
+        recipes.setdefault(value, []).append(name)
+    if len(recipes) == 1:
+        return next(iter(recipes))
+    return ", ".join(
+        f"{value} ({', '.join(names)})" for value, names in recipes.items()
+    )
+
+
+def _entry(key: str, help: str, values: str, default: str) -> str:
+    """A key as an item of a list, which phones can show, unlike a wide table."""
+    possible = f" Values: {values}." if values else ""
+    return f"- `{key}`: {help}.{possible} Default: {default}.\n"
 
 
 def public_names(pages: dict[Path, str]) -> set[str]:
@@ -111,12 +176,13 @@ def public_names(pages: dict[Path, str]) -> set[str]:
 
 
 def _imported(source: str) -> set[str]:
-    """Names that a program imports from within jshard."""
+    """Names that a program imports from jshard, but for packaged models and recipes."""
+    own = ("jshard.models", "jshard.recipes")  # docs/reference/models.md describes them
     return {
         f"{node.module}.{alias.name}"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and node.module
-        if node.module.startswith("jshard.")
+        if node.module.startswith("jshard.") and not node.module.startswith(own)
         for alias in node.names
     }
 
@@ -166,4 +232,5 @@ def documented_codes(page: str) -> set[int]:
 
 if __name__ == "__main__":
     (FOLDER / "commands.md").write_text(commands_page(), encoding="utf-8")
+    (FOLDER.parent / "knobs.md").write_text(knobs_page(), encoding="utf-8")
     (FOLDER / "recipe_keys.md").write_text(keys_page(), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Draws docs/rooms.svg: the rooms of jshard/ and the imports between them.
+"""Draws docs/rooms.svg: the modules of jshard/ and the imports between them.
 
     python docs/rooms.py
 
-reads the imports of every file with ``ast`` and imports nothing itself. A room is a
-folder, or some files of jshard/ itself, and stands on a floor; imports go down. The
+reads the imports of every file with ``ast`` and imports nothing itself. A room, one
+module of the design, is a folder or some files of jshard/; imports go down. The
 picture leaves out an arrow that follows from two others.
 """
 
@@ -19,11 +19,12 @@ class Room(NamedTuple):
     """A box of the picture.
 
     Attributes:
-      floor: 0 is the ground. A room imports from lower floors only.
+      floor: its layer; 0 is the ground. A module imports from lower layers only.
       left: left edge of the box, in pixels; so ``right``.
-      what: what the room is for.
+      what: what the module is for.
       files: the files and folders that it consists of, in jshard/; none for the folder
-        of its name. A file counts to the room that names it, not to its folder's.
+        of its name. A file counts to the module that names it, not to its folder's.
+      ordered: whether each of these imports only those that are named before it.
     """
 
     floor: int
@@ -31,6 +32,7 @@ class Room(NamedTuple):
     right: int
     what: str
     files: str = ""
+    ordered: bool = False
 
 
 ROOMS = {
@@ -42,8 +44,13 @@ ROOMS = {
         9, 525, 720, "the public names", "__init__ functional linen testing"
     ),
     "plan": Room(9, 735, 860, "for absent GPUs"),
-    "training": Room(8, 0, 860, "Trainer, recipe, config, data, loop, run folder"),
-    "checkpoint": Room(7, 0, 230, "save, verify, restore, convert"),
+    "training": Room(
+        8, 0, 860, "what a run adds to the library, from its config to the Trainer",
+        "config data recipe report run fit training trained", ordered=True,
+    ),
+    "checkpoint": Room(
+        7, 0, 230, "save, verify, restore, convert", "checkpoint hub"
+    ),
     "generation": Room(7, 260, 450, "decoding, sampling"),
     "start-up note": Room(
         7, 480, 700, "a step's counts, in words", "plan/start_up plan/state_note"
@@ -116,21 +123,37 @@ def _imported(tree: ast.Module, modules: dict[str, Path]) -> list[tuple[int, str
 
 def _room(module: str) -> str:
     """The room that names the module's file, or its folder, in jshard/."""
+    return _place(module)[0]
+
+
+def _place(module: str) -> tuple[str, int]:
+    """The module's room, and which of the room's files and folders it is in."""
     _, *names = module.split(".")
     for end in (len(names), 1):
         path = "/".join(names[:end]) or "__init__"
         for name, room in ROOMS.items():
-            if path in (room.files.split() or [name]):
-                return name
-    raise KeyError(f"{module} is in no room of docs/rooms.py")
+            if path in (files := room.files.split() or [name]):
+                return name, files.index(path)
+    raise KeyError(f"{module} is in no module of docs/rooms.py")
+
+
+def _goes_back(one: Import) -> bool:
+    """Whether an import within an ordered room is of what is named after it."""
+    module = ".".join(Path(one.file).with_suffix("").parts).removesuffix(".__init__")
+    own, other = _place(module), _place(one.module)
+    return own[0] == other[0] and ROOMS[own[0]].ordered and own[1] < other[1]
 
 
 def against_the_arrows(found: list[Import]) -> list[str]:
-    """A line for each import that does not go down."""
+    """A line for each import that does not go down, or goes back within a room."""
     return [
-        f"{i.file}:{i.line} imports {i.module}, but {i.room} (floor "
-        f"{ROOMS[i.room].floor}) may import only from lower floors, and {i.of} is on "
-        f"floor {ROOMS[i.of].floor}"
+        f"{i.file}:{i.line} imports {i.module}, which {i.room} names after it"
+        for i in found
+        if _goes_back(i)
+    ] + [
+        f"{i.file}:{i.line} imports {i.module}, but {i.room} (layer "
+        f"{ROOMS[i.room].floor}) may import only from lower layers, and {i.of} is in "
+        f"layer {ROOMS[i.of].floor}"
         for i in found
         if i.room != i.of and ROOMS[i.of].floor >= ROOMS[i.room].floor
     ]
@@ -179,7 +202,7 @@ def svg(found: list[Import]) -> str:
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
         f"viewBox='{-MARGIN} {-MARGIN} {width} {height}' role='img' {FONT}>",
-        "<title>The rooms of jshard; an arrow is an import</title>",
+        "<title>The modules of jshard; an arrow is an import</title>",
         "<defs><marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' "
         "markerHeight='7' orient='auto'><path d='M0 0 8 4 0 8z' fill='#667'/></marker>"
         "</defs>",

@@ -15,8 +15,8 @@ import optax
 from flax import linen, nnx
 
 import jshard
+from jshard.data.text.text_data import text_data
 from jshard.export import export
-from jshard.training.text import text_data
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS, BATCH = 256, 64, 64, 4, 3, 32
 

@@ -89,7 +89,7 @@ def main(steps, replica, folder):
             state = checkpointer.restore(fsdp.abstract_state(Model, optimizer))
             print(f"restored step {int(state.step)} onto {dict(mesh.shape)}")
         else:
-            state = fsdp.init(Model, optimizer)  # born as shards
+            state = fsdp.init(Model, optimizer)  # created as shards
 
         for step in range(int(state.step), steps):
             state, metrics = train_step(state, fsdp.shard_batch(batch_of(step)))

@@ -13,20 +13,22 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from jshard.checkpoint import exported, frozen, metadata, peft
-from jshard.checkpoint.huggingface import CONFIG
+from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.restore import find_step
-from jshard.checkpoint.safetensors_write import (
+from jshard.cli.command import checkpoint_parser, file_path, run_command
+from jshard.cli.terminal import show
+from jshard.errors import RunFailed, UserError
+from jshard.formatting import one_line
+from jshard.hub import exported_tensors as exported
+from jshard.hub import peft
+from jshard.hub.huggingface_folder import CONFIG
+from jshard.hub.safetensors_write import (
     INDEX,
     assign_files,
     write_index,
     write_tensors,
 )
-from jshard.cli.command import checkpoint_parser, file_path, run_command
-from jshard.cli.terminal import show
-from jshard.errors import RunFailed, UserError
-from jshard.formatting import one_line
-from jshard.training.huggingface_export import find_model, write_companions
+from jshard.trained.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 FORMATS = ("jshard", "huggingface", "timm", "peft")

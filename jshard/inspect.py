@@ -14,9 +14,9 @@ from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import checkpoint_parser, run_command
 from jshard.cli.terminal import show
+from jshard.config.run_config import flatten
 from jshard.errors import UserError
 from jshard.formatting import format_bytes, one_line
-from jshard.training.config.config import flatten
 
 _WIDTH = 88  # characters of a line's text
 _CONFIG_LINES, _ROWS = 5, 40  # what fits a screen beside the other lines

@@ -86,13 +86,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     many, port = whole_number(1, 65_536), whole_number(1, 65_535)
     restarts = whole_number(0, 1_000_000)
-    add("--command", default=TRAIN, choices=COMMANDS, help="by default train")
+    add("--command", default=TRAIN, choices=COMMANDS, help="train by default")
     add("--num_processes", type=many, help="how many in all; by default one per host")
     add("--hosts", type=_hosts, default=[], help="A,B,...; by default this machine")
-    add("--rsh", type=_command, default=RSH, help=f"reaches a host; by default {RSH}")
-    add("--port", type=port, help="of the coordinator; by default any")
-    add("--max_restarts", type=restarts, default=0, help="by default 0")
-    add("--min_hosts", type=many, help="fewest to restart on; by default all")
+    add("--rsh", type=_command, default=RSH, help=f"to reach a host; by default {RSH}")
+    add("--port", type=port, help="port of the coordinator; by default any")
+    add("--max_restarts", type=restarts, default=0, help="most restarts; by default 0")
+    add("--min_hosts", type=many, help="fewest hosts to restart on; by default all")
     cut = argv.index("--") if "--" in argv else len(argv)
     options, words = parser.parse_args(argv[:cut]), argv[cut + 1 :]
     trains = options.command == TRAIN

@@ -21,7 +21,7 @@ from jax.extend import core
 from jshard.collectives.gather import all_gather
 from jshard.compat.jaxprs import needed_for
 from jshard.errors import UserError
-from jshard.layout.layers import layer_dims, mark_layers
+from jshard.layout.layer_dims import layer_dims, mark_layers
 from jshard.layout.variables import variables
 from jshard.unit.dataflow import dependencies
 from jshard.unit.modules import Unit

@@ -21,7 +21,7 @@ from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.generation.prompts import context_length, is_encoder_decoder
 from jshard.nn.loss import Mean
-from jshard.training.model_command import model_parser, started
+from jshard.trained.model_command import model_parser, started
 
 
 def main() -> None:

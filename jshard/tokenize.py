@@ -4,8 +4,8 @@ import errno
 import os
 
 from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
+from jshard.data.text.token_files import write_token_files
 from jshard.errors import RunFailed, UserError
-from jshard.training.data.token_files import write_token_files
 
 
 def main() -> None:

@@ -14,19 +14,19 @@ import time
 from pathlib import Path
 
 from jshard.cli.command import run_command
-from jshard.cli.quiet import start_devices
-from jshard.cli.terminal import show
-from jshard.distributed import find_cluster, has_parent, join, supervise
-from jshard.errors import UserError
-from jshard.training.config.command_line import help_text, parse_arguments
-from jshard.training.config.config import complete
-from jshard.training.make_config import make_config
-from jshard.training.platform import (
+from jshard.cli.platform import (
     cache_compilations,
     choose_platform,
     make_cpu_devices,
 )
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.cli.quiet import start_devices
+from jshard.cli.terminal import show
+from jshard.config.parser import help_text, parse_arguments
+from jshard.config.run_config import complete
+from jshard.distributed import find_cluster, has_parent, join, supervise
+from jshard.errors import UserError
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 
 _IMPORTED = time.time()
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from models.layers import check_heads, embedding, layer_norm, linear
+from jshard.models.layers import check_heads, embedding, layer_norm, linear
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),

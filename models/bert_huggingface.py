@@ -7,8 +7,8 @@ that google-bert has published call the scales of norms gamma, and their biases 
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.checkpoint.file_tensor import FileTensor
-from models.huggingface_config import (
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.huggingface_config import (
     COUNT,
     NUMBER,
     ConfigJson,

@@ -15,9 +15,15 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
 from jshard.generation import kv_cache
+from jshard.models.decoder import Decoder, Features
+from jshard.models.layers import (
+    check_heads,
+    embedding,
+    layer_norm,
+    linear,
+    residual_std,
+)
 from jshard.parallel.tensor import own_columns
-from models.decoder import Decoder, Features
-from models.layers import check_heads, embedding, layer_norm, linear, residual_std
 
 
 @dataclasses.dataclass(frozen=True)

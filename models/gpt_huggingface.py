@@ -8,8 +8,8 @@ those that openai-community has published, lack the prefix "transformer.".
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.checkpoint.file_tensor import FileTensor
-from models.huggingface_config import (
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.huggingface_config import (
     COUNT,
     FLAG,
     ConfigJson,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jshard
-from jshard.checkpoint.file_tensor import FileTensor
-from models.images import MEAN, STD
-from models.images_huggingface import convolution, norm
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.images import MEAN, STD
+from jshard.models.images_huggingface import convolution, norm
 
 Json = Mapping[str, Any]
 # Arguments that leave a model in evaluation as it is.

@@ -17,13 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.generation.kv_cache import KVCache
+from jshard.models.decoder import Decoder, Features
+from jshard.models.layers import embedding, linear, residual_std, rms_norm
+from jshard.models.llama_attention import Attention, Stream
+from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
+from jshard.models.moe import Load, MixtureOfExperts, load_balancing_loss
 from jshard.nn.tiles import tiled
 from jshard.parallel.tensor import own_columns
-from models.decoder import Decoder, Features
-from models.layers import embedding, linear, residual_std, rms_norm
-from models.llama_attention import Attention, Stream
-from models.llama_config import ACTIVATIONS, LlamaConfig
-from models.moe import Load, MixtureOfExperts, load_balancing_loss
 
 __all__ = ["Block", "Llama", "LlamaConfig"]
 

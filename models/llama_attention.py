@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.generation import kv_cache
+from jshard.models.layers import linear, residual_std, rms_norm
+from jshard.models.llama_config import LlamaConfig
+from jshard.models.rope import Rope, rotate_by
 from jshard.parallel.context import on_whole_sequences
 from jshard.parallel.tensor import own_columns
-from models.layers import linear, residual_std, rms_norm
-from models.llama_config import LlamaConfig
-from models.rope import Rope, rotate_by
 
 
 class Stream(NamedTuple):

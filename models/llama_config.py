@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jshard
-from models.rope import SCALINGS, Rope
+from jshard.models.rope import SCALINGS, Rope
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,  # SwiGLU (Shazeer 2020, arXiv:2002.05202, section 2)

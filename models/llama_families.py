@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from models.huggingface_config import (
+from jshard.models.huggingface_config import (
     COUNT,
     FLAG,
     INTEGER,
@@ -19,9 +19,9 @@ from models.huggingface_config import (
     Kind,
     one_of,
 )
-from models.llama_config import LlamaConfig
-from models.rope import SCALINGS
-from models.rope_huggingface import read_rope, read_two_ropes
+from jshard.models.llama_config import LlamaConfig
+from jshard.models.rope import SCALINGS
+from jshard.models.rope_huggingface import read_rope, read_two_ropes
 
 # What config.json does not decide.
 _OF_TRAINING = (

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jshard
-from jshard.checkpoint.file_tensor import FileTensor
-from models.llama_config import LlamaConfig
-from models.llama_families import ACTIVATIONS, FAMILIES, read_config
-from models.rope_huggingface import write_rope
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.llama_config import LlamaConfig
+from jshard.models.llama_families import ACTIVATIONS, FAMILIES, read_config
+from jshard.models.rope_huggingface import write_rope
 
 __all__ = ["read_config", "tensors", "write_config"]
 

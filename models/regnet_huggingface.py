@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jshard
-from jshard.checkpoint.file_tensor import FileTensor
-from models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
-from models.images_huggingface import (
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
+from jshard.models.images_huggingface import (
     block_names,
     conv_norm,
     convolution,

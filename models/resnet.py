@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard
-from models.convolutions import (
+from jshard.models.convolutions import (
     ConvNorm,
     check_channels,
     check_stages,

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.checkpoint.file_tensor import FileTensor
-from models.images_huggingface import block_names, linear
-from models.images_timm import (
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.images_huggingface import block_names, linear
+from jshard.models.images_timm import (
     conv_norm,
     find_name,
     read_sizes,

@@ -8,8 +8,8 @@ both are written. Where a file has both, ``rope_scaling`` wins, as in transforme
 from collections.abc import Collection
 from typing import Any
 
-from models.huggingface_config import COUNT, NUMBER, POSITIVE, ConfigJson, one_of
-from models.llama_config import LlamaConfig
+from jshard.models.huggingface_config import COUNT, NUMBER, POSITIVE, ConfigJson, one_of
+from jshard.models.llama_config import LlamaConfig
 
 # Keys within ``rope_parameters``; a kind of scaling reads some of them.
 _OF_SCALINGS = (

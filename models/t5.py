@@ -23,9 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.generation.kv_cache import KVCache
-from models.layers import embedding, linear, rms_norm
-from models.t5_attention import Attention, position_buckets
-from models.t5_config import T5Config
+from jshard.models.layers import embedding, linear, rms_norm
+from jshard.models.t5_attention import Attention, position_buckets
+from jshard.models.t5_config import T5Config
 
 __all__ = ["T5", "T5Cache", "T5Config"]
 

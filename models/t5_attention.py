@@ -13,8 +13,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard.generation import kv_cache
-from models.layers import linear
-from models.t5_config import T5Config
+from jshard.models.layers import linear
+from jshard.models.t5_config import T5Config
 
 
 def position_buckets(

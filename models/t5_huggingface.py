@@ -8,8 +8,8 @@ says all of that by ``tie_word_embeddings``. Both are read, and the latter is wr
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.checkpoint.file_tensor import FileTensor
-from models.huggingface_config import (
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.huggingface_config import (
     COUNT,
     FLAG,
     INTEGER,

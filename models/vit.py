@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard
-from models.convolutions import check_channels
-from models.layers import check_heads
+from jshard.models.convolutions import check_channels
+from jshard.models.layers import check_heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.checkpoint.file_tensor import FileTensor
-from models.huggingface_config import COUNT, FLAG, NUMBER, ConfigJson
-from models.images_huggingface import (
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.huggingface_config import COUNT, FLAG, NUMBER, ConfigJson
+from jshard.models.images_huggingface import (
     convolution,
     layer_norm,
     linear,

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jshard
-from jshard.checkpoint.file_tensor import FileTensor
-from models.images_huggingface import convolution, layer_norm, linear
-from models.images_timm import read_arguments, unknown_architecture, write_json
+from jshard.hub.file_tensor import FileTensor
+from jshard.models.images_huggingface import convolution, layer_norm, linear
+from jshard.models.images_timm import read_arguments, unknown_architecture, write_json
 
 # Width, layers and heads.
 _SIZES = {

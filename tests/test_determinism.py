@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from models.gpt import GPT, GPTConfig
+from jshard.models.gpt import GPT, GPTConfig
 
 MESHES = ((1, 1), (1, 2), (1, 8), (2, 4), (4, 2), (8, 1))  # replica, fsdp
 EXAMPLES, WIDTH, LAYERS, STEPS = 32, 16, 3, 2

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from models.gpt import GPT, GPTConfig
+from jshard.models.gpt import GPT, GPTConfig
 from parity import every_pair, make_mesh, worst
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -1,7 +1,6 @@
 """A knob is declared once: checks, config keys, help and docs follow."""
 
 import dataclasses
-import importlib.util
 import pydoc
 import re
 from pathlib import Path
@@ -10,14 +9,14 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.config.parser import help_text, override
+from jshard.config.policy_keys import make_policy
+from jshard.config.run_config import complete
+from jshard.config.shared_keys import DEFAULTS
 from jshard.knob import Knob, described, knob, knobs
-from jshard.training.config.command_line import help_text, override
-from jshard.training.config.config import complete
-from jshard.training.config.policy import make_policy
-from jshard.training.config.shared_keys import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
-# These have a form of their own in a config, read by jshard/training/config/policy.py.
+# These have a form of their own in a config, read by jshard/config/policy_keys.py.
 WITH_OWN_FORM = {"remat", "overrides"}
 
 
@@ -86,16 +85,6 @@ def test_a_value_of_the_command_line_reaches_the_policy(name):
 def test_no_other_file_of_the_config_names_a_knob():
     names = {name.rpartition(".")[2] for name in knobs(jshard.Policy)}
     names -= {*WITH_OWN_FORM, "offload"}  # which is also a kind of remat
-    for file in (ROOT / "jshard/training/config").glob("*.py"):
+    for file in (ROOT / "jshard/config").glob("*.py"):
         words = set(re.findall(r'[".](\w+)"', file.read_text()))
         assert not words & names, file
-
-
-def test_the_page_of_knobs_is_that_of_the_declarations():
-    path = ROOT / "docs/knobs.py"
-    spec = importlib.util.spec_from_file_location("knobs_page", path)
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.FILE.read_text() == script.page(), "run: python docs/knobs.py"

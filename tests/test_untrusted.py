@@ -22,9 +22,9 @@ from damaged_files import (
     tensors_reader,
 )
 from jshard.checkpoint import manifest
-from jshard.checkpoint.safetensors_file import find_tensors
-from jshard.checkpoint.safetensors_write import SINGLE
 from jshard.checkpoint.untrusted import path_inside, read_json
+from jshard.hub.safetensors_file import find_tensors
+from jshard.hub.safetensors_write import SINGLE
 
 REPOSITORY = Path(__file__).parents[1]
 QUICK, MANY = 40, 3000

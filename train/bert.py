@@ -17,11 +17,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.keys import Key
-from jshard.training.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
-from models import bert_huggingface as huggingface  # noqa: F401  read by jshard
-from models.bert import ACTIVATIONS, Bert, BertConfig
-from train import gpt
+from jshard.config.keys import Key
+from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
+from jshard.models import bert_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models.bert import ACTIVATIONS, Bert, BertConfig
+from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer
 learning_rate = gpt.learning_rate
@@ -40,10 +40,12 @@ def get_config() -> ConfigDict:
     config.model.hidden = Key(512, "width of the MLP", at_least=1, at_most=1_000_000)
     config.model.token_types = Key(2, "number of kinds of tokens", at_least=1)
     config.model.norm_eps = Key(1e-12, "added to variances", above=0, at_most=1)
-    config.model.activation = Key("gelu", "of the MLP", choices=tuple(ACTIVATIONS))
+    config.model.activation = Key(
+        "gelu", "activation of the MLP", choices=tuple(ACTIVATIONS)
+    )
     config.model.pooler = Key(False, "whether the first token has a pooler")
     config.data.mask_rate = Key(
-        0.15, "share of the tokens that are to be restored", above=0, below=1
+        0.15, "share of the tokens to restore", above=0, below=1
     )
     config.data.mask_token = Key(
         "auto",

@@ -15,11 +15,11 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.data.image_data import mixup, smooth_labels
-from jshard.training.keys import Key
-from models.images import classification_loss
-from models.regnet import RegNet, RegNetConfig
-from models.vit import ViT, ViTConfig
+from jshard.config.keys import Key
+from jshard.data.images.image_data import mixup, smooth_labels
+from jshard.models.images import classification_loss
+from jshard.models.regnet import RegNet, RegNetConfig
+from jshard.models.vit import ViT, ViTConfig
 
 CLASSES, SIZE = 10, 8
 _VALIDATION = 360  # images
@@ -59,7 +59,7 @@ def image_keys(label_smoothing):
     return {
         "label_smoothing": Key(
             label_smoothing,
-            "part of the targets that goes to all classes",
+            "share of each target that is spread over all classes",
             at_least=0,
             below=1,
         ),

@@ -15,9 +15,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.keys import Key
-from models import llama_huggingface as huggingface  # noqa: F401  read by jshard
-from train import gpt, llama
+from jshard.config.keys import Key
+from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.recipes import gpt, llama
 
 loss_fn = llama.loss_fn
 sample = gpt.sample

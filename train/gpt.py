@@ -14,14 +14,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.config.keys import Key
+from jshard.data.text.bigram import bigram_reference
+from jshard.data.text.text_data import text_data
+from jshard.data.tokenizers.tokenizer import PYTHON, load_tokenizer
 from jshard.generation import continue_prompts
+from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
-from jshard.training.bigram import bigram_reference
-from jshard.training.keys import Key
-from jshard.training.text import text_data
-from jshard.training.tokenizer import PYTHON, load_tokenizer
-from models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
-from models.gpt import GPT, GPTConfig
 
 
 def get_config() -> ConfigDict:
@@ -73,7 +73,7 @@ def get_config() -> ConfigDict:
                     kind=Path,
                 ),
                 "mixture": Key(
-                    "", "several sources and weights instead: PATH:WEIGHT,PATH:WEIGHT"
+                    "", "several sources instead of data.path: PATH:WEIGHT,PATH:WEIGHT"
                 ),
                 "tokenizer": Key(
                     PYTHON,
@@ -96,7 +96,7 @@ def get_config() -> ConfigDict:
                 ),
                 "max_segments": Key(
                     0,
-                    "the most documents of a packed row, with padding; 0 is any number",
+                    "most documents in a packed row, counting padding; 0 is any number",
                     at_least=0,
                     at_most=1_000_000,
                 ),

@@ -8,7 +8,7 @@ library; for the real thing point it at token files:
 
 from ml_collections import ConfigDict
 
-from train import gpt
+from jshard.recipes import gpt
 
 make_model = gpt.make_model
 make_optimizer = gpt.make_optimizer

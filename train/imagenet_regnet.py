@@ -8,7 +8,7 @@ bfloat16, with weights, sums of gradients and batch statistics in float32.
     python -m jshard.train --config=imagenet_regnet.py --config.data.path=FOLDER
 
 FOLDER has train/CLASS/*.JPEG and val/CLASS/*.JPEG, or array records
-(jshard/training/data/image_sources.py). Without it the images are noise, for plans and
+(jshard/data/images/image_sources.py). Without it the images are noise, for plans and
 timings.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 import optax
 from ml_collections import ConfigDict
 
-from jshard.training.data.image_data import image_data, noise
-from jshard.training.keys import Key
-from models import regnet_huggingface as huggingface  # noqa: F401  read by jshard
-from models import regnet_timm as timm  # noqa: F401  likewise
-from models.images import classification_loss, normalize
-from models.regnet import RegNet, RegNetConfig
-from train.digits import image_keys
+from jshard.config.keys import Key
+from jshard.data.images.image_data import image_data, noise
+from jshard.models import regnet_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models import regnet_timm as timm  # noqa: F401  likewise
+from jshard.models.images import classification_loss, normalize
+from jshard.models.regnet import RegNet, RegNetConfig
+from jshard.recipes.digits import image_keys
 
 _IMAGES = 1_281_167
 _BATCH = 512
@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
                 "group_width": Key(
                     112, "channels of a group of a convolution", at_least=1
                 ),
-                "squeeze_excite": Key(True, "whether it is a RegNetY"),
+                "squeeze_excite": Key(True, "squeeze and excitation (RegNetY)"),
                 "downsample_first": Key(
                     True, "whether the first stage halves height and width"
                 ),
@@ -78,7 +78,9 @@ def get_config() -> ConfigDict:
                 "color_shift": Key(
                     0.1, "deviation of random shifts of the colours", at_least=0
                 ),
-                "max_broken": Key(100, "most images that may not decode", at_least=0),
+                "max_broken": Key(
+                    100, "largest number of images that may fail to decode", at_least=0
+                ),
                 **image_keys(label_smoothing=0.0),
             },
         }

@@ -21,12 +21,12 @@ import copy
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.training.keys import Key
-from models import llama_huggingface as huggingface  # noqa: F401  read by jshard
-from models.llama import Llama, LlamaConfig
-from models.llama_config import ACTIVATIONS
-from models.rope import SCALINGS
-from train import gpt
+from jshard.config.keys import Key
+from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.llama_config import ACTIVATIONS
+from jshard.models.rope import SCALINGS
+from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer
 loss_fn = gpt.loss_fn
@@ -71,7 +71,9 @@ FAMILY = {
     ),
     "attention_soft_cap": Key(0.0, "soft cap of scores; 0 is none", at_least=0),
     "logit_soft_cap": Key(0.0, "soft cap of logits; 0 is none", at_least=0),
-    "activation": Key("silu", "of the gated MLP", choices=tuple(ACTIVATIONS)),
+    "activation": Key(
+        "silu", "activation of the gated MLP", choices=tuple(ACTIVATIONS)
+    ),
     "norm_offset": Key(False, "whether norms multiply with 1 + their scale"),
     "post_norms": Key(False, "whether the outputs of branches are normalised"),
     "scaled_embeddings": Key(False, "whether embeddings are scaled by sqrt(width)"),
@@ -82,7 +84,7 @@ FAMILY = {
         0.0, "weight of the experts' load-balancing loss", at_least=0
     ),
     "expert_capacity": Key(
-        1.25, "rows of an exchange's first round, as shares of even ones", above=0
+        1.25, "size of an exchange's first round, relative to an even share", above=0
     ),
 }
 

@@ -19,13 +19,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import jshard
+from jshard.config.keys import Key
+from jshard.data.text.text_data import text_data
+from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.generation import answer_inputs
-from jshard.training.keys import Key
-from jshard.training.text import text_data
-from jshard.training.tokenizer import load_tokenizer
-from models import t5_huggingface as huggingface  # noqa: F401  read by jshard
-from models.t5 import T5, T5Config
-from train import gpt
+from jshard.models import t5_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.models.t5 import T5, T5Config
+from jshard.recipes import gpt
 
 learning_rate = gpt.learning_rate
 make_optimizer = gpt.make_optimizer
@@ -64,7 +64,7 @@ def get_config() -> ConfigDict:
     for key in ("mixture", "pack", "max_segments"):
         del data[key]
     data.sequence_length = Key(96, "tokens of a text before its gaps", at_least=2)
-    data.noise = Key(0.15, "part of the tokens that is taken out", above=0, below=1)
+    data.noise = Key(0.15, "share of the tokens to take out", above=0, below=1)
     data.span = Key(3.0, "mean length of a gap, in tokens", at_least=1)
     data.first_sentinel = Key(
         0,

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jshard.plan.constants import Constants
+from jshard.fit.hardware import GPU, Constants
 from jshard.plan.cost.timeline import COMPUTE, Timeline
-from jshard.plan.topology import GPU
 
 # Bounds of shares, physical ones: no kernel exceeds its peak, and none that trains a
 # large model has been seen below a quarter of it.

@@ -18,10 +18,10 @@ import optax
 import jshard
 import parity
 from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.models.llama import Llama, LlamaConfig
 from kit.machine import ask_driver
 from kit.results import Recorder
 from kit.running import Part
-from models.llama import Llama, LlamaConfig
 
 FLOAT64_BOUND = 1e-9  # tests/test_parity.py
 BF16_BOUND = 2e-2  # of losses; 8 bits of mantissa, and sums in float32

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from jshard.plan.topology import GPU, GPUS
+from jshard.fit.hardware import GPU, GPUS
 
 # What the shares are of, where there is no card (--tiny): any would do.
 _TINY = "h200"

@@ -20,12 +20,13 @@ from jax.sharding import Mesh, NamedSharding
 
 import compiling
 import gspmd
+from jshard.config.run_config import Config
 from jshard.fsdp.mesh import BATCH
 from jshard.plan import tracing_for
 from jshard.plan.topology import devices, parse
-from jshard.training.config.config import Config
-from jshard.training.job import make_job, make_mesh
-from jshard.training.recipe import Recipe, find_recipe, open_recipe
+from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job
 from kit.training import peak_bytes
 from kit.turns import WARM_UP, open_answers, random_batch, take_turns

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jshard.training.config.config import Config, complete
-from jshard.training.recipe import Recipe
+from jshard.config.run_config import Config, complete
+from jshard.recipe.definition import Recipe
 
 _OFFLOADED = "offload:qkv+attended+hidden"
 
@@ -61,7 +61,7 @@ def llama(model: str, layers: int | None, batch: int, **policy: Any) -> Job:
       batch: sequences a step.
       policy: of the recipe's config.
     """
-    recipe = {"7b": "llama2_7b.py", "1b": "llama3_1b.py"}.get(model, "llama3_8b.py")
+    recipe = {"7b": "llama.py:2-7b", "1b": "llama.py:3-1b"}.get(model, "llama.py:3-8b")
     changes = {"model.sequence_length": 4096} if model == "1b" else {}
     if model == "tiny":
         changes = {**_tiny_model(), "model.hidden": 128, "model.num_kv_heads": 2}

@@ -1,6 +1,6 @@
 """Charts as SVG files."""
 
-from jshard.training.report.charts import element
+from jshard.report.charts import element
 
 
 def picture(size: tuple[int, int], label: str, style: str, parts: list[str]) -> str:

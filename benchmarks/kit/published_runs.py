@@ -108,7 +108,7 @@ def _a3(hosts: int, combined: tuple[int, int, int], tflops: float) -> Run:
     return Run(
         f"7B on {8 * hosts}, A3",
         _row(
-            "llama2_7b",
+            "llama:2-7b",
             f"h100:{8 * hosts}",
             "minimal_flash",
             batch,
@@ -144,7 +144,7 @@ def _70b(
     model: tuple[tuple[str, Any], ...] = (),
 ) -> Run:
     row = _row(
-        "llama3_70b",
+        "llama:3-70b",
         f"h100:{gpus}",
         remat,
         2,
@@ -196,7 +196,7 @@ OTHERS = (
     Other(
         "Llama 1B, one H100",
         Row(
-            recipe="llama3_1b",
+            recipe="llama:3-1b",
             topology="h100:1",
             remat="none",
             batch=4,
@@ -210,7 +210,7 @@ OTHERS = (
     Other(
         "Llama 2 7B, one H200",
         Row(
-            recipe="llama2_7b",
+            recipe="llama:2-7b",
             topology="h200:1",
             remat="full",
             policy=_UNROLLED_LAYERS,
@@ -224,7 +224,7 @@ OTHERS = (
 RUNS = (
     Run(
         "7B on 8, DGX",
-        _row("llama2_7b", "h100:8", "minimal_flash", 2, form=(_UNROLLED, _IOTA)),
+        _row("llama:2-7b", "h100:8", "minimal_flash", 2, form=(_UNROLLED, _IOTA)),
         (1024, 1024, 128),
         0.721,
         DGX,
@@ -239,7 +239,7 @@ RUNS = (
     Run(
         "7B on 256, A3 Mega",
         _row(
-            "llama2_7b",
+            "llama:2-7b",
             "h100:256",
             "minimal_flash",
             4,
@@ -262,7 +262,7 @@ RUNS = (
     Run(
         "Llama 3.1 70B on 256 H200, A3 Ultra",
         _row(
-            "llama3_70b",
+            "llama:3-70b",
             "h200:256",
             "save_dot_with_context_except_mlp",
             2,

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jshard.data.batches import batches
+from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import peak_flops
 from jshard.plan.program import Program, trace
-from jshard.training.data.batches import batches
-from jshard.training.memory import compiled_bytes
-from jshard.training.recipe import Recipe, find_recipe, open_recipe
-from jshard.training.throughput import peak_flops
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
 from kit.results import Recorder
 from kit.running import Part

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.described import STORED_SHAPE, checked
-from jshard.checkpoint.tensor_names import stack_paths
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
+from jshard.hub.tensor_names import stack_paths
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.variables import is_variable
 from jshard.nn.dropout import is_random
@@ -50,6 +50,11 @@ def arrays_by_name(state: TrainState) -> dict[str, Any]:
     return found
 
 
+def exact_by_name(state: TrainState) -> dict[str, Any]:
+    """Returns a state's abstract arrays by name, without shardings and padding."""
+    return arrays_by_name(exact_types(state))
+
+
 def replace_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     """Returns ``state`` with the arrays that ``arrays`` names replaced."""
     return jax.tree_util.tree_map_with_path(
@@ -79,7 +84,7 @@ def describe(
     state: TrainState, *, config: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """Returns metadata, ready for JSON, of a concrete or abstract state."""
-    arrays, padded = arrays_by_name(exact_types(state)), arrays_by_name(state)
+    arrays, padded = exact_by_name(state), arrays_by_name(state)
     sharding = next(iter(padded.values())).sharding
     mesh = sharding.mesh if isinstance(sharding, jax.NamedSharding) else None
     plain = {"layer_dims": 0, "random": False}  # of arrays that are in no Variable

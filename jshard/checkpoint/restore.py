@@ -12,18 +12,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata
-from jshard.checkpoint.file_tensor import FileTensor
 from jshard.checkpoint.older_names import renamed, stored_names
-from jshard.checkpoint.safetensors_read import (
-    check_safetensors,
-    is_safetensors,
-    load_safetensors,
-)
 from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load, match_parameters
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
-from jshard.layout.padding import exact_types
+from jshard.hub.file_tensor import FileTensor
+from jshard.hub.safetensors_read import (
+    check_safetensors,
+    is_safetensors,
+    load_safetensors,
+)
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
@@ -228,10 +227,7 @@ def _read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
 
 def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
     """Returns the stored name of each array; raises what ``restore_state`` raises."""
-    about, wanted = (
-        metadata.read(folder),
-        metadata.arrays_by_name(exact_types(abstract)),
-    )
+    about, wanted = metadata.read(folder), metadata.exact_by_name(abstract)
     stored = about["arrays"]
     names = stored_names(abstract, stored)
     if frozen.KEY in about:
@@ -270,7 +266,7 @@ def find_parameters(
         return source
     folder = find_step(path)
     targets, sources = match_parameters(folder, state, optimizer)
-    exact = metadata.arrays_by_name(exact_types(state))
+    exact = metadata.exact_by_name(state)
     check(
         folder,
         {key: exact[name] for key, (name, _) in targets.items()},

@@ -14,8 +14,8 @@ from jshard.fsdp.mesh import devices_of_a_sequence, named_sizes, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.layer_dims import layer_dims
+from jshard.layout.state_layout import Layout
 from jshard.layout.variables import variables
 from jshard.unit.model import root_variables
 from jshard.unit.modules import Stack, is_unit
@@ -34,8 +34,8 @@ def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
         return
     if policy.offload == "all":
         raise UserError(
-            "precision.products='float8' does not go with policy.offload='all': scales "
-            "need all shards on the device; use offload='optimizer'"
+            "precision.products='float8' cannot be combined with policy.offload='all': "
+            "scales need all shards on the device; use offload='optimizer'"
         )
     if isinstance(mesh, AbstractMesh):
         return
@@ -141,8 +141,7 @@ def warn_of_replicated(state: TrainState, layout: Layout) -> None:
     """Warns if much of a model is whole on every device."""
     size = {
         ".".join(map(str, path)): variable.get_value().size
-        for tree in (state.params, state.frozen)
-        for path, variable in nnx.to_flat_state(tree)
+        for path, variable in state.flat_params()
         if layout.places[path].dim is None
     }
     total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
@@ -161,13 +160,12 @@ def warn_of_replicated(state: TrainState, layout: Layout) -> None:
 def warn_of_own_dtypes(state: TrainState, layout: Layout) -> None:
     """Warns if most parameters are in modules whose own dtype is kept."""
     size = {}
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            asked = layout.policy.precision_at(path).compute
-            kept, value = layout.places[path].compute, variable.get_value()
-            real = jnp.issubdtype(value.dtype, jnp.floating)
-            if asked is not None and real and kept != asked:
-                size[".".join(map(str, path))] = value.size
+    for path, variable in state.flat_params():
+        asked = layout.policy.precision_at(path).compute
+        kept, value = layout.places[path].compute, variable.get_value()
+        real = jnp.issubdtype(value.dtype, jnp.floating)
+        if asked is not None and real and kept != asked:
+            size[".".join(map(str, path))] = value.size
     total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
     if sum(size.values()) > total / 2:
         largest = sorted(size, key=lambda name: -size[name])[:3]

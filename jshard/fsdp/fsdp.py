@@ -32,8 +32,8 @@ from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_
 from jshard.layout import transfer
 from jshard.layout.capacity import check_capacity
 from jshard.layout.initial_values import make, mark_stacked, prepare
-from jshard.layout.layout import Layout, padded
 from jshard.layout.memory_kinds import check_memory, on_device
+from jshard.layout.state_layout import Layout, padded
 from jshard.layout.variables import is_variable
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields

@@ -164,7 +164,8 @@ def _within_hosts(
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{sizes[host]} in host {host}" for host in sorted(sizes))
         raise UserError(
-            f"mesh: replica=hosts needs as many devices in each host, not {counts}"
+            "mesh: replica=hosts needs the same number of devices on each host, "
+            f"not {counts}"
         )
     size, within = max(sizes.values()), math.prod(inner.values())
     if size % within:

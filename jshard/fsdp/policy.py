@@ -79,14 +79,12 @@ class UnitPolicy:
     unroll: bool = knob(
         False,
         "compile the layers of a Stack one after the other, without a loop: faster "
-        "steps, and a compilation that takes longer with each layer; with prefetch="
-        "False, or groups as reshard_after_forward, XLA gathers ahead, which costs "
-        "memory (Llama 2 7B: 23 GiB in place of 12, and 15.1 in place of 5.6). Layers "
-        "whose weights or activations are in host memory stay in a loop",
+        "steps, longer compilation, and without prefetch, or with groups, much more "
+        "memory. Layers with weights or activations in host memory stay in a loop",
         more="A loop copies the activations that it keeps into stacked arrays, which "
-        "it clears first. Without it, they stay where they are computed. The sizes are "
-        "those of plans for 8 GPUs without prefetch, and for 64 with groups of 8 "
-        "(docs/memory.md).",
+        "it clears first. Without it, they stay where they are computed. Without "
+        "prefetch XLA gathers ahead: a plan of Llama 2 7B on 8 GPUs takes 23 GiB "
+        "instead of 12, and with groups of 8 on 64 GPUs 15.1 instead of 5.6.",
     )
 
     def __post_init__(self) -> None:

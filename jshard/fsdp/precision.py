@@ -65,7 +65,7 @@ class Precision:
         "dtype in which gradients are summed; None is that of reduce",
         **_FLOATING,
         more="A collective sums in the dtype it sends. For another dtype an all-to-all "
-        "of as many bytes takes the place of a reduce-scatter, and each device sums "
+        "of as many bytes replaces a reduce-scatter, and each device sums "
         "what it receives: bfloat16 is sent, without its rounding in the sums. An "
         "all-reduce over replicas, or in plain data parallelism, is sent in this "
         "dtype.",

@@ -68,6 +68,10 @@ class TrainState:
         """The arrays that, with ``graphdef``, make the model."""
         return ModelArrays(self.params, self.frozen, self.model_state)
 
+    def flat_params(self) -> list[tuple[tuple, Any]]:
+        """Returns (path, variable) of the trained, then of the frozen parameters."""
+        return [*nnx.to_flat_state(self.params), *nnx.to_flat_state(self.frozen)]
+
     def with_ema_params(self) -> "TrainState":
         """Returns this state with the averages as its parameters, cast to their dtypes.
 

@@ -25,9 +25,9 @@ from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.fsdp.terms import over_devices, seeds, terms_of
 from jshard.fsdp.traced import differing_results, once_checked
-from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
+from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_streams
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.optim.update import check_state, next_state

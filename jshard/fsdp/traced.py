@@ -12,7 +12,7 @@ from jshard.errors import UserError
 from jshard.fsdp.equal import differing
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.state import ModelArrays
-from jshard.layout.layout import Layout
+from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import merge_state
 from jshard.unit.remat import check_names
 

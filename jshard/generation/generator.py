@@ -12,7 +12,6 @@ from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.generation import decoding
 from jshard.generation.decoding import NOTHING, Rows
-from jshard.generation.placement import Placement, replicated, sharded
 from jshard.generation.prompts import (
     check_decodes,
     check_prompts,
@@ -21,6 +20,7 @@ from jshard.generation.prompts import (
     tokens_after,
 )
 from jshard.generation.sampling import Sampling
+from jshard.generation.weight_placement import Placement, replicated, sharded
 from jshard.layout import transfer
 
 _PREFILL = 512  # tokens of each prompt whose scores exist at a time
@@ -249,7 +249,7 @@ def generate(
       stop_tokens: tokens that end a text, and are not returned.
       seed: row r is sampled with seed + r, whatever the other rows are.
       tokenizer: has ``encode(text)`` and ``decode(tokens)``, such as those of
-        ``jshard.training.tokenizer``.
+        ``jshard.data.tokenizers.tokenizer``.
 
     Returns:
       What follows each prompt, or answers it: token ids, or texts with a tokenizer.

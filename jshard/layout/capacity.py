@@ -27,6 +27,16 @@ def host_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return found
 
 
+def shard_size(x: Any) -> int:
+    """Returns the elements of an array's shard on one device."""
+    return math.prod(x.sharding.shard_shape(x.shape))
+
+
+def shard_bytes(x: Any) -> int:
+    """Returns their bytes."""
+    return shard_size(x) * x.dtype.itemsize
+
+
 def state_bytes(state: Any, *, on_host: bool = False) -> int:
     """Returns the bytes of an abstract state for one device.
 
@@ -36,7 +46,7 @@ def state_bytes(state: Any, *, on_host: bool = False) -> int:
         memory of the device.
     """
     return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        shard_bytes(x)
         for x in jax.tree.leaves(state)
         if (x.sharding.memory_kind == HOST) == on_host
     )

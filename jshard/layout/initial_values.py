@@ -17,7 +17,8 @@ from jax.extend import core
 from jshard.compat.jaxprs import without_dead_code
 from jshard.errors import UserError
 from jshard.fsdp.policy import Policy
-from jshard.layout import layers
+from jshard.layout import layer_dims as layers
+from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import LOOKED_UP, is_annotated
 from jshard.layout.tables import make_by_rows, mark_table
@@ -127,17 +128,14 @@ def make(
 
 def _parts(abstract: Sequence[Any]) -> Iterator[list[int]]:
     """Yields the indices of the arrays of each part."""
-
-    def size(x: Any) -> int:
-        return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
-
     hosted = [i for i, x in enumerate(abstract) if x.sharding.memory_kind == HOST]
     if rest := [i for i in range(len(abstract)) if i not in set(hosted)]:
         yield rest
-    room = max((size(abstract[i]) for i in hosted), default=0)
+    size = {i: shard_bytes(abstract[i]) for i in hosted}
+    room = max(size.values(), default=0)
     part: list[int] = []
-    for i in sorted(hosted, key=lambda i: -size(abstract[i])):
-        if part and size(abstract[i]) + sum(size(abstract[j]) for j in part) > room:
+    for i in sorted(hosted, key=lambda i: -size[i]):
+        if part and size[i] + sum(size[j] for j in part) > room:
             yield part
             part = []
         part.append(i)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.variables import is_variable
 
 PADDING = "padding"  # metadata key of a padded parameter, and of what follows it
@@ -81,10 +81,10 @@ def padding_of(variable: nnx.Variable) -> Padding | None:
     return variable.get_metadata(PADDING, None)
 
 
-def is_padded(leaf: Any) -> bool:
-    """Returns whether ``leaf`` is a variable that is padded now."""
+def padding_now(leaf: Any) -> Padding | None:
+    """Returns how a variable is padded now; None if it, or another leaf, is not."""
     padding = padding_of(leaf) if is_variable(leaf) else None
-    return padding is not None and _ends(leaf, padding.padded)
+    return padding if padding is not None and _ends(leaf, padding.padded) else None
 
 
 def shape_of_layer(variable: nnx.Variable) -> tuple[int, ...]:
@@ -103,10 +103,8 @@ def pad(tree: Any, mesh: Any) -> Any:
         if padding is None or not _ends(variable, padding.shape):
             return variable
         x = _constrained(variable.get_value(), padding, mesh)
-        added = padding.size - padding.shape[padding.dim]
-        widths = [(0, 0)] * x.ndim
-        widths[padding.dim] = (0, added)
-        return variable.copy(_constrained(jnp.pad(x, widths), padding, mesh))
+        x = lengthened(x, padding.dim, padding.size)
+        return variable.copy(_constrained(x, padding, mesh))
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
 
@@ -115,16 +113,14 @@ def exact(tree: Any, mesh: Any) -> Any:
     """Returns variables without their padding, in traced code.
 
     A device's part keeps its size, with less of it in use, so that nothing moves.
-    ``mesh`` may be None for abstract values.
+    ``mesh`` may be None for values on the host, or abstract ones.
     """
 
     def one(variable: Any) -> Any:
-        if not is_padded(variable):
+        padding = padding_now(variable)
+        if padding is None:
             return variable
-        padding = padding_of(variable)
-        assert padding is not None
-        x, size = variable.get_value(), padding.shape[padding.dim]
-        x = lax.slice_in_dim(x, 0, size, axis=x.ndim + padding.dim)
+        x = shortened(variable.get_value(), padding.dim, padding.shape[padding.dim])
         return variable.copy(_constrained(x, padding, mesh))
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
@@ -132,16 +128,23 @@ def exact(tree: Any, mesh: Any) -> Any:
 
 def exact_values(variable: nnx.Variable) -> nnx.Variable:
     """Returns a variable on the host, or an abstract one, without its padding."""
-    if not is_padded(variable):
+    if padding_now(variable) is None:
         return variable
-    padding = padding_of(variable)
-    assert padding is not None
-    value, size = variable.get_value(), padding.shape[padding.dim]
-    index = [slice(None)] * value.ndim
-    index[padding.dim] = slice(size)
-    exact = variable.copy(value[tuple(index)])
-    exact.del_metadata(PADDING)
-    return exact
+    variable = exact(variable, None)
+    variable.del_metadata(PADDING)
+    return variable
+
+
+def shortened(x: Any, dim: int, size: int) -> Any:
+    """Returns the first ``size`` of a dimension, counted from the end."""
+    return x[(..., slice(size), *[slice(None)] * (-1 - dim))]
+
+
+def lengthened(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """Returns an array padded with zeros to ``size`` along a dimension."""
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, size - x.shape[dim])
+    return jnp.pad(x, widths)
 
 
 def _ends(variable: nnx.Variable, shape: tuple[int, ...]) -> bool:

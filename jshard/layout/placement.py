@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from jshard.fsdp.mesh import names_of, shard_axes
+from jshard.layout.padding import lengthened, shortened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +84,14 @@ class Placement:
         if self.exact is None or self._is_part():
             return full
         dim, size = self.exact
-        return jax.lax.slice_in_dim(full, 0, size, axis=full.ndim + dim)
+        return shortened(full, dim, size)
 
     def with_padding(self, full: jax.Array) -> jax.Array:
         """Returns a full array padded with zeros, to be sharded."""
         if self.exact is None or self._is_part():
             return full
         dim, size = self.exact
-        widths = [(0, 0)] * full.ndim
-        widths[dim] = (0, -size % self.shards())
-        return jnp.pad(full, widths)
+        return lengthened(full, dim, size + -size % self.shards())
 
     def _is_part(self) -> bool:
         """Returns whether a layer gets a part of the padded dimension."""

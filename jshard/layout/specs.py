@@ -20,7 +20,7 @@ from jshard.fsdp.mesh import (
     shards_of,
 )
 from jshard.fsdp.policy import Policy
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import Padding, padded_dim, shape_of_layer
 from jshard.layout.placement import Placement
 from jshard.parallel.splits import WHOLE, Parts

@@ -1,5 +1,6 @@
 """Copies arrays from the host to the shards of a mesh, and back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jshard.layout.memory_kinds import on_device
-from jshard.layout.padding import exact_types, exact_values, is_padded
+from jshard.layout.padding import exact_types, exact_values, padding_now
 from jshard.layout.variables import is_variable
 
 
@@ -28,13 +29,25 @@ def put(value: Any, like: Any) -> jax.Array:
         raw = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=like.sharding)
         return jax.random.wrap_key_data(put(data, raw), impl=jax.random.key_impl(value))
     full = value if isinstance(value, jax.Array) else np.asarray(value)
+    # Always copy, because a CPU device's array may alias the memory of its source.
+    return put_parts(lambda index: np.array(full[index], like.dtype), like)
+
+
+def put_parts(
+    part_at: Callable[[tuple[slice, ...]], np.ndarray], like: Any
+) -> jax.Array:
+    """Returns a global array whose shards ``part_at(index)`` makes, one at a time.
+
+    What a part lacks of its shard is padding, zeros.
+    """
+    # jax.make_array_from_callback would hold the shards of all devices on the host.
     sharding, shards = like.sharding, []
+    shape = sharding.shard_shape(like.shape)
     for device, index in sharding.addressable_devices_indices_map(like.shape).items():
-        # Always copy, because a CPU device's array may alias the memory of its source.
-        # What the full array has not is padding, zeros.
-        part = full[index]
-        shard = np.zeros(sharding.shard_shape(like.shape), like.dtype)
-        shard[tuple(map(slice, part.shape))] = part
+        shard = part_at(index)
+        if shard.shape != shape:
+            part, shard = shard, np.zeros(shape, like.dtype)
+            shard[tuple(map(slice, part.shape))] = part
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         shards.append(jax.block_until_ready(jax.device_put(shard, place)))
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
@@ -64,7 +77,7 @@ def without_padding(tree: Any, mesh: Any) -> Any:
     whole = NamedSharding(mesh, PartitionSpec())
 
     def one(leaf: Any) -> Any:
-        if not is_padded(leaf):
+        if padding_now(leaf) is None:
             return leaf
         value = leaf.get_value()
         if isinstance(value, jax.ShapeDtypeStruct):

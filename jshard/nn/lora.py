@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jshard.errors import UserError, some_of
-from jshard.layout.layers import IN_LAYER, layer_dims, mark_layers
+from jshard.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
 from jshard.nn.dropout import Dropout
 from jshard.unit.modules import is_unit
 

@@ -19,9 +19,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import follow
 from jshard.layout.variables import is_variable
+from jshard.optim.known import with_whole_layers
 from jshard.optim.per_layer import first_layer, layers_here
 
 Key: TypeAlias = tuple[jax.Array, jax.Array]  # two words of 32 bits
@@ -57,7 +58,7 @@ def bf16_moments(
       tx: any optax transformation.
       seed: the seed of the rounding.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = optax.with_extra_args_support(with_whole_layers(tx))
 
     def init(params: Any) -> Bf16MomentsState:
         narrow = lambda name, depth, x: x.astype(jnp.bfloat16)

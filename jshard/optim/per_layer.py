@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
-from jshard.fsdp.policy import Policy
-from jshard.layout.layers import layer_dims, stack_of, without_layers
+from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
-from jshard.optim.whole_layers import map_layers
+from jshard.optim.known import with_whole_layers
 
-_sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 # The index of the layer being updated, in each Stack around it.
 layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())
 # The index of the first layer that a Stack's arrays hold.
@@ -35,13 +32,6 @@ def _set(variable: ContextVar, value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-def sharded_update(
-    mesh: Mesh | None, policy: Policy
-) -> contextlib.AbstractContextManager[None]:
-    """Tells ``per_layer`` how parameters are sharded while an update is traced."""
-    return _set(_sharding, mesh and (mesh, policy))
 
 
 def at_layer(index: Any) -> contextlib.AbstractContextManager[None]:
@@ -72,18 +62,21 @@ def per_layer(
     model stays outside: ``optax.chain(optax.clip_by_global_norm(1.0),
     jshard.optim.per_layer(muon(1e-3)))``.
 
-    Updates that are elementwise, apart from reductions, are mapped over all layers at
-    once. For updates that multiply matrices, an all-to-all gives each device complete
-    matrices, and another returns the shards of the result: no matrix is gathered, no
-    work is done twice, and few full matrices are in memory.
+    It also says that layers are independent: what is elementwise or reduces is mapped
+    over the shards of all layers, products of matrices (Muon's, and those of
+    ``whole_layers``) get complete layers, and states in host memory
+    (``Policy.offload``) are streamed, a layer at a time.
 
     Every Stack has its own state: a transformation that looks across parameters
     (``optax.clip_by_global_norm``, say) sees those of one layer of one Stack.
 
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
+
+    Raises:
+      UserError: ``optax.contrib.muon`` is inside of ``optax.inject_hyperparams``.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = optax.with_extra_args_support(with_whole_layers(tx))
 
     def init(params: Any) -> PerLayerState:
         stacked = {
@@ -108,7 +101,7 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _stack(path: tuple, variable: Any) -> str | None:
+def stack_name(path: tuple, variable: Any) -> str | None:
     """Returns the name of a variable's Stack; None if it has none or is masked."""
     if not is_variable(variable) or not jax.tree.leaves(variable):
         return None
@@ -123,7 +116,7 @@ def _of_stack(tree: Any, name: str | None) -> Any:
     def pick(path: tuple, variable: Any) -> Any:
         if not is_variable(variable):
             return variable
-        if _stack(path, variable) != name:
+        if stack_name(path, variable) != name:
             return variable.copy(optax.MaskedNode())
         return variable if name is None else without_layers(variable)
 
@@ -133,7 +126,7 @@ def _of_stack(tree: Any, name: str | None) -> Any:
 def _stacks(tree: Any, tx: optax.GradientTransformationExtraArgs) -> Iterator[tuple]:
     """Yields each Stack's name and the transformation of one of its layers."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
-    named = [(_stack(path, leaf), leaf) for path, leaf in leaves]
+    named = [(stack_name(path, leaf), leaf) for path, leaf in leaves]
     for name in sorted({name for name, _ in named if name is not None}):
         nested = any(layer_dims(leaf) > 1 for stack, leaf in named if stack == name)
         yield name, per_layer(tx) if nested else tx
@@ -143,7 +136,7 @@ def _merge(into: Any, new: Any, name: str, like: Any) -> Any:
     """Replaces the variables of a Stack in ``into`` by those of ``new``."""
 
     def pick(path: tuple, variable: Any, old: Any, fresh: Any) -> Any:
-        chosen = _stack(path, variable) == name
+        chosen = stack_name(path, variable) == name
         return variable.copy(fresh.get_value()) if chosen else old
 
     return jax.tree_util.tree_map_with_path(pick, like, into, new, is_leaf=is_variable)
@@ -157,10 +150,4 @@ def _update_layers(update: Callable, args: tuple) -> Any:
             return update(*args)
 
     length = jax.tree.leaves(args)[0].shape[0]
-    args = (first_layer.get() + jnp.arange(length), *args)
-    sharding = _sharding.get()
-    if sharding is None:
-        return jax.vmap(one_layer)(*args)
-    mesh, policy = sharding
-    with sharded_update(None, policy):  # Stacks inside a layer are not sharded
-        return map_layers(one_layer, args, mesh, policy.min_shard_elements)
+    return jax.vmap(one_layer)(first_layer.get() + jnp.arange(length), *args)

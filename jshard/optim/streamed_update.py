@@ -1,8 +1,8 @@
 """Streams arrays in host memory through an update, a layer at a time.
 
-The update is called with a part of the arrays, all others masked: with one layer of the
-Stacks of a length, in a scan over the layers, or with one parameter outside Stacks.
-That this is the update of all must be known (``optim/reach.py``, ``per_layer``).
+The update is called with a part of the arrays, all others masked: with one layer of a
+Stack, in a scan over its layers, or with one parameter outside Stacks. That this is the
+update of all ``per_layer`` says, or the names of what optax does (``optim/known.py``).
 
 Each iteration of the scan fetches layer l while the results of layer l - 1 leave. Of
 two arrays of about the same size, the first is fetched while the results of the second
@@ -26,7 +26,8 @@ import optax
 from jax import lax
 
 from jshard.layout.memory_kinds import on_device, on_host
-from jshard.optim.per_layer import at_layer
+from jshard.layout.variables import is_variable
+from jshard.optim.per_layer import PerLayerState, at_layer, stack_name
 
 Arrays = list[jax.Array]
 Some = dict[int, jax.Array]  # arrays by their position in (state, given)
@@ -36,7 +37,6 @@ def streamed_update(
     update: Callable[[Any, Any], Any],
     state: Any,
     given: Any,
-    deeper: tuple[Any, Any],
     params: Any,
     *,
     separate: bool,
@@ -48,17 +48,15 @@ def streamed_update(
     arrays (``optax.MaskedNode``). Results stay where arrays of ``state`` are; those of
     ``given`` are on the device.
 
-    ``deeper`` is an abstract (state, given) with another layer in each Stack, and tells
-    what belongs to Stacks; other arrays are those of the parameters whose paths theirs
-    end with. These may be updated one by one if they are ``separate``; otherwise all of
-    their state is on the device at once.
+    Parameters outside Stacks are updated one by one if they are ``separate``; otherwise
+    all of their state is on the device at once.
     """
     leaves, tree = jax.tree.flatten((state, given))
     of_state = jax.tree.structure(state)
-    homes = list(_homes(params, (state, given), deeper))
+    stacks, homes = _homes(params, (state, given))
     shared = {i: x for i, x in enumerate(leaves) if homes[i] is None}
     if not separate:
-        homes = [home if isinstance(home, int) else None for home in homes]
+        homes = [home if home in stacks else None for home in homes]
     hosted = {home for home, x in zip(homes, leaves, strict=True) if on_host(x)}
     homes = [home if home in hosted else None for home in homes]
 
@@ -71,32 +69,47 @@ def streamed_update(
 
     results: Some = {}
     sent: list[Some] = [{}, {}]  # what each group sent to the host
-    # Stacks, then parameters, then the rest.
-    for home in sorted({*homes}, key=lambda x: (x is None, isinstance(x, str), str(x))):
+    others = sorted({*homes} - stacks, key=lambda home: (home is None, str(home)))
+    for home in [*sorted(stacks.intersection(homes)), *others]:
         group = {i: x for i, x in enumerate(leaves) if homes[i] == home}
         # Nothing is fetched before the gradients exist, and two groups are on the
         # device at a time.
         if home in hosted:
             group, _ = lax.optimization_barrier((group, sent[-2]))
-        streamed = _update_stacks if isinstance(home, int) else _update_once
+        streamed = _update_stack if home in stacks else _update_once
         made = streamed(run, group, of_state.num_leaves)
         sent.append({i: x for i, x in made.items() if on_host(x)})
         results |= made
     return of_state.unflatten([results[i] for i in range(of_state.num_leaves)])
 
 
-def _homes(params: Any, arrays: Any, deeper: Any) -> Iterator[int | str | None]:
-    """Yields where each array belongs: the length of its Stack, or its parameter.
+def _homes(params: Any, arrays: Any) -> tuple[set[str], list[str | None]]:
+    """Returns the Stacks, and the Stack or the parameter that each array belongs to.
 
-    Counts and schedules have None.
+    An array belongs to the parameter whose path its own ends with. Counts and schedules
+    have None, but those that ``per_layer`` keeps for each layer.
     """
-    keystr = jax.tree_util.keystr
-    names = {keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
-    for (path, x), other in zip(leaves, jax.tree.leaves(deeper), strict=True):
-        ends = (keystr(path[i:]) for i in range(len(path)))
-        name = next((end for end in ends if end in names), None)
-        yield name if x.shape == other.shape else x.shape[0]
+    keystr, leaves_of = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+    stacks: set[str] = set()
+    by_name: dict[str, str] = {}
+    for path, variable in leaves_of(params, is_leaf=is_variable):
+        stack = stack_name(path, variable)
+        stacks |= set() if stack is None else {stack}
+        for inner, _ in leaves_of(variable):
+            name = keystr((*path, *inner))
+            by_name[name] = stack or name
+
+    def homes(tree: Any) -> Iterator[str | None]:
+        for path, x in leaves_of(tree, is_leaf=lambda x: isinstance(x, PerLayerState)):
+            if isinstance(x, PerLayerState):
+                yield from homes(x.rest)
+                for name in sorted(x.stacked):  # as a tree's leaves are
+                    yield from [name] * len(jax.tree.leaves(x.stacked[name]))
+            else:
+                ends = (keystr(path[i:]) for i in range(len(path)))
+                yield next((by_name[end] for end in ends if end in by_name), None)
+
+    return stacks, list(homes(arrays))
 
 
 def _update_once(run: Callable[[Some], Some], group: Some, number: int) -> Some:
@@ -105,8 +118,8 @@ def _update_once(run: Callable[[Some], Some], group: Some, number: int) -> Some:
     return {i: _to_host(x) if on_host(group[i]) else x for i, x in made.items()}
 
 
-def _update_stacks(run: Callable[[Some], Some], group: Some, number: int) -> Some:
-    """Updates Stacks layer by layer, and of them the arrays before ``number``."""
+def _update_stack(run: Callable[[Some], Some], group: Some, number: int) -> Some:
+    """Updates a Stack layer by layer, and of it the arrays before ``number``."""
     hosts = {i: x for i, x in group.items() if on_host(x)}
     stacks = {i: x for i, x in group.items() if i < number and i not in hosts}
     read = {i: x for i, x in group.items() if i >= number}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,22 +15,20 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import at_least_float32, for_update, updated_in
 from jshard.fsdp.scopes import UPDATE
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
 from jshard.layout.memory_kinds import on_device, on_host
 from jshard.layout.padding import exact, pad
-from jshard.layout.variables import is_variable
+from jshard.layout.state_layout import Layout
 from jshard.optim import ema, loss_scale
-from jshard.optim.per_layer import sharded_update
-from jshard.optim.reach import (
-    Reach,
-    across_layers,
+from jshard.optim.known import (
+    OF_LAYERS,
+    OF_NUMBERS,
+    OF_TENSORS,
     check_masks,
-    is_chain,
-    reach,
-    split,
+    stages_of,
+    stranger,
 )
 from jshard.optim.streamed_update import streamed_update
+from jshard.optim.whole_layers import sharded_update
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]
@@ -123,53 +120,51 @@ def update(
         layers independently.
     """
     run = functools.partial(_run, mesh, policy)
-    whole = optax.with_extra_args_support(optimizer).update
     if policy.offload is None:
-        return run(whole, moving, given)
+        return run(optimizer, moving, given)
     params, opt_state, averages = moving
     grads, loss, steps, finite = given
-    front, layered = split(whole)
-    stages = lambda state: state if is_chain(optimizer.update) else (state,)
-    states, number = stages(opt_state), len(front)
+    # Optimizers are chains here, whose last stages may all keep layers apart.
+    stages, nothing = stages_of(optimizer), optax.EmptyState()
+    states = (opt_state,) if stages is None else opt_state
+    stages = [optax.identity(), *(stages or [optimizer]), optax.identity()]
+    states = (nothing, *states, nothing)
+    number = len(stages)
+    while number > 1 and stranger(stages[number - 1], OF_LAYERS) is None:
+        number -= 1
     if any(map(on_host, jax.tree.leaves(states[:number]))):
         raise UserError(
-            f"policy.offload: {across_layers(front[-1])} in the optimizer is not known "
-            "to treat the layers of a Stack independently, so no state of it or before "
-            "it can be updated a layer at a time; clip first and put what follows in "
-            "per_layer, which gives it one layer's tensors, as in "
-            "optax.chain(optax.clip_by_global_norm(1.0), "
+            f"policy.offload: {stranger(stages[number - 1], OF_LAYERS)} in the "
+            "optimizer is not known to treat the layers of a Stack independently, so "
+            "no state of it or before it can be updated a layer at a time; clip first "
+            "and put what follows in per_layer, which gives it one layer's tensors, as "
+            "in optax.chain(optax.clip_by_global_norm(1.0), "
             "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
         )
+    front, layered = optax.chain(*stages[:number]), optax.chain(*stages[number:])
+    check_masks(layered, params)
     wide = for_update(jax.tree.map(on_device, params))
-    grads, first = _call(mesh, _chained(front), loss, grads, states[:number], wide)
+    grads, first = _call(mesh, front, loss, grads, states[:number], wide)
     if finite is not None:
         first = loss_scale.select(finite, first, states[:number])
-
-    check_masks(layered, params, _with_layers(params, lambda _: 1))
-    given = (grads, loss, steps, finite)
-    deeper = _with_layers((params, given, averages), lambda length: length + 1)
-    opt_state = jax.eval_shape(lambda p: optimizer.init(for_update(p)), deeper[0])
     params, last, averages = streamed_update(
-        functools.partial(run, _chained(layered)),
+        functools.partial(run, layered),
         (params, states[number:], averages),
-        given,
-        ((deeper[0], stages(opt_state)[number:], deeper[2]), deeper[1]),
+        (grads, loss, steps, finite),
         params,
-        separate=max(map(reach, layered), default=Reach.NUMBER) <= Reach.TENSOR,
+        separate=stranger(layered, OF_NUMBERS | OF_TENSORS) is None,
     )
-    states = (*first, *last)
-    return params, states if is_chain(optimizer.update) else states[0], averages
+    states = (*first, *last)[1:-1]
+    return params, states[0] if stages_of(optimizer) is None else states, averages
 
 
-def _run(
-    mesh: Mesh, policy: Policy, transform: Any, moving: Moving, given: Given
-) -> Moving:
-    """Updates what is ``moving`` by ``transform(gradients, state, parameters)``."""
+def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> Moving:
+    """Updates what is ``moving`` by an optimizer."""
     params, opt_state, averages = moving
     grads, loss, steps, finite = given
     with sharded_update(mesh, policy):
         updates = grads, opt_state, for_update(params)
-        updates, opt_state = _call(mesh, transform, loss, *updates)
+        updates, opt_state = _call(mesh, tx, loss, *updates)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state
@@ -178,14 +173,20 @@ def _run(
     return new if finite is None else loss_scale.select(finite, new, moving)
 
 
-def _call(mesh: Mesh, transform: Any, loss: jax.Array, *args: Any) -> tuple[Any, Any]:
+def _call(
+    mesh: Mesh,
+    tx: optax.GradientTransformation,
+    loss: jax.Array,
+    *args: Any,
+) -> tuple[Any, Any]:
     """Calls an optimizer's update with ``value=loss``, on arrays of exact shapes.
 
     Raises:
       UserError: it needs arguments that a step does not have.
     """
     try:
-        return pad(transform(*exact(args, mesh), value=loss), mesh)
+        update = optax.with_extra_args_support(tx).update
+        return pad(update(*exact(args, mesh), value=loss), mesh)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -193,32 +194,3 @@ def _call(mesh: Mesh, transform: Any, loss: jax.Array, *args: Any) -> tuple[Any,
             f"optimizer: {error}; a step has the gradients and value=, the loss, and "
             "no more: no line search, say"
         ) from error
-
-
-def _chained(stages: list[Any]) -> Any:
-    """Returns the update of a chain, from those of its stages."""
-
-    def transform(
-        updates: Any, states: tuple, params: Any, **extra: Any
-    ) -> tuple[Any, tuple]:
-        new = []
-        for stage, state in zip(stages, states, strict=True):
-            updates, after = stage(updates, state, params, **extra)
-            new.append(after)
-        return updates, tuple(new)
-
-    return transform
-
-
-def _with_layers(tree: Any, number: Callable[[int], int]) -> Any:
-    """Returns an abstract tree with another number of layers in each Stack."""
-
-    def abstract(x: Any) -> Any:
-        if not is_variable(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        shape, dtype = x.get_value().shape, x.get_value().dtype
-        if layer_dims(x):
-            shape = (number(shape[0]), *shape[1:])
-        return x.copy(jax.ShapeDtypeStruct(shape, dtype))
-
-    return jax.tree.map(abstract, tree, is_leaf=is_variable)

@@ -15,7 +15,7 @@ from flax import nnx
 from jshard.errors import UserError, some_of
 from jshard.fsdp.mesh import EXPERT, TENSOR
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.variables import variables
 
 

@@ -6,25 +6,19 @@ package.
 
 Data flows through its modules in this order, and imports go the other way:
 
-- ``topology``, ``constants``, ``program``: traces and compiles a recipe's step for a
-  GPU known by its figures;
+- ``topology``, ``program``: traces and compiles a recipe's step for a GPU known by its
+  figures (``jshard.fit.hardware``);
 - ``hlo``: parses the compiled program's text;
 - ``cost``: the cost of its instructions, when each runs, and what they send;
 - ``memory``: XLA's buffers at the peak, by part;
 - ``planning``: combines these in a ``Plan``;
 - ``search``: estimates, compiles and compares many programs;
-- ``output``: text, JSON, a trace, a page; and ``command_line``.
+- ``output``: text, JSON, a trace, a page; and ``__main__``, the command.
 """
 
+from jshard.fit.hardware import GPU, GPUS
 from jshard.plan.start_up import describe
-from jshard.plan.topology import (
-    GPU,
-    GPUS,
-    compile_for,
-    devices,
-    has_plugin,
-    tracing_for,
-)
+from jshard.plan.topology import compile_for, devices, has_plugin, tracing_for
 
 __all__ = [
     "GPU",

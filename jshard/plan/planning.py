@@ -5,27 +5,27 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from jax.extend import core
 
+from jshard.config.run_config import Config
+from jshard.fit.device_memory import usable_bytes
+from jshard.fit.expert_choice import with_experts
+from jshard.fit.hardware import FITTED, Constants
+from jshard.fit.memory_choice import Traced, fit, is_open
 from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
-from jshard.plan.constants import FITTED, Constants
+from jshard.plan import hlo
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
-from jshard.plan.hlo import hlo
-from jshard.plan.memory import buffers
-from jshard.plan.memory.memory import Memory, memory
+from jshard.plan.memory import buffer_assignment
+from jshard.plan.memory.breakdown import Memory, memory
 from jshard.plan.program import ATTACHED, Program, trace
 from jshard.plan.start_up import network_axes
 from jshard.plan.topology import devices, parse
-from jshard.training.config.config import Config
-from jshard.training.fit import Traced, fit, is_open
-from jshard.training.fit_experts import with_experts
-from jshard.training.job import make_mesh
-from jshard.training.memory import usable_bytes
-from jshard.training.recipe import Recipe
+from jshard.recipe.build import make_mesh
+from jshard.recipe.definition import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Plan:
       memory: of a device, by part.
       traffic: the collectives of a step.
       timeline: when everything runs; None if the card is unknown (a CPU).
-      options: of XLA that it was compiled with.
       seconds: time that compiling took.
       chosen: what was chosen of the config by its memory, and why; empty if nothing.
     """
@@ -50,7 +49,6 @@ class Plan:
     memory: Memory
     traffic: Traffic
     timeline: Timeline | None
-    options: dict[str, Any]
     seconds: float
     chosen: str = ""
 
@@ -99,60 +97,51 @@ def plan_recipe(
     absent = topology != ATTACHED
     there = devices(topology) if absent else jax.devices()
 
-    def step(config: Config) -> tuple[Any, dict[str, int]]:
-        program = trace(recipe, config, topology, constants)
-        return program.traced.jaxpr.jaxpr, dict(program.mesh.shape)
+    def traced(config: Config) -> Program:
+        return trace(recipe, config, topology, constants)
 
-    config, experts = with_experts(config, there, step)
-    if not is_open(config):
-        plan = make_plan(trace(recipe, config, topology, constants))
-        return dataclasses.replace(plan, chosen=experts)
+    def step(config: Config) -> tuple[core.Jaxpr, dict[str, int]]:
+        program = traced(config)
+        return program.jaxpr, dict(program.mesh.shape)
 
-    def traced(config: Config) -> Traced:
-        program = trace(recipe, config, topology, constants)
-        jaxpr, mesh = program.traced.jaxpr.jaxpr, program.mesh
-        network = network_axes(mesh, hosts_of(list(mesh.devices.flat)))
+    def to_fit(config: Config) -> Traced:
+        program = traced(config)
+        sizes, of_host = program.mesh.shape, hosts_of(list(program.mesh.devices.flat))
+        network = network_axes(program.mesh, of_host)
         micro = config.policy.accumulate
-        return Traced(jaxpr, program.state, micro, dict(mesh.shape), network)
+        return Traced(program.jaxpr, program.state, micro, dict(sizes), network)
 
     def planned(config: Config) -> tuple[int, Plan]:
-        plan = make_plan(trace(recipe, config, topology, constants))
+        plan = make_plan(traced(config))
         return plan.memory.total, plan
 
-    usable = parse(topology)[0].usable if absent else usable_bytes(there)
-    parts = groups_of_examples(make_mesh(config, there))
-    found = fit(config, parts, usable, traced, planned)
-    chosen = "; ".join(filter(None, (experts, found.note)))
-    return dataclasses.replace(found.made, chosen=chosen)
+    config, chosen = with_experts(config, there, step)
+    if is_open(config):
+        usable = parse(topology)[0].usable if absent else usable_bytes(there)
+        parts = groups_of_examples(make_mesh(config, there))
+        found = fit(config, parts, usable, to_fit, planned)
+        plan, chosen = found.made, "; ".join(filter(None, (chosen, found.note)))
+    else:
+        plan = make_plan(traced(config))
+    return dataclasses.replace(plan, chosen=chosen)
 
 
 def make_plan(program: Program) -> Plan:
     """Compiles a program, and derives memory, traffic and timeline from it."""
-    fsdp, mesh, gpu = program.job.fsdp, program.mesh, program.gpu
-    start = time.perf_counter()
+    policy, mesh, gpu = program.job.fsdp.policy, program.mesh, program.gpu
+    state, start = program.state, time.perf_counter()
     # A program from JAX's cache would leave no buffer assignment.
     with tempfile.TemporaryDirectory() as folder, _without_cache():
-        compiled = program.compile(buffers.dump_options(folder))
+        compiled = program.compile(**buffer_assignment.dump_options(folder))
         seconds = time.perf_counter() - start
-        needed = memory(
-            fsdp.policy, program.state, compiled, folder, devices=mesh.size, gpu=gpu
-        )
+        needed = memory(policy, state, compiled, folder, devices=mesh.size, gpu=gpu)
     text = compiled.as_text() or ""
     module = hlo.parse(text)
-    prefetch = platform(fsdp.mesh) == "gpu"
-    return Plan(
-        program,
-        text,
-        module,
-        needed,
-        Traffic(
-            count(module, mesh.size, gpu),
-            least(fsdp.mesh, fsdp.policy, program.state, prefetch=prefetch),
-        ),
-        None if gpu is None else replay(module, gpu, mesh.size),
-        fsdp.compiler_options,
-        seconds,
-    )
+    prefetch = platform(program.job.fsdp.mesh) == "gpu"
+    lowest = least(program.job.fsdp.mesh, policy, state, prefetch=prefetch)
+    traffic = Traffic(count(module, mesh.size, gpu), lowest)
+    timeline = None if gpu is None else replay(module, gpu, mesh.size)
+    return Plan(program, text, module, needed, traffic, timeline, seconds)
 
 
 @contextlib.contextmanager

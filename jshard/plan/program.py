@@ -5,48 +5,48 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import Mesh
 
+from jshard.config.run_config import Config
 from jshard.errors import UserError
+from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
 from jshard.fsdp.batch import nearest
 from jshard.fsdp.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
 from jshard.fsdp.state import TrainState
-from jshard.plan.constants import FITTED, Constants
-from jshard.plan.topology import GPU, GPUS, compile_for, devices, parse, tracing_for
-from jshard.training.config.config import Config
-from jshard.training.job import Job, abstract_batch, make_job, make_mesh
-from jshard.training.recipe import Recipe
+from jshard.plan.topology import compile_for, devices, parse, tracing_for
+from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
+from jshard.recipe.definition import Recipe
 
 ATTACHED = "attached"
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A train step, traced for the devices of a topology.
+    """A train step, traced for the devices of a topology."""
 
-    Attributes:
-      job: what is trained; its mesh is abstract if the devices are absent.
-      mesh: of the devices.
-      topology: as given, "h100:64" or "attached".
-      gpu: the card; None for devices that are not in ``GPUS``.
-      state: abstract, with shardings.
-      traced: ``train_step`` of the state and a batch.
-      items: tokens (or examples) in a batch.
-      unit: "tokens" or "examples".
-    """
+    job: Job  # what is trained; its mesh is abstract if the devices are absent
+    mesh: Mesh  # of the devices
+    topology: str  # as given, "h100:64" or "attached"
+    gpu: GPU | None  # None for devices that are not in `GPUS`
+    state: TrainState  # abstract, with shardings
+    traced: jax.stages.Traced  # the train step of the state and a batch
+    items: int  # tokens (or examples) in a batch
+    unit: str  # "tokens" or "examples"
 
-    job: Job
-    mesh: Mesh
-    topology: str
-    gpu: GPU | None
-    state: TrainState
-    traced: jax.stages.Traced
-    items: int
-    unit: str
+    @property
+    def jaxpr(self) -> core.Jaxpr:
+        """Of the train step."""
+        return self.traced.jaxpr.jaxpr
 
-    def compile(self, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
-        """Compiles it for its devices, with ``options`` of XLA beside the step's."""
-        options = self.job.fsdp.compiler_options | (options or {})
+    @property
+    def options(self) -> dict[str, Any]:
+        """XLA's options."""
+        return self.job.fsdp.compiler_options
+
+    def compile(self, **further: Any) -> jax.stages.Compiled:
+        """Compiles it for its devices, with further options of XLA."""
+        options = self.options | further
         if self.topology == ATTACHED:
             return self.traced.lower().compile(options)
         return compile_for(self.mesh, self.traced, options)
@@ -71,12 +71,10 @@ def trace(
     Raises:
       UserError: the topology is unknown, or the config is invalid for it.
     """
-    absent = topology != ATTACHED
-    there = devices(topology) if absent else jax.devices()
-    gpu = find_gpu(topology)
+    absent, gpu = topology != ATTACHED, find_gpu(topology)
     if gpu is not None:
         gpu = dataclasses.replace(gpu, constants=constants)
-    mesh = make_mesh(config, there)
+    mesh = make_mesh(config, devices(topology) if absent else jax.devices())
     check_batch_size(config, mesh)
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh

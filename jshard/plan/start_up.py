@@ -21,7 +21,7 @@ from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text
 from jshard.fsdp.mesh import axes_of as mesh_axes
 from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS, TENSOR_PARALLEL
 from jshard.fsdp.state import TrainState
-from jshard.layout.layout import Layout
+from jshard.layout.state_layout import Layout
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.plan.state_note import parameters, placed

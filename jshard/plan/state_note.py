@@ -12,10 +12,11 @@ from jshard.errors import some_of
 from jshard.formatting import format_bytes
 from jshard.fsdp.mesh import shards_of
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.memory_kinds import HOST
-from jshard.layout.padding import exact_types, is_padded
+from jshard.layout.padding import exact_types, padding_now
+from jshard.layout.state_layout import Layout
+from jshard.optim.per_layer import PerLayerState
 from jshard.unit.model import root_variables
 
 
@@ -49,7 +50,7 @@ def placed(
 ) -> list[tuple[str, str]]:
     """Returns the lines on what is padded, whole on each device, or in no unit."""
     found = _padded(state, layout) + _replicated(state, layout)
-    return found + _root(model, state, layout)
+    return found + _root(model, state, layout) + _streamed(state, layout)
 
 
 def _padded(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
@@ -57,7 +58,7 @@ def _padded(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     added = {}
     for tree in (state.params, state.frozen):
         for path, variable in nnx.to_flat_state(tree):
-            if is_padded(variable):
+            if padding_now(variable):
                 exact = _exact_size(variable)
                 added[".".join(map(str, path))] = variable.get_value().size - exact
     if not added:
@@ -112,6 +113,19 @@ def _root(
     treated = "gathered as a unit" if layout.policy.reshard_root else "kept for a step"
     text = f"{format_bytes(nbytes)} in no Stack or Unit, {treated}"
     return [("root", f"{text}: {_some(names)}")]
+
+
+def _streamed(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
+    """Says why layers in host memory may be updated one after another."""
+    if layout.policy.offload is None:
+        return []
+    is_per_layer = lambda x: isinstance(x, PerLayerState)
+    said = any(
+        map(is_per_layer, jax.tree.leaves(state.opt_state, is_leaf=is_per_layer))
+    )
+    reason = "optax's own treats numbers alone, as its names tell"
+    reason = "as per_layer says" if said else reason
+    return [("update", f"a layer of a Stack at a time: {reason}")]
 
 
 def _some(names: list[str]) -> str:

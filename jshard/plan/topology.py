@@ -1,91 +1,23 @@
 """GPUs to compile for, present or not: ``devices("h100:64")``."""
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jshard.cli.quiet import has_cuda_plugin as has_plugin
 from jshard.compat import absent_gpus
 from jshard.errors import UserError
+from jshard.fit.hardware import GPU, GPUS, GPUS_A_HOST
 from jshard.nn.attention import ABSENT_GPU
-from jshard.plan.constants import FITTED, Constants
-from jshard.training.throughput import PEAK_FLOPS
 
-GPUS_A_HOST = 8
-_USABLE = 0.95  # of the memory; CUDA's context, NCCL and cuDNN take the rest
 CUDNN = (9, 8, 0)  # the versions that JAX's wheels bring
 CUDA = (12, 9, 0)
-_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-
-
-@dataclasses.dataclass(frozen=True)
-class GPU:
-    """What the planner and XLA's compiler know of a GPU.
-
-    Attributes:
-      name: as the driver reports it.
-      capability: CUDA compute capability, (major, minor).
-      cores: number of streaming multiprocessors.
-      fpus: fp32 lanes per multiprocessor.
-      memory: bytes of device memory.
-      bandwidth: of that memory, bytes/s.
-      l2: bytes of L2 cache.
-      clock: GHz.
-      shared: bytes of shared memory of a block, a multiprocessor, and an opt-in block.
-      flops: FLOP/s of dense bf16 matrix products, the vendor's figure.
-      nvlink: bytes/s in one direction.
-      constants: the share of these that programs reach.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    cores: int
-    fpus: int
-    memory: int
-    bandwidth: float
-    l2: int
-    clock: float
-    shared: tuple[int, int, int]
-    flops: float
-    nvlink: float
-    constants: Constants = FITTED
-
-    @property
-    def usable(self) -> int:
-        """Bytes of memory that a program may use."""
-        return int(_USABLE * self.memory)
-
-
-_A100_SHARED = (49152, 167936, 166912)
-_H100_SHARED = (49152, 233472, 232448)
-
-# Sources: XLA's device descriptions (tools/hlo_opt/gpu_specs/*.txtpb), and the data
-# sheets for the last two figures.
-GPUS = {
-    "a100": GPU(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 85_100_068_864, 2.03904e12,
-        41_943_040, 1.41, _A100_SHARED, PEAK_FLOPS["A100"], 300e9,
-    ),
-    "h100": GPU(
-        "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
-        52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H100"], 450e9,
-    ),
-    "h200": GPU(
-        "NVIDIA H200", (9, 0), 132, 128, 151_397_597_184, 4.8e12,
-        52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H200"], 450e9,
-    ),
-    "b200": GPU(
-        "NVIDIA B200", (10, 0), 148, 128, 191_514_411_008, 7.67232e12,
-        132_644_864, 1.965, _H100_SHARED, PEAK_FLOPS["B200"], 900e9,
-    ),
-}  # fmt: skip
 
 
 def parse(spec: str) -> tuple[GPU, int]:
@@ -115,10 +47,8 @@ def devices(spec: str) -> list[Any]:
     """Returns devices to compile for: ``jshard.make_mesh(devices=devices("h100:64"))``.
 
     They hold no arrays: a step over them can be lowered and compiled, and the compiled
-    program's memory and text read, but not run. Eight GPUs make a host.
-
-    Args:
-      spec: a GPU of ``GPUS`` and how many: "h100:8", "a100:16", "h200:8", "b200:256".
+    program's memory and text read, but not run. Eight GPUs make a host. The spec is a
+    GPU of ``GPUS`` and how many.
 
     Raises:
       UserError: a spec that ``parse`` refuses, no CUDA plugin, or JAX is not restricted
@@ -149,11 +79,6 @@ def require_plugin() -> None:
         )
 
 
-def has_plugin() -> bool:
-    """Whether JAX's CUDA plugin is installed."""
-    return any(list(metadata.distributions(name=name)) for name in _PLUGINS)
-
-
 @contextlib.contextmanager
 def tracing_for(gpu: GPU) -> Iterator[None]:
     """Traces steps in its context as on a machine with ``gpu`` and cuDNN.
@@ -172,15 +97,10 @@ def tracing_for(gpu: GPU) -> Iterator[None]:
 def compile_for(
     mesh: Mesh, traced: jax.stages.Traced, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles for the GPUs of ``mesh`` a step traced on its ``abstract_mesh``.
+    """Compiles a step traced on the ``abstract_mesh`` of absent ``devices``.
 
     Absent devices have no memory kinds, so a sharding over them cannot say that an
     array is in host memory. A sharding over an abstract mesh can.
-
-    Args:
-      mesh: of ``devices``.
-      traced: the step.
-      options: of the compiler.
     """
     return absent_gpus.compile_lowered(absent_gpus.lower(traced), mesh, options)
 

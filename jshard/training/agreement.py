@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jshard.config.run_config import Config, flatten
+from jshard.data.iterables import Stream
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.training.config.config import Config, flatten
-from jshard.training.data.iterables import Stream
-from jshard.training.recipe import OWN_PACKAGES, Recipe
-from jshard.training.run_folder.start import Start
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import own_modules
+from jshard.run.start import Start
 from jshard.version import versions
 
 SHOWN = 3  # differences
@@ -118,19 +119,17 @@ def facts_of(
 
 
 def _code(recipe: Recipe) -> dict[str, str]:
-    """Returns digests of jshard, the recipe, and the modules of its own packages."""
+    """Returns digests of jshard, the recipe, and the modules beside it."""
     package = Path(__file__).parents[1]
-    installed_recipes = package / "recipes"
+    linked = (package / "models", package / "recipes")  # which rglob does not follow
+    found = {file for folder in (package, *linked) for file in folder.rglob("*.py")}
     jshard = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        if installed_recipes not in file.parents:
-            jshard.update(file.relative_to(package).as_posix().encode())
-            jshard.update(file.read_bytes())
-    files = {} if recipe.file is None else {recipe.file.name: recipe.file}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and name.partition(".")[0] in OWN_PACKAGES:
-            files[name] = Path(file)
+    for file in sorted(found):
+        jshard.update(file.relative_to(package).as_posix().encode())
+        jshard.update(file.read_bytes())
+    files = {}
+    if recipe.file is not None:
+        files = {recipe.file.name: recipe.file, **own_modules(recipe.file)}
     digests = {
         name: hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for name, file in files.items()

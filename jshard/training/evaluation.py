@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jshard.config.run_config import Config, nearest
+from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
 from jshard.formatting import printable
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
-from jshard.training.config.config import Config, nearest
-from jshard.training.data.batches import eval_batches
 
 
 def prepare_evaluation(

@@ -8,7 +8,7 @@ import numpy as np
 
 from jshard.distributed import Peers
 from jshard.errors import UserError
-from jshard.training.returns import check_signature
+from jshard.recipe.contract import check_signature
 
 # hook(trainer, step, metrics) returns what to log, by name, or None.
 Hook: TypeAlias = Callable[[Any, int, Mapping[str, Any]], Mapping[str, Any] | None]

@@ -9,24 +9,24 @@ from typing import Any
 import jax
 
 from jshard.cli.terminal import show
+from jshard.config.profiled_steps import profiled_steps
+from jshard.config.run_config import Config
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted
 from jshard.formatting import format_duration, one_line
 from jshard.plan.start_up import describe
-from jshard.training import returns
-from jshard.training.config.config import Config
-from jshard.training.config.profiled_steps import profiled_steps
+from jshard.recipe import contract
+from jshard.recipe.definition import Recipe
+from jshard.run.lock import check_unlocked
+from jshard.run.metrics import RunFolder, finish_folder
+from jshard.run.progress import ProgressDisplay
+from jshard.run.saving import Saving
+from jshard.run.start import STOPPED
 from jshard.training.hooks import Hooks
-from jshard.training.inputs import Inputs
 from jshard.training.preemption import Preemption
-from jshard.training.profile import Profile
-from jshard.training.progress import ProgressDisplay
-from jshard.training.recipe import Recipe
-from jshard.training.run_folder.lock import check_unlocked
-from jshard.training.run_folder.metrics import RunFolder, finish_folder
-from jshard.training.run_folder.saving import Saving
-from jshard.training.run_folder.start import STOPPED
-from jshard.training.setup import Setup, set_up
+from jshard.training.profiling import Profile
+from jshard.training.run_inputs import Inputs
+from jshard.training.run_setup import Setup, set_up
 from jshard.training.step_log import StepLog
 from jshard.training.throughput import Throughput
 
@@ -112,7 +112,7 @@ def train(
     if inputs.note:
         start_up += f"\n{'data':<16}{inputs.note}"
     recipe = job.recipe
-    references = returns.references(recipe.references if writes else None, config)
+    references = contract.references(recipe.references if writes else None, config)
     display.references = references
     source = setup.restore(start)
     saves = bool(config.checkpoint.every)

@@ -8,12 +8,12 @@ import grain
 import jax
 import numpy as np
 
+from jshard.data.dataset import Dataset
+from jshard.data.examples import count_rows, stack
+from jshard.data.iterables import Stream
 from jshard.errors import UserError
 from jshard.fsdp.mesh import rows_of_process
-from jshard.training.data.dataset import Dataset
-from jshard.training.data.examples import count_rows, stack
-from jshard.training.data.iterables import Stream
-from jshard.training.setup import Setup
+from jshard.training.run_setup import Setup
 
 
 def predict_inputs(model: Any, batch: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jshard.training.inputs import Inputs
-from jshard.training.progress import ProgressDisplay
-from jshard.training.run_folder.metrics import RunFolder
+from jshard.run.metrics import RunFolder
+from jshard.run.progress import ProgressDisplay
+from jshard.training.run_inputs import Inputs
 from jshard.training.throughput import Throughput
 
 # Steps that are under way: two keep the devices busy. More would fill their memory with

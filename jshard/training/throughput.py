@@ -9,17 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jshard.fit.hardware import peak_flops
 from jshard.fsdp.mesh import rows_of_process
-
-# Dense bf16 peak in FLOP/s, from the vendor's data sheets. The first name that is part
-# of `device_kind` counts.
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-}
 
 
 class Throughput:
@@ -86,13 +77,6 @@ class Throughput:
         if self._flops and self._peak:
             values["mfu"] = per_second * self._flops / self._peak
         return values
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Returns a device's dense bf16 peak in FLOP/s, or None if it is unknown."""
-    return next(
-        (peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None
-    )
 
 
 def count_items(batch: Any) -> tuple[str, int]:

@@ -15,22 +15,22 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.cli.paths import check_path
+from jshard.config.policy_keys import write_policy
+from jshard.config.run_config import Config
+from jshard.data.dataset import as_dataset
 from jshard.distributed import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP as _FSDP
 from jshard.fsdp.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
-from jshard.training.config.config import Config
-from jshard.training.config.policy import write_policy
-from jshard.training.data.dataset import as_dataset
+from jshard.recipe.in_python import config_of, open_parts
+from jshard.report.run_report import REPORT, read_metrics
 from jshard.training.evaluation import prepare_evaluation
 from jshard.training.hooks import Hook, Hooks
 from jshard.training.loop import displayed, train
-from jshard.training.parts import config_of, open_parts
 from jshard.training.prediction import checked, predict_inputs, predictions
-from jshard.training.report.report import REPORT, read_metrics
-from jshard.training.setup import Setup, set_up
+from jshard.training.run_setup import Setup, set_up
 
 
 class Trainer:
@@ -65,7 +65,7 @@ class Trainer:
         `jax.distributed.initialize`, if it was called.
       **parts: The functions of a recipe, in the place of its own: `make_model`,
         `make_optimizer`, `loss_fn`, `make_data`, `learning_rate`, `predict_fn` and so
-        on (`jshard.training.recipe`); or `train_data`, `validation_data` and
+        on (`jshard.recipe.load`); or `train_data`, `validation_data` and
         `test_data`, as `make_data` may return them.
 
     Attributes:

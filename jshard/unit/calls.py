@@ -9,7 +9,7 @@ from flax import nnx
 from jshard.compat.flax_modules import is_pytree
 from jshard.errors import UserError
 from jshard.float8.products import Float8
-from jshard.layout.layers import mark_layers
+from jshard.layout.layer_dims import mark_layers
 from jshard.layout.variables import is_variable, reachable, set_attribute
 from jshard.unit.shards import is_shard, show
 

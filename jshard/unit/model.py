@@ -17,7 +17,7 @@ from jshard.float8.products import fits, take_float8
 from jshard.fsdp.mesh import AXES, manual_axes
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.placement import Placement
 from jshard.layout.variables import variables
 from jshard.unit.modules import (

@@ -25,7 +25,7 @@ from jshard.errors import UserError
 from jshard.float8.products import Float8
 from jshard.float8.weights import in_float8
 from jshard.fsdp.policy import UnitPolicy
-from jshard.layout.layers import mark_layers
+from jshard.layout.layer_dims import mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.tables import is_table, mark_table
 from jshard.layout.variables import (

@@ -25,7 +25,7 @@ from checkpoints import (
 from jshard.checkpoint import manifest, metadata, stored_arrays
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.restore import find_damage
-from jshard.checkpoint.safetensors_read import check_safetensors
+from jshard.hub.safetensors_read import check_safetensors
 
 
 def truncate(step: Path) -> None:

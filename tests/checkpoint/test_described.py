@@ -18,7 +18,7 @@ from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import UserError
 from jshard.export import export
-from jshard.training.trained_model import _take
+from jshard.trained.trained_model import _take
 
 KERNEL = "params.layers.linear.kernel"
 

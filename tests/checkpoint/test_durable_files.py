@@ -7,7 +7,7 @@ import pytest
 
 from checkpoints import save_steps
 from jshard.checkpoint.atomic import replace_file
-from jshard.training.data.token_files import _replacing
+from jshard.data.text.token_files import _replacing
 
 
 class Disk:

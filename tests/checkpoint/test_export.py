@@ -22,7 +22,7 @@ from exports import (
 )
 from jshard import export
 from jshard.checkpoint import checkpointer, metadata
-from jshard.checkpoint.safetensors_read import is_safetensors, load_safetensors
+from jshard.hub.safetensors_read import is_safetensors, load_safetensors
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import jshard
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.safetensors_write import assign_files, write_tensors
+from jshard.hub.safetensors_write import assign_files, write_tensors
 
 
 @hypothesis.given(

@@ -15,8 +15,8 @@ from jshard.cli import command
 from jshard.cli.terminal import show
 from jshard.errors import Preempted, RunFailed
 from jshard.formatting import one_line, printable
-from jshard.training import generate_command
-from jshard.training.progress import ProgressDisplay
+from jshard.run.progress import ProgressDisplay
+from jshard.trained import generate_command
 
 PACKAGE = Path(jshard.__file__).parent
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\ud800\x7f"

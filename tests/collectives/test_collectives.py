@@ -29,7 +29,7 @@ from decoder import (
     make_fsdp,
     policies,
 )
-from models.gpt import GPT, GPTConfig
+from jshard.models.gpt import GPT, GPTConfig
 from parity import every_pair
 
 SIZES = Sizes()

@@ -8,10 +8,10 @@ from flax import nnx
 
 import jshard
 from jshard.compat import xla_options
-from jshard.training.config.config import complete
-from jshard.training.config.policy import parse_options
-from jshard.training.job import make_job, make_mesh
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.config.policy_keys import parse_options
+from jshard.config.run_config import complete
+from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.load import find_recipe, open_recipe
 
 GIVEN = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
 

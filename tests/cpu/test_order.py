@@ -20,7 +20,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jshard
 from jshard.cpu.order import in_order
-from models.gpt import GPT, GPTConfig, generate
+from jshard.models.gpt import GPT, GPTConfig, generate
 from order import exchanging, unordered
 from stress import Cell, check, losses
 

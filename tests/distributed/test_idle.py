@@ -9,8 +9,8 @@ import pytest
 RECIPE = """
 import time
 import jax
-from train import gpt
-from train.gpt import *  # noqa: F403
+from jshard.recipes import gpt
+from jshard.recipes.gpt import *  # noqa: F403
 
 def loss_fn(model, batch):
     waits = jax.pure_callback(wait, jax.ShapeDtypeStruct((), "float32"))

@@ -9,7 +9,7 @@ import pytest
 
 import jshard
 from jshard.fsdp.mesh import rows_of_process
-from models.llama import Llama, LlamaConfig
+from jshard.models.llama import Llama, LlamaConfig
 from processes import Processes
 
 TIME, EXAMPLES = 32, 8

@@ -1,5 +1,6 @@
-"""The pages' links lead somewhere, and the files that they name exist."""
+"""Links and named files exist, tables have rows, and the site stays short."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
+CONF = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))
+MOST_WORDS = 45_000  # of the whole site
 PAGES = [*sorted(REPOSITORY.glob("*.md")), REPOSITORY / "docs/log.md"]
 PAGES += BLOCKS["pages"]()
 LINK = re.compile(r"\]\(([^()\s]+)\)")
@@ -15,6 +18,8 @@ NAMED = re.compile(
     r"(?<![\w/.-])((?:jshard|models|train|tests|benchmarks|docs|\.ci)/[\w/.-]*\w/?)"
 )
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+HEAD_OF_TABLE = re.compile(r"^ *\|.*\n *\|[ :|-]*-[ :|-]*\|[ ]*$\n?", re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
@@ -45,6 +50,35 @@ def missing_files(page: Path) -> list[str]:
     ]
 
 
+def empty_tables(text: str) -> list[str]:
+    """The first lines of tables without a row."""
+    text = FENCE.sub("", text)
+    return [
+        head[0].splitlines()[0]
+        for head in HEAD_OF_TABLE.finditer(text)
+        if not text[head.end() :].lstrip(" ").startswith("|")
+    ]
+
+
+def site_sources() -> list[Path]:
+    """The Markdown files and notebooks that Sphinx makes the site of."""
+    pages = [p for p in BLOCKS["pages"]() if p.name not in CONF["NOT_ON_SITE"]]
+    return [*pages, *CONF["BROUGHT"]]
+
+
+def words(source: Path) -> int:
+    """How many words a page has: what stands between spaces and has a letter or digit.
+
+    So table cells, code and commands count, rules of tables and operators do not. What
+    the API pages take from docstrings does not, either.
+    """
+    text = source.read_text()
+    if source.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells)
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page):
     assert not broken_links(page)
@@ -55,8 +89,26 @@ def test_files_that_are_named_exist(page):
     assert not missing_files(page)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_have_rows(page):
+    assert not empty_tables(page.read_text())
+
+
+def test_the_site_is_short_enough_to_read():
+    counted = {source: words(source) for source in site_sources()}
+    longest = sorted(counted, key=lambda source: -counted[source])[:5]
+    assert min(counted.values()) > 0
+    assert sum(counted.values()) <= MOST_WORDS, longest
+
+
 def test_what_is_not_there_is_found(tmp_path):
     page = tmp_path / "page.md"
+    page.write_text("a - `b` 1\n|---|\n")
+    assert words(page) == 3
+    assert empty_tables("| a |\n|---|\n| 1 |\n\n| b | c |\n|:--|--:|\n\nd") == [
+        "| b | c |"
+    ]
+    assert empty_tables("  | a |\n  |---|\n\n| b |\n|---|") == ["  | a |", "| b |"]
     page.write_text("# A page: one\n[a](#a-page-one) [b](#b) [c](c.md) jshard/no.py")
     assert broken_links(page) == ["#b", "c.md"]
     assert missing_files(page) == ["jshard/no.py"]

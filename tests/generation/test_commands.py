@@ -16,10 +16,10 @@ import jshard
 from jobs import environment
 from jshard.cli.command import run_command
 from jshard.generation import generate
+from jshard.models.gpt import GPT, GPTConfig
 from jshard.perplexity import mean_nats, run_perplexity, windows
-from jshard.training.generate_command import run_generate
-from jshard.training.trained_model import open_model
-from models.gpt import GPT, GPTConfig
+from jshard.trained.generate_command import run_generate
+from jshard.trained.trained_model import open_model
 
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = {"generate": run_generate, "perplexity": run_perplexity}
@@ -66,9 +66,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command in this process; returns the exit code and what it printed."""
-    monkeypatch.setattr(
-        "jshard.training.model_command.cache_compilations", lambda: None
-    )
+    monkeypatch.setattr("jshard.trained.model_command.cache_compilations", lambda: None)
 
     def run(name: str, *words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *words])

@@ -12,8 +12,8 @@ from flax import nnx
 
 import jshard
 from jshard.generation import Generator, Sampling, answer_inputs
-from jshard.generation.layers import without_stacks
-from models.t5 import T5, T5Config
+from jshard.generation.unstacked import without_stacks
+from jshard.models.t5 import T5, T5Config
 
 VOCAB, START = 50, 3
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 30, 40], [1, 2, 3, 4, 5]]

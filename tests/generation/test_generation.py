@@ -12,8 +12,8 @@ from flax import nnx
 
 import jshard
 from jshard.generation import Generator, Sampling, continue_prompts
-from jshard.generation.layers import Layers, without_stacks
-from models.gpt import GPT, GPTConfig
+from jshard.generation.unstacked import Layers, without_stacks
+from jshard.models.gpt import GPT, GPTConfig
 
 VOCAB, CONTEXT = 50, 32
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 30, 40], [1, 2, 3, 4, 5]]

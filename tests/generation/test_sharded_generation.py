@@ -16,14 +16,14 @@ from flax import nnx
 import hlo
 import jshard
 from h100 import h100s
+from jshard.fit.hardware import GPUS
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import Rows, decode_steps
-from jshard.generation.placement import sharded
+from jshard.generation.weight_placement import sharded
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.plan import hlo as programs
 from jshard.plan import tracing_for
-from jshard.plan.cost.cost import work
-from jshard.plan.hlo import hlo as programs
-from jshard.plan.topology import GPUS
-from models.gpt import GPT, GPTConfig
+from jshard.plan.cost.kernel_work import work
 
 LAYERS, TOKENS = 4, 3
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 30, 40], [1, 2, 3, 4, 5]]

@@ -22,18 +22,21 @@ from hypothesis import strategies as st
 
 import jshard
 from jshard import export, inspect
-from jshard.checkpoint import exported, huggingface, manifest, metadata, peft
+from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.file_tensor import FileTensor
-from jshard.checkpoint.safetensors_file import DTYPES, find_tensors
-from jshard.checkpoint.safetensors_write import INDEX, SINGLE
 from jshard.cli.command import expected_ending
+from jshard.data.text.corpus import split_corpus
+from jshard.data.text.records import cut, read_records, with_records
+from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.tokenizer import FileTokenizer
 from jshard.errors import RunFailed
 from jshard.formatting import one_line
-from jshard.training.chat import load_chat
-from jshard.training.data.corpus import split_corpus
-from jshard.training.data.records import cut, read_records, with_records
-from jshard.training.tokenizer import FileTokenizer
+from jshard.hub import exported_tensors as exported
+from jshard.hub import huggingface_folder as huggingface
+from jshard.hub import peft
+from jshard.hub.file_tensor import FileTensor
+from jshard.hub.safetensors_file import DTYPES, find_tensors
+from jshard.hub.safetensors_write import INDEX, SINGLE
 from small_tokenizer import CHATML, make_tokenizer
 
 MOST_MEMORY = 2**25

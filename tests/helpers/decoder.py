@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 import hlo
 import jshard
 from jshard.fsdp.mesh import FSDP, REPLICA
-from jshard.layout.layers import layer_dims
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import sharded_dim
-from jshard.optim.per_layer import sharded_update
+from jshard.optim.whole_layers import sharded_update
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jshard
-from jshard.checkpoint.file_tensor import FileTensor
-from jshard.layout.layers import layer_dims
+from jshard.hub.file_tensor import FileTensor
+from jshard.layout.layer_dims import layer_dims
 from parity import make_mesh
 
 

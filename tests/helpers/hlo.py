@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jshard.plan.cost.cost import KINDS
-from jshard.plan.hlo.hlo import Array, Computation, Instruction, Module, parse
+from jshard.plan.cost.transfers import KINDS
+from jshard.plan.hlo.program_text import Array, Computation, Instruction, Module, parse
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ and in a program that was read from a cache it shares nothing with those around 
 
 import itertools
 
-from jshard.plan.cost.cost import KINDS
-from jshard.plan.hlo.hlo import Instruction, Module, parse
+from jshard.plan.cost.transfers import KINDS
+from jshard.plan.hlo.program_text import Instruction, Module, parse
 
 
 def unordered(text: str) -> list[tuple[str, str]]:

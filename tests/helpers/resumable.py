@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
+from jshard.config.parser import override
+from jshard.config.run_config import check, complete
 from jshard.distributed import Peers
-from jshard.training.config.command_line import override
-from jshard.training.config.config import check, complete
+from jshard.recipe.load import open_recipe
 from jshard.training.loop import run
-from jshard.training.recipe import open_recipe
 
 RECIPE = """\
 import grain

@@ -15,8 +15,8 @@ from flax import nnx
 
 import jshard
 import parity
-from models.gpt import GPT, GPTConfig
-from models.llama import Llama, LlamaConfig
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.models.llama import Llama, LlamaConfig
 
 TIME, VOCABULARY, STEPS = 24, 40, 3
 SIZES: dict[str, Any] = {

@@ -143,7 +143,7 @@ def run_cell(cell: Cell) -> list[list[str]]:
     import optax
 
     import jshard
-    from models.gpt import GPT, GPTConfig
+    from jshard.models.gpt import GPT, GPTConfig
 
     config = GPTConfig(
         vocab_size=256,

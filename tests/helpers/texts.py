@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jshard.training.text import text_data
+from jshard.data.text.text_data import text_data
 
 
 def text(path, split="train", **options):

@@ -16,7 +16,7 @@ import jshard
 RECIPE = (
     IMPORTS
     + """\
-from jshard.training.text import text_data
+from jshard.data.text.text_data import text_data
 
 
 def get_config():

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 import jshard
+from jshard.models.llama import Llama, LlamaConfig
 
 
 class Block(nnx.Module):
@@ -54,3 +55,7 @@ print(metrics["loss"], metrics["grad_norm"])
 means = fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(batch))
 print(int(state.step), means.compute()["loss"], fsdp.policy.remat)
 print(jax.tree.map(np.shape, fsdp.fetch(state.params)))
+
+sizes = LlamaConfig(vocab_size=64, num_layers=1, num_heads=2, num_kv_heads=2, width=32)
+llama: Llama = nnx.eval_shape(lambda: Llama(sizes, rngs=nnx.Rngs(0)))
+print(sizes.num_heads, llama.config.width)

@@ -12,8 +12,8 @@ from tiny_runs import IMPORTS, read_metrics
 RECIPE = (
     IMPORTS
     + """\
-from models import llama_huggingface as huggingface
-from models.llama import Llama, LlamaConfig
+from jshard.models import llama_huggingface as huggingface
+from jshard.models.llama import Llama, LlamaConfig
 
 
 def get_config():

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jshard
 from foreign_weights import load, randomize, read_tensors
-from models import (
+from jshard.models import (
     bert_huggingface,
     gpt_huggingface,
     llama_huggingface,
@@ -24,13 +24,13 @@ from models import (
     t5_huggingface,
     vit_huggingface,
 )
-from models.bert import Bert, BertConfig
-from models.gpt import GPT, GPTConfig
-from models.llama import Llama, LlamaConfig
-from models.regnet import RegNet, RegNetConfig
-from models.resnet import ResNet, ResNetConfig
-from models.t5 import T5, T5Config
-from models.vit import ViT, ViTConfig
+from jshard.models.bert import Bert, BertConfig
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.regnet import RegNet, RegNetConfig
+from jshard.models.resnet import ResNet, ResNetConfig
+from jshard.models.t5 import T5, T5Config
+from jshard.models.vit import ViT, ViTConfig
 
 B, T, V, SIZE = 2, 12, 40, 32
 

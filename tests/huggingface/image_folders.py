@@ -66,7 +66,7 @@ def logits(folder: Path, mapped: Mapped, replica: int, images: np.ndarray) -> An
 
 
 RECIPE = """\
-from models import {file} as {attribute}
+from jshard.models import {file} as {attribute}
 
 
 def get_config():

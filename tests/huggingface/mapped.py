@@ -8,13 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.checkpoint.safetensors_write import (
+from jshard.hub.safetensors_write import (
     assign_files,
     write_index,
     write_tensors,
 )
-from jshard.training.make_config import make_config
-from jshard.training.recipe import open_recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
 from tiny_runs import IMPORTS
 
 # Layers of a Stack, experts, transposed matrices, and a head.
@@ -23,8 +23,8 @@ RECIPE = (
     + """\
 import types
 
-from jshard.checkpoint.file_tensor import FileTensor
-from jshard.training.keys import Key
+from jshard.hub.file_tensor import FileTensor
+from jshard.config.keys import Key
 
 KEYS = {"layers": "num_layers", "width": "hidden_size", "experts": "num_experts",
         "eps": "norm_eps"}
@@ -181,7 +181,7 @@ def write_tensor_files(
 
 def abstract_state(recipe_file: Path, **overrides: Any) -> tuple[Any, Any, Any]:
     """(config, fsdp, abstract state) of the recipe, in this process."""
-    from jshard.training.job import make_job, make_mesh
+    from jshard.recipe.build import make_job, make_mesh
 
     with open_recipe(recipe_file) as recipe:
         given = {key: str(value) for key, value in overrides.items()}

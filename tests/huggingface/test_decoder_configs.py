@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import jshard
-from models import gpt_huggingface, llama_huggingface
-from models.llama import LlamaConfig
+from jshard.models import gpt_huggingface, llama_huggingface
+from jshard.models.llama import LlamaConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,9 +12,9 @@ from flax import nnx
 from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 from foreign_weights import check_logits, load, read_tensors, write_again
-from models import gpt_huggingface, llama_huggingface
-from models.gpt import GPT, GPTConfig
-from models.llama import Llama, LlamaConfig
+from jshard.models import gpt_huggingface, llama_huggingface
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.models.llama import Llama, LlamaConfig
 
 pytestmark = [
     *MARKS,

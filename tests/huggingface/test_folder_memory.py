@@ -30,8 +30,8 @@ def memory(what):
 IMPORT = """
 from jshard.checkpoint import checkpointer as saving
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.safetensors_read import load_safetensors
-from jshard.training.huggingface import find_map
+from jshard.hub.safetensors_read import load_safetensors
+from jshard.recipe.model_map import find_map
 from mapped import abstract_state
 
 folder = Path("hf")

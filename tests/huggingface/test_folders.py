@@ -14,10 +14,10 @@ from exports import load_all
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.restore import find_parameters, read_parameters
 from jshard.export import export
-from jshard.training.huggingface import find_map
-from jshard.training.job import make_job, make_mesh
-from jshard.training.make_config import make_config
-from jshard.training.recipe import open_recipe
+from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
+from jshard.recipe.model_map import find_map
 
 
 def imported(folder: Path, recipe_file: Path, **given: str):

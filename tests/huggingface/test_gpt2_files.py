@@ -14,13 +14,13 @@ from safetensors.numpy import save_file
 import jshard
 from exports import load_all
 from foreign_weights import randomize, store
-from jshard.checkpoint.safetensors_read import load_safetensors
 from jshard.export import export
+from jshard.hub.safetensors_read import load_safetensors
+from jshard.models import gpt_huggingface as huggingface
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 from jshard.training.loop import run
-from jshard.training.make_config import make_config
-from jshard.training.recipe import find_recipe, open_recipe
-from models import gpt_huggingface as huggingface
-from models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 

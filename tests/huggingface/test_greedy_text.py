@@ -11,7 +11,7 @@ from tiny_transformers import MARKS, SIZES
 
 from jobs import environment
 from jshard.generation import Generator, Sampling
-from jshard.training.trained_model import open_model
+from jshard.trained.trained_model import open_model
 from small_tokenizer import make_tokenizer
 
 pytestmark = MARKS

@@ -17,10 +17,10 @@ from image_folders import (
 )
 
 from foreign_weights import read_tensors
-from models import regnet_huggingface, resnet_huggingface, vit_huggingface
-from models.regnet import RegNet, RegNetConfig
-from models.resnet import ResNet, ResNetConfig
-from models.vit import ViT, ViTConfig
+from jshard.models import regnet_huggingface, resnet_huggingface, vit_huggingface
+from jshard.models.regnet import RegNet, RegNetConfig
+from jshard.models.resnet import ResNet, ResNetConfig
+from jshard.models.vit import ViT, ViTConfig
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,9 +14,9 @@ from flax import nnx
 import jshard
 from foreign_weights import check_logits, load, randomize, read_tensors, write_again
 from jshard.generation import Generator, Sampling
-from models import t5_huggingface
-from models.t5 import T5, T5Config
-from models.t5_attention import position_buckets
+from jshard.models import t5_huggingface
+from jshard.models.t5 import T5, T5Config
+from jshard.models.t5_attention import position_buckets
 from parity import make_mesh
 
 pytestmark = [

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 import jshard
-from jshard.checkpoint import peft as files
 from jshard.checkpoint.restore import find_parameters, read_parameters
 from jshard.export import export
-from models import llama_huggingface as huggingface
-from models.llama import Llama, LlamaConfig
+from jshard.hub import peft as files
+from jshard.models import llama_huggingface as huggingface
+from jshard.models.llama import Llama, LlamaConfig
 from parity import make_mesh
 
 pytestmark = [

@@ -15,9 +15,9 @@ from flax import nnx
 from tiny_transformers import MARKS
 
 from foreign_weights import load
-from models import llama_huggingface, t5_huggingface
-from models.llama import Llama, LlamaConfig
-from models.t5 import T5, T5Config
+from jshard.models import llama_huggingface, t5_huggingface
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.t5 import T5, T5Config
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*of the parameters are in no Stack or Unit"

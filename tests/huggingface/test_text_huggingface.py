@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jshard.training.chat import load_chat
-from jshard.training.tokenizer import load_tokenizer
+from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.tokenizer import load_tokenizer
 from small_tokenizer import CHATML, TEXT, make_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from jshard.data.batches import batches, eval_batches
+from jshard.data.dataset import as_dataset
+from jshard.data.iterables import Stream
 from jshard.errors import UserError
-from jshard.training.data.batches import batches, eval_batches
-from jshard.training.data.dataset import as_dataset
-from jshard.training.data.iterables import Stream
 
 torch = pytest.importorskip("torch")
 td = torch.utils.data

@@ -18,9 +18,9 @@ import hlo
 import jshard
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import find_parameters, read_parameters
-from jshard.checkpoint.tensor_names import tensor_names
-from jshard.layout.layout import Layout
-from jshard.layout.padding import is_padded, padded_dim, padding_of
+from jshard.hub.tensor_names import tensor_names
+from jshard.layout.padding import padded_dim, padding_now
+from jshard.layout.state_layout import Layout
 from jshard.layout.variables import is_variable
 from jshard.optim.update import update
 
@@ -118,10 +118,10 @@ def test_every_parameter_is_sharded_whatever_its_width():
 def test_padding_is_zero_after_every_step(offload):
     policy = dataclasses.replace(POLICY, offload=offload)
     fsdp = fsdp_on(1, 6, policy=policy)
-    found = [v for v in variables(trained(fsdp)) if is_padded(v)]
+    found = [v for v in variables(trained(fsdp)) if padding_now(v)]
     assert len(found) > 20  # parameters, moments and averages
     for variable in found:
-        padding = padding_of(variable)
+        padding = padding_now(variable)
         assert padding is not None
         value = np.moveaxis(np.asarray(variable.get_value()), padding.dim, 0)
         exact = padding.shape[padding.dim]
@@ -190,9 +190,7 @@ def test_checkpoints_restore_between_any_two_meshes_bit_for_bit(tmp_path: Path):
         ):
             np.testing.assert_array_equal(got, want)
         for variable in variables(state):
-            if is_padded(variable):
-                padding = padding_of(variable)
-                assert padding is not None
+            if padding := padding_now(variable):
                 value = np.asarray(variable.get_value())
                 value = np.moveaxis(value, padding.dim, 0)
                 assert not value[padding.shape[padding.dim] :].any()
@@ -301,8 +299,8 @@ def test_safetensors_are_read_onto_padded_shards(tmp_path: Path):
         strict=True,
     ):
         np.testing.assert_array_equal(got, want)
-    for variable in filter(is_padded, variables(read.params)):
-        padding = padding_of(variable)
+    for variable in filter(padding_now, variables(read.params)):
+        padding = padding_now(variable)
         assert padding is not None
         value = np.moveaxis(np.asarray(variable.get_value()), padding.dim, 0)
         assert not value[padding.shape[padding.dim] :].any()

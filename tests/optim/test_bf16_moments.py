@@ -24,10 +24,10 @@ from decoder import (
     values_like,
 )
 from jshard.checkpoint.restore import restore_state
+from jshard.config.run_config import check as check_config
+from jshard.config.run_config import complete
 from jshard.optim.bf16_moments import Bf16MomentsState
-from jshard.training.config.config import check as check_config
-from jshard.training.config.config import complete
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 # The module, not the function of its name.
 bf16_moments = importlib.import_module("jshard.optim.bf16_moments")

@@ -15,9 +15,9 @@ import hlo
 import jshard
 import parity
 from decoder import Sizes, loss_fn, lower_step, make_decoder, make_fsdp
+from jshard.config.parser import override
+from jshard.config.run_config import complete
 from jshard.optim import ema
-from jshard.training.config.command_line import override
-from jshard.training.config.config import complete
 
 SIZES = Sizes(layers=2)
 OPTIMIZER = optax.sgd(0.5, momentum=0.9)

@@ -8,16 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jshard
 from jshard.errors import UserError
-from jshard.optim.reach import (
+from jshard.layout.layer_dims import mark_layers
+from jshard.optim.known import (
+    OF_LAYERS,
     OF_NUMBERS,
     OF_TENSORS,
-    Reach,
     check_masks,
-    reach,
-    split,
+    stranger,
+    with_whole_layers,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -57,7 +59,7 @@ def close(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(OF_NUMBERS))
 def test_what_is_said_to_look_at_numbers_does_not_see_others(name):
-    assert reach(make(name).update) == Reach.NUMBER
+    assert stranger(make(name), OF_NUMBERS) is None
     numbers = jnp.linspace(-1, 1, 6).reshape(2, 3)
     alone = [run(make(name), number) for number in numbers.ravel()]
     close(run(make(name), numbers).ravel(), jnp.stack(alone))
@@ -65,7 +67,8 @@ def test_what_is_said_to_look_at_numbers_does_not_see_others(name):
 
 @pytest.mark.parametrize("name", sorted(OF_TENSORS))
 def test_what_is_said_to_look_at_tensors_does_not_see_others(name):
-    assert reach(make(name).update) == Reach.TENSOR
+    assert stranger(make(name), OF_NUMBERS) == name
+    assert stranger(make(name), OF_NUMBERS | OF_TENSORS) is None
     tensors = {"a": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.full((4, 2), 0.3)}
     alone = {key: run(make(name), x) for key, x in tensors.items()}
     close(run(make(name), tensors), alone)
@@ -85,47 +88,65 @@ OWN = optax.GradientTransformation(lambda params: (), own)
 
 
 @pytest.mark.parametrize(
-    ("tx", "looks_at"),
+    "tx",
     [
-        (optax.adamw(lambda count: 1e-3, mask=matrices), Reach.NUMBER),
-        (optax.sgd(1e-3, momentum=0.9, nesterov=True), Reach.NUMBER),
-        (optax.sgd(1e-3), Reach.NUMBER),
-        (optax.lion(1e-3), Reach.NUMBER),
-        (optax.rmsprop(1e-3, momentum=0.9, centered=True), Reach.NUMBER),
-        (optax.nadamw(1e-3), Reach.NUMBER),
-        (optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), Reach.NUMBER),
-        (optax.inject_hyperparams(optax.lamb)(learning_rate=1e-3), Reach.TENSOR),
-        (optax.multi_transform({0: optax.adam(1.0)}, lambda p: 0), Reach.NUMBER),
-        (jshard.optim.bf16_moments(optax.adam(1e-3)), Reach.NUMBER),
-        (optax.masked(optax.lamb(1e-3), matrices), Reach.TENSOR),
-        (optax.adafactor(1e-3), Reach.TENSOR),
-        (optax.lars(1e-3), Reach.TENSOR),
-        (jshard.optim.per_layer(optax.lamb(1e-3)), Reach.TENSOR),
-        (optax.chain(CLIP, optax.adam(1e-3)), Reach.EVERYTHING),
-        (optax.masked(CLIP, matrices), Reach.EVERYTHING),
-        (optax.zero_nans(), Reach.EVERYTHING),
-        (optax.normalize_by_update_norm(), Reach.EVERYTHING),
-        (optax.apply_if_finite(optax.sgd(1.0), 3), Reach.EVERYTHING),
-        (
-            optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
-            Reach.EVERYTHING,
-        ),
-        (optax.contrib.muon(1e-3), Reach.EVERYTHING),
-        (OWN, Reach.EVERYTHING),
+        optax.adamw(lambda count: 1e-3, mask=matrices),
+        optax.sgd(1e-3, momentum=0.9, nesterov=True),
+        optax.sgd(1e-3),
+        optax.lion(1e-3),
+        optax.rmsprop(1e-3, momentum=0.9, centered=True),
+        optax.nadamw(1e-3),
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-3, 0, 10)),
+        optax.multi_transform({0: optax.adam(1.0)}, lambda p: 0),
+        jshard.optim.bf16_moments(optax.adam(1e-3)),
     ],
 )
-def test_combinations_look_at_what_their_parts_look_at(tx, looks_at):
-    assert reach(tx.update) == looks_at
+def test_what_combines_numbers_looks_at_numbers(tx):
+    assert stranger(tx, OF_NUMBERS) is None
 
 
-def test_a_chain_is_split_before_what_treats_layers_independently():
-    tx = optax.chain(
-        *(optax.adam(1e-3), CLIP, jshard.optim.per_layer(OWN)),
-        *(optax.add_decayed_weights(0.1), optax.scale(-1e-3)),
-    )
-    front, layered = split(tx.update)
-    assert (len(front), len(layered)) == (2, 3)
-    assert reach(front[-1]) == Reach.EVERYTHING
+@pytest.mark.parametrize(
+    ("tx", "of_numbers", "of_tensors", "of_layers"),
+    [
+        (
+            optax.inject_hyperparams(optax.lamb)(learning_rate=1e-3),
+            *("scale_by_trust_ratio", None, "scale_by_trust_ratio"),
+        ),
+        (
+            optax.masked(optax.lamb(1e-3), matrices),
+            *("scale_by_trust_ratio", None, "scale_by_trust_ratio"),
+        ),
+        (
+            optax.adafactor(1e-3),
+            *("scale_by_factored_rms", None, "scale_by_factored_rms"),
+        ),
+        (
+            optax.lars(1e-3),
+            *("scale_by_trust_ratio", None, "scale_by_trust_ratio"),
+        ),
+        (
+            jshard.optim.per_layer(optax.lamb(1e-3)),
+            *("scale_by_trust_ratio", None, None),
+        ),
+        (jshard.optim.per_layer(OWN), *("own", "own", None)),
+        (optax.chain(CLIP, optax.adam(1e-3)), *["clip_by_global_norm"] * 3),
+        (optax.masked(CLIP, matrices), *["clip_by_global_norm"] * 3),
+        (optax.zero_nans(), *["zero_nans"] * 3),
+        (optax.normalize_by_update_norm(), *["normalize_by_update_norm"] * 3),
+        (optax.apply_if_finite(optax.sgd(1.0), 3), *["apply_if_finite"] * 3),
+        (
+            optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
+            *["MultiSteps"] * 3,
+        ),
+        (optax.contrib.muon(1e-3), *["scale_by_muon"] * 3),
+        (OWN, *["own"] * 3),
+    ],
+)
+def test_what_may_look_at_more_is_named(tx, of_numbers, of_tensors, of_layers):
+    assert stranger(tx, OF_NUMBERS) == of_numbers
+    assert stranger(tx, OF_NUMBERS | OF_TENSORS) == of_tensors
+    assert stranger(tx, OF_LAYERS) == of_layers
 
 
 def by_size(params: Any) -> Any:
@@ -142,8 +163,50 @@ def by_size(params: Any) -> Any:
     ],
 )
 def test_a_mask_that_takes_one_layer_for_another_than_all_is_an_error(tx):
-    full, layer = {"w": jnp.ones((3, 8))}, {"w": jnp.ones((1, 8))}
+    kernel = nnx.Param(jnp.ones((3, 8)))
+    mark_layers(kernel, outer=[("w",)])
+    params = nnx.State({"w": kernel})
     with pytest.raises(UserError, match=r"the optimizer's mask by_size chooses"):
-        check_masks([tx.update], full, layer)
-    check_masks([jshard.optim.per_layer(tx).update], full, layer)
-    check_masks([optax.adamw(1e-3, mask=matrices).update], full, layer)
+        check_masks(tx, params)
+    check_masks(jshard.optim.per_layer(tx), params)
+    check_masks(optax.adamw(1e-3, mask=matrices), params)
+
+
+TALL = optax.contrib.MuonDimensionNumbers((0, 1), 2)
+CUBES = lambda params: jax.tree.map(lambda p: TALL if p.ndim == 3 else None, params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.contrib.muon(1e-2),
+        optax.contrib.muon(1e-2, nesterov=False, adaptive=True, weight_decay=0.1),
+        optax.contrib.muon(1e-2, preconditioning="aol", mu_dtype=jnp.float32),
+        optax.contrib.muon(1e-2, ns_coeffs="dion"),
+        optax.contrib.muon(1e-2, muon_weight_dimension_numbers=CUBES),
+        optax.masked(optax.contrib.muon(1e-2, beta=0.5), matrices),
+        optax.chain(optax.clip(0.1), optax.contrib.muon(1e-2, ns_steps=3)),
+    ],
+)
+def test_muon_on_whole_layers_is_muon_with_the_same_state(tx):
+    shapes = {"tall": (5, 3), "wide": (4, 6), "cube": (2, 3, 4), "bias": (5,)}
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=s)) for name, s in shapes.items()}
+    other = with_whole_layers(tx)
+    assert other is not tx
+    close(run(other, params), run(tx, params))
+    same = lambda x, y: x.shape == y.shape and x.dtype == y.dtype
+    assert jax.tree.all(jax.tree.map(same, other.init(params), tx.init(params)))
+    _, after = other.update(params, other.init(params), params)
+    assert jax.tree.all(jax.tree.map(same, after, tx.init(params)))
+
+
+def test_what_has_no_muon_in_it_is_left_as_it_is():
+    tx = optax.chain(CLIP, optax.masked(optax.lamb(1e-3), matrices))
+    assert with_whole_layers(tx) is tx
+
+
+def test_muon_in_injected_hyperparameters_is_an_error_that_says_what_to_do():
+    tx = optax.inject_hyperparams(optax.contrib.muon)(learning_rate=1e-3)
+    with pytest.raises(UserError, match="put inject_hyperparams around it rather"):
+        jshard.optim.per_layer(tx)

@@ -12,7 +12,7 @@ from flax import nnx
 import jshard
 from jshard.errors import RunFailed
 from jshard.optim import loss_scale
-from jshard.training.finite import check_finite
+from jshard.training.non_finite import check_finite
 
 POLICY = jshard.Policy(loss_scale=True, min_shard_elements=0)
 

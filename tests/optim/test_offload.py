@@ -131,6 +131,11 @@ def test_the_note_says_what_is_in_host_memory():
     sharded = [x for x in jax.tree.leaves(state.params) if len(x.sharding.spec)]
     held = 2 * 4 * sum(x.size for x in sharded) // 8  # both moments
     assert f", {held / 1024:.1f} KiB a device in host memory" in note
+    assert "a layer of a Stack at a time: optax's own treats numbers alone" in note
+    tx = jshard.optim.per_layer(optax.lamb(1e-3))
+    state = fsdp.abstract_state(make_decoder(Sizes(layers=2)), tx)
+    note = describe(fsdp, state, batch, fsdp.train_step(loss_fn, tx))
+    assert "a layer of a Stack at a time: as per_layer says" in note
 
 
 # Errors.

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import hlo
 import jshard
 import parity
-from jshard.layout.layers import layer_dims
-from jshard.optim.per_layer import sharded_update
+from jshard.layout.layer_dims import layer_dims
+from jshard.optim.whole_layers import sharded_update
 
 pytestmark = pytest.mark.usefixtures("x64")
 

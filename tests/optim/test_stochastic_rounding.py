@@ -19,8 +19,8 @@ import hlo
 import jshard
 from decoder import Sizes, lower_update, make_decoder, make_fsdp, values_like
 from jshard.optim.bf16_moments import random_bits, round_to_bf16
-from jshard.optim.per_layer import sharded_update
 from jshard.optim.update import update
+from jshard.optim.whole_layers import sharded_update
 
 # The module, not the function of its name.
 bf16_moments = importlib.import_module("jshard.optim.bf16_moments")

@@ -1,4 +1,4 @@
-"""Mapping over layers on shards equals vmap, and multiplies matrices as wholes."""
+"""Functions on whole layers equal vmap, and move each matrix once and back."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import hlo
 import jshard
-from jshard.optim.whole_layers import map_layers
+from jshard.optim.whole_layers import sharded_update, whole_layers
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -39,10 +39,6 @@ def jitted(x: Any, scale: Any) -> Any:
     return jnp.where(scale > 0, x @ x.T @ x, x)
 
 
-def elementwise(x: Any, scale: Any) -> Any:
-    return x * scale, jnp.mean(x, axis=0)
-
-
 def stack(layers: int, shape: tuple[int, ...]) -> Any:
     rng = np.random.default_rng(layers)
     return rng.standard_normal((layers, *shape)), rng.standard_normal(layers)
@@ -52,7 +48,13 @@ def sharded(fn: Any, args: Any, mesh: Any, min_elements: int = 0) -> Any:
     dims = [d for d in (1, 2) if args[0].shape[d] % mesh.shape["fsdp"] == 0]
     spec = PartitionSpec(*[None] * dims[0], "fsdp") if dims else PartitionSpec()
     placed = jax.device_put(args[0], NamedSharding(mesh, spec)), args[1]
-    return jax.jit(lambda *args: map_layers(fn, args, mesh, min_elements)), placed
+    policy = jshard.Policy(min_shard_elements=min_elements)
+
+    def run(*args: Any) -> Any:
+        with sharded_update(mesh, policy):
+            return jax.vmap(whole_layers(fn))(*args)
+
+    return jax.jit(run), placed
 
 
 @pytest.mark.usefixtures("x64")
@@ -67,7 +69,6 @@ def sharded(fn: Any, args: Any, mesh: Any, min_elements: int = 0) -> Any:
         (loop, 5, (8, 16), 1, 0),
         (decomposition, 8, (8, 16), 2, 0),
         (jitted, 9, (16, 8), 1, 0),
-        (elementwise, 3, (8, 16), 1, 0),
         (products, 3, (8, 16), 8, 0),
     ],
 )
@@ -85,7 +86,8 @@ def test_values_from_outside_may_be_used():
 
     @jax.jit
     def run(outside, *args):
-        return map_layers(lambda x, s: (x * outside) @ x.T * s, args, mesh, 0)
+        with sharded_update(mesh, jshard.Policy()):
+            return jax.vmap(whole_layers(lambda x, s: (x * outside) @ x.T * s))(*args)
 
     want = jax.vmap(lambda x, s: (x * outside) @ x.T * s)(*args)
     chex.assert_trees_all_close(run(outside, *args), want, **BOUND)
@@ -94,17 +96,38 @@ def test_values_from_outside_may_be_used():
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("layers", "rounds"), [(8, 1), (9, 2)])
 def test_each_matrix_goes_to_its_owner_and_back_and_nowhere_else(layers, rounds):
-    run, placed = sharded(products, stack(layers, (8, 16)), jshard.make_mesh())
+    matrix = lambda x, scale: products(x, scale)[0]
+    run, placed = sharded(matrix, stack(layers, (8, 16)), jshard.make_mesh())
     found = hlo.collectives(run.lower(*placed).compile().as_text())
-    assert {c.kind for c in found} == {"all-to-all", "all-reduce"}  # and the norms
-    moved = [c for c in found if c.kind == "all-to-all"]
-    assert sum(c.times for c in moved) == 2 * rounds
-    assert {sum(a.size for a in c.results) for c in moved} == {8 * 16}
-    assert all(a.size <= layers for c in found if c not in moved for a in c.results)
+    assert {c.kind for c in found} == {"all-to-all"}
+    assert sum(c.times for c in found) == 2 * rounds
+    assert {sum(a.size for a in c.results) for c in found} == {8 * 16}
 
 
 @pytest.mark.usefixtures("x64")
-def test_what_multiplies_nothing_moves_nothing_but_its_sums():
-    run, placed = sharded(elementwise, stack(4, (8, 16)), jshard.make_mesh())
-    (reduced,) = hlo.collectives(run.lower(*placed).compile().as_text())
-    assert (reduced.kind, reduced.operands[0].size) == ("all-reduce", 4 * 16)
+def test_layers_of_layers_are_layers():
+    args = stack(8, (8, 16))
+    deep = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), args)
+    mesh = jshard.make_mesh()
+
+    def run(*args: Any) -> Any:
+        with sharded_update(mesh, jshard.Policy(min_shard_elements=0)):
+            return jax.vmap(jax.vmap(whole_layers(products)))(*args)
+
+    place = NamedSharding(mesh, PartitionSpec(None, None, "fsdp"))
+    placed = jax.device_put(deep[0], place), deep[1]
+    want = jax.vmap(jax.vmap(products))(*deep)
+    chex.assert_trees_all_close(jax.jit(run)(*placed), want, **BOUND)
+    found = hlo.collectives(jax.jit(run).lower(*placed).compile().as_text())
+    moved = [c for c in found if c.kind == "all-to-all"]
+    # One matrix in, and one back: all eight in one round.
+    assert sum(c.times for c in moved) == 2
+    assert {sum(a.size for a in c.results) for c in moved} == {8 * 16}
+
+
+@pytest.mark.usefixtures("x64")
+def test_outside_of_per_layer_it_is_the_function():
+    x, scale = (a[0] for a in stack(1, (8, 16)))
+    with sharded_update(jshard.make_mesh(), jshard.Policy()):
+        got = whole_layers(loop)(x, scale)
+    chex.assert_trees_all_close(got, loop(x, scale), **BOUND)

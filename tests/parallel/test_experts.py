@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import hlo
 from jshard.cpu.order import in_order
+from jshard.models.moe import MixtureOfExperts
 from jshard.parallel import experts
 from jshard.parallel.experts import capacities
 from jshard.plan.start_up import equations, traffic
-from models.moe import MixtureOfExperts
 from parity import every_pair
 
 E, K, D, F, BATCH, TIME = 8, 2, 6, 10, 8, 20

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from h100 import h100s
 from jshard.plan.cost.convolution import is_convolution
-from jshard.plan.cost.cost import Work, work
-from jshard.plan.hlo.hlo import parse
+from jshard.plan.cost.kernel_work import Work, work
+from jshard.plan.hlo.program_text import parse
 
 B, H, K, C, F = 8, 32, 3, 64, 128  # images, side, side of the kernel, channels in, out
 CALL = """\

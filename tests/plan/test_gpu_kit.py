@@ -14,14 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import jshard
+from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import GPUS, find_constants
 from jshard.fsdp.mesh import BATCH
-from jshard.plan import compile_for, devices, has_plugin, tracing_for
-from jshard.plan.constants import read_constants
+from jshard.plan import compile_for, devices, has_plugin, hlo, tracing_for
 from jshard.plan.cost.traffic import count
-from jshard.plan.hlo import hlo
-from jshard.plan.topology import GPUS
-from jshard.training.memory import compiled_bytes
-from kit import check, fitting, jax_peer, jobs, kernels, peers, planning  # pyright: ignore[reportMissingImports]
+from kit import check, fitting, jax_peer, jobs, kernels, peers, planned_jobs  # pyright: ignore[reportMissingImports]
 from kit.machine import Machine, find_machine  # pyright: ignore[reportMissingImports]
 from kit.results import DONE, FAILED, TOO_LONG, Recorder, Results  # pyright: ignore[reportMissingImports]
 from kit.running import Part, run_stage  # pyright: ignore[reportMissingImports]
@@ -146,10 +144,10 @@ planes { name: "/host:CPU" lines { name: "python" events { duration_ps: 5 } } }
 
 
 def test_a_profile_gives_the_kernels_of_a_step():
-    found = planning.kernels(ProfileData.from_text_proto(PROFILE))
+    found = planned_jobs.kernels(ProfileData.from_text_proto(PROFILE))
     assert found == {
-        "gemm.1": (pytest.approx(9e-6 / planning.PROFILED), "nvjet_hsh"),
-        "memset": (pytest.approx(1.5e-6 / planning.PROFILED), "memset"),
+        "gemm.1": (pytest.approx(9e-6 / planned_jobs.PROFILED), "nvjet_hsh"),
+        "memset": (pytest.approx(1.5e-6 / planned_jobs.PROFILED), "memset"),
     }
 
 
@@ -179,7 +177,7 @@ def test_fitted_constants_are_what_the_kernels_reached_and_the_planner_reads_the
     fitted = fitting.fit(found, "h200")
     path = tmp_path / "constants.json"
     path.write_text(kernels.as_json(fitted))
-    constants = read_constants(path)
+    constants = find_constants(path)
     assert constants.launch == launch
     assert constants.matmul == pytest.approx(share)
     assert constants.attention == pytest.approx(share)
@@ -221,7 +219,7 @@ def absent():
     ids=lambda job: job.name,
 )
 def test_a_job_fits_an_h200(job, absent):
-    plan = planning.plan_job(job, "h200")
+    plan = planned_jobs.plan_job(job, "h200")
     assert plan.fits
     assert plan.timeline is not None
 
@@ -233,7 +231,7 @@ def test_a_plan_is_compared_with_what_was_measured(tmp_path):
     Recorder(tmp_path, "llama", job.name)(job.name, step_seconds=2.0, peak_bytes=10**11)
     (tmp_path / "constants.json").write_text(kernels.as_json({"matmul": 0.36}))
     record = Recorder(tmp_path, "plan", "plan")
-    planning.compare(record, job=job, stage="llama", card="h200")
+    planned_jobs.compare(record, job=job, stage="llama", card="h200")
     (found,) = record.of("plan")["plan"].values()
     planned, off = found["planned_seconds"], found["error_per_cent"]
     assert planned["stated"] < planned["fitted"] < 2 * planned["stated"]
@@ -254,7 +252,7 @@ def test_a_plan_is_compared_with_what_was_measured(tmp_path):
 )
 def test_peers_fit_a_third_of_an_h200(job, absent):
     share = peers.MEMORY_SHARE * GPUS["h200"].memory
-    ours = planning.plan_job(job, "h200").memory.total
+    ours = planned_jobs.plan_job(job, "h200").memory.total
     theirs = compiled_bytes(jax_peer.compile_gspmd(job, "h200:1"))
     assert max(ours, theirs) < 0.9 * share
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from jshard.config.parser import override
+from jshard.config.run_config import complete
+from jshard.fit.device_memory import compiled_bytes, step_bytes
 from jshard.layout.capacity import state_bytes
 from jshard.plan import has_plugin
 from jshard.plan.program import trace
-from jshard.training.config.command_line import override
-from jshard.training.config.config import complete
-from jshard.training.memory import compiled_bytes, step_bytes
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 pytestmark = pytest.mark.h100
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from jshard.formatting import format_seconds
-from jshard.plan import command_line, has_plugin, topology
+from jshard.plan import __main__ as planner
+from jshard.plan import has_plugin, topology
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -44,7 +45,7 @@ def plan(monkeypatch, capfd):
     def run(*words):
         monkeypatch.setattr("sys.argv", ["jshard-plan", *map(str, words)])
         try:
-            command_line.main()
+            planner.main()
             code = 0
         except SystemExit as exit:
             code = exit.code

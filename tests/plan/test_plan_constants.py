@@ -6,9 +6,10 @@ import json
 import pytest
 
 import jshard
-from jshard.plan.constants import FITTED, STATED, find_constants, read_constants
-from jshard.plan.cost.cost import Transfer, Work, assumed, assumptions
-from jshard.plan.topology import GPUS
+from jshard.fit.hardware import FITTED, GPUS, STATED, find_constants
+from jshard.plan.cost.assumptions import assumed, assumptions
+from jshard.plan.cost.kernel_work import Work
+from jshard.plan.cost.transfers import Transfer
 
 H100 = dataclasses.replace(GPUS["h100"], constants=STATED)
 PRODUCT = Work("matrix product", 1e15, 0)
@@ -19,7 +20,7 @@ GATHER = Transfer("all-gather", (("bf16", 2**30),), 8, 8)
 def test_what_a_file_leaves_out_stays_as_stated(tmp_path):
     file = tmp_path / "h100.json"
     file.write_text(json.dumps({"matmul": 0.36, "source": "an H100, 2026-11-22"}))
-    constants = read_constants(file)
+    constants = find_constants(file)
     assert constants == dataclasses.replace(
         STATED, matmul=0.36, source="an H100, 2026-11-22"
     )
@@ -30,7 +31,7 @@ def test_what_a_file_leaves_out_stays_as_stated(tmp_path):
 def test_the_file_is_the_source_of_constants_that_name_none(tmp_path):
     file = tmp_path / "h100.json"
     file.write_text("{}")
-    assert read_constants(file) == dataclasses.replace(STATED, source=str(file))
+    assert find_constants(file) == dataclasses.replace(STATED, source=str(file))
 
 
 def test_fitted_constants_are_the_default_and_stated_ones_have_a_name(tmp_path):
@@ -47,7 +48,7 @@ def test_only_what_runs_confirm_has_a_range(tmp_path):
     assert STATED.range_of(2.0) is None
     file = tmp_path / "h100.json"
     file.write_text('{"low": 0.95, "high": 1.2}')
-    assert read_constants(file).range_of(2.0) == (1.9, 2.4)
+    assert find_constants(file).range_of(2.0) == (1.9, 2.4)
 
 
 def test_times_follow_the_constants():
@@ -80,11 +81,11 @@ def test_a_file_that_is_none_is_refused_in_one_line(text, said, tmp_path):
     file = tmp_path / "h100.json"
     file.write_text(text)
     with pytest.raises(jshard.UserError, match=said) as caught:
-        read_constants(file)
+        find_constants(file)
     assert str(caught.value).startswith(f"--constants={file}: ")
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(jshard.UserError, match="No such file"):
-        read_constants(tmp_path / "h100.json")
+        find_constants(tmp_path / "h100.json")

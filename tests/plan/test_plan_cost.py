@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from jshard.plan.constants import STATED
+from jshard.fit.hardware import GPUS, STATED
 from jshard.plan.cost import nccl
-from jshard.plan.cost.cost import Transfer, assumed, assumptions
+from jshard.plan.cost.assumptions import assumed, assumptions
 from jshard.plan.cost.nccl import POST, RINGS, SIMPLE, TREES
 from jshard.plan.cost.timeline import replay
-from jshard.plan.hlo.hlo import parse
-from jshard.plan.topology import GPUS
+from jshard.plan.cost.transfers import Transfer
+from jshard.plan.hlo.program_text import parse
 
 H100 = GPUS["h100"]
 NVLINK = STATED.link * H100.nvlink

@@ -17,9 +17,9 @@ from decoder import Sizes, loss_fn, make_decoder, policies
 from h100 import h100s
 from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS
-from jshard.plan.memory import buffers
-from jshard.plan.memory.memory import Memory, memory
-from jshard.plan.output.terminal import memory_rows
+from jshard.plan.memory import buffer_assignment
+from jshard.plan.memory.breakdown import Memory, memory
+from jshard.plan.output.plan_text import memory_rows
 
 DEVICES, EXAMPLES = 8, 2
 SIZES = Sizes(layers=16, width=256, hidden=1024, vocab=64, length=32)
@@ -44,7 +44,7 @@ def account(policy: jshard.Policy, mesh: Any = None, **options: Any) -> Memory:
     """The memory of a step that is compiled for eight CPU devices, or for a mesh."""
     state, traced = traced_step(policy, mesh)
     with tempfile.TemporaryDirectory() as folder:
-        dump = buffers.dump_options(folder)
+        dump = buffer_assignment.dump_options(folder)
         if mesh is None:
             # In an order that needs little memory, as on GPUs.
             dump["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
@@ -143,14 +143,14 @@ Total bytes used: 140
         "ENTRY %main (p: f32[10]) -> f32[10] {\n  ROOT %p = f32[10] parameter(0)\n}\n"
     )
     prefix.with_name(f"{prefix.name}.txt").write_text(program)
-    found = buffers.read(tmp_path)
+    found = buffer_assignment.read(tmp_path)
     assert found.arguments == {0: 40}
     assert found.fragmentation == 0
     assert [[v.name for v in slot.values] for slot in found.slots] == [["d"]]
     # Without the largest value the fullest moment is another, with gaps.
     shorter = "\n".join(line for line in assignment.splitlines() if " d @" not in line)
     prefix.with_name(f"{prefix.name}-buffer-assignment.txt").write_text(shorter)
-    found = buffers.read(tmp_path)
+    found = buffer_assignment.read(tmp_path)
     assert [slot.nbytes for slot in found.slots] == [40, 20]
     assert found.fragmentation == 40
     # The buffer of a is handed on to b.
@@ -159,7 +159,7 @@ Total bytes used: 140
 
 def test_a_folder_without_a_buffer_assignment_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"0 files .*buffer-assignment"):
-        buffers.read(tmp_path)
+        buffer_assignment.read(tmp_path)
 
 
 @pytest.mark.h100

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from jshard.plan.constants import FITTED
+from jshard.fit.hardware import FITTED, GPUS
+from jshard.plan import hlo
 from jshard.plan.cost.nccl import RINGS, TREES
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Event, Timeline, replay
 from jshard.plan.cost.traffic import NETWORK, NVLINK, count
-from jshard.plan.hlo import hlo
-from jshard.plan.output.as_json import trace
-from jshard.plan.topology import GPUS
+from jshard.plan.output.plan_json import trace
 
 H100 = GPUS["h100"]
 FORWARD = "jit(step)/shard_map/jvp(layers)/while/body"
@@ -199,7 +198,7 @@ def test_phases_follow_from_the_jax_operations(timeline):
 
 def test_a_kernel_that_xla_added_is_of_the_phase_before_it(timeline):
     (scale,) = named(timeline, "scale")
-    added = dataclasses.replace(scale, source="")
+    added = scale._replace(source="")
     events = tuple(added if e is scale else e for e in timeline.events)
     phases = Phases(dataclasses.replace(timeline, events=events))
     assert phases.of(added) == "forward, layers"

@@ -13,7 +13,7 @@ from hlo import compile
 from jshard.fsdp.mesh import BATCH
 from jshard.plan import start_up
 from jshard.plan.cost.traffic import count, least
-from jshard.plan.hlo.hlo import parse
+from jshard.plan.hlo.program_text import parse
 
 SIZES = Sizes(layers=3)
 HEAD = 4 * SIZES.width * SIZES.vocab * 7 // 8  # bytes that one gather of it brings

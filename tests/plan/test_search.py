@@ -5,15 +5,16 @@ import re
 
 import pytest
 
-from jshard.plan import command_line, has_plugin
-from jshard.plan.output.search_output import lines
+from jshard.plan import __main__ as planner
+from jshard.plan import has_plugin
+from jshard.plan.output.search_text import lines
 from jshard.plan.search.candidates import parse_search
-from jshard.plan.search.search import search
+from jshard.plan.search.pareto_search import search
 
 RECIPE = """\
 import os
 
-from train import gpt
+from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer
 loss_fn = gpt.loss_fn
@@ -106,7 +107,7 @@ def test_where_nothing_fits_the_closest_is_named_with_exit_code_3(monkeypatch, c
     words += ["--config.policy.defer_scatter=False", "--config.policy.remat=full"]
     monkeypatch.setattr("sys.argv", ["jshard-plan", *words])
     with pytest.raises(SystemExit) as exit:
-        command_line.main()
+        planner.main()
     assert exit.value.code == 3
     text = capsys.readouterr().out
     counts = (

@@ -11,8 +11,11 @@ from ml_collections import ConfigDict
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
+from jshard.config.parser import override
+from jshard.config.run_config import complete
+from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import GPUS, STATED
 from jshard.fsdp.mesh import AXES, BATCH
-from jshard.plan.constants import STATED
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,
@@ -29,11 +32,7 @@ from jshard.plan.search.estimates import (
     memory_bound,
     state_size,
 )
-from jshard.plan.search.results import Outcome, pareto
-from jshard.plan.topology import GPUS
-from jshard.training.config.command_line import override
-from jshard.training.config.config import complete
-from jshard.training.memory import compiled_bytes
+from jshard.plan.search.outcomes import Outcome, pareto
 
 
 def config(**changes):

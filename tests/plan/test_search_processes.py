@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jshard.plan.search import cache
-from jshard.plan.search.workers import Workers
+from jshard.plan.search.process_pool import Workers
+from jshard.plan.search.result_cache import default_folder, read_result, write_result
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     pids.touch()
     script = f"""
         import os, signal
-        from jshard.plan.search.workers import Workers
+        from jshard.plan.search.process_pool import Workers
         # A shell's background jobs, which these tests may be, ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         tasks = [{{"sleep": {str(pids)!r}}}] * 2
@@ -106,22 +106,22 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
 
 def test_results_are_kept_and_damaged_ones_are_ignored(tmp_path):
     folder = tmp_path / "plan"
-    assert cache.read(folder, "k") is None
-    cache.write(folder, "k", {"seconds": 1.5})
-    assert cache.read(folder, "k") == {"seconds": 1.5}
+    assert read_result(folder, "k") is None
+    write_result(folder, "k", {"seconds": 1.5})
+    assert read_result(folder, "k") == {"seconds": 1.5}
     file = folder / "k.json"
     for damage in ("", "{", '{"key": "other", "result": {}}', '{"key": "k"}', "[]"):
         file.write_text(damage)
         with pytest.warns(UserWarning, match="ignored a damaged cache file"):
-            assert cache.read(folder, "k") is None
+            assert read_result(folder, "k") is None
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "plan").write_text("a file")
     with pytest.warns(UserWarning, match="not cached: cannot write"):
-        cache.write(tmp_path / "plan", "k", {})
+        write_result(tmp_path / "plan", "k", {})
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
-    assert cache.default_folder() == tmp_path / "plan"
+    assert default_folder() == tmp_path / "plan"

@@ -9,8 +9,8 @@ from flax import nnx
 
 import hlo
 import jshard
+from jshard.models.gpt import GPT, GPTConfig
 from jshard.plan.start_up import describe, traffic
-from models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(
     vocab_size=64,

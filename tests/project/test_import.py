@@ -1,5 +1,6 @@
 """`import jshard`, and the list of commands."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -158,3 +159,14 @@ def test_the_top_level_is_small_and_leads_to_the_rest(run):
     names = ", ".join(f"jshard.{name}.__name__" for name in rest.split(", "))
     done = run("-c", f"import jshard; print({names})", JAX_PLATFORMS="cpu")
     assert done.stdout.split() == [x.partition(".")[2] for x in rest.split(", ")]
+
+
+@pytest.mark.parametrize("name", ["models", "recipes"])
+def test_packaged_models_and_recipes_are_modules_of_jshard(name):
+    folder = Path(jshard.__file__).parent / name
+    stems = [file.stem for file in folder.glob("*.py")]
+    assert "gpt" in stems
+    for stem in stems:
+        module = importlib.import_module(f"jshard.{name}.{stem}")
+        assert Path(str(module.__file__)).parent == folder
+        assert module.__doc__

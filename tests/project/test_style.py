@@ -1,4 +1,4 @@
-"""Rules of the rooms that make up a step: short signatures, types, no side channels."""
+"""Rules of the modules of a step: short signatures, types, no side channels."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator

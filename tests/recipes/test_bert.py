@@ -15,12 +15,12 @@ from flax import nnx
 
 import jshard
 import parity
+from jshard.models.bert import Bert, BertConfig
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
+from jshard.recipes import bert
 from jshard.training.loop import run
-from jshard.training.make_config import make_config
-from jshard.training.recipe import find_recipe, open_recipe
-from models.bert import Bert, BertConfig
 from tiny_runs import read_metrics
-from train import bert
 
 V, T, M = 40, 8, 3
 SMALL = BertConfig(

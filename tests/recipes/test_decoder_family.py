@@ -18,9 +18,9 @@ from flax import nnx
 import hlo
 import jshard
 import parity
-from models.llama import Llama, LlamaConfig
-from models.moe import MixtureOfExperts, load_balancing_loss
-from train.llama import loss_fn
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.moe import MixtureOfExperts, load_balancing_loss
+from jshard.recipes.llama import loss_fn
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40,

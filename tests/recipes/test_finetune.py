@@ -14,12 +14,12 @@ from foreign_weights import store
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import find_step
 from jshard.export import export
-from jshard.training.job import make_job, make_mesh
+from jshard.models import llama_huggingface as huggingface
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 from jshard.training.loop import run
-from jshard.training.make_config import make_config
-from jshard.training.recipe import find_recipe, open_recipe
-from models import llama_huggingface as huggingface
-from models.llama import Llama, LlamaConfig
 from tiny_runs import read_metrics
 
 SIZES: dict[str, Any] = {

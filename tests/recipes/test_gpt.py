@@ -10,7 +10,7 @@ from flax import nnx
 
 import jshard
 from jshard.generation import continue_prompts
-from models.gpt import GPT, GPTConfig
+from jshard.models.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(
     vocab_size=50, sequence_length=16, num_layers=2, num_heads=2, width=16, loss_chunk=8

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 import jshard
-from models.images import classification_loss, normalize
-from models.regnet import RegNet, RegNetConfig
-from models.resnet import ResNet, ResNetConfig
-from models.vit import ViT, ViTConfig
+from jshard.models.images import classification_loss, normalize
+from jshard.models.regnet import RegNet, RegNetConfig
+from jshard.models.resnet import ResNet, ResNetConfig
+from jshard.models.vit import ViT, ViTConfig
 from parity import make_mesh
 
 CLASSES, SIZE, STEPS = 5, 16, 3

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jshard.errors import UserError
-from jshard.training import returns
-from jshard.training.make_config import make_config
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe import contract as returns
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 from tiny_runs import expect_one_line, read_metrics
 
 SMALL_REGNET = (

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 import jshard
 from foreign_weights import store
-from jshard.training.make_config import make_config
-from jshard.training.recipe import find_recipe, open_recipe
-from jshard.training.tokenizer import ByteTokenizer
-from models import t5_huggingface as huggingface
-from models.t5 import T5, T5Config
+from jshard.data.tokenizers.tokenizer import ByteTokenizer
+from jshard.models import t5_huggingface as huggingface
+from jshard.models.t5 import T5, T5Config
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
 
 REPOSITORY = Path(__file__).parents[2]
 KEYS = {"data.sequence_length": 40, "data.noise": 0.2}

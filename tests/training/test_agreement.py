@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import jshard
+from jshard.config.run_config import complete
 from jshard.distributed import Peers
+from jshard.recipe.load import open_recipe
+from jshard.run.start import Start
 from jshard.training.agreement import agree, facts_of
-from jshard.training.config.config import complete
-from jshard.training.recipe import open_recipe
-from jshard.training.run_folder.start import Start
 from resumable import RECIPE
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from failures import WORDS
 from jobs import Job, write_recipe
-from jshard.training.run_folder.lock import lock_folder
+from jshard.run.lock import lock_folder
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ if os.environ.get("ODD") == "data":
         return right(config, split)[1:]
 if os.environ.get("ODD") == "checkpoint":
     import dataclasses
-    import jshard.training.setup as setup
+    import jshard.training.run_setup as setup
     find = setup.find_start
     setup.find_start = lambda *args: dataclasses.replace(find(*args), step=4)
 """

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.training.config.config import complete
+from jshard.config.run_config import complete
 from jshard.training.evaluation import prepare_evaluation
 from processes import Processes
 from resumable import RECIPE, train

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jshard
-from jshard.training.recipe import find_recipe, open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,8 +11,9 @@ import pytest
 
 import jshard
 from jshard.errors import UserError
-from jshard.training import schedule, step_log, throughput
-from jshard.training.run_folder.background import Background
+from jshard.recipe import learning_rate as schedule
+from jshard.run.background import Background
+from jshard.training import step_log, throughput
 from test_trainer import ROWS, make
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -13,13 +13,13 @@ import resumable
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.cli.command import run_command
+from jshard.config.run_config import check, complete
 from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted, RunFailed
+from jshard.recipe.load import open_recipe
+from jshard.run import metrics
 from jshard.training import loop
-from jshard.training.config.config import check, complete
 from jshard.training.preemption import Preemption
-from jshard.training.recipe import open_recipe
-from jshard.training.run_folder import metrics
 from processes import Processes
 
 STEPS = 4

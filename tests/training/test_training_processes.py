@@ -27,8 +27,8 @@ from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import CHECKPOINTS, find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
-from jshard.training.run_folder.saving import Saving
-from jshard.training.run_folder.source import Source
+from jshard.run.saving import Saving
+from jshard.run.source import Source
 from processes import Processes
 from resumable import read_metrics, train
 

@@ -14,7 +14,7 @@ import pytest
 import hlo
 import jshard
 from decoder import Sizes, lower_step, make_fsdp, policies
-from models.gpt import GPT, GPTConfig
+from jshard.models.gpt import GPT, GPTConfig
 
 SIZES = Sizes(layers=3)  # a decoder without attention
 EXAMPLES = 2  # a device

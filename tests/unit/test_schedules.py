@@ -5,7 +5,6 @@ gather and scatter.
 """
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -15,12 +14,13 @@ from jax.sharding import NamedSharding
 
 import jshard
 from h100 import h100s
+from jshard.fit.hardware import GPUS
 from jshard.fsdp.mesh import BATCH
-from jshard.plan import tracing_for
-from jshard.plan.cost.cost import Transfer, transfer, work
+from jshard.plan import hlo, tracing_for
+from jshard.plan.cost.kernel_work import work
 from jshard.plan.cost.timeline import replay
-from jshard.plan.hlo import hlo
-from jshard.plan.topology import GPUS
+from jshard.plan.cost.transfers import Transfer, transfer
+from jshard.recipes import llama
 
 pytestmark = pytest.mark.h100
 
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.h100
 LAYERS = 16
 SMALL = 1 << 20  # bytes; sums of scalars, and norms
 SEQUENCE = 6144  # no weight and no shard of weights is as large as an activation
-
-
-def recipe() -> Any:
-    """Only now: other tests count on no recipe being imported."""
-    return importlib.import_module("train.llama2_7b")
 
 
 @functools.cache
@@ -45,18 +40,15 @@ def compiled(
 ) -> Any:
     """Llama 2 7B with fewer layers, one sequence a GPU."""
     mesh = h100s(gpus, replica=replica)
-    llama2_7b = recipe()
-    config = llama2_7b.get_config()
+    config = llama.get_config("2-7b")
     config.model.num_layers = LAYERS
     config.model.sequence_length = SEQUENCE
     precision = jshard.Precision(compute="bfloat16")
     policy = jshard.Policy(
         remat=remat, prefetch=prefetch, unroll=unroll, precision=precision
     )
-    fsdp, optimizer = jshard.FSDP(mesh, policy), llama2_7b.make_optimizer(config)
-    state = fsdp.abstract_state(
-        functools.partial(llama2_7b.make_model, config), optimizer
-    )
+    fsdp, optimizer = jshard.FSDP(mesh, policy), llama.make_optimizer(config)
+    state = fsdp.abstract_state(functools.partial(llama.make_model, config), optimizer)
     sharding = NamedSharding(mesh, BATCH)
 
     def array(dtype):
@@ -65,7 +57,7 @@ def compiled(
 
     tokens, weights = array(jnp.int32), array(jnp.float32)
     batch = {"inputs": tokens, "targets": tokens, "weights": weights}
-    step = fsdp.train_step(llama2_7b.loss_fn, optimizer)
+    step = fsdp.train_step(llama.loss_fn, optimizer)
     with tracing_for(GPUS["h100"]):
         return step.trace(state, batch).lower().compile()
 
@@ -205,7 +197,7 @@ def test_without_a_loop_a_step_is_faster_hides_as_much_and_needs_no_more(gpus, r
 
 
 def test_working_ahead_costs_a_layers_weights_and_gradients_at_most():
-    config = recipe().get_config().model
+    config = llama.get_config("2-7b").model
     attention, mlp = 4 * config.width**2, 3 * config.width * config.hidden
     layer = 2 * (attention + mlp)  # bytes in bfloat16
     ahead, in_turn = (

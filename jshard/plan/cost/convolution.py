@@ -8,7 +8,7 @@ tensor cores only in part.
 import math
 import re
 
-from jshard.plan.hlo.hlo import Array, Computation, Instruction
+from jshard.plan.hlo import Array, Computation, Instruction
 
 _CUDNN = "__cudnn$conv"
 # Depth of the tensor cores' product of 16-bit numbers (PTX: mma.m16n8k16). It is also
@@ -27,10 +27,12 @@ def flops(computation: Computation, x: Instruction) -> float:
 
     Each element of the output sums over the taps of the kernel and the input channels
     of its group. The gradients by input and by kernel have as many. Taps in the padding
-    count: cuDNN does not skip them.
+    count: cuDNN does not skip them. Holes of a dilated input do not.
     """
     output, kernel, (_, size_out) = _roles(computation, x)
-    return 2.0 * output.size * kernel.size / size_out / _dilation(x)
+    found = re.search(r"lhs_dilate=([\dx]+)", x.text)
+    dilation = math.prod(map(int, found[1].split("x"))) if found else 1
+    return 2.0 * output.size * kernel.size / size_out / dilation
 
 
 def filled(computation: Computation, x: Instruction) -> float:
@@ -59,9 +61,3 @@ def _roles(
         raise ValueError(f"{x.name}: a convolution without labels of its dimensions")
     size_in, size_out = (kernel.shape[labels[1].index(label)] for label in "io")
     return output, kernel, (size_in, size_out)
-
-
-def _dilation(x: Instruction) -> int:
-    """Elements of a dilated input, with its holes, for each that is none."""
-    found = re.search(r"lhs_dilate=([\dx]+)", x.text)
-    return math.prod(map(int, found[1].split("x"))) if found else 1

@@ -7,31 +7,21 @@ their network ports over PCIe switches; from H100 on also over the CPU's chip-to
 link, or through another GPU.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 # Seconds to post a network transfer, the minimum for a ring's step between hosts.
 POST = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class Protocol:
-    """One of NCCL's protocols, on rings or on trees.
+class Protocol(NamedTuple):
+    """One of NCCL's protocols, on rings or on trees."""
 
-    Attributes:
-      name: NCCL's name.
-      latency: seconds per collective, in addition to its steps.
-      step: seconds of a step to the next device over NVLink.
-      network_step: the same over the network.
-      share: of the links' bandwidth.
-      network_most: limit in bytes/s of a ring or tree between hosts, or None.
-    """
-
-    name: str
-    latency: float
-    step: float
-    network_step: float
-    share: float
-    network_most: float | None = None
+    name: str  # NCCL's
+    latency: float  # seconds per collective, in addition to its steps
+    step: float  # seconds of a step to the next device over NVLink
+    network_step: float  # the same over the network
+    share: float  # of the links' bandwidth
+    network_most: float | None = None  # bytes/s of a ring or tree between hosts
 
     def seconds(
         self, steps: int, network_steps: int, wire: float, network_bytes: int = 0
@@ -64,18 +54,14 @@ TREES = (
 
 
 def rings(in_host: int, network: bool) -> tuple[Protocol, ...]:
-    """Returns the protocols on rings.
+    """Returns the protocols on rings with so many devices on each host.
 
-    Args:
-      in_host: devices of the ring on each host. With one, nothing hides its step over
-        the network, which then takes as long as a tree's.
-      network: whether the ring spans several hosts.
+    With one, nothing hides its step over the network, which takes as long as a tree's.
     """
     if not network:
         return RINGS
     return tuple(
-        dataclasses.replace(
-            ring,
+        ring._replace(
             step=max(ring.step, POST),
             network_step=(tree if in_host == 1 else ring).network_step,
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from jshard.fsdp.scopes import LAYERS
 from jshard.plan.cost.timeline import COMPUTE, Event, Loops, Timeline
-from jshard.plan.hlo.hlo import direction
+from jshard.plan.hlo.program_text import direction
 
 
 def _in_layers(event: Event) -> bool:

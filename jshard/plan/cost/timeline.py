@@ -4,16 +4,18 @@ XLA's schedule lists instructions in the order in which the host issues them. Ke
 run one after the other on the compute stream. A collective starts when the compute
 stream reaches its start and the previous collective has ended; its ``-done`` makes the
 compute stream wait. Copies to and from host memory have one stream for each direction,
-and so do copies on the device that XLA issues beside its kernels. ``plan.cost.cost``
-says how long each takes; what runs at the same time does not slow down.
+and so do copies on the device that XLA issues beside its kernels. ``kernel_work`` and
+``transfers`` say how long each takes; what runs at the same time does not slow down.
 """
 
 import collections
 import dataclasses
+from typing import NamedTuple
 
-from jshard.plan.cost.cost import FREE, UNKNOWN, transfer, work
-from jshard.plan.hlo.hlo import Computation, Instruction, Module
-from jshard.plan.topology import GPU
+from jshard.fit.hardware import GPU
+from jshard.plan.cost.kernel_work import UNKNOWN, work
+from jshard.plan.cost.transfers import transfer
+from jshard.plan.hlo import Computation, Instruction, Module
 
 COMPUTE = "compute"
 COLLECTIVES = "collectives"
@@ -21,36 +23,27 @@ COPIES = "copies"
 TO_HOST = "to host"
 FROM_HOST = "from host"
 STREAMS = (COMPUTE, COLLECTIVES, COPIES, TO_HOST, FROM_HOST)
+# Instructions that take no time: names for values, not kernels.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
+    "opt-barrier", "partition-id", "replica-id", "domain", "add-dependency",
+}  # fmt: skip
 
 Loops = tuple[tuple[str, int], ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """Something that occupies a stream.
+class Event(NamedTuple):
+    """Something that occupies a stream."""
 
-    Attributes:
-      name: of the instruction.
-      stream: one of ``STREAMS``.
-      kind: "matrix product", "attention", "memory", "all-gather", ..., "copy"; see
-        also ``cost.UNKNOWN``.
-      start: seconds since the step began.
-      end: likewise.
-      source: the JAX operation: ``jit(step)/jvp()/while/body/dot``.
-      bytes: on the wire or the bus; for a kernel, read and written.
-      flops: of a kernel's matrix products.
-      loops: the while loops around it, outermost first, each with its trip from 0.
-    """
-
-    name: str
-    stream: str
-    kind: str
-    start: float
-    end: float
-    source: str
-    bytes: int
-    flops: float = 0.0
-    loops: Loops = ()
+    name: str  # of the instruction
+    stream: str  # one of `STREAMS`
+    kind: str  # "copy", or that of a `Work` or a `Transfer`
+    start: float  # seconds since the step began
+    end: float  # likewise
+    source: str  # the JAX operation: "jit(step)/jvp()/while/body/dot"
+    bytes: int  # on the wire or the bus; for a kernel, read and written
+    flops: float = 0.0  # of a kernel's matrix products
+    loops: Loops = ()  # around it, outermost first, each with its trip from 0
 
     @property
     def seconds(self) -> float:
@@ -58,23 +51,14 @@ class Event:
         return self.end - self.start
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gap:
-    """A time in which the compute stream waits.
+class Gap(NamedTuple):
+    """A time in which the compute stream waits."""
 
-    Attributes:
-      start: seconds since the step began.
-      end: likewise.
-      waits_for: the event that ends the gap.
-      before: the last kernel before the gap, or None.
-      after: the first kernel after it, or None.
-    """
-
-    start: float
-    end: float
-    waits_for: Event
-    before: Event | None = None
-    after: Event | None = None
+    start: float  # seconds since the step began
+    end: float  # likewise
+    waits_for: Event  # ends the gap
+    before: Event | None = None  # the last kernel before it
+    after: Event | None = None  # the first kernel after it
 
     @property
     def seconds(self) -> float:
@@ -161,7 +145,7 @@ class _Replay:
         """Replays a computation. Starts and dones meet within it."""
         started: dict[str, Event] = {}
         for x in computation.instructions:
-            if x.opcode in FREE:
+            if x.opcode in _FREE:
                 continue
             if x.opcode == "while":
                 for trip in range(1 if x.trips is None else x.trips):
@@ -183,12 +167,12 @@ class _Replay:
         """Appends an event to its stream; waits for a synchronous collective."""
         start = max(self.free[cost.stream], self.free[COMPUTE])
         end = self.free[cost.stream] = start + cost.end
-        event = dataclasses.replace(cost, start=start, end=end, loops=loops)
+        event = cost._replace(start=start, end=end, loops=loops)
         self.events.append(event)
         if event.stream == COMPUTE:
             self.last_kernel = event
             if self.gaps and self.gaps[-1].after is None:
-                self.gaps[-1] = dataclasses.replace(self.gaps[-1], after=event)
+                self.gaps[-1] = self.gaps[-1]._replace(after=event)
         elif event.stream == COLLECTIVES:
             if not x.opcode.endswith("-start") or '"is_sync":true' in x.text:
                 self.synchronous[x.name] = None
@@ -210,6 +194,9 @@ class _Replay:
         ) -> Event:
             return Event(x.name, stream, kind, 0.0, seconds, x.source, nbytes, flops)
 
+        def bus() -> str:
+            return FROM_HOST if computation.given(x)[0].on_host else TO_HOST
+
         constants = self.gpu.constants
         moved = transfer(self.module, computation, x, self.num_devices)
         if moved is not None:
@@ -217,18 +204,11 @@ class _Replay:
             seconds = constants.launch if alone else moved.seconds(self.gpu)
             return event(COLLECTIVES, moved.kind, seconds, moved.wire_bytes)
         if x.opcode in ("copy-start", "async-start"):
-            nbytes = computation.by_name[x.operands[0]].arrays[0].bytes
+            nbytes = computation.given(x)[0].bytes
             seconds = constants.launch + nbytes / constants.host_bus
-            return event(_bus(computation, x), "copy", seconds, nbytes)
+            return event(bus(), "copy", seconds, nbytes)
         done = work(self.module, computation, x)
         seconds, nbytes = done.seconds(self.gpu), done.bytes + done.host_bytes
         if x.opcode == "fusion-start":
-            stream = _bus(computation, x) if done.host_bytes else COPIES
-            return event(stream, "copy", seconds, nbytes)
+            return event(bus() if done.host_bytes else COPIES, "copy", seconds, nbytes)
         return event(COMPUTE, done.kind, seconds, nbytes, done.flops)
-
-
-def _bus(computation: Computation, x: Instruction) -> str:
-    """The direction in which an instruction copies between host and device."""
-    given = computation.by_name[x.operands[0]].arrays[0]
-    return FROM_HOST if given.on_host else TO_HOST

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
+from jshard.fit.hardware import GPU
 from jshard.fsdp.mesh import REPLICA, names_of, shard_axes
 from jshard.fsdp.policy import Policy, UnitPolicy
 from jshard.fsdp.precision import is_float, is_quantized
 from jshard.fsdp.state import TrainState
-from jshard.layout.layers import layer_dims
-from jshard.layout.layout import Layout
+from jshard.layout.capacity import shard_size
+from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import LOOKED_UP
-from jshard.plan.cost.cost import Transfer, transfer
-from jshard.plan.hlo.hlo import Computation, Module
-from jshard.plan.topology import GPU
+from jshard.layout.state_layout import Layout
+from jshard.plan.cost.transfers import Transfer, transfer
+from jshard.plan.hlo import Computation, Module
 from jshard.unit.layers import spans
 
 NVLINK, NETWORK, SHARED = "NVLink", "network", "shared memory"
@@ -31,41 +31,27 @@ NVLINK, NETWORK, SHARED = "NVLink", "network", "shared memory"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives of one kind, with the same dtypes, over the same link.
+    """Collectives of one kind, with the same dtypes, over the same link."""
 
-    Attributes:
-      kind: "all-gather", "reduce-scatter", ...
-      dtype: on the wire, by XLA's name; "bf16+f32" if a collective moves several.
-      link: "NVLink" within a host, "network" between hosts; "shared memory" on CPUs.
-      group: number of devices that take part.
-      count: runs per step.
-      bytes: received by a device per step.
-      network_bytes: those that arrive through the device's own network port. The rest
-        comes over NVLink from the devices of the same host.
-      seconds: if the links serve nothing else; None if their speed is unknown.
-    """
-
-    kind: str
-    dtype: str
-    link: str
-    group: int
-    count: int
-    bytes: int
+    kind: str  # "all-gather", "reduce-scatter", ...
+    dtype: str  # on the wire, by XLA's name; "bf16+f32" if a collective moves several
+    link: str  # within a host, between hosts, or on CPUs
+    group: int  # number of devices that take part
+    count: int  # runs per step
+    bytes: int  # received by a device per step
+    # Those that arrive through the device's own network port. The rest comes over
+    # NVLink from the devices of the same host.
     network_bytes: int
-    seconds: float | None
+    seconds: float | None  # with idle links; None if their speed is unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of a step.
+    """All collectives of a step."""
 
-    Attributes:
-      rows: sorted by bytes, largest first.
-      least: bytes per device that the sharding itself needs, by (kind, dtype).
-    """
-
-    rows: tuple[Row, ...]
-    least: dict[tuple[str, str], int]
+    rows: tuple[Row, ...]  # sorted by bytes, largest first
+    # Bytes that a device must receive because of the sharding itself.
+    least: dict[tuple[str, str], int]  # by (kind, dtype)
 
     @property
     def bytes(self) -> int:
@@ -134,7 +120,7 @@ def least(
     n devices brings (n-1)/n of the full array (docs/memory.md).
 
     Not included: replicated parameters, looked-up embeddings, gathers in a Unit's
-    backward (not every backward reads its weights), scales of one-byte gathers, and the
+    backward (not every backward reads its weights), scales of one-byte gathers, the
     optimizer's own collectives, and exchanges of tokens and heads.
 
     Args:
@@ -157,42 +143,41 @@ def least(
             name = "s8"
         found[kind, name] += round(elements * dtype.itemsize)
 
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            place, x = places[path], variable.get_value()
-            looked_up = variable.get_metadata(LOOKED_UP, False)
-            over = place.over or shard_axes(mesh)
-            shards = math.prod(mesh.shape[axis] for axis in names_of(over))
-            if place.dim is None or shards == 1 or (looked_up and rounds):
-                continue
-            shard = math.prod(x.sharding.shard_shape(x.shape))
-            moved = shard * (shards - 1) * (rounds or 1)
-            depth = layer_dims(variable)
-            # Not all of a Stack's matrices are in float8, but none can be narrower.
-            float8 = place.float8 and depth and x.ndim - depth > 1
-            wire = jnp.dtype("int8" if float8 else place.gather or x.dtype)
-            add("all-gather", wire, moved)
-            if depth and x.ndim - depth > 1 and rounds:
-                unit, length = policy.unit(path), x.shape[depth - 1]
-                again = moved * _gathered_again(unit, length, prefetch) / length
-                group = int(unit.reshard_after_forward)
-                if unit.reshard_after_forward is True:
-                    add("all-gather", wire, again)
-                elif group:  # from what each group keeps, in the smaller dtype
-                    kept = wire if float8 else jnp.dtype(place.compute or wire)
-                    if not is_quantized(wire):
-                        kept = min(kept, wire, key=lambda dtype: dtype.itemsize)
-                    share = (1 - 1 / group) / (1 - 1 / shards)
-                    add("all-gather", kept, again * share)
-            if not place.trainable or not is_float(x):
-                continue
-            # A gradient has the dtype in which its weight arrived.
-            arrived = x.dtype if is_quantized(wire) else wire
-            reduce = jnp.dtype(place.reduce or place.compute or arrived)
-            by_parts = place.sum not in (None, reduce)
-            add("all-to-all" if by_parts else "reduce-scatter", reduce, moved)
-            if replicas > 1:
-                add("all-reduce", place.sum or reduce, shard * 2 * (1 - 1 / replicas))
+    for path, variable in state.flat_params():
+        place, x = places[path], variable.get_value()
+        looked_up = variable.get_metadata(LOOKED_UP, False)
+        over = place.over or shard_axes(mesh)
+        shards = math.prod(mesh.shape[axis] for axis in names_of(over))
+        if place.dim is None or shards == 1 or (looked_up and rounds):
+            continue
+        shard = shard_size(x)
+        moved = shard * (shards - 1) * (rounds or 1)
+        depth = layer_dims(variable)
+        # Not all of a Stack's matrices are in float8, but none can be narrower.
+        float8 = place.float8 and depth and x.ndim - depth > 1
+        wire = jnp.dtype("int8" if float8 else place.gather or x.dtype)
+        add("all-gather", wire, moved)
+        if depth and x.ndim - depth > 1 and rounds:
+            unit, length = policy.unit(path), x.shape[depth - 1]
+            again = moved * _gathered_again(unit, length, prefetch) / length
+            group = int(unit.reshard_after_forward)
+            if unit.reshard_after_forward is True:
+                add("all-gather", wire, again)
+            elif group:  # from what each group keeps, in the smaller dtype
+                kept = wire if float8 else jnp.dtype(place.compute or wire)
+                if not is_quantized(wire):
+                    kept = min(kept, wire, key=lambda dtype: dtype.itemsize)
+                share = (1 - 1 / group) / (1 - 1 / shards)
+                add("all-gather", kept, again * share)
+        if not place.trainable or not is_float(x):
+            continue
+        # A gradient has the dtype in which its weight arrived.
+        arrived = x.dtype if is_quantized(wire) else wire
+        reduce = jnp.dtype(place.reduce or place.compute or arrived)
+        by_parts = place.sum not in (None, reduce)
+        add("all-to-all" if by_parts else "reduce-scatter", reduce, moved)
+        if replicas > 1:
+            add("all-reduce", place.sum or reduce, shard * 2 * (1 - 1 / replicas))
     return {key: size for key, size in found.items() if size}
 
 

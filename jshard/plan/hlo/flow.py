@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jshard.plan.hlo.hlo import Computation, Instruction, Module
+from jshard.plan.hlo.program_text import Computation, Instruction, Module
 
 # Opcodes whose result is their operand, possibly in another dtype or layout.
 _SAME = {"bitcast", "copy", "convert", "transpose", "reshape", "opt-barrier"}

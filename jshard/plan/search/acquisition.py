@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jshard.plan.search.candidates import Candidate
 from jshard.plan.search.estimates import Estimate
-from jshard.plan.search.results import Outcome
+from jshard.plan.search.outcomes import Outcome
 
 # If no estimate adds to the Pareto front, the candidates come next that would add to it
 # with time and memory this much lower.

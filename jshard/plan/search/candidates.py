@@ -6,10 +6,10 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
+from jshard.config.run_config import Config, flatten, nearest
 from jshard.errors import UserError
+from jshard.fit.hardware import GPUS_A_HOST
 from jshard.fsdp.activations import POLICIES
-from jshard.plan.topology import GPUS_A_HOST
-from jshard.training.config.config import Config, flatten, nearest
 
 Settings = dict[str, str]  # text by key: {"policy.remat": "dots"}
 

@@ -17,16 +17,16 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
+from jshard.fit.hardware import GPU, GPUS_A_HOST
 from jshard.fsdp.mesh import EXPERT, TENSOR, names_of, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import state_bytes
 from jshard.layout.specs import is_sharded, layer_dims
-from jshard.plan.memory.memory import shard_bytes
+from jshard.plan.memory.breakdown import shard_bytes
 from jshard.plan.program import Program
 from jshard.plan.start_up import equations, product_flops
-from jshard.plan.topology import GPU, GPUS_A_HOST
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,15 @@ from typing import Any, TextIO
 
 from jshard.compat import absent_gpus
 from jshard.errors import UserError
-from jshard.plan.constants import Constants, find_constants
+from jshard.fit.device_memory import compiled_bytes
+from jshard.fit.hardware import Constants, find_constants
+from jshard.plan import hlo
 from jshard.plan.cost.timeline import replay
-from jshard.plan.hlo import hlo
 from jshard.plan.program import trace
-from jshard.plan.search import cache
-from jshard.training.make_config import make_config
-from jshard.training.memory import compiled_bytes
-from jshard.training.recipe import Recipe, open_recipe
+from jshard.plan.search.result_cache import program_key, read_result, write_result
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
 
 
 def run_task(
@@ -38,12 +39,11 @@ def run_task(
     """
     program = trace(recipe, make_config(recipe, task["settings"]), topology, constants)
     lowered = absent_gpus.lower(program.traced)
-    folder, key = Path(task["cache"]), cache.program_key(program, lowered.as_text())
-    result = cache.read(folder, key)
+    folder, key = Path(task["cache"]), program_key(program, lowered.as_text())
+    result = read_result(folder, key)
     cached = result is not None
     if result is None:
-        options = program.job.fsdp.compiler_options
-        compiled = absent_gpus.compile_lowered(lowered, program.mesh, options)
+        compiled = absent_gpus.compile_lowered(lowered, program.mesh, program.options)
         assert program.gpu is not None
         module = hlo.parse(compiled.as_text() or "")
         timeline = replay(module, program.gpu, program.mesh.size)
@@ -53,7 +53,7 @@ def run_task(
             "memory": compiled_bytes(compiled),
             "host": compiled_bytes(compiled, "host_"),
         }
-        cache.write(folder, key, result)
+        write_result(folder, key, result)
     seconds = result["seconds"]
     speed = {"rate": program.items / seconds, "mfu": program.mfu(seconds)}
     return {"figures": result | speed | {"cached": cached}, "unit": program.unit}

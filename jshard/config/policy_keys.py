@@ -1,0 +1,116 @@
+"""From the keys of `config.policy` to a `jshard.Policy`."""
+
+import dataclasses
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from jshard.compat.xla_options import check_options
+from jshard.config.parser import parse_value
+from jshard.config.run_config import Config
+from jshard.errors import UserError
+from jshard.fsdp.activations import POLICIES, Names, Offload
+from jshard.fsdp.policy import OF_UNITS, Policy
+from jshard.fsdp.precision import Precision
+from jshard.knob import knobs
+
+_PRECISION = tuple(field.name for field in dataclasses.fields(Precision))
+_KEYS = (*OF_UNITS, *_PRECISION)
+
+
+def make_policy(config: Config) -> Policy:
+    """Returns the `jshard.Policy` that `config.policy` describes.
+
+    Raises:
+      UserError: A value is not possible.
+    """
+    fields = config.policy.to_dict()
+    overrides = _overrides(fields.pop("overrides"), fields.pop("precision"))
+    fields["remat"] = parse_remat(fields["remat"])
+    return Policy(**fields, precision=make_precision(config), overrides=overrides)
+
+
+def make_precision(config: Config) -> Precision:
+    """Returns the `jshard.Precision` that `config.policy.precision` describes."""
+    return Precision(**config.policy.precision.to_dict())
+
+
+def write_policy(config: Config, policy: Policy) -> None:
+    """Sets the keys of `config.policy` to those of a policy, for the record.
+
+    A remat policy that is a function is its name.
+    """
+    values = {name: operator.attrgetter(name)(policy) for name in knobs(Policy)}
+    values["overrides"] = tuple(
+        f"{pattern}:{name}={_plain(value)}"
+        for pattern, fields in policy.overrides.items()
+        for name, value in fields.items()
+    )
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        group = config.policy
+        for part in groups:
+            group = group[part]
+        with group.ignore_type():
+            group[name] = _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Names):
+        kind = "offload" if isinstance(value, Offload) else "names"
+        return f"{kind}:{'+'.join(value.names)}"
+    return getattr(value, "__name__", repr(value)) if callable(value) else value
+
+
+def parse_remat(remat: Any) -> Any:
+    """Parses `names:a+b` and `offload:a+b`, which keep or offload named activations."""
+    kind, colon, names = str(remat).partition(":")
+    policies = {"names": Names, "offload": Offload}
+    if not colon:
+        return remat
+    if kind not in policies or not names:
+        raise UserError(
+            f"--config.policy.remat={remat}: must be {', '.join(POLICIES)}, "
+            "names:A+B or offload:A+B with names of activations"
+        )
+    return policies[kind](*names.split("+"))
+
+
+def _overrides(entries: Iterable[str], precision: dict[str, Any]) -> dict[str, dict]:
+    """Parses entries like `blocks.norm*:compute=float32`, in their order."""
+    overrides: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        pattern, colon, setting = str(entry).partition(":")
+        key, equals, text = setting.partition("=")
+        if not (pattern and colon and equals) or key not in _KEYS:
+            raise UserError(
+                f"--config.policy.overrides={entry}: must be PATTERN:KEY=VALUE, with "
+                f"a pattern of module paths and KEY one of {', '.join(_KEYS)}"
+            )
+        fields = overrides.setdefault(pattern, {})
+        value = parse_value(text, None)
+        if key in _PRECISION:
+            base = fields.get("precision", Precision(**precision))
+            fields["precision"] = dataclasses.replace(base, **{key: value})
+        else:
+            fields[key] = parse_remat(value) if key == "remat" else value
+    return overrides
+
+
+def parse_options(entries: Iterable[str]) -> dict[str, Any]:
+    """Parses `config.compiler_options`: entries like `xla_gpu_autotune_level=0`.
+
+    Raises:
+      UserError: An entry is not NAME=VALUE, or XLA has no such option or value.
+    """
+    options = {}
+    for entry in map(str, entries):
+        name, equals, text = entry.partition("=")
+        if not (name and equals):
+            raise UserError(
+                f"--config.compiler_options={entry}: must be NAME=VALUE, an option of "
+                "XLA and its value; None leaves the choice to XLA"
+            )
+        options[name] = parse_value(text, None)
+    check_options({k: v for k, v in options.items() if v is not None})
+    return options

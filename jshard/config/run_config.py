@@ -1,0 +1,174 @@
+"""The config of a run: a recipe's own keys, and those that every recipe shares."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ml_collections import ConfigDict, FieldReference
+
+from jshard.cli.paths import path_problem
+from jshard.config.keys import Key
+from jshard.config.profiled_steps import profile_problem
+from jshard.config.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
+from jshard.errors import UserError
+from jshard.knob import Knob
+
+# An ml_collections.ConfigDict; type checkers cannot know its keys.
+Config: TypeAlias = Any
+
+# Keys and groups that define what is trained, on which data, and in which order. A run
+# is not resumed with other values of these.
+MEANING = ("model", "data", "batch_size", "seed")
+
+
+def complete(config: Config, recipe: str, where: str = "") -> Config:
+    """Returns a recipe's config with every shared key.
+
+    Args:
+      config: What the recipe's `get_config` returned.
+      recipe: The recipe's name, for messages.
+      where: What holds the config, for messages, if not its `get_config`.
+
+    Raises:
+      UserError: The config is not a `ConfigDict`, lacks a required key, or has an
+        unknown shared key or one of the wrong type.
+    """
+    where = where or f"get_config() of recipe {recipe}"
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"{where} returns {type(config).__name__}; "
+            "it must return an ml_collections.ConfigDict"
+        )
+    for key in REQUIRED:
+        if key not in config:
+            raise UserError(f"{where} lacks the key {key!r}")
+    values: dict[str, Any] = {}
+    for key, declared in DEFAULTS.items():
+        _set(values, key, declared.default)
+    try:
+        _merge(values, config)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    return ConfigDict(values).lock()
+
+
+def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
+    """Sets a recipe's values over the shared ones; a ValueError for a bad one."""
+    for name, value in config.items(preserve_field_references=True):
+        key = f"{prefix}{name}"
+        plain = value.get() if isinstance(value, FieldReference) else value
+        if members := _members(f"{key}."):
+            if not isinstance(plain, ConfigDict):
+                raise ValueError(f"{key}={plain!r}: {key} is a group: {members}")
+            _merge(values, plain, f"{key}.")
+        elif key in SHARED:
+            if not SHARED[key].is_type_of(plain):
+                raise ValueError(f"{key}={plain!r}: expected {SHARED[key].possible()}")
+            _set(values, key, value)
+        elif prefix:  # a recipe has no keys of its own in a shared group
+            hint = nearest(key, SHARED) or f"; possible: {_members(prefix)}"
+            raise ValueError(f"unknown key {key!r}{hint}")
+        else:
+            shared = {key.split(".")[0] for key in SHARED}
+            if hint := nearest(key, shared - set(config), cutoff=0.8):
+                raise ValueError(f"unknown key {key!r}{hint}")
+            values[name] = value
+
+
+def _members(prefix: str) -> str:
+    return ", ".join(key for key in SHARED if key.startswith(prefix))
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a shared key in nested dicts; a recipe's references stay references."""
+    *groups, name = key.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+    if not isinstance(value, FieldReference):
+        declared = SHARED[key]
+        if declared.kind is float and type(value) is int:
+            value = float(value)
+        if declared.also:
+            value = FieldReference(value, field_type=object)
+    values[name] = value
+
+
+def declarations(config: Config, prefix: str = "") -> dict[str, Knob]:
+    """Returns the declaration of every key of a completed config, by flattened name."""
+    found: dict[str, Knob] = {}
+    for name, value in config.items(preserve_field_references=True):
+        key = f"{prefix}{name}"
+        if isinstance(value, ConfigDict):
+            found |= declarations(value, f"{key}.")
+        elif key in SHARED:
+            found[key] = SHARED[key]
+        elif isinstance(value, Key):
+            found[key] = value.knob
+        elif key in COMMON and COMMON[key].is_type_of(config[name]):
+            found[key] = COMMON[key]
+        else:  # a plain value, checked for its type alone
+            kind = config.get_type(name)
+            also = (None,) if config[name] is None or kind is str else ()
+            kind = object if kind is type(None) else kind
+            found[key] = Knob(config[name], "", kind=kind, also=also)
+    return found
+
+
+def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
+    """Returns a config as `{"optimizer.learning_rate": 1e-3, ...}`."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict | dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def is_within(key: str, groups: Iterable[str]) -> bool:
+    """Returns whether a flattened key is one of these or belongs to one of them."""
+    return any(key == group or key.startswith(f"{group}.") for group in groups)
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns "; did you mean X?" for the most similar name, or ""."""
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def check(config: Config) -> None:
+    """Raises a UserError if keys are out of range or contradict each other."""
+    flat = flatten(config)
+
+    def refuse(key: str, problem: str) -> None:
+        raise UserError(f"--config.{key}={flat[key]}: {problem}")
+
+    for key, declared in declarations(config).items():
+        problem = declared.problem(flat[key])
+        if declared.kind is Path:
+            problem = problem or path_problem(flat[key])
+        if problem:
+            refuse(key, problem)
+    if problem := profile_problem(config.profile.steps, config.steps):
+        refuse("profile.steps", problem)
+    checkpoint = config.checkpoint
+    if checkpoint.best:
+        if not checkpoint.best.startswith("eval_"):
+            refuse("checkpoint.best", "must be an evaluation metric, such as eval_loss")
+        for key in ("eval_every", "checkpoint.every"):
+            if not flat[key]:
+                refuse("checkpoint.best", f"needs --config.{key} above 0")
+    if checkpoint.restore_optimizer:
+        if not checkpoint.restore:
+            problem = "from where? give --config.checkpoint.restore too"
+            refuse("checkpoint.restore_optimizer", problem)
+        if checkpoint.restore.endswith(".safetensors"):
+            problem = f"{checkpoint.restore} has parameters only"
+            refuse("checkpoint.restore_optimizer", problem)
+    for entry in map(str, checkpoint.accept):
+        if entry not in MEANING and not any(is_within(key, [entry]) for key in flat):
+            raise UserError(
+                f"--config.checkpoint.accept={entry}: the recipe has no such key or "
+                f"group{nearest(entry, flat)}"
+            )

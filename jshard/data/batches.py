@@ -1,0 +1,217 @@
+"""Batches of a dataset: the part of one process, as a pure function of the step."""
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from jshard.data.dataset import Dataset
+from jshard.data.examples import count_rows, stack
+from jshard.data.iterables import Stream
+from jshard.errors import UserError
+from jshard.fsdp.batch import nearest
+
+# Decoding of images keeps every core busy; what is read does not depend on the number.
+_THREADS = max(4, os.cpu_count() or 1)
+_PREFETCHED = max(8, _THREADS)  # batches
+
+
+def batches(
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    start_step: int,
+    num_steps: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_threads: int = _THREADS,
+) -> Iterator[Any]:
+    """Iterates over this process's part of global batches start_step..num_steps-1.
+
+    Global batch s is examples [s*B, (s+1)*B) of `dataset`, and process p of P reads its
+    rows [p*B/P, (p+1)*B/P). A step's batch therefore depends neither on where the run
+    started nor on the number of processes.
+
+    Args:
+      dataset: Examples, trees of numpy arrays. Training data ends with `.repeat()`;
+        finite data must have enough examples for `num_steps`. A `Stream` is read and
+        skipped up to `start_step`, by every process, in its main thread.
+      batch_size: B, the global batch size, a multiple of `process_count`.
+      start_step: The first step, counted from 0.
+      num_steps: The step after the last.
+      process_index: p.
+      process_count: P.
+      num_threads: Threads that make batches ahead of time; 0 makes them on demand.
+
+    Returns:
+      An iterator over trees like the examples, with leaves stacked to [B/P, ...].
+
+    Raises:
+      UserError: `dataset` has too few examples, its examples differ, or the batch size
+        is not a multiple of the processes.
+    """
+    _check(batch_size, process_index, process_count)
+    if start_step < 0:
+        raise UserError(f"start_step={start_step}: steps are counted from 0")
+    if isinstance(dataset, Stream):
+        whole = dataset.batches(batch_size)
+        steps = itertools.islice(_full(whole, batch_size, num_steps), start_step, None)
+        return _rows_of_process(steps, process_index, process_count)
+    if len(dataset) < num_steps * batch_size:
+        raise UserError(
+            f"the dataset ends after {len(dataset)} examples, but {num_steps} steps of "
+            f"{batch_size} need {num_steps * batch_size}: end make_data with .repeat()"
+        )
+    # In batches of B/P examples, global batch s is numbers s*P .. s*P + P-1.
+    size = batch_size // process_count
+    local = dataset.batch(size, drop_remainder=True, batch_fn=stack)
+    first = start_step * process_count + process_index
+    local = local[first : num_steps * process_count : process_count]
+    return iter(local.to_iter_dataset(grain.ReadOptions(num_threads, _PREFETCHED)))
+
+
+def eval_batches(
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    max_batches: int | None = None,
+    num_threads: int = _THREADS,
+    **process: int,
+) -> Iterator[tuple[float, Any]]:
+    """Iterates once, in order, over this process's part of all examples.
+
+    All processes get the same number of full batches. If `batch_size` does not divide
+    the number of examples, copies of the last example pad the last global batch, with
+    "weights" of zero. Examples without "weights" are corrected for instead: by an extra
+    batch of copies with a negative factor.
+
+    Args:
+      dataset: Finite; examples are trees of numpy arrays.
+      batch_size: B, the global batch size, a multiple of `process_count`.
+      max_batches: The most batches to read; None reads all.
+      num_threads: As in `batches`.
+      **process: `process_index` and `process_count`, as in `batches`.
+
+    Returns:
+      An iterator over pairs of a factor and a batch as `batches` returns it. Sums over
+      batches, each times its factor, are sums over the examples.
+
+    Raises:
+      UserError: `dataset` is None, empty or infinite, or the batch size is not a
+        multiple of the processes.
+    """
+    _check(batch_size, **process)
+    if dataset is None:
+        raise UserError(
+            "make_data returned None for split 'validation': return a dataset, or "
+            "train without evaluations by --config.eval_every=0"
+        )
+    if isinstance(dataset, Stream):
+        padded = _padded(dataset, batch_size, max_batches)
+        return _rows_with_factors(padded, **process)
+    num_examples = len(dataset)
+    if num_examples == 0:
+        raise UserError("the evaluation dataset has no examples: check data.path")
+    if num_examples == sys.maxsize:
+        raise UserError(
+            "the evaluation dataset is infinite: leave out .repeat() in make_data "
+            "when split is 'validation'"
+        )
+    if max_batches is not None and max_batches < 1:
+        raise UserError(f"max_batches={max_batches}: give 1 or more, or None for all")
+    num_batches = min(math.ceil(num_examples / batch_size), max_batches or sys.maxsize)
+    factors = [1.0] * num_batches
+    padding = num_batches * batch_size - num_examples
+    if padding > 0:
+        if not _has_weights(dataset[0]):
+            factors.append(-padding / batch_size)
+        dataset = _pad(dataset, len(factors) * batch_size)
+    read = batches(
+        dataset,
+        batch_size=batch_size,
+        start_step=0,
+        num_steps=len(factors),
+        num_threads=num_threads,
+        **process,
+    )
+    return zip(factors, read, strict=True)
+
+
+def _full(whole: Iterator[Any], batch_size: int, num_steps: int) -> Iterator[Any]:
+    """Yields a stream's batches of all steps; a UserError if it ends before."""
+    for step in range(num_steps):
+        batch = next(whole, None)
+        if batch is None or count_rows(batch) < batch_size:
+            raise UserError(
+                f"the training data ends in step {step + 1} of {num_steps}: give data "
+                "that can be read again, such as a function that makes it, or lower "
+                "--config.steps"
+            )
+        yield batch
+
+
+def _padded(
+    stream: Stream, batch_size: int, max_batches: int | None
+) -> Iterator[tuple[float, Any]]:
+    """Yields a finite stream's batches and factors, as `eval_batches` does."""
+    for batch in itertools.islice(stream.batches(batch_size), max_batches):
+        padding = batch_size - count_rows(batch)
+        last = jax.tree.map(lambda x: x[-1:], batch)
+        weighs = _has_weights(batch)
+        copy = last | {"weights": np.zeros_like(last["weights"])} if weighs else last
+        copies = jax.tree.map(lambda x, n=padding: np.repeat(x, n, axis=0), copy)
+        yield 1.0, jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
+        if padding and not weighs:
+            whole = jax.tree.map(lambda x: np.repeat(x, batch_size, axis=0), last)
+            yield -padding / batch_size, whole
+
+
+def _rows_of_process(
+    whole: Iterator[Any], process_index: int = 0, process_count: int = 1
+) -> Iterator[Any]:
+    """Yields this process's rows of global batches."""
+    for batch in whole:
+        size = count_rows(batch) // process_count
+        rows = slice(process_index * size, (process_index + 1) * size)
+        yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+
+
+def _rows_with_factors(
+    padded: Iterator[tuple[float, Any]], **process: int
+) -> Iterator[tuple[float, Any]]:
+    for factor, batch in padded:
+        (rows,) = _rows_of_process(iter([batch]), **process)
+        yield factor, rows
+
+
+def _has_weights(example: Any) -> bool:
+    return isinstance(example, dict) and "weights" in example
+
+
+def _pad(dataset: grain.MapDataset, length: int) -> grain.MapDataset:
+    """Extends a dataset by copies of its last example, with weights of zero."""
+    last = len(dataset) - 1
+
+    def read(index: int) -> Any:
+        example: Any = dataset[min(index, last)]
+        if index > last and _has_weights(example):
+            return {**example, "weights": np.zeros_like(example["weights"])}
+        return example
+
+    return grain.MapDataset.range(length).map(read)
+
+
+def _check(batch_size: int, process_index: int = 0, process_count: int = 1) -> None:
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"{process_index=} is not in [0, {process_count=})")
+    if batch_size < 1 or batch_size % process_count:
+        raise UserError(
+            f"batch_size={batch_size} does not divide over {process_count} processes: "
+            f"use {nearest(batch_size, process_count)}"
+        )

@@ -1,0 +1,1 @@
+"""Text and token files as windows of tokens or packed documents."""

@@ -1,0 +1,1 @@
+"""Tokenizers, and chats by the template of a tokenizer."""

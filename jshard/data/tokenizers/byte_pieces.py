@@ -1,0 +1,77 @@
+"""Pieces of text as tokens: a small vocabulary of byte pairs, without a library."""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+# Words, of which tokens are parts: a line end with the next line's indentation; letters
+# or marks with the space before them; a digit; any other byte.
+WORD = re.compile(rb"\n *| ?[A-Za-z]+| +|[0-9]| ?[^\sA-Za-z0-9]+|[\x00-\xff]")
+BYTES = [bytes([byte]) for byte in range(256)]
+PYTHON = "python_pieces.json"  # beside this file; benchmarks/pieces.py makes it
+
+
+class PieceTokenizer:
+    """Tokens are bytes and frequent pieces of words; a zero byte ends a document.
+
+    A word becomes the longest piece that it begins with, and so on with its rest.
+
+    Args:
+      pieces: Strings of several bytes, which are the tokens from 256 on.
+
+    The attributes are those of `ByteTokenizer`.
+    """
+
+    bos_id: int | None = None
+    eos_id: int | None = 0
+    stop_ids: tuple[int, ...] = ()
+
+    def __init__(self, pieces: Sequence[bytes]):
+        self._texts = [*BYTES, *pieces]
+        self._ids = {text: token for token, text in enumerate(self._texts)}
+        self._longest = max(map(len, self._texts))
+        self._tokens_of = functools.lru_cache(maxsize=2**17)(self._spell)
+        self.vocab_size = len(self._texts)
+        self.dtype = np.dtype(np.uint16)
+        self.digest = hashlib.sha256(b"\n".join(self._texts)).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the tokens of a prompt, int32[n]."""
+        words = WORD.findall(text.encode())
+        return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of whole documents, uint16[n], each with its end."""
+        return [self.encode(text + "\0").astype(self.dtype) for text in texts]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of tokens [n], with � for bytes that are not UTF-8.
+
+        Tokens of a model with a larger vocabulary are written as numbers.
+        """
+        if np.max(tokens, initial=0) < self.vocab_size:
+            found = b"".join(self._texts[token] for token in tokens)
+            return found.decode(errors="replace")
+        return " ".join(map(str, tokens))
+
+    def _spell(self, word: bytes) -> tuple[int, ...]:
+        tokens, start = [], 0
+        while start < len(word):
+            stop = min(start + self._longest, len(word))
+            while word[start:stop] not in self._ids:
+                stop -= 1
+            tokens.append(self._ids[word[start:stop]])
+            start = stop
+        return tuple(tokens)
+
+
+def python_pieces() -> PieceTokenizer:
+    """Returns the tokenizer of Python's source code: 1024 tokens of 2.6 bytes each."""
+    pieces = json.loads(Path(__file__).with_name(PYTHON).read_text())
+    return PieceTokenizer([piece.encode("latin-1") for piece in pieces])

@@ -1,0 +1,227 @@
+"""Chats as tokens, by the template of their tokenizer.
+
+A template is a Jinja program that writes a conversation as one text. Its environment is
+that of Hugging Face's transformers, so that it writes the same text here.
+"""
+
+import functools
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshard.checkpoint.untrusted import read_text
+from jshard.data.tokenizers.chat_template import Template, TemplateError
+from jshard.data.tokenizers.tokenizer import FileTokenizer, read_json
+from jshard.errors import UserError, some_of
+
+_FILE = "chat_template.jinja"
+
+
+class Chat:
+    """Writes chats as text and tokens.
+
+    Args:
+      tokenizer: Of the model that chats.
+      template: A Jinja program.
+      where: Its file, for errors.
+
+    Attributes:
+      digest: Differs between templates.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer, template: str, where: str):
+        self.digest = hashlib.sha256(template.encode()).hexdigest()
+        self._tokenizer = tokenizer
+        self._where = where
+        # Text that no conversation holds, around what a template marks as generated.
+        self._marks = (f"<{uuid.uuid4().hex}>", f"</{uuid.uuid4().hex}>")
+        self._template = _compile(template, where, self._marks)
+        self._marked = "generation" in _tags(template)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        where: str = "chat",
+    ) -> str:
+        """Returns a conversation as text.
+
+        Args:
+          messages: With "role" and "content", and what else the template reads.
+          tools: Functions that the model may call, as JSON schemas.
+          add_generation_prompt: End with the beginning of an answer.
+          where: What to call the conversation in an error.
+        """
+        text = self._render(messages, tools, add_generation_prompt, where)
+        return text.replace(self._marks[0], "").replace(self._marks[1], "")
+
+    def encode(
+        self, record: Mapping[str, Any], where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a conversation's tokens, and which of them an assistant wrote.
+
+        Those are what a template puts between `{% generation %}` and
+        `{% endgeneration %}`. Of other templates, they are what each answer adds to the
+        text of the messages before it with a generation prompt, without spaces at its
+        end: the answer and the token that ends it.
+
+        Args:
+          record: {"messages": [{"role": ..., "content": ...}, ...]}, perhaps "tools".
+          where: What to call it in an error.
+
+        Returns:
+          Tokens, unsigned [n], and bool[n].
+
+        Raises:
+          UserError: It is not such a record, the template refuses it, or earlier
+            messages look different once an answer follows, so that the answer's tokens
+            are not known.
+        """
+        messages, tools = _checked(record, where), record.get("tools") or None
+        if self._marked:
+            text, spans = self._split(
+                self._render(messages, tools, False, where), where
+            )
+        else:
+            text = self._render(messages, tools, False, where)
+            spans = self._answers(messages, tools, text, where)
+        try:
+            tokens, offsets = self._tokenizer.encode_with_offsets(text)
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}: not valid Unicode ({error.reason})") from error
+        trained = np.zeros(len(tokens), bool)
+        for start, stop in spans:
+            # A token that begins earlier holds the answer's first characters, too.
+            first = np.searchsorted(offsets[:, 1], start, "right")
+            last = np.searchsorted(offsets[:, 0], stop, "left")
+            trained[first:last] = start < stop
+        return tokens.astype(self._tokenizer.dtype), trained
+
+    def _answers(
+        self, messages: list[Any], tools: Any, text: str, where: str
+    ) -> list[tuple[int, int]]:
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], tools, True, where)
+            after = self._render(messages[: number + 1], tools, False, where)
+            if not (text.startswith(after.rstrip()) and after.startswith(before)):
+                raise UserError(
+                    f"{where}: which tokens answer {number + 1} has is not known, as "
+                    f"{self._where} writes messages differently when others follow; "
+                    "mark answers in it by {% generation %} and {% endgeneration %}"
+                )
+            spans.append((len(before), max(len(after.rstrip()), len(before))))
+        return spans
+
+    def _split(self, text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Removes marks, and returns the text and the spans that they enclosed."""
+        begin, end = self._marks
+        plain, *parts = text.split(begin)
+        spans = []
+        if end in plain or any(part.count(end) != 1 for part in parts):
+            raise UserError(
+                f"{where}: {self._where} marks an answer within another, or writes a "
+                "part of one"
+            )
+        for part in parts:
+            answer, rest = part.split(end)
+            spans.append((len(plain), len(plain) + len(answer)))
+            plain += answer + rest
+        return plain, spans
+
+    def _render(
+        self,
+        messages: Sequence[Any],
+        tools: Any,
+        add_generation_prompt: bool,
+        where: str,
+    ) -> str:
+        variables = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables | self._tokenizer.special_tokens)
+        except TemplateError as error:
+            raise UserError(f"{where}: {self._where} refuses it: {error}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def load_chat(tokenizer: FileTokenizer) -> Chat:
+    """Returns a tokenizer's chat template, from `chat_template.jinja` or its config.
+
+    Raises:
+      UserError: There is none, it is not Jinja, or jinja2 is missing.
+    """
+    folder = tokenizer.file.parent
+    file = folder / _FILE
+    if (template := _read(file)) is not None:
+        return Chat(tokenizer, template, str(file))
+    name = "tokenizer_config.json"
+    found = read_json(folder, [name]).get("chat_template")
+    if isinstance(found, list):  # several, each with a name
+        several = [each for each in found if isinstance(each, dict)]
+        named = [x.get("template") for x in several if x.get("name") == "default"]
+        found = named[0] if named else None
+    if not isinstance(found, str):
+        raise UserError(
+            f"{folder}: has no chat template, neither {_FILE} nor in {name}; put the "
+            "one of the model's chat version there"
+        )
+    return Chat(tokenizer, found, str(folder / name))
+
+
+def _read(file: Path) -> str | None:
+    """Returns the text of a template's file; None if there is none."""
+    try:
+        return read_text(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+
+
+def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
+    """Returns a record's messages, if it has some with roles."""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            f"{where}: expected a list of messages under 'messages'; the record has "
+            f"{some_of(sorted(record)) or 'nothing'}"
+        )
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UserError(f"{where}: message {number} has no 'role'")
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{where}: no message has the role 'assistant' to train on")
+    return messages
+
+
+def _compile(template: str, where: str, marks: tuple[str, str]) -> Template:
+    try:
+        return Template(template, marks)
+    except ImportError as error:
+        raise UserError(
+            f"{where}: chat templates need jinja2: pip install 'jshard[text]'"
+        ) from error
+    except TemplateError as error:
+        raise UserError(f"{where}: not a Jinja template: {error}") from error
+
+
+def _tags(template: str) -> set[str]:
+    """Returns the first words of the template's statements."""
+    return {words[0] for words in map(str.split, _statements(template)) if words}
+
+
+def _statements(template: str) -> list[str]:
+    return [part.partition("%}")[0].strip("-+ ") for part in template.split("{%")[1:]]

@@ -1,0 +1,253 @@
+"""Tokenizers: bytes, pieces, or files of Hugging Face's `tokenizers` library."""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshard.checkpoint import untrusted
+from jshard.cli.paths import check_path
+from jshard.data.tokenizers.byte_pieces import PieceTokenizer, python_pieces
+from jshard.errors import UserError
+
+BYTE_VOCAB = 256
+PYTHON = "python"  # the name of the pieces that come with jshard
+FILE = "tokenizer.json"
+_MOST = 2**28  # bytes of it; the largest ones have 40 MB
+# Where special tokens are named; the first that names one decides.
+_NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+_NUMBERING = ("config.json", "generation_config.json")
+
+
+class ByteTokenizer:
+    """Tokens are the bytes of UTF-8; a zero byte, which no text has, ends a document.
+
+    Attributes:
+      vocab_size: All tokens are below it.
+      dtype: An unsigned one that holds them.
+      digest: Differs between tokenizers whose files differ.
+      bos_id: Begins a document; None if nothing does. Here None.
+      eos_id: Ends a document; None if nothing does. Here 0.
+      stop_ids: Tokens that end a generated text; here 0 alone.
+    """
+
+    vocab_size = BYTE_VOCAB
+    dtype = np.dtype(np.uint8)
+    digest = "bytes"
+    bos_id: int | None = None
+    eos_id: int | None = 0
+    stop_ids: tuple[int, ...] = (0,)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the tokens of a prompt, int32[n]."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of whole documents, uint8[n], each with its end."""
+        return [np.frombuffer(text.encode() + b"\0", np.uint8) for text in texts]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of tokens [n], with � for bytes that are not UTF-8.
+
+        Tokens of a model with a larger vocabulary are written as numbers.
+        """
+        if np.max(tokens, initial=0) < BYTE_VOCAB:
+            return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
+        return " ".join(map(str, tokens))
+
+
+class FileTokenizer:
+    """A `tokenizer.json`, with the special tokens that the files beside it name.
+
+    The attributes are those of `ByteTokenizer`, and
+
+    Attributes:
+      file: The path of tokenizer.json.
+      special_tokens: Texts of special tokens by name, like "bos_token", as chat
+        templates read them.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._tokenizer = _open(file)
+        self.digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        self.dtype = np.dtype(np.uint32)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size <= 2**16:
+            self.dtype = np.dtype(np.uint16)
+        self.special_tokens = _special_tokens(file.parent)
+        self._numbers = read_json(file.parent, _NUMBERING)
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+        self.stop_ids = self._stop_ids()
+
+    def encode(self, text: str, *, special: bool = True) -> np.ndarray:
+        """Returns the tokens of a prompt, int32[n].
+
+        Args:
+          text: The prompt.
+          special: Add the special tokens that the tokenizer puts around a text, such as
+            one that begins it.
+        """
+        found = self._tokenizer.encode(_whole(text), add_special_tokens=special)
+        return np.asarray(found.ids, np.int32)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a text without special ones, and their characters.
+
+        Returns:
+          Tokens int32[n], and the first character of each and the one after its last,
+          int64[n, 2].
+        """
+        found = self._tokenizer.encode(_whole(text), add_special_tokens=False)
+        offsets = np.asarray(found.offsets, np.int64).reshape(-1, 2)
+        return np.asarray(found.ids, np.int32), offsets
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of whole documents, [n] of `dtype`, on all cores.
+
+        A document begins as a prompt does, and ends with `eos_id` if there is one.
+        """
+        # No character offsets, which take as long as the rest.
+        found = self._tokenizer.encode_batch_fast([_whole(text) for text in texts])
+        end = [] if self.eos_id is None else [self.eos_id]
+        return [
+            np.array(ids if ids[-1:] == end else ids + end, self.dtype)
+            for ids in (document.ids for document in found)
+        ]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of tokens [n] without special ones."""
+        return self._tokenizer.decode(np.asarray(tokens).tolist())
+
+    def _special_id(self, name: str) -> int | None:
+        """Returns a special token's id, by its text or by its number in config.json."""
+        if (text := self.special_tokens.get(name)) is not None:
+            return self._tokenizer.token_to_id(text)
+        return next(iter(_ids(self.file.parent, self._numbers, f"{name}_id")), None)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        """Returns the ends of a document, and those that a model's config adds."""
+        named = []
+        for file in _NUMBERING:
+            found = read_json(self.file.parent, (file,))
+            named += _ids(self.file.parent, found, "eos_token_id")
+        return tuple(sorted({i for i in (self.eos_id, *named) if i is not None}))
+
+
+Tokenizer = ByteTokenizer | PieceTokenizer | FileTokenizer
+
+
+def _whole(text: str) -> str:
+    """Raises UnicodeEncodeError for half a character; the library, a TypeError."""
+    text.encode()
+    return text
+
+
+def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer:
+    """Returns the tokenizer of a file, or of a folder with a `tokenizer.json`.
+
+    Args:
+      path: "" for bytes, "python" for pieces of Python. Loaded once a process.
+      vocab_size: If given, all but bytes must not have more tokens.
+
+    Raises:
+      UserError: `path` holds no tokenizer or a larger one, or the `tokenizers` library
+        is missing.
+    """
+    check_path("data.tokenizer", path)
+    tokenizer = _load(str(path))
+    if path and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, more "
+            f"than model.vocab_size={vocab_size}; set --config.model.vocab_size="
+            f"{tokenizer.vocab_size} or more, or give the model's own tokenizer "
+            "(--config.data.tokenizer=, empty, for bytes)"
+        )
+    return tokenizer
+
+
+@functools.lru_cache(maxsize=8)
+def _load(path: str) -> Tokenizer:
+    if not path:
+        return ByteTokenizer()
+    if path == PYTHON:
+        return python_pieces()
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file /= FILE
+    if not file.is_file():
+        raise UserError(
+            f"{path}: no {FILE} here; give a file of Hugging Face's tokenizers library "
+            "or a folder with one (transformers' save_pretrained writes it, also for a "
+            "tokenizer.model)"
+        )
+    return FileTokenizer(file)
+
+
+def _open(file: Path) -> Any:
+    try:
+        import tokenizers  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"{file}: reading it needs the tokenizers library: pip install "
+            "'jshard[text]'"
+        ) from error
+    if not file.is_file():  # a pipe may never end
+        raise UserError(f"{file}: not a tokenizer: it is no file")
+    if (size := file.stat().st_size) > _MOST:
+        raise UserError(f"{file}: not a tokenizer: it has {size:,} bytes")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except BaseException as error:  # the library raises no narrower one
+        panic = type(error).__name__ == "PanicException"  # Rust's; no Exception
+        if not (panic or isinstance(error, Exception)):
+            raise
+        why = " ".join(str(error).split())  # it may quote line ends of the file
+        raise UserError(f"{file}: not a tokenizer: {why}") from error
+    tokenizer.no_truncation()  # some files carry the limits of their model
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Returns texts of special tokens by name: strings, or objects with "content"."""
+    found = {}
+    for name, value in read_json(folder, _NAMING).items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can hold half a character
+                raise UserError(f"{folder}: {name} is {text!r}, not a text") from error
+            found[name] = text
+    return found
+
+
+def _ids(folder: Path, entries: Mapping[str, Any], name: str) -> list[int]:
+    """Returns the tokens that an entry numbers: none, one or a list."""
+    found = entries.get(name)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
+        raise UserError(f"{folder}: {name} is {str(found)[:80]}, not a token's number")
+    return ids
+
+
+def read_json(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the entries of JSON files; of those with one name, that of the first."""
+    entries: dict[str, Any] = {}
+    for name in names:
+        try:
+            found = untrusted.read_json(folder / name)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / name}: cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{folder / name}: not a JSON object")
+        entries = {**found, **entries}
+    return entries

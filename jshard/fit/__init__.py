@@ -1,0 +1,1 @@
+"""What a config leaves to the memory and the traffic of the devices."""

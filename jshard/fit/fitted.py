@@ -1,0 +1,116 @@
+"""The job of a run, with the keys chosen that its config leaves to the memory."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jshard.config.run_config import Config, flatten, is_within
+from jshard.config.shared_keys import FIT, FITTED
+from jshard.distributed import Peers
+from jshard.errors import UserError
+from jshard.fit.device_memory import compiled_bytes, usable_bytes
+from jshard.fit.memory_choice import Candidate, Traced, fit, is_open
+from jshard.fsdp.mesh import groups_of_examples, hosts_of, mesh_text
+from jshard.plan.start_up import network_axes
+from jshard.recipe.build import Job, abstract_batch, make_job
+from jshard.recipe.definition import Recipe
+from jshard.run.resume import (
+    FITTED_ON,
+    changed_keys,
+    read_config,
+)
+
+# Keys and groups on which a step's memory depends.
+_OF_STEP = ("model", "batch_size", "policy", "optimizer", "compiler_options")
+
+
+def make_fitted_job(
+    recipe: Recipe,
+    config: Config,
+    mesh: Mesh,
+    hosts: Sequence[int] | None,
+    workdir: Path,
+    peers: Peers,
+) -> tuple[Job, str]:
+    """Sets up a recipe on a mesh; what the config leaves open is chosen.
+
+    A run that resumes keeps its choice, and so its program, on the same mesh.
+
+    Args:
+      recipe: What to train.
+      config: Its config, with every shared key.
+      mesh: The devices.
+      hosts: The host of each process, if known.
+      workdir: The run's folder, which need not exist.
+      peers: All processes; each calls this.
+
+    Returns:
+      The job, whose config has no open keys, and a line that says what was chosen and
+      why; empty if nothing was open.
+
+    Raises:
+      UserError: The config asks for something impossible, or nothing fits.
+    """
+    if not is_open(config):
+        return make_job(recipe, config, mesh), ""
+    kept = _choice_of_run(workdir, config, mesh) if peers.index == 0 else None
+    kept = json.loads(peers.publish("fit", json.dumps(kept)))
+    if kept is not None:
+        candidate = Candidate(*kept)
+        return (
+            make_job(recipe, candidate.apply(config), mesh),
+            f"{candidate}, as this run chose when it began",
+        )
+    peers.at("choosing by memory", 0)
+    batch, _, _ = abstract_batch(recipe, config, mesh)
+    network = network_axes(mesh, hosts_of(list(mesh.devices.flat), hosts))
+
+    def traced(job: Job) -> tuple[Any, jax.stages.Traced]:
+        state = job.abstract_state()
+        return state, job.train_step.trace(state, batch)
+
+    def trace(config: Config) -> Traced:
+        state, step = traced(make_job(recipe, config, mesh))
+        return Traced(
+            step.jaxpr.jaxpr,
+            state,
+            config.policy.accumulate,
+            dict(mesh.shape),
+            network,
+        )
+
+    def compile(config: Config) -> tuple[int, Job]:
+        job = make_job(recipe, config, mesh)  # its step keeps what is compiled here
+        return compiled_bytes(traced(job)[1].lower().compile()), job
+
+    usable = min(map(int, peers.share("memory", str(usable_bytes(mesh.local_devices)))))
+    parts = groups_of_examples(mesh)
+    chosen = fit(config, parts, usable, trace, compile)
+    return chosen.made, chosen.note
+
+
+def fitted_on(mesh: Mesh) -> str:
+    """Returns what a choice was made for: the devices and the mesh, in words."""
+    kind = mesh.devices.flat[0].device_kind
+    return f"{mesh.size} x {kind}: {mesh_text(mesh)}"
+
+
+def _choice_of_run(workdir: Path, config: Config, mesh: Mesh) -> tuple[str, int] | None:
+    """Returns what the folder's run chose, if it holds for this config and mesh."""
+    try:
+        before = read_config(workdir)
+    except UserError:  # a new run; one that cannot be resumed is refused later
+        return None
+    if before.get(FITTED_ON) != fitted_on(mesh):
+        return None
+    flat = flatten(config)
+    changes = changed_keys(before, config)
+    open_keys = [key for key in FITTED if flat[key] == FIT]
+    if any(is_within(key, _OF_STEP) and key not in open_keys for key in changes):
+        return None
+    remat, accumulate = (flatten(before)[key] for key in FITTED)
+    return remat, accumulate

@@ -1,0 +1,239 @@
+"""Chooses what a config leaves to the memory: `policy.remat` and `policy.accumulate`.
+
+A key with the value "fit" gets the value of the fastest step that the devices have
+memory for. The candidates are ordered by a rough roofline, and their memory is
+estimated from their jaxprs; then the fastest that should fit is compiled, and XLA's own
+figure decides. One compilation is usual, and the run uses that program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from jax.extend import core
+
+from jshard.config.run_config import Config, flatten
+from jshard.config.shared_keys import FIT, FITTED
+from jshard.errors import UserError
+from jshard.fit.device_memory import step_bytes
+from jshard.fit.hardware import GPUS, overlapped
+from jshard.formatting import format_bytes
+from jshard.layout.capacity import state_bytes
+from jshard.plan.start_up import product_flops, traffic
+
+T = TypeVar("T")
+
+REMAT, ACCUMULATE = FITTED
+# Remat policies and what they compute again, in parts of the products' time. Under
+# "dots" these are norms and activation functions: 1 % of a Llama, 4 % of GPT-2.
+# Under "attention" these are all products but attention's, which are the most where
+# sequences are long.
+_RECOMPUTED = {"none": 0.0, "dots": 0.03, "attention": 0.24, "full": 0.25}
+
+_GPU = GPUS["h100"]  # only the order of candidates depends on its speed
+_KERNELS = 4  # for each matrix product, itself included
+
+
+class DoesNotFit(UserError):
+    """No candidate fits the memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Values for the keys that are to be chosen."""
+
+    remat: str
+    accumulate: int
+
+    def apply(self, config: Config) -> Config:
+        """Returns a copy of a config with these values."""
+        chosen = config.copy_and_resolve_references()
+        with chosen.ignore_type():
+            chosen.policy.remat = self.remat
+            chosen.policy.accumulate = self.accumulate
+        return chosen
+
+    def __str__(self) -> str:
+        batches = "micro-batch" if self.accumulate == 1 else "micro-batches"
+        return f"remat {self.remat}, {self.accumulate} {batches}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A step that is traced, but not compiled.
+
+    Attributes:
+      jaxpr: of the step.
+      state: abstract, with shardings.
+      accumulate: its number of micro-batches.
+      sizes: number of devices along each mesh axis.
+      network: the axes that span hosts (`start_up.network_axes`).
+    """
+
+    jaxpr: core.Jaxpr
+    state: Any
+    accumulate: int
+    sizes: Mapping[str, int]
+    network: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit(Generic[T]):
+    """What was chosen.
+
+    Attributes:
+      config: with the chosen values.
+      made: what `compile` returned for it.
+      note: the choice and its reason, on one line.
+    """
+
+    config: Config
+    made: T
+    note: str
+
+
+def is_open(config: Config) -> bool:
+    """Returns whether a config leaves something to be chosen here."""
+    return any(flatten(config)[key] == FIT for key in FITTED)
+
+
+def fit(
+    config: Config,
+    parts: int,
+    usable: int,
+    trace: Callable[[Config], Traced],
+    compile: Callable[[Config], tuple[int, T]],
+) -> Fit[T]:
+    """Chooses the fastest values of the open keys for which the memory suffices.
+
+    Args:
+      config: with "fit" in one or both of `FITTED`; the other stays as it is.
+      parts: groups of devices that the examples are split over.
+      usable: bytes of each.
+      trace: traces the step of a config.
+      compile: compiles it; returns the bytes that it needs on a device, and anything.
+
+    Raises:
+      DoesNotFit: Not even the most frugal candidate fits; names its need.
+    """
+    listed = candidates(config, parts)
+    ends = [trace(c.apply(config)) for c in _fewest_and_more(listed)]
+    if (state := state_bytes(ends[0].state)) > usable:
+        raise DoesNotFit(_too_large("the state alone", state, usable, config))
+    order = sorted(listed, key=_Time.of(*ends).seconds)
+    traces: dict[Candidate, int] = {}  # bytes beside the state
+    compiled: dict[Candidate, tuple[int, T]] = {}
+    ratio = 1.0  # XLA's figure over the estimate
+
+    def bytes_of(candidate: Candidate) -> float:
+        if candidate in compiled:
+            return compiled[candidate][0]
+        if candidate not in traces:
+            traces[candidate] = step_bytes(trace(candidate.apply(config)).jaxpr)
+        return state + ratio * traces[candidate]
+
+    while True:
+        best = next((c for c in order if bytes_of(c) <= usable), None)
+        if best in compiled:
+            break
+        # An estimate may be too high: the most frugal one is compiled in any case.
+        best = best or min(order, key=bytes_of)
+        if best in compiled:
+            what = f"even with {best}, a step"
+            raise DoesNotFit(_too_large(what, compiled[best][0], usable, config))
+        compiled[best] = compile(best.apply(config))
+        ratio = max(compiled[best][0] - state, 0) / max(traces[best], 1)
+    needed, made = compiled[best]
+    note = f"{best}: {format_bytes(needed)} of {format_bytes(usable)} a device"
+    if faster := order[: order.index(best)]:
+        other = faster[-1]
+        about = "" if other in compiled else "about "
+        needs = f"{about}{format_bytes(bytes_of(other))}"
+        note += f"; {_difference(other, best)} would need {needs}"
+    return Fit(best.apply(config), made, note)
+
+
+def candidates(config: Config, parts: int) -> list[Candidate]:
+    """Returns all combinations, from the fewest micro-batches and recomputations."""
+    remat, accumulate = config.policy.remat, config.policy.accumulate
+    examples = max(config.batch_size // parts, 1)  # of a part in a step
+    micro = [n for n in range(1, examples + 1) if examples % n == 0]
+    return [
+        Candidate(r, m)
+        for r in (list(_RECOMPUTED) if remat == FIT else [remat])
+        for m in (micro if accumulate == FIT else [accumulate])
+    ]
+
+
+def _fewest_and_more(listed: list[Candidate]) -> list[Candidate]:
+    """Returns the first candidate, and the same with more micro-batches if possible."""
+    first = listed[0]
+    more = [c for c in listed[1:] if c.remat == first.remat]
+    return [first, *more[:1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Time:
+    """What the duration of a candidate's step follows from, in seconds.
+
+    Attributes:
+      fewest: the micro-batches of the first candidate.
+      compute: of the matrix products, without recomputation.
+      wire: of the collectives, with the fewest micro-batches.
+      more_wire: of the collectives of each further micro-batch.
+      overhead: of each micro-batch: launches, and the sum of gradients.
+    """
+
+    fewest: int
+    compute: float
+    wire: float
+    more_wire: float
+    overhead: float
+
+    @classmethod
+    def of(cls, first: Traced, more: Traced | None = None) -> "_Time":
+        """Takes a step with the fewest micro-batches, and one with twice as many."""
+        flops, products = product_flops(first.jaxpr)
+        wire, more_wire, overhead = _on_the_wire(first), 0.0, 0.0
+        if more is not None:
+            added = more.accumulate - first.accumulate
+            more_wire = (_on_the_wire(more) - wire) / added
+            # Chunks of a loss are no further launches: there are as many of them.
+            further = (product_flops(more.jaxpr)[1] - products) / added
+            gradients = 3 * state_bytes(first.state.params)  # read, add, write
+            launches = _KERNELS * further * _GPU.constants.launch
+            overhead = launches + _GPU.memory_seconds(gradients)
+        compute = _GPU.product_seconds(flops)
+        return cls(first.accumulate, compute, wire, more_wire, overhead)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Estimates a candidate's step."""
+        further = candidate.accumulate - self.fewest
+        compute = self.compute * (1 + _RECOMPUTED.get(candidate.remat, 0))
+        wire = self.wire + further * self.more_wire
+        return overlapped(compute, wire) + further * self.overhead
+
+
+def _on_the_wire(traced: Traced) -> float:
+    """Returns the seconds that the links need for a step's collectives."""
+    found = traffic(traced.jaxpr, dict(traced.sizes), traced.network).values()
+    network = sum(t.network_bytes for t in found)
+    inside = sum(t.wire_bytes for t in found) - network
+    return network / _GPU.constants.network_port + _GPU.link_seconds(inside)
+
+
+def _difference(other: Candidate, chosen: Candidate) -> str:
+    if other.remat == chosen.remat:
+        return f"with {other.accumulate} it"
+    if other.accumulate == chosen.accumulate:
+        return f"remat {other.remat}"
+    return str(other)
+
+
+def _too_large(what: str, needed: int, usable: int, config: Config) -> str:
+    fitted = [f"--config.{key}" for key in FITTED if flatten(config)[key] == FIT]
+    return (
+        f"{' and '.join(fitted)}=fit: {what} needs "
+        f"{format_bytes(needed)} of the {format_bytes(usable)} that a device has; use "
+        "more devices, --config.policy.offload=optimizer, or a smaller batch or model"
+    )

@@ -1,0 +1,1 @@
+"""The files of Hugging Face, PEFT and timm: tensors, names and configs."""

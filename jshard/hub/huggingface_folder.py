@@ -1,0 +1,95 @@
+"""Hugging Face's folders: config.json, tokenizer files, and what tells them apart."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jshard.checkpoint import metadata
+from jshard.checkpoint.untrusted import read_json
+from jshard.errors import UserError
+from jshard.hub.safetensors_read import is_safetensors
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_TIMM = "architecture"  # transformers has "architectures"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def is_huggingface(path: Path) -> bool:
+    """Returns whether a path is a Hugging Face folder, complete or not.
+
+    A folder that ``jshard.export`` wrote in its own names holds a description, and a
+    run's folder a config.json without an architecture.
+    """
+    if not path.is_dir() or (path / metadata.FILE).exists():
+        return False
+    if is_safetensors(path):
+        return True
+    try:
+        content = read_json(path / CONFIG)
+    except (OSError, ValueError):
+        return any((path / file).exists() for file in _PICKLED)
+    return isinstance(content, dict) and not content.keys().isdisjoint(
+        ("architectures", "model_type", _TIMM)
+    )
+
+
+def is_timm(path: Path) -> bool:
+    """Returns whether the config.json of a folder is timm's, complete or not."""
+    try:
+        content = read_json(path / CONFIG)
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get(_TIMM), str)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads the config.json of a Hugging Face folder.
+
+    Raises:
+      UserError: There is none, it is damaged, or the weights are quantised.
+    """
+    file = folder / CONFIG
+    try:
+        content = read_json(file)
+    except FileNotFoundError as error:
+        what = "does not exist" if not folder.exists() else f"has no {CONFIG}"
+        raise UserError(
+            f"{folder} {what}: a Hugging Face folder holds {CONFIG} beside the weights"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"cannot read {file}: it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"cannot read {file}: it holds no JSON object")
+    if quantised := content.get("quantization_config"):
+        known = isinstance(quantised, dict) and quantised.get("quant_method")
+        raise UserError(
+            f"{folder} is quantised ({known or 'quantization_config'} in {CONFIG}): "
+            "give the folder of the unquantised model"
+        )
+    if not is_safetensors(folder) and any((folder / x).exists() for x in _PICKLED):
+        raise UserError(
+            f"{folder} holds {_PICKLED[0]}, whose reading may run any code: convert "
+            "it to safetensors with transformers' save_pretrained"
+        )
+    return content
+
+
+def copy_files(names: Iterable[str], source: Path, target: Path) -> list[str]:
+    """Copies those of the files that a folder has; returns their names."""
+    found = [name for name in names if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found

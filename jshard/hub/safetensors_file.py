@@ -1,0 +1,108 @@
+"""Reads the tensors of safetensors files: a header, then slices through mmap."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
+from jshard.errors import UserError
+from jshard.hub.safetensors_write import INDEX, SINGLE
+
+DTYPES: dict[str, Any] = {
+    "BOOL": bool,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file.
+
+    Attributes:
+      file: The file.
+      offset: The place of its first byte there.
+      shape: Its shape.
+      dtype: Its dtype, as the format calls it: "BF16".
+    """
+
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def open(self) -> np.ndarray:
+        """Maps the tensor into memory; only what is used of it is read.
+
+        The pages that were read count as this process's memory as long as the array
+        exists, so that it should be short-lived.
+        """
+        return np.memmap(
+            self.file, DTYPES[self.dtype], "r", offset=self.offset, shape=self.shape
+        )
+
+
+def find_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Finds the tensors of a folder or a file, by name, reading the headers alone.
+
+    Raises:
+      UserError: A file is missing, truncated or not in the format.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in _files(path):
+        try:
+            if not file.is_file():  # a pipe or a device may never end
+                raise OSError("no file" if file.exists() else "it does not exist")
+            with safe_open(file, framework="np"):
+                pass  # it checks the header, and the file's size against it
+            found |= _read_header(file)
+        except (OSError, ValueError, SafetensorError) as error:
+            why = " ".join(str(error).split())  # it may quote line ends of the file
+            raise UserError(f"cannot read {file}: {why}") from error
+    return found
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = parse_json(stream.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(
+            file,
+            8 + length + tensor["data_offsets"][0],
+            tuple(tensor["shape"]),
+            tensor["dtype"],
+        )
+        for name, tensor in header.items()
+    }
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the files of a model; raises UserError if there are none."""
+    index = path / INDEX
+    if index.exists():
+        try:
+            files = set(read_json(index)["weight_map"].values())
+            # Links are followed: Hugging Face's cache consists of them.
+            return [path_inside(path, file) for file in sorted(files)]
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            raise UserError(f"cannot read {index}: {error!r}") from error
+    file = path / SINGLE if path.is_dir() else path
+    if not file.exists():
+        raise UserError(f"there is no {file}" + f" and no {INDEX}" * path.is_dir())
+    return [file]

@@ -1,0 +1,233 @@
+"""Reads safetensors files into sharded arrays, each device its slices."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jshard.checkpoint import metadata
+from jshard.errors import UserError, some_of
+from jshard.fsdp.state import TrainState
+from jshard.hub.file_tensor import FileTensor
+from jshard.hub.safetensors_file import DTYPES, StoredTensor, find_tensors
+from jshard.hub.safetensors_write import INDEX, SINGLE
+from jshard.hub.tensor_names import Index, tensor_names
+from jshard.layout.transfer import put_parts
+
+# Where each layer of an array lies in the files; () is an array outside Stacks.
+Layers = dict[Index, FileTensor]
+
+_ABSENT = FileTensor(())
+# Ends of names that GPTQ, AWQ, bitsandbytes and compressed tensors give to their parts.
+_QUANTISED = (
+    ".qweight",
+    ".qzeros",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight.absmax",
+    ".SCB",
+)
+# Ends of names in Hugging Face's files that transformers does not read either: buffers
+# that follow from the config, the head of a model whose head is the embedding, the
+# number of batches in batch statistics, and what a masked language model does not have
+# of BERT.
+_REDUNDANT = (
+    "rotary_emb.inv_freq",
+    "attn.bias",
+    "attn.masked_bias",
+    "lm_head.weight",
+    "embeddings.position_ids",
+    "predictions.decoder.weight",
+    "predictions.decoder.bias",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+    "seq_relationship.weight",
+    "seq_relationship.bias",
+    "num_batches_tracked",
+)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Returns whether ``path`` is for ``load_safetensors`` to read."""
+    return path.suffix == ".safetensors" or any(
+        (path / name).exists() for name in (INDEX, SINGLE)
+    )
+
+
+def load_safetensors(
+    path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
+) -> dict[str, jax.Array]:
+    """Reads a model from files of ``jshard.export`` or of Hugging Face, onto any mesh.
+
+    That is its parameters, trained or frozen, and the floating-point arrays of its
+    other state. A process reads only the slices of its own devices, and its host holds
+    one device's shard of one array at a time.
+
+    Args:
+      path: A folder with ``model.safetensors.index.json`` or ``model.safetensors``, or
+        one file.
+      state: The state that the arrays are for: its shapes, floating-point dtypes and
+        shardings. Concrete arrays are deleted just before theirs are read.
+      tensors: Where each array lies in the files, by tensor name without stacking
+        ("blocks.3.up.kernel"); by default under that name, as ``jshard.export`` writes.
+
+    Returns:
+      The arrays by their names in the state, for ``metadata.replace_arrays``.
+
+    Raises:
+      UserError: Files are missing or damaged, or their tensors are not exactly those of
+        the model; the message lists the first differences.
+    """
+    found = find_tensors(path)
+    wanted = _wanted(path, state, found, tensors)
+    _check(path, wanted, found, _REDUNDANT if tensors else ())
+    loaded = {}
+    for name, array in metadata.arrays_by_name(state).items():
+        if name not in wanted:
+            continue
+        abstract = jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=array.sharding
+        )
+        if isinstance(array, jax.Array):
+            array.delete()
+        exact, layers = wanted[name]
+        loaded[name] = _load(abstract, exact.shape, layers, found)
+    return loaded
+
+
+def check_safetensors(
+    path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
+) -> None:
+    """Raises what ``load_safetensors`` would raise, without reading any values."""
+    found = find_tensors(path)
+    wanted = _wanted(path, state, found, tensors)
+    _check(path, wanted, found, _REDUNDANT if tensors else ())
+
+
+def _wanted(
+    path: Path,
+    state: TrainState,
+    found: Mapping[str, StoredTensor],
+    tensors: Mapping[str, FileTensor] | None,
+) -> dict[str, tuple[Any, Layers]]:
+    """Returns the abstract arrays to read and the places of their layers, by name.
+
+    Adapters that the files have not are left out: they keep their initial values.
+    """
+    arrays, variables = metadata.exact_by_name(state), metadata.variables_by_name(state)
+    wanted: dict[str, tuple[Any, Layers]] = {}
+    unknown: list[str] = []
+    for name, layers in tensor_names(
+        metadata.describe(state, config={}, metrics={})
+    ).items():
+        new = found.keys().isdisjoint(layers.values())
+        if isinstance(variables.get(name), nnx.LoRAParam) and new:
+            continue
+        if tensors is None:
+            places = {index: FileTensor((name,)) for index, name in layers.items()}
+        else:
+            unknown += [name for name in layers.values() if name not in tensors]
+            places = {i: tensors.get(name, _ABSENT) for i, name in layers.items()}
+            places = {i: x.named_as_in(found) for i, x in places.items() if x.names}
+        if places:
+            wanted[name] = arrays[name], places
+    if unknown:
+        raise UserError(
+            f"the recipe's map of Hugging Face names lacks {some_of(unknown)}: {path} "
+            "is of another kind of model"
+        )
+    return wanted
+
+
+def _check(
+    path: Path,
+    wanted: Mapping[str, tuple[Any, Layers]],
+    found: Mapping[str, StoredTensor],
+    redundant: tuple[str, ...],
+) -> None:
+    """Raises UserError unless the tensors are exactly those of the model.
+
+    Besides them there may be tensors whose names end like one of ``redundant``.
+    """
+    if quantised := [name for name in found if name.endswith(_QUANTISED)]:
+        raise UserError(
+            f"{path} is quantised ({some_of(quantised, limit=3)}): give the folder of "
+            "the unquantised model"
+        )
+    expected = {
+        name: (place.shape_in_file(array.shape[len(index) :]), array.dtype)
+        for array, layers in wanted.values()
+        for index, place in layers.items()
+        for name in place.names
+    }
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [
+        f"{name} is not in the model"
+        for name in found
+        if name not in expected and not name.endswith(redundant)
+    ]
+    for name in (name for name in expected if name in found):
+        shape, dtype = expected[name]
+        stored = found[name]
+        is_float = stored.dtype.startswith(("F", "BF"))
+        if stored.shape != shape:
+            problems.append(f"{name} has shape {list(stored.shape)}, not {list(shape)}")
+        elif stored.dtype not in DTYPES or is_float != jnp.issubdtype(
+            dtype, jnp.floating
+        ):
+            problems.append(f"{name} has dtype {stored.dtype}, not {dtype}")
+    if problems:
+        raise UserError(f"{path} is of another model: {some_of(problems, '; ')}")
+
+
+def _load(
+    array: jax.ShapeDtypeStruct,
+    exact: tuple[int, ...],
+    layers: Layers,
+    found: Mapping[str, StoredTensor],
+) -> jax.Array:
+    """Reads one array from the tensors of its layers; its padding is zeros.
+
+    ``exact`` is its shape without that.
+    """
+
+    def part_at(index: tuple[slice, ...]) -> np.ndarray:
+        ends = (slice(*s.indices(n)[:2]) for s, n in zip(index, exact, strict=True))
+        return _read(tuple(ends), array.dtype, layers, found)
+
+    return put_parts(part_at, array)
+
+
+def _read(
+    index: tuple[slice, ...],
+    dtype: Any,
+    layers: Layers,
+    found: Mapping[str, StoredTensor],
+) -> np.ndarray:
+    """Reads a slice of an array."""
+    layer_dims = len(next(iter(layers)))
+    bounds = [(s.start, s.stop) for s in index]
+    values = np.empty([stop - start for start, stop in bounds], dtype)
+    for position in np.ndindex(values.shape[:layer_dims]):
+        layer = tuple(bounds[i][0] + p for i, p in enumerate(position))
+        place, one = layers[layer], values[(*position, ...)]
+        for part, name, rest in _parts(one, place, index[layer_dims:]):
+            tensor = found[name].open()
+            part[...] = place.from_file(tensor)[rest]  # casts
+    return values
+
+
+def _parts(
+    values: np.ndarray, place: FileTensor, index: tuple[slice, ...]
+) -> Iterator[tuple[np.ndarray, str, tuple[slice, ...]]]:
+    """Yields the part of ``values`` that each tensor fills, its name and its slice."""
+    if len(place.names) == 1:
+        yield values, place.names[0], index
+        return
+    for part, name in zip(values, place.names[index[0]], strict=True):
+        yield part, name, index[1:]

@@ -1,0 +1,43 @@
+"""The constants of the timeline's model, as data and in a sentence."""
+
+from typing import Any
+
+from jshard.fit.hardware import FITTED, Constants
+from jshard.plan.cost import nccl
+
+
+def assumptions(constants: Constants = FITTED) -> dict[str, Any]:
+    """The model's constants by name: shares, seconds, and bytes/s."""
+    return {
+        "source": constants.source,
+        "measured_over_predicted": [constants.low, constants.high],
+        "matrix_products_of_peak": constants.matmul,
+        "attention_of_peak": constants.attention,
+        "memory_of_bandwidth": constants.memory,
+        "nvlink_of_bandwidth": constants.link,
+        "network_bytes_per_second_a_gpu": constants.network_port,
+        "host_bus_bytes_per_second": constants.host_bus,
+        "kernel_launch_seconds": constants.launch,
+        "network_post_seconds": nccl.POST,
+        "rings": [protocol._asdict() for protocol in nccl.RINGS],
+        "trees": [protocol._asdict() for protocol in nccl.TREES],
+    }
+
+
+def assumed(constants: Constants = FITTED) -> str:
+    """The same in a sentence, without the trees."""
+    rings = ", ".join(
+        f"{ring.name} ({ring.latency * 1e6:.2g} us, {ring.step * 1e6:.2g} a step over "
+        f"NVLink, {ring.network_step * 1e6:.2g} over the network, {ring.share:.0%} of "
+        "the bandwidth)"
+        for ring in nccl.RINGS
+    )
+    return (
+        f"matrix products at {constants.matmul:.0%} of the dense bf16 peak, attention "
+        f"at {constants.attention:.0%}, memory at {constants.memory:.0%} of its "
+        f"bandwidth, NVLink at {constants.link:.0%}, a network port of "
+        f"{constants.network_port / 1e9:.2f} GB/s a GPU, "
+        f"{constants.host_bus / 1e9:.0f} GB/s to the host, "
+        f"{constants.launch * 1e6:.2g} us a kernel ({constants.source}), and "
+        f"collectives by the fastest of NCCL's protocols: {rings}"
+    )

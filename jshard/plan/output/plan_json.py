@@ -1,0 +1,132 @@
+"""A plan as JSON, and as a trace for ui.perfetto.dev.
+
+docs/plan.md has the schemas.
+"""
+
+import dataclasses
+from typing import Any
+
+from jshard.config.run_config import flatten
+from jshard.fit.hardware import FITTED
+from jshard.plan.cost.assumptions import assumptions
+from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.timeline import STREAMS, Event, Timeline
+from jshard.plan.output.plan_text import options
+from jshard.plan.planning import Plan
+from jshard.version import versions
+
+SCHEMA = 2
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Returns the plan without events and program, in bytes, seconds and FLOP/s."""
+    program, traffic = plan.program, plan.traffic
+    return {
+        "schema": SCHEMA,
+        "versions": versions(("jax", "jaxlib", "flax", "optax")),
+        "recipe": program.job.recipe.name,
+        "config": flatten(program.job.config),
+        "topology": program.topology,
+        "gpu": None if program.gpu is None else dataclasses.asdict(program.gpu),
+        "mesh": dict(program.mesh.shape),
+        "batch": {"items": program.items, "unit": program.unit},
+        "compile_seconds": plan.seconds,
+        "fits": plan.fits,
+        "memory": plan.memory.as_dict(),
+        "traffic": {
+            "bytes": traffic.bytes,
+            "network_bytes": traffic.network_bytes,
+            "least_bytes": traffic.least_bytes,
+            "rows": list(map(dataclasses.asdict, traffic.rows)),
+            "least": [
+                {"kind": kind, "dtype": dtype, "bytes": size}
+                for (kind, dtype), size in traffic.least.items()
+            ],
+        },
+        "timeline": None if plan.timeline is None else _timeline(plan, plan.timeline),
+        "options": [
+            {"name": name, "value": value, "reason": reason}
+            for name, value, reason in options(plan)
+        ],
+        "model": assumptions(program.gpu.constants if program.gpu else FITTED),
+    }
+
+
+def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    phases = Phases(timeline)
+    per_second = plan.items_per_second or 0.0
+
+    def event(x: Event | None) -> dict[str, Any] | None:
+        return x and {
+            "name": x.name,
+            "kind": x.kind,
+            "phase": phases.of(x),
+            "source": x.source,
+            "bytes": x.bytes,
+        }
+
+    return {
+        "seconds": timeline.seconds,
+        "seconds_range": plan.seconds_range,
+        "exposed": timeline.exposed,
+        "floor": timeline.floor,
+        "waits_for_copies": timeline.waits_for_copies,
+        "items_per_second": per_second,
+        "items_per_second_a_device": per_second / plan.program.mesh.size,
+        "mfu": plan.mfu,
+        "busy": {stream: timeline.busy(stream) for stream in STREAMS},
+        "phases": phases.seconds(),
+        "synchronous": list(timeline.synchronous),
+        "unknown": timeline.unknown,
+        "gaps": [
+            {
+                "start": gap.start,
+                "seconds": gap.seconds,
+                "waits_for": event(gap.waits_for),
+                "before": event(gap.before),
+                "after": event(gap.after),
+            }
+            for gap in timeline.largest_gaps()
+        ],
+    }
+
+
+def trace(plan: Plan) -> dict[str, Any]:
+    """Returns Chrome's trace events: a thread per stream, times in microseconds.
+
+    Raises:
+      ValueError: the plan has no timeline.
+    """
+    timeline = plan.timeline
+    if timeline is None:
+        raise ValueError("no timeline")
+    phases = Phases(timeline)
+    title = f"{plan.program.job.recipe.name} on {plan.program.topology}, one device"
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
+    ]
+    for stream in timeline.streams:
+        thread = STREAMS.index(stream)
+        at = {"ph": "M", "pid": 0, "tid": thread}
+        order = {"sort_index": thread}
+        events.append({"name": "thread_name", "args": {"name": stream}, **at})
+        events.append({"name": "thread_sort_index", "args": order, **at})
+    events += [
+        {
+            "name": x.name,
+            "cat": x.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": STREAMS.index(x.stream),
+            "ts": x.start * 1e6,
+            "dur": x.seconds * 1e6,
+            "args": {
+                "phase": phases.of(x),
+                "source": x.source,
+                "bytes": x.bytes,
+                "flops": x.flops,
+            },
+        }
+        for x in timeline.events
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,184 @@
+"""A plan as one self-contained HTML page: an interactive timeline, and tables."""
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from jshard.formatting import format_bytes, format_count, format_seconds
+from jshard.plan.cost.assumptions import assumed
+from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.timeline import Timeline
+from jshard.plan.memory.breakdown import Memory
+from jshard.plan.output import plan_text
+from jshard.plan.planning import Plan
+from jshard.report.charts import script_json
+from jshard.report.page import document, section, table, tiles
+
+KINDS = (
+    "matrix product",
+    "attention",
+    "memory",
+    "all-gather",
+    "reduce-scatter",
+    "other collectives",
+    "copy",
+)
+_NO_CONTENTION = "Kernels, collectives and copies do not slow each other down."
+
+
+def render(plan: Plan) -> str:
+    """Renders the page."""
+    return document(
+        plan_text.heading(plan),
+        plan_text.job(plan),
+        [_tiles(plan), *(section(*part) for part in _sections(plan))],
+        ["page.css", "plan.css"],
+        ["plan.js"] if plan.timeline is not None else [],
+        package="jshard.plan.output",
+    )
+
+
+def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields headings, and content as HTML."""
+    timeline, traffic = plan.timeline, plan.traffic
+    if timeline is not None:
+        yield "Timeline", "".join(_charts(timeline))
+    yield "Memory of a device", _memory(plan.memory)
+    heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
+    found = table(plan_text.traffic_rows(traffic), heading, "grid-table")
+    if traffic.network_bytes:
+        found += _note(f"{plan_text.network(traffic)}.")
+    yield "Traffic of a device in a step", found or _note("none")
+    if timeline is not None:
+        heading = ["at", "lasts", "waits for", "between"]
+        found = table(plan_text.gap_rows(timeline), heading, "grid-table")
+        yield "Where no kernel runs", found or _note("none: there is no gap")
+        phases = Phases(timeline).seconds().items()
+        rows = [(name, format_seconds(seconds)) for name, seconds in phases]
+        yield "Kernels by phase", table(rows)
+    if plan.program.options:
+        rows = [
+            (f"{name}={value}", why) for name, value, why in plan_text.options(plan)
+        ]
+        yield "XLA options", table(rows)
+    if plan.program.gpu is not None:
+        model = assumed(plan.program.gpu.constants)
+        yield "Model", _note(f"{model}. {_NO_CONTENTION}")
+
+
+def _tiles(plan: Plan) -> str:
+    figures = []
+    if plan.timeline is not None:
+        per_second, unit = plan.items_per_second or 0.0, plan.program.unit
+        seconds, exposed = plan.timeline.seconds, plan.timeline.exposed
+        share = f"exposed communication, {exposed / seconds:.1%} of the step"
+        found = plan_text.step_range(plan)
+        figures = [
+            (format_seconds(seconds), f"a step ({found})" if found else "a step"),
+            *([] if plan.mfu is None else [(f"{plan.mfu:.1%}", "MFU")]),
+            (format_count(per_second / plan.program.mesh.size), f"{unit}/s a GPU"),
+            (format_count(per_second), f"{unit}/s"),
+            (format_seconds(exposed), share),
+        ]
+    of = "a device"
+    if plan.memory.usable is not None:
+        fits = "fits" if plan.fits else "does not fit"
+        of = f"of {format_bytes(plan.memory.usable)} usable: {fits}"
+    figures.append((format_bytes(plan.memory.total), of))
+    return tiles(figures)
+
+
+def _charts(timeline: Timeline) -> Iterator[str]:
+    """Yields the legend, charts of the step and of a few layers, and their data."""
+    phases = Phases(timeline)
+    used = {_kind(event.kind) for event in timeline.events}
+    keys = "".join(
+        f'<span class="kind kind-{i}">{escape(name)}</span>'
+        for i, name in enumerate(KINDS)
+        if i in used
+    )
+    gap = '<span class="kind kind-gap">no kernel runs</span>'
+    yield f'<p class="legend">{keys}{gap}</p>'
+    views = {
+        "The complete step": (0.0, timeline.seconds),
+        "A few layers of the forward": phases.layers("forward"),
+        "A few layers of the backward": phases.layers("backward"),
+    }
+    for title, view in views.items():
+        if view is not None:
+            start, end = (1e6 * seconds for seconds in view)
+            yield (
+                f'<figure class="timeline" data-start="{start:.2f}" '
+                f'data-end="{end:.2f}"><figcaption>{title}'
+                '<span class="buttons"><button data-zoom="0.5" title="closer">+'
+                '</button><button data-zoom="2" title="farther">&minus;</button>'
+                "<button data-reset>Reset</button></span></figcaption>"
+                f'<canvas tabindex="0" role="img" aria-label="{title}: '
+                'streams over time"></canvas></figure>'
+            )
+    yield _note(
+        "Drag or press arrow keys to move; zoom with Ctrl and the wheel, + and -, "
+        "or a double click. Point at a box for details."
+    )
+    data = script_json(_data(timeline, phases))
+    yield f'<script type="application/json" id="timeline">{data}</script>'
+
+
+def _data(timeline: Timeline, phases: Phases) -> dict[str, Any]:
+    """Returns events as rows of numbers that refer to a table of distinct texts."""
+    streams = timeline.streams
+    texts: dict[str, int] = {}
+
+    def text(value: str) -> int:
+        return texts.setdefault(value, len(texts))
+
+    def us(seconds: float) -> float:
+        return round(seconds * 1e6, 2)
+
+    events = [
+        [
+            streams.index(e.stream),
+            _kind(e.kind),
+            us(e.start),
+            us(e.seconds),
+            text(phases.words(e).rpartition(" (")[0]),
+            text(phases.of(e)),
+            text(e.source),
+            text(e.name),
+            e.bytes,
+            round(e.flops),
+        ]
+        for e in timeline.events
+    ]
+    gaps = [[us(g.start), us(g.seconds), text(g.waits_for.kind)] for g in timeline.gaps]
+    return {
+        "seconds": us(timeline.seconds),
+        "streams": streams,
+        "events": events,
+        "gaps": gaps,
+        "texts": list(texts),
+    }
+
+
+def _kind(kind: str) -> int:
+    return KINDS.index(kind if kind in KINDS else "other collectives")
+
+
+def _memory(memory: Memory) -> str:
+    """Returns a bar of the parts, as shares of the card, and a table."""
+    full = max(memory.usable or 0, memory.total)
+    parts = [(part.name, part.bytes) for part in memory.parts if part.bytes > 0]
+    marks = [f"part-{number}" for number in range(len(parts))]
+    blocks = "".join(
+        f'<i class="{mark}" style="width:{100 * size / full:.3f}%" '
+        f'title="{escape(name)}: {format_bytes(size)}"></i>'
+        for mark, (name, size) in zip(marks, parts, strict=True)
+    )
+    if memory.usable is not None:
+        blocks += f'<u style="left:{100 * memory.usable / full:.3f}%"></u>'
+    rows = plan_text.memory_rows(memory)
+    return f'<div class="bar">{blocks}</div>' + table(rows, (), "numbers", marks)
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'

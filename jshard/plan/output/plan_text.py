@@ -1,0 +1,202 @@
+"""A plan as text for the terminal."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from jshard.compat import xla_options
+from jshard.formatting import format_bytes, format_count, format_seconds
+from jshard.plan.cost.assumptions import assumed
+from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline
+from jshard.plan.cost.traffic import Traffic
+from jshard.plan.memory.breakdown import Memory, Part
+from jshard.plan.planning import Plan
+
+GAPS = 10
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Yields the lines of the report."""
+    yield heading(plan)
+    yield job(plan)
+    if plan.chosen:
+        yield f"chosen: {plan.chosen}"
+    yield ""
+    rows = [("MEMORY a device", "", "", ""), *memory_rows(plan.memory)]
+    yield from _columns(rows, "<>><")
+    yield ""
+    if plan.traffic.rows:
+        names = ("TRAFFIC", "dtype", "over", "count", "a device", "at least", "busy")
+        yield from _columns([names, *traffic_rows(plan.traffic)], "<<<>>>>")
+        if plan.traffic.network_bytes:
+            yield network(plan.traffic)
+    else:
+        yield "TRAFFIC         none"
+    yield ""
+    if plan.timeline is None:
+        yield "TIMELINE        none: the speed of these devices is unknown"
+    else:
+        yield from _timeline(plan, plan.timeline)
+    if plan.program.options:
+        yield ""
+        yield "OPTIONS of XLA"
+        for name, value, reason in options(plan):
+            yield f"{name}={value}"
+            yield from textwrap.wrap(
+                reason, 96, initial_indent="    ", subsequent_indent="    "
+            )
+    if plan.program.gpu is not None:
+        yield ""
+        model = assumed(plan.program.gpu.constants)
+        yield from textwrap.wrap(f"MODEL: {model}; docs/plan.md has its limits", 96)
+    yield ""
+    yield _verdict(plan)
+
+
+def heading(plan: Plan) -> str:
+    """Returns "llama:3-8b on 64 x NVIDIA H100 80GB HBM3", for example."""
+    mesh, gpu = plan.program.mesh, plan.program.gpu
+    kind = gpu.name if gpu else mesh.devices.flat[0].device_kind
+    return f"{plan.program.job.recipe.name} on {mesh.size} x {kind}"
+
+
+def job(plan: Plan) -> str:
+    """Returns mesh, batch, and the time that compiling took."""
+    program = plan.program
+    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+    batch = f"batch {program.job.config.batch_size}: {program.items:,} {program.unit}"
+    return f"{mesh}; {batch} a step; compiled in {plan.seconds:.1f} s"
+
+
+def _verdict(plan: Plan) -> str:
+    """Returns "fits: 9.6 of 75.2 GiB", for example."""
+    total, usable = plan.memory.total, plan.memory.usable
+    if usable is None:
+        return f"needs {format_bytes(total)} a device; no card to compare with"
+    does = "fits" if plan.fits else "does not fit"
+    needs = f"{total / 2**30:.1f}" if total >= 2**30 else format_bytes(total)
+    return f"{does}: {needs} of {usable / 2**30:.1f} GiB"
+
+
+def options(plan: Plan) -> list[tuple[str, object, str]]:
+    """Returns (name, value, reason) of each XLA option."""
+    known = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
+    other = (None, "asked for by config.compiler_options")
+    return [
+        (name, value, known.get(name, other)[1])
+        for name, value in plan.program.options.items()
+    ]
+
+
+def memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
+    """Yields rows of a table: part, bytes, share of the total, contents."""
+    parts = [part for part in memory.parts if part.bytes]
+    for part in (*parts, Part("unexplained", memory.unexplained, "")):
+        share = f"{part.bytes / memory.total:.1%}"
+        yield part.name, format_bytes(part.bytes), share, part.what
+    fits = ""
+    if memory.usable is not None:
+        does = "fits in" if memory.fits else "does not fit in"
+        fits = f"{does} {format_bytes(memory.usable)} that the card leaves"
+    yield "total", format_bytes(memory.total), "", fits
+    if memory.host:
+        kinds = ", ".join(f"{p.name} {format_bytes(p.bytes)}" for p in memory.host)
+        number = memory.devices_a_host
+        shared = format_bytes(memory.host_bytes * number)
+        of = f"pinned for each: {kinds}; {shared} for the {number} of a host"
+        yield "host", format_bytes(memory.host_bytes), "", of
+
+
+def network(traffic: Traffic) -> str:
+    """Describes the bytes that arrive through a device's own network port."""
+    part, total = format_bytes(traffic.network_bytes), format_bytes(traffic.bytes)
+    return f"over the network: {part} of {total} a device, through its own port"
+
+
+def traffic_rows(traffic: Traffic) -> Iterator[tuple[str, ...]]:
+    """Yields rows of a table: kind, dtype, link, count, bytes, least bytes, time."""
+    left = dict(traffic.least)
+    for row in traffic.rows:
+        least = left.pop((row.kind, row.dtype), None)
+        yield (
+            row.kind,
+            row.dtype,
+            f"{row.link}, {row.group} devices",
+            f"{row.count:,}",
+            format_bytes(row.bytes),
+            "" if least is None else format_bytes(least),
+            "" if row.seconds is None else format_seconds(row.seconds),
+        )
+    for (kind, dtype), least in left.items():  # in another dtype, or not at all
+        yield kind, dtype, "", "0", "0 B", format_bytes(least), ""
+
+
+def _timeline(plan: Plan, timeline: Timeline) -> Iterator[str]:
+    yield from _columns([("TIMELINE", "", ""), *_facts(plan, timeline)], "<><")
+    phases = Phases(timeline).seconds().items()
+    yield ""
+    yield "KERNELS by phase"
+    yield from _columns([(format_seconds(s), name) for name, s in phases], "><")
+    if timeline.gaps:
+        yield ""
+        yield "GAPS in which no kernel runs, the longest first"
+        names = ("at", "lasts", "waits for", "between")
+        yield from _columns([names, *gap_rows(timeline)], ">><<")
+
+
+def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
+    """Yields rows of a table of a step's times: name, value, remark."""
+    per_second = plan.items_per_second or 0.0
+    one = format_count(per_second / plan.program.mesh.size)
+    speed = f"{format_count(per_second)} {plan.program.unit}/s, {one} a GPU"
+    floor = "with all communication hidden"
+    seconds, exposed = timeline.seconds, timeline.exposed
+    if plan.mfu is not None:
+        speed += f", MFU {plan.mfu:.1%}"
+        floor += f", MFU {plan.mfu * seconds / timeline.floor:.1%}"
+    yield "step", format_seconds(seconds), speed
+    if plan.seconds_range is not None:
+        yield "", "", f"{step_range(plan)}, by published runs"
+    yield "floor", format_seconds(timeline.floor), floor
+    sent = format_seconds(timeline.busy(COLLECTIVES))
+    share = f"{exposed / seconds:.1%} of the step, of {sent} of collectives"
+    yield "exposed", format_seconds(exposed), share
+    kernels = format_seconds(timeline.busy(COMPUTE))
+    yield "kernels", kernels, "on the compute stream"
+    copied = sum(timeline.busy(s) for s in STREAMS if s not in (COMPUTE, COLLECTIVES))
+    if copied:
+        waits = format_seconds(timeline.waits_for_copies)
+        yield "copies", format_seconds(copied), f"beside kernels; {waits} waited for"
+    for target, calls in timeline.unknown.items():
+        yield (
+            "unknown",
+            f"{calls:,} x",
+            f"{target}: counted by its memory traffic alone",
+        )
+
+
+def step_range(plan: Plan) -> str:
+    """Returns "660.1 ms to 780.3 ms", between which a step takes; "" if unknown."""
+    return " to ".join(map(format_seconds, plan.seconds_range or ()))
+
+
+def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
+    """Yields rows of a table: start, duration, what it waits for, kernels around it."""
+    phases = Phases(timeline)
+    for gap in timeline.largest_gaps(GAPS):
+        what = gap.waits_for
+        yield (
+            format_seconds(gap.start),
+            format_seconds(gap.seconds),
+            f"{what.kind} of {format_bytes(what.bytes)} ({phases.of(what)})",
+            f"{phases.words(gap.before)} | {phases.words(gap.after)}",
+        )
+
+
+def _columns(rows: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:
+    """Aligns the cells of each column to its side, "<" or ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[0] = max(widths[0], 14 if sides[0] == "<" else 9)
+    for row in rows:
+        cells = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()

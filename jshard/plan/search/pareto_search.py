@@ -1,0 +1,227 @@
+"""Searches the ways to run a job for those that no other beats.
+
+All combinations of what may vary are listed. Invalid ones are refused, and those whose
+memory cannot fit are ruled out by arithmetic (``plan.search.estimates``). The others
+are compiled in worker processes, and their schedules replayed, in the order of
+``plan.search.acquisition``, up to a limit.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jshard.config.parser import override
+from jshard.config.policy_keys import make_policy
+from jshard.config.run_config import Config
+from jshard.errors import UserError
+from jshard.fit.hardware import GPU, find_constants
+from jshard.fsdp import mesh as meshes
+from jshard.plan.program import check_batch_size, trace
+from jshard.plan.search.acquisition import Choice
+from jshard.plan.search.candidates import (
+    AXES,
+    REMAT,
+    RESHARD,
+    Candidate,
+    candidates,
+)
+from jshard.plan.search.estimates import (
+    Activity,
+    Estimate,
+    StateSize,
+    activity,
+    estimate,
+    memory_bound,
+    state_size,
+)
+from jshard.plan.search.outcomes import Outcome, Search
+from jshard.plan.search.process_pool import Workers
+from jshard.plan.search.result_cache import default_folder
+from jshard.plan.topology import devices, parse
+from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
+from jshard.unit.remat import names_in
+
+TIMEOUT = 600.0  # seconds to compile a candidate
+# Keys on which neither the size nor the placement of a state depends.
+_NOT_OF_STATE = (
+    REMAT,
+    "policy.accumulate",
+    "policy.defer_scatter",
+    RESHARD,
+    "policy.precision.reduce",
+    "policy.precision.sum",
+    "batch_size",
+)
+
+
+def search(
+    path: str | Path,
+    overrides: Mapping[str, str],
+    topology: str,
+    allowed: Mapping[str, Sequence[str] | None],
+    *,
+    limit: int = 50,
+    constants: str = "fitted",
+    report: Callable[[int, int, Outcome], None] = lambda *_: None,
+) -> Search:
+    """Compiles the promising ways to run a recipe's job on a topology.
+
+    Args:
+      path: of the recipe, for ``open_recipe``.
+      overrides: the user's settings, text by key, which stay fixed.
+      topology: "h100:64".
+      allowed: what varies (``jshard.plan.search.candidates.parse_search``).
+      limit: the most candidates to compile.
+      constants: of the cost model, by name or a file (``find_constants``).
+      report: called with (how many are done, of how many, the outcome).
+
+    Raises:
+      UserError: the topology, a key or a value is invalid.
+    """
+    gpu, number = parse(topology)
+    gpu = dataclasses.replace(gpu, constants=find_constants(constants))
+    mesh_devices = devices(topology)
+    with (
+        open_recipe(path) as recipe,
+        _workers(path, topology, constants) as workers,
+    ):
+        config = make_config(recipe, dict(overrides))
+        for key, values in allowed.items():
+            for value in values or ():  # a bad value is an error, not a candidate
+                override(make_config(recipe, {}), {key: value}, recipe.name)
+
+        @functools.cache
+        def traced(remat: str) -> tuple[Activity, list[str]]:
+            settings = {**overrides, REMAT: remat, RESHARD: "True"}
+            return _trace(recipe, topology, settings)
+
+        _, names = traced(str(config.policy.remat))
+        axes = _axes(recipe, config, mesh_devices) if AXES in allowed else ()
+        everything = candidates(config, number, allowed, names, axes)
+        promising, refused, too_large = _estimates(
+            recipe, mesh_devices, gpu, traced, everything, overrides
+        )
+        choice = Choice(promising, gpu.usable)
+        folder = str(default_folder())
+        tasks = (
+            {"settings": {**overrides, **candidate.settings}, "cache": folder}
+            for candidate in choice.first(limit)
+        )
+        outcomes, unit, told = [], "tokens", dict[str, None]()
+        for done, (index, reply) in enumerate(workers.run(tasks), start=1):
+            outcome = Outcome(
+                choice.chosen[index],
+                usable=gpu.usable,
+                error=reply.get("error", ""),
+                **reply.get("figures", {}),
+            )
+            unit = reply.get("unit", unit)
+            told |= dict.fromkeys(reply.get("warnings", ()))
+            if reply.get("refused"):
+                refused.append((outcome.candidate, outcome.error))
+            else:
+                outcomes.append(outcome)
+            choice.learn(outcome)
+            report(done, min(limit, len(promising)), outcome)
+    return Search(
+        topology,
+        unit,
+        gpu.usable,
+        outcomes,
+        len(everything),
+        refused,
+        too_large,
+        choice.left,
+        list(told),
+    )
+
+
+def _workers(*arguments: str | Path) -> Workers:
+    command = [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    processes = os.cpu_count() or 1
+    return Workers(
+        command, processes=processes, timeout=TIMEOUT, environment=environment
+    )
+
+
+def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[str]:
+    """Returns the further axes of the mesh that a recipe's model can take."""
+
+    def takes(axis: str) -> bool:
+        try:
+            sizes: dict[str, Any] = {axis: 2}
+            mesh = meshes.make_mesh(devices=mesh_devices, **sizes)
+            make_job(recipe, config, mesh.abstract_mesh).abstract_state()
+        except UserError:
+            return False
+        return True
+
+    return [axis for axis in meshes.AXES[2:] if takes(axis)]
+
+
+def _trace(
+    recipe: Recipe, topology: str, settings: dict[str, str]
+) -> tuple[Activity, list[str]]:
+    """Returns a step's activity, and the names of its activations.
+
+    Errors and warnings are left to the candidates' own traces.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program = trace(recipe, make_config(recipe, settings), topology)
+    except Exception:
+        return Activity(0.0, 0.0, 0.0), []
+    return activity(program), sorted({*names_in(program.traced.jaxpr.jaxpr)})
+
+
+def _estimates(
+    recipe: Recipe,
+    mesh_devices: Sequence[Any],
+    gpu: GPU,
+    traced: Callable[[str], tuple[Activity, list[str]]],
+    everything: Iterable[Candidate],
+    overrides: Mapping[str, str],
+) -> tuple[
+    dict[Candidate, Estimate],
+    list[tuple[Candidate, str]],
+    list[tuple[Candidate, int]],
+]:
+    """Estimates what may fit; lists invalid candidates and those that are too large."""
+    promising: dict[Candidate, Estimate] = {}
+    refused, too_large = [], []
+    sizes: dict[tuple, StateSize] = {}  # by the settings that the state depends on
+    for candidate in everything:
+        settings = {**overrides, **candidate.settings}
+        key = tuple(sorted((k, settings[k]) for k in settings.keys() - _NOT_OF_STATE))
+        try:
+            config = make_config(recipe, settings)
+            policy, mesh = make_policy(config), make_mesh(config, mesh_devices)
+            policy.check_groups(meshes.shards_of(mesh, split=True))
+            check_batch_size(config, mesh)
+            if key not in sizes:
+                job = make_job(recipe, config, mesh.abstract_mesh)
+                sizes[key] = state_size(job.abstract_state())
+        except UserError as error:
+            refused.append((candidate, str(error)))
+            continue
+        bound = memory_bound(sizes[key], policy)
+        if bound > gpu.usable:
+            too_large.append((candidate, bound))
+            continue
+        active, _ = traced(str(config.policy.remat))
+        inputs = traced("full")[0].saved if meshes.TENSOR in mesh.shape else 0.0
+        examples = config.batch_size / mesh.size
+        promising[candidate] = estimate(
+            sizes[key], policy, mesh, gpu, active, examples, inputs
+        )
+    return promising, refused, too_large

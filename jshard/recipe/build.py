@@ -1,0 +1,110 @@
+"""What a recipe and its config make: the mesh, the sharding and the train step."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jshard.config.policy_keys import make_policy, parse_options
+from jshard.config.run_config import Config
+from jshard.config.shared_keys import FIT
+from jshard.data.dataset import first_example, make_training_data
+from jshard.errors import UserError
+from jshard.fsdp import mesh as meshes
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import batch_spec
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.state import TrainState
+from jshard.recipe import contract
+from jshard.recipe.definition import Recipe
+from jshard.training.throughput import count_items
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A recipe on a mesh, before anything is allocated."""
+
+    recipe: Recipe
+    config: Config
+    fsdp: FSDP
+    optimizer: optax.GradientTransformation
+    make_model: Callable[..., Any]  # of `rngs`
+    trainable: Any  # an NNX filter
+    train_step: jax.stages.Wrapped
+
+    def abstract_state(self) -> TrainState:
+        """Returns the state as `ShapeDtypeStruct`s."""
+        return self.fsdp.abstract_state(
+            self.make_model, self.optimizer, wrt=self.trainable
+        )
+
+    def initial_state(self) -> TrainState:
+        """Returns the state before the first step, on the devices."""
+        return self.fsdp.init(
+            self.make_model, self.optimizer, self.config.seed, wrt=self.trainable
+        )
+
+
+def make_mesh(
+    config: Config,
+    devices: Sequence[Any] | None = None,
+    hosts: Sequence[int] | None = None,
+) -> Mesh:
+    """Makes the mesh of a config; `hosts` is the host of each process, if known."""
+    sizes = {axis: config.mesh[axis] for axis in meshes.AXES}
+    if sizes[meshes.EXPERT] == FIT:
+        raise UserError(
+            f"--config.mesh.expert={FIT}: only training and single plans choose it; "
+            "give a number"
+        )
+    return meshes.make_mesh(**sizes, devices=devices, hosts=hosts)
+
+
+def make_job(
+    recipe: Recipe,
+    config: Config,
+    mesh: Mesh | AbstractMesh,
+    policy: Policy | None = None,
+) -> Job:
+    """Sets up a recipe on a mesh; with an abstract mesh, the step can only be traced.
+
+    The policy is that of the config, unless one is given.
+
+    Raises:
+      UserError: The config asks for something impossible.
+    """
+    options = parse_options(config.compiler_options)
+    units = recipe.units(config) if recipe.units else ()
+    policy = policy or make_policy(config)
+    splits = recipe.tensor_splits(config) if recipe.tensor_splits else None
+    fsdp = FSDP(
+        mesh, policy, units=units, tensor_splits=splits, compiler_options=options
+    )
+    optimizer = contract.make_optimizer(recipe.make_optimizer, config)
+    train_step = fsdp.train_step(recipe.loss_fn, optimizer)
+    make_model = partial(recipe.make_model, config)
+    trainable = contract.trainable(recipe.trainable, config)
+    return Job(recipe, config, fsdp, optimizer, make_model, trainable, train_step)
+
+
+def abstract_batch(
+    recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh
+) -> tuple[Any, int, str]:
+    """Returns a global batch without values, the number of its items, and their unit.
+
+    The items are tokens or examples.
+    """
+    example = first_example(make_training_data(recipe.make_data, config))
+
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (config.batch_size, *np.shape(x))
+        sharding = NamedSharding(mesh, batch_spec(mesh, len(shape)))
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+
+    unit, items = count_items(jax.tree.map(lambda x: np.asarray(x)[None], example))
+    return jax.tree.map(abstract, example), items * config.batch_size, unit

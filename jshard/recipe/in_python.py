@@ -1,0 +1,161 @@
+"""A recipe in Python: a file's, a module's, or put together from parts."""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jshard.cli.user_code import describe_user_error
+from jshard.config.run_config import Config, check, complete, flatten, nearest
+from jshard.config.shared_keys import SHARED
+from jshard.data.iterables import Once
+from jshard.errors import UserError
+from jshard.recipe.contract import ARGUMENTS, check_signature
+from jshard.recipe.definition import Recipe, recipe_of, split_path
+from jshard.recipe.load import find_recipe, load_recipe, own_folder
+from jshard.recipe.make_config import make_config
+
+SPLITS = ("train", "validation", "test")
+_FUNCTIONS = tuple(name for name in ARGUMENTS if name != "get_config")
+_TRACED = ("make_model", "loss_fn", "predict_fn")
+_PARTS = (*_FUNCTIONS, *(f"{split}_data" for split in SPLITS))
+_OPTIONS = ("on_step", "on_evaluation", "on_checkpoint", "config", "workdir")
+
+# Mistakes that a function shows while it is traced.
+_MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+def open_parts(
+    recipe: Any, parts: Mapping[str, Any]
+) -> tuple[Recipe, Callable[[], AbstractContextManager[Any]]]:
+    """Makes a recipe of what a user has.
+
+    Args:
+      recipe: A path or name, a module, an opened `Recipe`, or None.
+      parts: The functions of a recipe, and data by split as `train_data` and so on;
+        they take the place of the recipe's own.
+
+    Returns:
+      The recipe, and the context in which its functions can be called.
+
+    Raises:
+      UserError: Something is missing, unknown or impossible.
+    """
+    if unknown := [name for name in parts if name not in _PARTS]:
+        known = (*_PARTS, *_OPTIONS)
+        hint = nearest(unknown[0], known) or f"; it has {', '.join(known)}"
+        raise UserError(f"Trainer: unknown argument {unknown[0]!r}{hint}")
+    functions = {name: parts[name] for name in _FUNCTIONS if name in parts}
+    data = {
+        split: Once(value) if isinstance(value, Iterator) else value
+        for split in SPLITS
+        if (value := parts.get(f"{split}_data")) is not None
+    }
+    if data and "make_data" in functions:
+        raise UserError("Trainer: give make_data, or the data of splits, not both")
+    if data:
+        functions["make_data"] = lambda config, split: data.get(split)
+    if isinstance(recipe, Recipe):  # of the command line, which has these errors itself
+        return dataclasses.replace(recipe, **functions), nullcontext
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if recipe is None:
+        own = types.SimpleNamespace(get_config=ConfigDict, **functions)
+        opened = recipe_of(own, None)
+    elif isinstance(recipe, types.ModuleType):
+        file = getattr(recipe, "__file__", None)
+        opened = recipe_of(recipe, Path(file) if file else None)
+    elif isinstance(recipe, str | Path):
+        name, argument = split_path(find_recipe(str(recipe)))
+        within = functools.partial(own_folder, Path(name))
+        with within():
+            opened = load_recipe(Path(name), argument)
+    else:
+        raise UserError(
+            f"Trainer: recipe={recipe!r} must be a file, the name of a recipe, or a "
+            "module; give its parts by keyword"
+        )
+    for name, function in functions.items():
+        if not callable(function):
+            raise UserError(f"Trainer: {name}={function!r} is not a function")
+        check_signature(function, name, ARGUMENTS[name])
+    opened = dataclasses.replace(opened, **functions)
+    checked = {name: _in_one_line(getattr(opened, name), name) for name in _TRACED}
+    return dataclasses.replace(opened, **checked), within
+
+
+def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
+    """Returns a run's config, complete and checked.
+
+    Args:
+      recipe: The recipe.
+      config: Keys to set, as a dict, nested or with dots; or a `ConfigDict`, the whole
+        config, which may have keys of its own without a recipe, too.
+      workdir: The run's folder, if there may be a run to resume.
+
+    Raises:
+      UserError: A key is missing, unknown, or has an impossible value.
+    """
+    has_own = not (recipe.file is None and not recipe.get_config())
+    if config is not None and not isinstance(config, Mapping | ConfigDict):
+        raise UserError(f"Trainer: config={config!r} must be a dict or a ConfigDict")
+    if isinstance(config, ConfigDict) or not has_own:
+        given = config
+        if not isinstance(config, ConfigDict):
+            given = _nested(config or {})
+            _refuse_unknown(flatten(config or {}))
+        whole = complete(given, recipe.name, "Trainer(config=...)")
+        check(whole)
+        return whole
+    texts = {key: _text(value) for key, value in flatten(config or {}).items()}
+    return make_config(recipe, texts, workdir)
+
+
+def _refuse_unknown(keys: Iterable[str]) -> None:
+    """Raises a UserError for a key that is not one of those of every recipe."""
+    for key in keys:
+        if key not in SHARED:
+            raise UserError(
+                f"Trainer(config=...): unknown key {key!r}{nearest(key, SHARED)}; keys "
+                "of your own go in an ml_collections.ConfigDict, the whole config"
+            )
+
+
+def _nested(config: Mapping[str, Any]) -> ConfigDict:
+    nested: dict[str, Any] = {}
+    for key, value in flatten(config).items():
+        *groups, name = key.split(".")
+        group = nested
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[name] = value
+    return ConfigDict(nested)
+
+
+def _text(value: Any) -> str:
+    """Returns a value as the command line takes it."""
+    if isinstance(value, tuple | list) and all(isinstance(x, str) for x in value):
+        return ",".join(value)
+    return str(value)
+
+
+def _in_one_line(function: Callable[..., Any] | None, name: str) -> Any:
+    """Makes mistakes that a function shows while it is traced a UserError."""
+    if function is None:
+        return None
+
+    @functools.wraps(function)
+    def checked(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except _MISTAKES as error:
+            described = describe_user_error(error)
+            if isinstance(error, UserError) or described is None:
+                raise
+            raise UserError(f"{name}: {described[0]}") from error
+
+    return checked

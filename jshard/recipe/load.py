@@ -1,0 +1,158 @@
+"""Finds a recipe's file, and imports it as Python imports a script."""
+
+import ast
+import importlib.util
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jshard.errors import UserError
+from jshard.recipe.definition import Recipe, join_path, recipe_of, split_path
+
+
+def packaged_recipes() -> Path:
+    """Returns the folder of the recipes that come with jshard."""
+    return Path(__file__).parents[1] / "recipes"  # in a checkout, a link to train/
+
+
+def find_recipe(name: str) -> str:
+    """Finds a recipe: as given, then in `./train/`, then among the packaged ones.
+
+    Args:
+      name: A path or a file name, with or without `.py`, and `:ARGUMENT` if the recipe
+        takes one.
+
+    Returns:
+      The name with the absolute path of the file, for `open_recipe`.
+
+    Raises:
+      UserError: There is no such file; the message lists where it was looked for.
+    """
+    given, argument = split_path(name)
+    file_name = given if given.endswith(".py") else f"{given}.py"
+    folders = (Path(), Path("train"), packaged_recipes())
+    candidates = [folder / file_name for folder in folders]
+    for candidate in candidates:
+        if candidate.is_file():
+            return join_path(str(candidate.resolve()), argument)
+    raise UserError(f"no recipe {name!r}: looked for {', '.join(map(str, candidates))}")
+
+
+@contextmanager
+def open_recipe(path: str | Path) -> Iterator[Recipe]:
+    """Loads a recipe; inside the block it finds the modules beside it.
+
+    Args:
+      path: The recipe's file, with `:ARGUMENT` if it takes one, as `find_recipe`
+        returns it.
+
+    Raises:
+      UserError: The file cannot be read, parsed or imported, or lacks a function.
+    """
+    file, argument = split_path(str(path))
+    with own_folder(Path(file)):
+        yield load_recipe(Path(file), argument)
+
+
+@contextmanager
+def own_folder(file: Path) -> Iterator[None]:
+    """Within it modules are looked for beside a recipe first, as beside a script."""
+    folder = str(file.parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def load_recipe(file: Path, argument: str | None) -> Recipe:
+    """Executes a recipe's file, within `own_folder` of it."""
+    try:
+        module = _execute(file)
+    except SyntaxError as error:
+        where = f"{error.filename or file}:{error.lineno}"
+        raise UserError(f"syntax error in recipe: {where}: {error.msg}") from error
+    except ImportError as error:
+        _check_own_modules(file)
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next(
+            f"{frame.filename}:{frame.lineno}"
+            for frame in reversed(frames)
+            if not frame.filename.startswith("<frozen")
+        )
+        raise UserError(f"recipe cannot be imported: {where}: {error}") from error
+    except OSError as error:
+        raise UserError(f"recipe {file} cannot be read: {error.strerror}") from error
+    _check_own_modules(file)
+    return recipe_of(module, file, argument)
+
+
+def _execute(file: Path) -> types.ModuleType:
+    # By its path: two recipes of one name are two modules.
+    spec = importlib.util.spec_from_file_location(f"recipe {file}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    # Dataclasses and pickle look for the module of a class there.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def own_modules(file: Path) -> dict[str, Path]:
+    """Returns the files of the imported modules that are in a recipe's folder."""
+    folder = file.parent
+    return {
+        name: path
+        for name, path in _imported_files().items()
+        if path.is_relative_to(folder)
+        and path.relative_to(folder).parts[0] in _names(name.split(".")[0])
+        and name.split(".")[0] != "jshard"
+    }
+
+
+def _names(module: str) -> tuple[str, str]:
+    return module, f"{module}.py"
+
+
+def _imported_files() -> dict[str, Path]:
+    files = {name: getattr(x, "__file__", None) for name, x in [*sys.modules.items()]}
+    return {name: Path(file) for name, file in files.items() if file}
+
+
+def _check_own_modules(file: Path) -> None:
+    """Checks that what a recipe imports from its own folder was found there.
+
+    Python has one module of a name in a process. If another project was imported
+    first, its `models` would be taken for this recipe's.
+
+    Raises:
+      UserError: A module was found elsewhere.
+    """
+    imported = _imported_files()
+    for importer in (file, *own_modules(file).values()):
+        for name in sorted(_imports(importer)):
+            own = [file.parent / x for x in _names(name) if (file.parent / x).exists()]
+            for module, path in imported.items() if own else ():
+                if module.split(".")[0] != name:
+                    continue
+                if not path.resolve().is_relative_to(file.parent):
+                    raise UserError(
+                        f"{importer} imports {name!r}, and Python has {path} for it "
+                        f"instead of {own[0]}: if that is another project's, load this "
+                        "recipe in a process of its own; if it is a library's, rename "
+                        f"{own[0].name}"
+                    )
+
+
+def _imports(file: Path) -> set[str]:
+    """Returns the first parts of the names of the modules that a file imports."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(str(node.module))
+    return {name.split(".")[0] for name in names}

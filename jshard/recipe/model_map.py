@@ -1,0 +1,245 @@
+"""Hugging Face models in a recipe: the key `model.from`, and where weights lie.
+
+A recipe whose model can be exchanged with Hugging Face has an attribute `huggingface`,
+a module with three functions, `model` being its config's group of that name:
+
+- `read_config(json)` returns the values of `model.*` that a config.json says;
+- `write_config(model)` returns a config.json;
+- `tensors(model)` returns a `FileTensor` for every array of the model, by its name
+  without stacking, like "blocks.3.up.kernel".
+
+An attribute `timm` is such a module for the folders of timm.
+"""
+
+import functools
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jshard.checkpoint.untrusted import read_json
+from jshard.cli.paths import path_problem
+from jshard.config.keys import Key
+from jshard.config.run_config import Config, declarations
+from jshard.errors import UserError, some_of
+from jshard.hub import huggingface_folder as folders
+from jshard.hub.file_tensor import FileTensor
+from jshard.knob import Knob
+
+FROM = "from"  # the key in the group `model`
+SOURCE = f"model.{FROM}"
+FUNCTIONS = {
+    "read_config": ("json",),
+    "write_config": ("model",),
+    "tensors": ("model",),
+}
+# Differences of these do not make it another model.
+_FREE = ("sequence_length", "context_length")
+
+
+# The key `model.from`, which a recipe's own functions do not see.
+
+
+def declare_source(get_config: Callable[[], Config]) -> Callable[[], Config]:
+    """Adds the key `model.from` to the config that a recipe's function returns."""
+
+    @functools.wraps(get_config)
+    def call() -> Config:
+        config = get_config()
+        if isinstance(config, ConfigDict):
+            if not isinstance(config.get("model"), ConfigDict):
+                raise UserError(
+                    "a recipe with `huggingface` needs a group config.model"
+                )
+            with config.unlocked():
+                config.model[FROM] = Key(
+                    "",
+                    "take the architecture from this Hugging Face folder's config.json",
+                    kind=Path,
+                )
+        return config
+
+    return call
+
+
+def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Removes `model.from` from the config that a recipe's function gets.
+
+    The sizes are in the config, and `ModelConfig(**config.model)` stays possible.
+    """
+
+    @functools.wraps(function)
+    def call(config: Config, *rest: Any) -> Any:
+        if isinstance(config.get("model"), ConfigDict) and FROM in config.model:
+            config = config.copy_and_resolve_references()
+            with config.unlocked():
+                del config.model[FROM]
+        return function(config, *rest)
+
+    return call
+
+
+# The architecture.
+
+
+def take_architecture(
+    config: Config, huggingface: types.ModuleType, workdir: Path | None
+) -> None:
+    """Sets the keys `model.*` as the folder that `model.from` names says.
+
+    Where the folder is gone, a run that is resumed takes them from its own config.
+
+    Raises:
+      UserError: The folder cannot be read, or holds another architecture.
+    """
+    folder = config.model[FROM]
+    if problem := path_problem(folder):
+        raise UserError(f"--config.{SOURCE}={folder}: {problem}")
+    path = Path(folder).expanduser()
+    found = None
+    if workdir is not None and not (path / folders.CONFIG).exists():
+        found = _recorded(workdir, folder)
+    if found is None:
+        found = read_architecture(path, huggingface)
+    declared = declarations(config)
+    for key, value in found.items():
+        _check_type(declared.get(f"model.{key}"), key, value, path)
+    with config.unlocked():
+        for key, value in found.items():
+            _set(config.model, key, value)
+
+
+def _check_type(declared: Knob | None, key: str, value: Any, folder: Path) -> None:
+    """Raises UserError where a number or a truth value of the recipe is none there."""
+    if declared is None or value is None or declared.kind not in (int, float, bool):
+        return
+    wanted = bool if declared.kind is bool else int | float
+    fits = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
+    if not fits or abs(value) > sys.float_info.max:
+        raise UserError(
+            f"{folder / folders.CONFIG}: model.{key} is {str(value)[:80]!r} there, not "
+            f"{'true or false' if wanted is bool else 'a number'}"
+        )
+
+
+def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[str, Any]:
+    """Returns the `model.*` keys that a Hugging Face folder's config.json says.
+
+    Raises:
+      UserError: The folder cannot be read, or holds another architecture.
+    """
+    content = folders.read_config(folder)
+    try:
+        return huggingface.read_config(content)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / folders.CONFIG} is not complete: {error!r}"
+        ) from error
+    except ValueError as error:  # of a number that is none
+        raise UserError(f"{folder / folders.CONFIG}: {error}") from error
+
+
+def _recorded(workdir: Path, folder: str) -> dict[str, Any] | None:
+    """Returns the `model.*` keys of the run in a folder, if from the same source."""
+    try:
+        model = read_json(workdir / "config.json")["model"]
+        if model.pop(FROM, None) == folder:
+            return model
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass  # no run, or one that is reported when it is resumed
+    return None
+
+
+def _set(group: Config, key: str, value: Any) -> None:
+    if isinstance(group.get(key), float) and type(value) is int:
+        value = float(value)
+    if isinstance(value, list):  # from JSON
+        value = tuple(value)
+    with group.ignore_type():
+        group[key] = value
+
+
+# The weights.
+
+
+def find_map(
+    config: Config, huggingface: types.ModuleType | None, recipe: str, path: Path
+) -> dict[str, FileTensor] | None:
+    """Returns where the arrays of a model lie in the Hugging Face folder ``path``.
+
+    Args:
+      config: The run's config.
+      huggingface: The recipe's map, if it has one.
+      recipe: The recipe's name.
+      path: What is to be read.
+
+    Returns:
+      As for ``load_safetensors``; None if ``path`` is no Hugging Face folder.
+
+    Raises:
+      UserError: The folder holds another model than the config's, or the recipe has no
+        map.
+    """
+    if not folders.is_huggingface(path):
+        return None
+    required = require_map(huggingface, recipe, f"{path} is a Hugging Face folder")
+    theirs = read_architecture(path, required)
+    model = model_of(config.to_dict())
+    source = config.model[FROM]
+    if not source or Path(source).expanduser().resolve() != path.resolve():
+        ours = required.read_config(required.write_config(model))
+        differences = [
+            f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+            for key in {**theirs, **ours}
+            if key not in _FREE and not _equal(theirs.get(key), ours.get(key))
+        ]
+        if differences:
+            raise UserError(
+                f"{path / folders.CONFIG} is of another model: "
+                f"{some_of(differences, '; ')}: --config.{SOURCE}={path} takes the "
+                "model from there"
+            )
+    return required.tensors(model)
+
+
+def require_map(
+    huggingface: types.ModuleType | None, recipe: str, why: str
+) -> types.ModuleType:
+    """Returns a recipe's map; a UserError if it has none."""
+    if huggingface is None:
+        raise UserError(
+            f"{why}, and recipe {recipe} has no map of Hugging Face's names (an "
+            "attribute `huggingface`): use one that has, such as llama.py"
+        )
+    return huggingface
+
+
+def check_map(module: Any, file: Path | str, attribute: str) -> None:
+    """Raises a UserError if a recipe's `huggingface` or `timm` lacks a function."""
+    for name, arguments in FUNCTIONS.items():
+        function = getattr(module, name, None)
+        try:
+            inspect.signature(function).bind(*arguments)  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{attribute} in recipe {file} must be a module with "
+                f"{name}({', '.join(arguments)}): {error}"
+            ) from error
+
+
+def model_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `model.*` keys of a config, for the functions of a map."""
+    return {key: value for key, value in config["model"].items() if key != FROM}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):  # files round them
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other

@@ -1,0 +1,244 @@
+"""A run's report: one HTML page that works offline."""
+
+import base64
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jshard.checkpoint.atomic import replace_file
+from jshard.config.run_config import flatten
+from jshard.errors import UserError
+from jshard.formatting import format_bytes, format_count
+from jshard.recipe.definition import short_name
+from jshard.report.charts import line_chart
+from jshard.report.page import (
+    document,
+    pictures,
+    section,
+    table,
+    tiles,
+)
+
+REPORT = "report.html"  # in a run's folder
+SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
+GENERATED = "generated"  # the note of what the model wrote, by step
+_SHOWN = 6  # of these on the page
+METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
+
+# Values of the first step alone, the clock, or the reciprocal of another metric.
+_NO_CHART = ("step", "step_time", "time_to_first_step", "time")
+# Drawn beside the training metric, or listed in a table.
+_NO_CHART_PREFIX = ("eval_", "checkpoint_")
+_NO_CHART_SUFFIX = "_seen"  # rises with the steps
+
+_Object = Mapping[str, Any]
+_Series = Mapping[str, Sequence[tuple[int, float]]]  # (step, value) by metric
+
+
+def write_report(workdir: Path) -> None:
+    """Writes a run's `report.html` from its config, metrics and notes.
+
+    If one of these files does not exist, its part of the page is left out.
+    """
+    config = _read_json(workdir / "config.json")
+    notes = _read_json(workdir / "notes.json")
+    page = _render(workdir, config, read_metrics(workdir), notes)
+    replace_file(workdir / REPORT, page)
+
+
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+    """Reads `metrics.jsonl` without an incomplete last line.
+
+    Args:
+      workdir: A run's folder, or one of its checkpoints.
+
+    Raises:
+      UserError: Another line is not a JSON object with a step.
+    """
+    path = workdir / METRICS
+    text = path.read_bytes() if path.exists() else b""
+    *lines, _ = text.split(b"\n")  # data after the last newline is incomplete
+    metrics = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+            raise UserError(
+                f"{path}, line {number}, is not a line of metrics: repair or remove it"
+            )
+        metrics.append(values)
+    return metrics
+
+
+def _render(
+    workdir: Path, config: _Object, metrics: Sequence[_Object], notes: _Object
+) -> str:
+    title = short_name(notes.get("recipe", workdir.name))
+    where = str(workdir.absolute())
+    if steps := notes.get("resumed"):
+        listed = ", ".join(map(str, steps))
+        where += f" · resumed at {'steps' if len(steps) > 1 else 'step'} {listed}"
+    if stopped := notes.get("stopped"):
+        where += f" · stopped at step {stopped['step']}: {stopped['why']}"
+    series: dict[str, list[tuple[int, float]]] = {}
+    for line in metrics:
+        for name, value in line.items():
+            points = series.setdefault(name, [])
+            if value is not None:  # it was not finite
+                points.append((line["step"], value))
+    references = notes.get("references", {})
+    charts = "".join(_charts(series, references))
+    sections = [
+        tiles((value, name) for name, value in _results(series, references).items()),
+        section("Curves", f'<div class="charts">{charts}</div>'),
+    ]
+    if GENERATED in notes:
+        sections.append(section("Samples", _generated(notes[GENERATED])))
+    elif "sample" in notes:  # of an older version
+        sections.append(section("Sample", f"<pre>{escape(notes['sample'])}</pre>"))
+    if checkpoints := _checkpoints(series):
+        sections.append(section("Checkpoints", checkpoints))
+    if "start_up" in notes:
+        sections.append(section("Set-up", f"<pre>{escape(notes['start_up'])}</pre>"))
+    for name, shown in notes.get(SAMPLES, {}).items():
+        heading = f"{_title(name)} at step {shown['step']}"
+        sections.append(section(heading, _sample(workdir, shown)))
+    if "pictures" in notes:
+        sections.append(section("Predictions", pictures(notes["pictures"])))
+    sections.append(
+        section("Config", table((k, str(v)) for k, v in flatten(config).items()))
+    )
+    return document(title, where, sections, ["page.css"], ["page.js"])
+
+
+def _generated(texts: Sequence[_Object]) -> str:
+    """Returns some texts of the first evaluation to the last."""
+    count = min(len(texts), _SHOWN)
+    chosen = [
+        texts[round(i * (len(texts) - 1) / max(count - 1, 1))] for i in range(count)
+    ]
+    parts = []
+    for one in chosen:
+        heading = f"step {one['step']}"
+        if one["eval_loss"] is not None:
+            heading += f", validation loss {one['eval_loss']:.4f}"
+        text = escape(one["text"])
+        parts.append(f"<h3>{heading}</h3><pre>{text}</pre>")
+    return "".join(parts)
+
+
+def _sample(workdir: Path, shown: _Object) -> str:
+    """Returns a text, or a picture within the page."""
+    if "text" in shown:
+        return f"<pre>{escape(shown['text'])}</pre>"
+    file = workdir / shown["picture"]
+    if not file.exists():
+        return f"<p>{escape(str(file))} is missing</p>"
+    data = base64.b64encode(file.read_bytes()).decode()
+    return f'<img class="picture" alt="" src="data:image/png;base64,{data}">'
+
+
+def _charts(series: _Series, references: Mapping[str, float]) -> Iterator[str]:
+    for name, points in series.items():
+        if name.startswith(_NO_CHART_PREFIX) or name in _NO_CHART:
+            continue
+        if name.endswith(_NO_CHART_SUFFIX):
+            continue
+        if name == "mfu" or name.endswith("_per_second"):
+            usual = _usual(points)
+            left_out = len(points) - len(usual)
+            note = f", without {left_out} of {len(points)} steps" * bool(left_out)
+            yield line_chart(f"{_title(name)}{note}", {"training": usual})
+            continue
+        lines = {
+            "training": points,
+            "validation": series.get(f"eval_{name}", ()),
+            "validation of averages": series.get(f"eval_ema_{name}", ()),
+        }
+        if name == "loss":
+            yield line_chart("Loss", lines, references=references, wide=True)
+        else:
+            yield line_chart(_title(name), lines)
+
+
+def _usual(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Returns the rates that training has, without those of stalls and wrong clocks.
+
+    One of them would make the curve of all others flat.
+    """
+    if len(points) < 4:
+        return points
+    lower, _, upper = statistics.quantiles((y for _, y in points), method="inclusive")
+    return [(x, y) for x, y in points if lower / 2 <= y <= 2 * upper]
+
+
+def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]:
+    """Returns the run's final numbers as text, the most important first."""
+
+    def median(name: str) -> float | None:
+        values = [value for _, value in series.get(name, ())]
+        return statistics.median(values) if values else None
+
+    results = {}
+    if evaluations := series.get("eval_loss"):
+        step, loss = evaluations[-1]
+        results[f"validation loss at step {step}"] = f"{loss:.4f}"
+        for name, reference in references.items():
+            side = "below" if loss < reference else "above"
+            name = f"{name}; validation is {abs(loss - reference):.4f} {side}"
+            results[name] = f"{reference:.4f}"
+    if losses := series.get("loss"):
+        step, loss = losses[-1]
+        results[f"training loss at step {step}"] = f"{loss:.4f}"
+    for _, seconds in series.get("time_to_first_step", ()):
+        results["time to first step"] = f"{seconds:.1f} s"
+    for name in sorted(name for name in series if name.endswith("_per_second")):
+        if (speed := median(name)) is not None:
+            results[f"{_title(name).lower()}, median"] = format_count(speed)
+    if (utilisation := median("mfu")) is not None:
+        results["MFU, median"] = f"{utilisation:.1%}"
+    if (blocked := median("checkpoint_blocked")) is not None:
+        name = "held up training for a save, median"
+        if step_time := median("step_time"):
+            name += f"; {blocked / step_time:.1%} of a step"
+        results[name] = _duration(blocked)
+    return results
+
+
+def _checkpoints(series: _Series) -> str:
+    """Returns a table of the saves, or "" if there are none."""
+    columns = {
+        "size": ("checkpoint_bytes", format_bytes),
+        "held up training": ("checkpoint_blocked", _duration),
+        "written in": ("checkpoint_write_time", _duration),
+    }
+    cells = {
+        (name, step): show(value)
+        for name, (key, show) in columns.items()
+        for step, value in series.get(key, ())
+    }
+    rows = [
+        (str(step), *(cells.get((name, step), "") for name in columns))
+        for step in sorted({step for _, step in cells})
+    ]
+    return table(rows, ["step", *columns], "columns")
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+
+
+def _title(name: str) -> str:
+    name = name.replace("_per_second", " per second").replace("_", " ")
+    return {"mfu": "MFU", "grad norm": "Gradient norm"}.get(name, name.capitalize())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,0 +1,137 @@
+"""The services of a run's config: `logger.wandb` and `logger.mlflow`."""
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jshard.config.run_config import Config, flatten
+from jshard.errors import UserError
+from jshard.run.background import Background
+
+_REST = 1.0  # seconds between requests
+_PATIENCE = 1.0  # seconds that a checkpoint waits for a service
+
+
+class Logger(Protocol):
+    """A run in a service."""
+
+    id: str  # to go on with
+
+    def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Adds the metrics of a step, and the time in seconds since 1970."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Adds a text."""
+
+    def picture(self, step: int, name: str, file: Path) -> None:
+        """Adds a picture, in a PNG file."""
+
+    def send(self) -> None:
+        """Sends what was added; called after every few additions."""
+
+    def close(self, *, failed: bool) -> None:
+        """Ends the run, and waits until all is sent."""
+
+
+# The package of each service, which is an extra of the same name.
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+
+
+def check_loggers(config: Config) -> None:
+    """Raises a UserError if the package of a service is not installed."""
+    for name in _chosen(config):
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise UserError(
+                f"--config.logger.{name} needs the package {_PACKAGES[name]}: "
+                f"pip install 'jshard[{name}]'"
+            )
+
+
+class Loggers:
+    """The loggers of a run, each in a thread: a service may be slow to answer.
+
+    One that fails is left out after a warning.
+
+    Args:
+      config: The run's config.
+      path: The run's folder.
+      ids: Of the runs to go on with, by service.
+
+    Attributes:
+      ids: Of the runs in the services.
+
+    Raises:
+      UserError: A service does not let the run begin.
+    """
+
+    def __init__(self, config: Config, path: Path, ids: Mapping[str, str]):
+        self._loggers: dict[str, Logger] = {}
+        for name, given in _chosen(config).items():
+            try:
+                self._loggers[name] = _open(name)(
+                    given, path, flatten(config), ids.get(name)
+                )
+            except Exception as error:
+                why = " ".join(str(error).split()) or type(error).__name__
+                raise UserError(f"--config.logger.{name}={given}: {why}") from error
+        self.ids = {name: logger.id for name, logger in self._loggers.items()}
+        self._threads = {
+            name: Background(functools.partial(_act, logger), _REST, f"jshard-{name}")
+            for name, logger in self._loggers.items()
+        }
+
+    def each(self, act: Callable[[Logger], None]) -> None:
+        """Calls a function with each logger, in its thread."""
+        self._leave_out()
+        for thread in self._threads.values():
+            thread.put(act)
+
+    def flush(self) -> None:
+        """Waits until each has been called, but for no service that does not answer."""
+        for thread in self._threads.values():
+            thread.drain(_PATIENCE)
+        self._leave_out()
+
+    def close(self, *, failed: bool) -> None:
+        """Ends the runs in the services."""
+        self.each(lambda logger: logger.close(failed=failed))
+        for thread in self._threads.values():
+            thread.close()
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Warns of loggers that failed, and leaves them out."""
+        for name, thread in list(self._threads.items()):
+            if thread.error is not None:
+                del self._threads[name]
+                why = " ".join(str(thread.error).split())
+                warnings.warn(
+                    f"logger.{name}: {why or type(thread.error).__name__}; training "
+                    "continues without it",
+                    stacklevel=4,
+                )
+
+
+def _act(logger: Logger, acts: Sequence[Callable[[Logger], None]]) -> None:
+    for act in acts:
+        act(logger)
+    logger.send()
+
+
+def _chosen(config: Config) -> dict[str, Any]:
+    group = config.get("logger", {})
+    return {name: group[name] for name in group if group[name]}
+
+
+def _open(name: str) -> Callable[..., Logger]:
+    # Large imports, only where they are needed.
+    if name == "wandb":
+        from jshard.run.loggers.wandb_run import WandbRun
+
+        return WandbRun
+    from jshard.run.loggers.mlflow_run import MlflowRun
+
+    return MlflowRun

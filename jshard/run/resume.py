@@ -1,0 +1,117 @@
+"""What changed between a run and the command that resumes it."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jshard.checkpoint.untrusted import read_json
+from jshard.config.run_config import MEANING, Config, flatten, is_within
+from jshard.errors import UserError
+
+Changes = Mapping[str, tuple[Any, Any]]  # old and new value by flattened key
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+# The key of a run's `config.json` that says for which devices some keys were chosen.
+FITTED_ON = "fitted_on"
+ABSENT = _Absent()  # the value of a key that only the other config has
+
+
+def read_config(workdir: Path) -> dict[str, Any]:
+    """Reads the config of the run in a folder, for `changed_keys`."""
+    return read_object(workdir / "config.json")
+
+
+def read_object(
+    path: Path, remedy: str = "repair it, or give another --workdir"
+) -> dict[str, Any]:
+    """Reads a JSON object; a UserError with a remedy if the file does not hold one."""
+    try:
+        value = read_json(path)
+    except OSError as error:
+        raise UserError(f"cannot resume: {path} cannot be read: {error}") from error
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"cannot resume: {path} holds no JSON object: {remedy}")
+    return value
+
+
+def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
+    """Compares a run's config with the one that is to resume it.
+
+    Args:
+      old: The run's config, from its `config.json`.
+      new: The config now.
+
+    Returns:
+      Old and new value by flattened key, both as JSON stores them, so that a tuple
+      equals a list; `ABSENT` stands for no value. `checkpoint.accept`, the recipe's
+      name and `FITTED_ON` are left out.
+    """
+    before = {key: value for key, value in flatten(old).items() if key != FITTED_ON}
+    after = flatten(json.loads(json.dumps(new.to_dict(), default=str)))
+    if "recipe" not in after:  # otherwise it is a key of the recipe's own
+        before.pop("recipe", None)
+    changes = {
+        key: (before.get(key, ABSENT), after.get(key, ABSENT))
+        for key in after | before
+        if key != "checkpoint.accept"
+    }
+    return {
+        key: (one, other)
+        for key, (one, other) in changes.items()
+        if one != other and repr(one) != repr(other)  # NaN is not equal to itself
+    }
+
+
+def check_changes(
+    changes: Changes, accept: Iterable[str], obstacle: Callable[[], str] = lambda: ""
+) -> None:
+    """Refuses changes that would make the resumed run a different one.
+
+    Args:
+      changes: What `changed_keys` returned.
+      accept: The user's `checkpoint.accept`: keys and groups that may change.
+      obstacle: Returns why a refused change cannot be accepted either, or "".
+
+    Raises:
+      UserError: Lists the changes of model, data, batch size and seed that are not
+        accepted, and the flag that accepts them, if possible.
+    """
+    accept = tuple(accept)
+    refused = {
+        key: change
+        for key, change in changes.items()
+        if is_within(key, MEANING) and not is_within(key, accept)
+    }
+    if not refused:
+        return
+    if why := obstacle():
+        remedy = f"it cannot be resumed with this one: {why}"
+    else:
+        # A key that no longer exists can only be named by its group.
+        names = [
+            key.split(".")[0] if now is ABSENT else key
+            for key, (_, now) in refused.items()
+        ]
+        flag = ",".join(dict.fromkeys([*accept, *names]))
+        remedy = f"to resume it anyway add --config.checkpoint.accept={flag}"
+    raise UserError(
+        f"the run in --workdir has another config: {_listed(refused)}; {remedy}; "
+        "another --workdir starts a new run"
+    )
+
+
+def describe_changes(changes: Changes) -> str:
+    """Returns one line for the user, or "" if nothing changed."""
+    return f"config differs from the run's: {_listed(changes)}" if changes else ""
+
+
+def _listed(changes: Changes) -> str:
+    return ", ".join(f"{key} {old!r} -> {new!r}" for key, (old, new) in changes.items())

@@ -1,0 +1,114 @@
+"""Where the parameters of a run come from, besides its own checkpoints."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from jshard.checkpoint import frozen
+from jshard.checkpoint.restore import (
+    ParameterSource,
+    find_parameters,
+    read_parameters,
+    restore_state,
+)
+from jshard.errors import UserError
+from jshard.fsdp.state import TrainState
+from jshard.hub import peft
+from jshard.hub.file_tensor import FileTensor
+from jshard.recipe.build import Job
+from jshard.recipe.model_map import find_map, model_of, require_map
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What parameters are read from, found and checked before anything is written.
+
+    Attributes:
+      parameters: Of a pretrained model; None starts with initial values.
+      adapters: A folder of PEFT's, if the adapters are read from one.
+      checkpoint: The run's own checkpoint, if it is resumed: only the parameters that
+        it leaves out are read.
+    """
+
+    parameters: ParameterSource | None
+    adapters: Path | None = None
+    checkpoint: Path | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """A step's folder or safetensors files, if parameters are read from one."""
+        return self.parameters and self.parameters.path
+
+    def restore(self, abstract_state: TrainState) -> TrainState:
+        """Returns the state of the run's checkpoint."""
+        assert self.checkpoint is not None
+        return restore_state(
+            self.checkpoint, abstract_state, frozen_from=self.parameters
+        )
+
+    def start(self, job: Job) -> TrainState:
+        """Returns the state of a new run."""
+        state = job.initial_state()
+        if self.parameters is not None:
+            state = read_parameters(self.parameters, state)
+        if self.adapters is not None:
+            state = peft.read_adapters(
+                self.adapters, state, _map_of(job, self.adapters)
+            )
+        return state
+
+    def message(self) -> str:
+        """Says what a new run starts from; "" for initial values."""
+        read = filter(None, (self.path, self.adapters))
+        found = " and ".join(map(str, read))
+        return f"starting from the parameters of {found}" if found else ""
+
+
+def find_source(
+    job: Job, abstract_state: TrainState, checkpoint: Path | None = None
+) -> Source:
+    """Finds what a run's parameters are read from, and checks names and shapes.
+
+    A new run reads what `checkpoint.restore` names, and adapters from
+    `checkpoint.adapters`. A checkpoint may leave out what is frozen, which is where the
+    checkpoint says, or, if it has moved since, where `checkpoint.restore` says.
+
+    Args:
+      job: The run's job.
+      abstract_state: The state to read.
+      checkpoint: The run's checkpoint, if it has one.
+
+    Raises:
+      UserError: Something is missing, or of another model.
+    """
+    recipe, given = job.recipe, job.config.checkpoint
+    path = Path(given.restore).expanduser() if given.restore else None
+    if checkpoint is not None:
+        recorded = frozen.source_of(checkpoint)
+        if recorded and not path and not recorded.exists():
+            raise UserError(
+                f"{checkpoint} has the trained parameters alone, and {recorded}, with "
+                "the others, does not exist: give the folder that has them with "
+                "--config.checkpoint.restore=DIR"
+            )
+        path = recorded and (path or recorded)
+    parameters = None
+    if path is not None:
+        parameters = find_parameters(
+            path,
+            abstract_state,
+            tensors=find_map(job.config, recipe.map_of(path), recipe.name, path),
+            optimizer=given.restore_optimizer and checkpoint is None,
+        )
+    adapters = None
+    if given.adapters and checkpoint is None:
+        adapters = Path(given.adapters).expanduser()
+        peft.check_adapters(adapters, abstract_state, _map_of(job, adapters))
+    return Source(parameters, adapters, checkpoint)
+
+
+def _map_of(job: Job, adapters: Path) -> Mapping[str, FileTensor]:
+    """Returns where Hugging Face's files of the model keep its arrays."""
+    why = f"{adapters} holds adapters for a model of Hugging Face"
+    required = require_map(job.recipe.huggingface, job.recipe.name, why)
+    return required.tensors(model_of(job.config.to_dict()))

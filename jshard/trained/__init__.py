@@ -1,0 +1,1 @@
+"""Trained models to use: from runs, and from the folders of Hugging Face."""

@@ -1,0 +1,229 @@
+"""The command `jshard.generate`: continues prompts, or answers them.
+
+It is not in jshard/generate.py, which nothing may import: that would put a module in
+place of the function ``jshard.generate``.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jshard.cli.command import (
+    ArgumentParser,
+    file_path,
+    read_text,
+    run_command,
+    whole_number,
+)
+from jshard.cli.terminal import show
+from jshard.data.tokenizers.tokenizer import Tokenizer
+from jshard.errors import UserError
+from jshard.formatting import format_bytes, printable
+from jshard.generation import Generator, Sampling
+from jshard.generation.decoding import NOTHING
+from jshard.generation.prompts import check_prompts, is_encoder_decoder
+from jshard.layout.capacity import host_bytes
+from jshard.trained.model_command import model_parser, note, started
+from jshard.trained.trained_model import TrainedModel
+
+_FREE = 0.4  # of a device's memory for the weights: they are copied once, and the cache
+
+
+def main() -> None:
+    """Runs the command line; exits 0 done, 2 bad input, 130 Ctrl-C, 1 anything else."""
+    run_command(run_generate)
+
+
+def run_generate(argv: list[str]) -> None:
+    """Continues the prompts that the arguments name."""
+    arguments = _parser().parse_args(argv)
+    if (arguments.prompt is None) == (arguments.prompts is None):
+        raise UserError("give one of --prompt=TEXT and --prompts=FILE")
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    prompts = [arguments.prompt]
+    if arguments.prompts is not None:
+        prompts = read_prompts(arguments.prompts)
+    with started(arguments) as model:
+        tokenizer = model.tokenizer(arguments.tokenizer)
+        tokens = [tokenizer.encode(prompt) for prompt in prompts]
+        # Before weights are read, and anything is printed.
+        abstract = model.abstract()
+        check_prompts(abstract, tokens, arguments.length)
+        answers = is_encoder_decoder(abstract)
+        generator = _make_generator(model, arguments.weights, len(prompts))
+        options = {
+            "length": arguments.length,
+            "sampling": sampling,
+            "stop_tokens": (*tokenizer.stop_ids, *arguments.stop_token),
+        }
+        if arguments.prompt is not None and arguments.format == "text":
+            (only,) = tokens
+            stream = generator.stream([only], **options, seed=arguments.seed, chunk=1)
+            if answers:
+                only = only[:0]
+            else:
+                _print(arguments.prompt)
+            for text in texts_of(tokenizer, only, stream):
+                _print(text)
+            _print("\n")
+            return
+        for start in range(0, len(tokens), arguments.batch_size):
+            part = tokens[start : start + arguments.batch_size]
+            found = generator(part, **options, seed=arguments.seed + start)
+            for prompt, before, after in zip(
+                prompts[start:], part, found, strict=False
+            ):
+                text = continuation(tokenizer, before[:0] if answers else before, after)
+                if arguments.format == "jsonl":
+                    entry = {"prompt": prompt, "text": text, "tokens": after}
+                    _print(f"{_json(entry)}\n")
+                elif answers:
+                    _print(f"{text}\n")
+                else:
+                    _print(f"{prompt}{text}\n\n")
+
+
+def _parser() -> ArgumentParser:
+    parser = model_parser(
+        "python -m jshard.generate", "Continues prompts with a trained model."
+    )
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", help="shown with what follows, as it is generated")
+    add(
+        "--prompts",
+        metavar="FILE",
+        type=file_path,
+        help='a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
+    )
+    whole, ids = whole_number, whole_number(0, 2**31 - 1)
+    for name, kind, default, what in (
+        ("length", whole(1, 10**9), 128, "the most tokens to generate after a prompt"),
+        ("temperature", _number, 0.8, "0 always takes the likeliest token"),
+        ("top_k", ids, 0, "sample from the N likeliest tokens alone; 0 is all"),
+        ("top_p", _number, 1.0, "sample from the likeliest with probability N alone"),
+        ("seed", whole(0, 2**32 - 1), 0, "the prompt of line r has seed N + r"),
+        ("batch_size", whole(1, 10**6), 32, "prompts that are continued together"),
+    ):
+        help = f"{what} ({default})"
+        add(f"--{name}", metavar="N", type=kind, default=default, help=help)
+    add(
+        "--stop_token",
+        metavar="ID",
+        type=ids,
+        action="append",
+        default=[],
+        help="a token that ends a text, besides those of the tokenizer; repeatable",
+    )
+    add(
+        "--format",
+        default="text",
+        choices=("text", "jsonl"),
+        help="of the output: text, or a JSON object a prompt",
+    )
+    add(
+        "--weights",
+        default="auto",
+        choices=("auto", "replicated", "sharded"),
+        help="whether each device holds all weights, or a shard; auto replicates them "
+        "if they fit and there is one process",
+    )
+    return parser
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Reads the prompts of a file: its lines, or those of a .jsonl file.
+
+    Raises:
+      UserError: The file cannot be read, or a line is not a prompt.
+    """
+    lines = read_text("--prompts", file).splitlines()
+    if not lines:
+        raise UserError(f"--prompts={file}: has no prompts")
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        prompt: Any = line
+        if file.suffix == ".jsonl":
+            try:
+                prompt = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{file}:{number}: not JSON: {error}") from error
+            prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if not isinstance(prompt, str) or not prompt:
+            raise UserError(f"{file}:{number}: expected a prompt, got {line[:60]!r}")
+        prompts.append(prompt)
+    return prompts
+
+
+def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generator:
+    """Reads the weights to where they fit, and says which on standard error."""
+    devices, size = jax.devices(), model.bytes()
+    alone = jax.process_count() == 1
+    if weights == "replicated" and not alone:
+        raise UserError(
+            "--weights=replicated: the weights of several processes are always "
+            "sharded; start one process"
+        )
+    fits = size <= _memory(jax.local_devices()) * _FREE
+    whole = alone and (fits or len(devices) == 1)
+    if weights == "replicated" or (weights == "auto" and whole):
+        used = devices[:prompts]
+        where = f"on each of {len(used)} devices" if len(used) > 1 else "on one device"
+        note(f"weights: {format_bytes(size)}, whole {where}")
+        return Generator(model.load_whole(used[0]), used)
+    why = "" if fits else f", as {format_bytes(size)} is too much for one"
+    count = f"{len(devices)} devices" if len(devices) > 1 else "one device"
+    note(f"weights: sharded over {count}{why}")
+    return Generator.sharded(*model.load(devices))
+
+
+def _memory(devices: Sequence[Any]) -> int:
+    """Returns the bytes of memory of a device; CPU devices share the machine's."""
+    stats = devices[0].memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        return limit
+    return host_bytes() // len(devices)
+
+
+def texts_of(
+    tokenizer: Tokenizer, prompt: np.ndarray, parts: Iterator[np.ndarray]
+) -> Iterator[str]:
+    """Yields the text of a continuation as it grows, whole characters only."""
+    tokens, shown = [], 0
+    for part in parts:
+        tokens += part[0][part[0] != NOTHING].tolist()
+        text = continuation(tokenizer, prompt, tokens)
+        if text.endswith("�"):
+            continue  # its other bytes may follow
+        yield text[shown:]
+        shown = len(text)
+    yield continuation(tokenizer, prompt, tokens)[shown:]
+
+
+def continuation(tokenizer: Tokenizer, prompt: np.ndarray, tokens: list[int]) -> str:
+    """Returns the text that tokens add to a prompt's, spaces included."""
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode(np.concatenate([prompt, np.asarray(tokens, np.int32)]))
+    return whole[len(before) :]
+
+
+def _json(entry: dict[str, Any]) -> str:
+    """Returns JSON with letters as they are, and escaped what terminals act on."""
+    text = json.dumps(entry, ensure_ascii=False)
+    return "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text)
+
+
+def _print(text: str) -> None:
+    if jax.process_index() == 0:  # the others have the same text
+        show(text, end="")

@@ -1,0 +1,151 @@
+"""What a Hugging Face folder needs besides tensors, from a run and its recipe."""
+
+import json
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jshard.checkpoint.untrusted import read_json
+from jshard.cli.paths import path_problem
+from jshard.config.run_config import flatten
+from jshard.errors import UserError
+from jshard.hub import huggingface_folder as folders
+from jshard.hub.file_tensor import FileTensor
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.model_map import SOURCE, model_of, require_map
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class MappedModel(NamedTuple):
+    """A run's model as Hugging Face has it.
+
+    Attributes:
+      tensors: Where each array lies in the files, by tensor name without stacking.
+      config: The content of config.json.
+      sources: Folders that may have its tokenizer and its generation config, the first
+        ones first.
+    """
+
+    tensors: Mapping[str, FileTensor]
+    config: Mapping[str, Any]
+    sources: list[Path]
+
+
+def find_model(
+    step: Path, about: Mapping[str, Any], given: str | None, format: str
+) -> MappedModel:
+    """Finds the recipe of a checkpoint's run, and asks its map.
+
+    Args:
+      step: The checkpoint's folder.
+      about: Its metadata.
+      given: The recipe that the user gave instead, if any.
+      format: "timm" for timm's map, else Hugging Face's.
+
+    Raises:
+      UserError: The run's recipe is gone, or has no map.
+    """
+    config = about["config"]
+    if not isinstance(config.get("model"), dict):
+        raise UserError(
+            f"--format={format}: checkpoint {step} has no config of a recipe, which "
+            "says what the model is"
+        )
+    with open_recipe(find_recipe_of(step, config, given)) as recipe:
+        if format == "timm":
+            mapped = recipe.require_timm("--format=timm needs names")
+        else:
+            why = "--format=huggingface needs names"
+            mapped = require_map(recipe.huggingface, recipe.name, why)
+        model = model_of(config)
+        try:
+            tensors, written = mapped.tensors(model), mapped.write_config(model)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"checkpoint {step}: its config.model is not one of {recipe.name}: "
+                f"{error!r}"
+            ) from error
+        return MappedModel(tensors, written, _sources(config))
+
+
+def find_recipe_of(step: Path, config: Mapping[str, Any], given: str | None) -> str:
+    """Finds a run's recipe: as given, as noted by the run, or by name.
+
+    Args:
+      step: A checkpoint's folder.
+      config: The run's config.
+      given: The recipe that the user gave instead, if any.
+
+    Raises:
+      UserError: There is none.
+    """
+    if given is not None:
+        return find_recipe(given)
+    try:
+        notes = read_json(step.parents[1] / "notes.json")
+        return find_recipe(notes["recipe"])
+    except (OSError, ValueError, LookupError, TypeError):  # a UserError is a ValueError
+        pass  # the checkpoint was moved, or the recipe
+    try:
+        return find_recipe(str(config["recipe"]))
+    except (UserError, LookupError) as error:
+        raise UserError(
+            f"the recipe of {step} is needed and not where it was: give "
+            f"--config=RECIPE ({error})"
+        ) from error
+
+
+def _sources(config: Mapping[str, Any]) -> list[Path]:
+    """Returns the folders that the run had its tokenizer and its weights from."""
+    flat = flatten(config)
+    given = map(flat.get, ("data.tokenizer", "checkpoint.restore", SOURCE))
+    texts = [text for text in given if isinstance(text, str) and text]
+    texts = [text for text in texts if not path_problem(text)]
+    paths = [Path(text).expanduser() for text in texts]
+    found = [path.parent if path.is_file() else path for path in paths]
+    return list(dict.fromkeys(found))  # often the same
+
+
+def write_companions(folder: Path, model: MappedModel, dtypes: Set[str]) -> list[str]:
+    """Writes config.json, and copies the tokenizer and the generation config.
+
+    Args:
+      folder: The folder with the tensors.
+      model: The model.
+      dtypes: Of the tensors.
+
+    Returns:
+      What to tell the user.
+    """
+    content = dict(model.config)
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        content |= {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5, and 4
+    for source in model.sources:
+        for key, value in _token_ids(source).items():
+            content.setdefault(key, value)
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    (folder / folders.CONFIG).write_text(text, encoding="utf-8")
+    notes = []
+    for what, names in (
+        ("tokenizer", folders.TOKENIZER),
+        ("generation config", (folders.GENERATION,)),
+    ):
+        for source in model.sources:
+            if folders.copy_files(names, source, folder):
+                notes.append(f"{what} of {source}")
+                break
+        else:
+            places = ", ".join(map(str, model.sources))
+            notes.append(f"no {what}{' in ' * bool(places)}{places}")
+    return notes
+
+
+def _token_ids(source: Path) -> dict[str, Any]:
+    """Returns the ids of special tokens in a folder's config.json."""
+    try:
+        content = folders.read_config(source)
+    except UserError:
+        return {}
+    return {key: content[key] for key in _TOKEN_IDS if key in content}

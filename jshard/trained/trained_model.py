@@ -1,0 +1,288 @@
+"""A trained model to use: from a run of jshard, or from a Hugging Face folder."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jshard.checkpoint import frozen, metadata
+from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
+from jshard.config.policy_keys import make_policy
+from jshard.config.run_config import Config, complete
+from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
+from jshard.errors import UserError
+from jshard.fit.memory_choice import Candidate
+from jshard.fsdp.fsdp import FSDP
+from jshard.fsdp.mesh import make_mesh
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import Precision, own_dtype, set_compute_dtype
+from jshard.fsdp.state import TrainState
+from jshard.hub.huggingface_folder import is_huggingface, read_config
+from jshard.recipe import contract
+from jshard.recipe.build import Job
+from jshard.recipe.definition import Recipe
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
+from jshard.recipe.model_map import SOURCE, find_map
+from jshard.run.source import find_source
+from jshard.trained.huggingface_export import find_recipe_of
+
+# Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
+_RECIPES = {
+    "GPT2LMHeadModel": "gpt.py",
+    "GPT2Model": "gpt.py",
+    "T5ForConditionalGeneration": "t5.py",
+}
+_OTHERS = "llama.py:3-8b"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """A model whose weights have not been read yet.
+
+    Attributes:
+      path: A checkpoint of a run, or a Hugging Face folder.
+      recipe: Its recipe.
+      config: The recipe's config, as the run or the folder says.
+      dtype: Of the weights and of the computation; None is the run's own.
+      ema: Whether the weights are the run's averages; None if it has none.
+      base: What the run's frozen parameters are read from, if they have moved.
+    """
+
+    path: Path
+    recipe: Recipe
+    config: Config
+    dtype: str | None
+    ema: bool | None = None
+    base: Path | None = None
+
+    def __str__(self) -> str:
+        of_averages = {
+            None: "",
+            False: ", as trained; --ema takes its averages",
+            True: ", its averages",
+        }
+        return f"{self.path}{of_averages[self.ema]}"
+
+    def tokenizer(self, given: Path | None = None) -> Tokenizer:
+        """Returns the model's tokenizer, or the given one.
+
+        Raises:
+          UserError: It is missing, or has more tokens than the model.
+        """
+        vocab_size = self.config.get("model", {}).get("vocab_size")
+        if given is not None:
+            return load_tokenizer(given, vocab_size)
+        if is_huggingface(self.path):
+            return load_tokenizer(self.path, vocab_size)
+        own = self.config.get("data", {}).get("tokenizer", "")
+        named = own in ("", PYTHON)
+        if self.base is not None and not named and not Path(own).expanduser().exists():
+            own = self.base  # it was beside the weights that have moved
+        return load_tokenizer(own, vocab_size)
+
+    def abstract(self) -> nnx.Module:
+        """Returns the model without its weights."""
+        fsdp, state = self._abstract
+        return fsdp.model(state)
+
+    def bytes(self) -> int:
+        """Returns the size of the weights, without making any."""
+        _, state = self._abstract
+        leaves = jax.tree.leaves(state.model_arrays)
+        return sum(x.size * x.dtype.itemsize for x in leaves)
+
+    @functools.cached_property
+    def _abstract(self) -> tuple[FSDP, TrainState]:
+        job = self._job(jax.devices()[:1])
+        return job.fsdp, job.abstract_state()
+
+    def load(self, devices: Sequence[Any]) -> tuple[FSDP, TrainState]:
+        """Reads the weights, sharded over the devices.
+
+        Raises:
+          UserError: They are missing, damaged or of another model.
+        """
+        job = self._job(devices)
+        abstract_state = job.abstract_state()
+        if self._needs_whole_state:
+            source = find_source(job, abstract_state, self.path)
+            state = source.restore(abstract_state)
+            if self.ema:
+                state = state.with_ema_params()
+            # What is left is as if there had never been an optimizer.
+            rest: dict[str, Any] = {"opt_state": (), "ema": None, "loss_scale": None}
+            return job.fsdp, dataclasses.replace(state, **rest)
+        tensors = find_map(
+            self.config, self.recipe.map_of(self.path), self.recipe.name, self.path
+        )
+        found = find_parameters(self.path, abstract_state, tensors=tensors)
+        return job.fsdp, read_parameters(found, job.initial_state())
+
+    def load_whole(self, device: Any) -> nnx.Module:
+        """Reads the weights to one device; returns the model in eval mode."""
+        fsdp, state = self.load([device])
+        model = fsdp.model(state)
+        model.eval()
+        for path, module in nnx.iter_modules(model):
+            precision = fsdp.policy.precision_at(path, own_dtype(module))
+            set_compute_dtype(module, precision.compute)
+        return model
+
+    @property
+    def _needs_whole_state(self) -> bool:
+        """Returns whether the training state is read, and not its parameters alone.
+
+        A checkpoint of adapters is small, and names the rest of the model. Averages are
+        read beside the parameters.
+        """
+        if is_huggingface(self.path):
+            return False
+        return bool(self.ema) or frozen.source_of(self.path) is not None
+
+    def _job(self, devices: Sequence[Any]) -> Job:
+        """Returns a job that computes as the run does, in its dtypes."""
+        recipe, config = self.recipe, self.config
+        whole = self._needs_whole_state
+        fsdp = FSDP(
+            make_mesh(devices=devices),
+            self._policy(whole),
+            units=recipe.units(config) if recipe.units else (),
+        )
+        optimizer = optax.identity()
+        if whole:
+            optimizer = contract.make_optimizer(recipe.make_optimizer, config)
+        return Job(
+            recipe,
+            config,
+            fsdp,
+            optimizer,
+            functools.partial(recipe.make_model, config),
+            contract.trainable(recipe.trainable, config),
+            fsdp.train_step(recipe.loss_fn, optimizer),
+        )
+
+    def _policy(self, whole: bool) -> Policy:
+        """Returns the run's dtypes, and if ``whole`` what its state consists of."""
+        own = make_policy(Candidate("full", 1).apply(self.config))  # they may be "fit"
+
+        def dtypes(precision: Precision) -> Precision:
+            param = self.dtype or precision.param
+            return Precision(param, compute=self.dtype or precision.compute)
+
+        overrides = {
+            pattern: {"precision": dtypes(fields.get("precision", own.precision))}
+            for pattern, fields in own.overrides.items()
+        }
+        return Policy(
+            precision=dtypes(own.precision),
+            overrides=overrides,
+            ema_decay=own.ema_decay if whole else None,
+            loss_scale=whole and own.loss_scale,
+        )
+
+
+@contextmanager
+def open_model(
+    path: Path,
+    recipe: str | None = None,
+    dtype: str | None = None,
+    *,
+    ema: bool = False,
+    base: Path | None = None,
+) -> Iterator[TrainedModel]:
+    """Finds a trained model; use it inside the block, like ``open_recipe``.
+
+    Args:
+      path: A run's folder, a folder of checkpoints, one checkpoint, or a Hugging Face
+        folder.
+      recipe: The recipe, if it is not where the run says, or for a Hugging Face folder
+        one with another map.
+      dtype: Of the weights and of the computation; by default the run's own, and
+        float32 for a Hugging Face folder.
+      ema: Whether to take the averages of the run's parameters.
+      base: What the run's frozen parameters are read from, if they have moved.
+
+    Raises:
+      UserError: There is no model, or it is of an unknown architecture, or has no
+        averages.
+    """
+    path = path.expanduser()
+    if is_huggingface(path):
+        _check_averages(path, not ema)
+        _check_base(path, None, base)
+        (architecture, *_) = read_config(path).get("architectures") or [""]
+        found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
+        with open_recipe(found) as opened:
+            config = make_config(opened, {SOURCE: str(path)})
+            yield TrainedModel(path, opened, config, dtype or "float32")
+        return
+    step = find_step(path)
+    about = metadata.read(step)
+    if not about["config"]:
+        raise UserError(
+            f"checkpoint {step} has no config of a recipe, which says what the model is"
+        )
+    has_averages = any(name.startswith("ema.") for name in about["arrays"])
+    _check_averages(step, has_averages or not ema)
+    _check_base(step, frozen.source_of(step), base)
+    found = find_recipe_of(step, about["config"], recipe)
+    with open_recipe(found) as opened:
+        config = complete(opened.get_config(), opened.name)
+        _take(config, about["config"], step)
+        # What the run was given may be relative to another folder.
+        config.checkpoint.restore = str(base or "")
+        yield TrainedModel(
+            step, opened, config, dtype, ema if has_averages else None, base
+        )
+
+
+def _check_base(path: Path, recorded: Path | None, base: Path | None) -> None:
+    """Raises a UserError if parameters that a checkpoint lacks are not there."""
+    if recorded is None and base is not None:
+        raise UserError(f"--base={base}: {path} has all of its weights")
+    found = base or recorded
+    if found is not None and not found.exists():
+        raise UserError(
+            f"{path} has the trained weights alone, and {found}, with the others, does "
+            "not exist: give the folder that has them with --base=DIR"
+        )
+
+
+def _check_averages(path: Path, fine: bool) -> None:
+    if not fine:
+        raise UserError(
+            f"--ema: {path} has no averages; train with --config.policy.ema_decay="
+            "0.999, for example"
+        )
+
+
+def _take(config: Any, stored: Mapping[str, Any], step: Path) -> None:
+    """Sets the keys of a recipe's config to the values that a run had.
+
+    Raises:
+      UserError: The checkpoint in `step` has a value where the recipe has a group of
+        keys, or a group where it has a value.
+    """
+    with config.unlocked(), config.ignore_type():
+        for name, value in stored.items():
+            if name not in config:
+                continue  # of an older jshard
+            is_group = isinstance(config[name], ConfigDict)
+            if is_group != isinstance(value, Mapping):
+                raise UserError(
+                    f"checkpoint {step}: its config has {name}={str(value)[:80]}, and "
+                    f"the recipe has {'a group' if is_group else 'a value'} there: the "
+                    "run was of another recipe"
+                )
+            if is_group:
+                _take(config[name], value, step)
+            else:
+                config[name] = tuple(value) if isinstance(value, list) else value

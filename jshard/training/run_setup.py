@@ -1,0 +1,138 @@
+"""A recipe set up on a mesh, before a step: what fit, evaluate and predict share."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jshard.config.run_config import Config
+from jshard.distributed import Peers
+from jshard.fit.expert_choice import with_experts
+from jshard.fit.fitted import fitted_on, make_fitted_job
+from jshard.fsdp.mesh import rows_of_process
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.state import TrainState
+from jshard.layout.capacity import check_capacity
+from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
+from jshard.recipe.definition import Recipe
+from jshard.run.source import Source, find_source
+from jshard.run.start import Start, find_start
+
+
+@dataclasses.dataclass
+class Setup:
+    """A run that is set up.
+
+    Attributes:
+      job: The recipe on its mesh; its config has no open keys.
+      abstract_state: The state, as `ShapeDtypeStruct`s.
+      workdir: The run's folder.
+      peers: The processes that train together.
+      chosen: What was chosen by memory and why; empty if nothing was open.
+      experts: The same, of `mesh.expert`, which is chosen by traffic.
+      hosts: The host of each process, if known.
+      state: The newest state; None before there is one. A step that fails takes the
+        state with it, and leaves deleted arrays.
+    """
+
+    job: Job
+    abstract_state: TrainState
+    workdir: Path
+    peers: Peers
+    chosen: str
+    experts: str
+    hosts: Sequence[int] | None
+    state: Any = None
+
+    @property
+    def config(self) -> Config:
+        """The job's config."""
+        return self.job.config
+
+    @property
+    def fitted_on(self) -> str:
+        """The devices for which keys were chosen; empty if none were."""
+        return fitted_on(self.job.fsdp.mesh) if self.chosen else ""
+
+    def alive(self) -> bool:
+        """Returns whether there is a state to go on from."""
+        leaves = jax.tree.leaves(self.state)
+        return bool(leaves) and not any(x.is_deleted() for x in leaves)
+
+    def find_start(self) -> Start:
+        """Finds where the run starts, without writing anything."""
+        held = int(self.state.step) if self.alive() else None
+        return find_start(
+            self.workdir, self.config, self.peers, self.abstract_state, held
+        )
+
+    def restore(self, start: Start) -> Source:
+        """Makes `state` that of `start`, unless it is at hand; None for a new run.
+
+        Returns where a new run's parameters come from.
+        """
+        source = find_source(self.job, self.abstract_state, start.checkpoint)
+        if start.held:
+            return source
+        self.state = None  # never two at once
+        if start.checkpoint:
+            self.peers.at("restoring", start.step)
+            self.state = source.restore(self.abstract_state)
+        return source
+
+    def reader(self) -> dict[str, int]:
+        """Returns the arguments of `batches` that select this process's part."""
+        # A process reads the rows of its devices' place in the mesh.
+        part, parts = rows_of_process(self.job.fsdp.mesh)
+        size = self.config.batch_size
+        return {"batch_size": size, "process_index": part, "process_count": parts}
+
+
+def set_up(
+    recipe: Recipe,
+    config: Config,
+    workdir: Path,
+    peers: Peers,
+    mesh: Mesh | None = None,
+    policy: Policy | None = None,
+) -> Setup:
+    """Sets up a run; nothing is allocated or written.
+
+    Args:
+      recipe: What to train.
+      config: Its config, with every shared key.
+      workdir: The run's folder, which need not exist.
+      peers: All processes; each calls this.
+      mesh: By default that of the config.
+      policy: By default that of the config.
+
+    Raises:
+      UserError: The config asks for something impossible.
+    """
+    stuck = None if config.watch.stuck == "auto" else config.watch.stuck
+    peers.limit(config.watch.silence, stuck)
+    peers.open_log(workdir)
+    peers.at("setting up", 0)
+    hosts = peers.hosts if peers.count > 1 else None
+    experts = ""
+    if mesh is None:
+
+        def traced(config: Config) -> tuple[Any, dict[str, int]]:
+            mesh = make_mesh(config, hosts=hosts)
+            job = make_job(recipe, config, mesh)
+            batch, _, _ = abstract_batch(recipe, config, mesh)
+            step = job.train_step.trace(job.abstract_state(), batch)
+            return step.jaxpr.jaxpr, dict(mesh.shape)
+
+        config, experts = with_experts(config, jax.devices(), traced, hosts)
+        mesh = make_mesh(config, hosts=hosts)
+    if policy is not None:
+        job, chosen = make_job(recipe, config, mesh, policy), ""
+    else:
+        job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
+    state = job.abstract_state()
+    check_capacity(state, job.fsdp.mesh.local_devices)
+    return Setup(job, state, workdir, peers, chosen, experts, hosts)

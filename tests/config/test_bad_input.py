@@ -1,0 +1,398 @@
+"""Bad values for every key of every recipe, and every option of every command."""
+
+import contextlib
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jshard.export
+import jshard.inspect
+import jshard.launch
+import jshard.plan.__main__
+import jshard.plan.topology
+import jshard.tokenize
+import jshard.train
+import jshard.training.loop
+from jobs import environment
+from jshard.cli.paths import path_problem
+from jshard.config.parser import override
+from jshard.config.run_config import SHARED, check, complete, declarations, flatten
+from jshard.data.text.text_data import text_data
+from jshard.data.tokenizers.tokenizer import load_tokenizer
+from jshard.errors import UserError
+from jshard.knob import Knob
+from jshard.recipe.load import find_recipe, open_recipe, packaged_recipes
+
+FILES = {file.name for file in packaged_recipes().glob("[!_]*.py")}
+RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - {"llama.py"})
+LONG = "x" * 5000
+URL = "gs://bucket/folder"
+
+
+@contextlib.contextmanager
+def config_of(name: str) -> Iterator:
+    with open_recipe(find_recipe(name)) as recipe:
+        yield complete(recipe.get_config(), name)
+
+
+def bad_values(key: Knob) -> list[str]:
+    """What a key cannot be, by its declaration alone."""
+    if key.kind is Path:
+        return [LONG, f"{LONG}/{LONG}", URL]
+    if key.kind in (str, tuple) and not key.choices:
+        return []  # any text is one
+    if key.kind is bool or key.choices:
+        return ["", "nosuch", "7", "nan", LONG]
+    bad = ["", "many", "nan", "-nan", "inf", "-inf", "1e999", "1,2", "()", LONG]
+    bad += ["9" * 5000, "-7", "1" + "0" * 20 if key.kind is int else "1e39"]
+    if key.kind is int:
+        bad += ["0.5", "1e3"]
+    if key.problem(0):
+        bad.append("0")
+    return [text for text in bad if text not in map(str, key.also)]
+
+
+def set_and_check(config, key: str, text: str) -> None:
+    override(config, {key: text}, "recipe.py")
+    check(config)
+
+
+def misspelt(key: str, rng: random.Random) -> str:
+    at = rng.randrange(len(key))
+    return key[:at] + key[at + 1 :]
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Runs a command in this process: exit 2, and one line that says what is named."""
+
+    def accepted(*args, **kwargs):
+        raise AssertionError("accepted")
+
+    # Where everything is found good.
+    monkeypatch.setattr(jshard.training.loop, "run", accepted)
+    monkeypatch.setattr(jshard.train, "make_cpu_devices", accepted)
+    monkeypatch.setattr(jshard.plan.__main__, "make_cpu_devices", accepted)
+    monkeypatch.setattr(jshard.plan.__main__, "search", accepted)
+    monkeypatch.setattr(jshard.plan.topology, "has_plugin", lambda: True)
+    monkeypatch.setattr(jshard.launch.Launcher, "run", accepted)
+
+    def run(command, words, *named):
+        monkeypatch.setattr(sys, "argv", [command.__name__, *words])
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        out, err = capsys.readouterr()
+        assert (end.value.code, out) == (2, ""), words
+        assert err.startswith("jshard: error: "), err[:500]
+        assert err.count("\n") == 1, err
+        assert len(err) < 1500, err
+        assert any(name in err for name in named), (words, err)
+
+    return run
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_good_as_it_is_and_explains_each_key(name):
+    with config_of(name) as config:
+        check(config)
+        for key, declaration in declarations(config).items():
+            assert declaration.help, key
+            assert not declaration.problem(flatten(config)[key]), key
+
+
+@pytest.mark.quick("gpt.py", "llama.py:3-8b")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_bad_value_of_any_key_of_any_recipe_is_one_line_that_names_it(name):
+    with config_of(name) as config:
+        declared, flat = declarations(config), flatten(config)
+        for key, declaration in declared.items():
+            for text in bad_values(declaration):
+                with pytest.raises(UserError) as error:
+                    set_and_check(config, key, text)
+                assert f"--config.{key}=" in str(error.value)
+                set_and_check(config, key, str(flat[key]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_misspelt_key_of_any_recipe_is_one_line_that_names_it(name):
+    rng = random.Random(name)
+    with config_of(name) as config:
+        for key in [*flatten(config), "model"]:
+            wrong = key if key == "model" else misspelt(key, rng)
+            with pytest.raises(UserError, match=re.escape(f"--config.{wrong} ")):
+                override(config, {wrong: "1"}, name)
+
+
+@pytest.mark.quick("gpt.py")
+@pytest.mark.parametrize("name", ["gpt.py", "llama.py:3-8b"])
+def test_training_refuses_them_before_anything_starts(name, refused):
+    rng = random.Random(name)
+    with config_of(name) as config:
+        declared = declarations(config)
+    for key, declaration in declared.items():
+        if bad := bad_values(declaration):
+            words = [f"--config={name}", f"--config.{key}={rng.choice(bad)}"]
+            refused(jshard.train, words, f"--config.{key}=")
+        wrong = misspelt(key, rng)
+        refused(jshard.train, [f"--config={name}", f"--config.{wrong}=1"], wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama.py", "must be one of 2-7b, 2-13b, 3-1b, 3-8b, 3-70b, 3-405b"),
+        ("llama.py:3", "must be one of 2-7b, 2-13b, 3-1b, 3-8b, 3-70b, 3-405b"),
+        ("gpt.py:3", "too many positional arguments; use --config=gpt.py"),
+    ],
+)
+def test_a_recipe_whose_argument_cannot_be_is_refused(name, said, refused):
+    refused(jshard.train, [f"--config={name}"], said)
+    words = [f"--config={name}", "--topology=h100:8"]
+    refused(jshard.plan.__main__, words, said)
+
+
+def test_the_planner_refuses_the_same(refused):
+    rng = random.Random(0)
+    with config_of("llama.py:3-8b") as config:
+        declared = declarations(config)
+    for key, declaration in declared.items():
+        if bad := bad_values(declaration):
+            setting = f"--config.{key}={rng.choice(bad)}"
+            words = ["--config=llama.py:3-8b", "--topology=h100:8", setting]
+            refused(jshard.plan.__main__, words, f"--config.{key}=")
+
+
+OPTIONS = {
+    jshard.train: {
+        "config": ("", LONG, "nosuch", URL),
+        "workdir": ("", LONG, URL, "s3://bucket", "hf://me/run"),
+        "coordinator": ("", "a", "a:", "a:0", "a:65536", "a:many", f"{LONG}:1", ":7"),
+        "num_processes": ("", "0", "-1", "many", "nan", "1e3", "1" + "0" * 20, LONG),
+        "process_id": ("", "-1", "2", "many", "nan", "1" + "0" * 20, LONG),
+        "local_device_ids": ("", "a", "-1", "0,0", "0,", "1" + "0" * 20, LONG),
+    },
+    jshard.plan.__main__: {
+        "config": ("", LONG, "nosuch", URL),
+        "topology": (
+            *("", "h100", "h100:", "h100:0", "h100:-8", "h100:9", "h1000:8", LONG),
+            *("h100:many", "h100:" + "9" * 20, "h100:" + "9" * 5000),
+        ),
+        "constants": ("", LONG, "/", "/nosuch", URL),
+        "json": ("", LONG, "/", "/nosuch/file", URL),
+        "html": ("", LONG, "/", "/nosuch/file", URL),
+        "trace": ("", LONG, "/", "/nosuch/file", URL),
+        "hlo": ("", LONG, "/", "/nosuch/file", URL),
+        "search": ("nosuch", LONG),
+        "limit": ("", "0", "-1", "many", "²", "9" * 5000),
+    },
+    jshard.launch: {
+        "num_processes": ("", "0", "-1", "many", "nan", "1" + "0" * 20, "9" * 5000),
+        "hosts": ("", ",", "a,,b", "-oProxyCommand=x", "a b", LONG),
+        "rsh": ("", "/nosuch", "'", LONG),
+        "port": ("", "0", "-1", "65536", "many", "1" + "0" * 20),
+        "max_restarts": ("", "-1", "many", "1" + "0" * 20),
+        "min_hosts": ("", "0", "-1", "3", "many", "1" + "0" * 20),
+    },
+    jshard.inspect: {"PATH": ("", "/nosuch", LONG, "/dev/null", URL)},
+    jshard.export: {
+        "PATH": ("", "/nosuch", LONG, "/dev/null", URL),
+        "output": (LONG, URL),
+        "dtype": ("", "int8", "nosuch", LONG),
+        "max_shard_size": ("", "0GB", "-1GB", "nan", "5", LONG),
+    },
+    jshard.tokenize: {
+        "PATH": ("", LONG, URL),
+        "tokenizer": ("", "/nosuch", "/dev/null", LONG, URL),
+        "output": ("", LONG, URL),
+        "workers": ("", "0", "-1", "many", "nan", "1" + "0" * 20, LONG),
+    },
+}
+# What makes the rest of a command line good.
+GOOD = {
+    jshard.train: {
+        "config": "gpt.py",
+        "num_processes": "2",
+        "process_id": "0",
+        "coordinator": "127.0.0.1:7",
+    },
+    jshard.plan.__main__: {"config": "gpt.py", "topology": "h100:8"},
+    jshard.launch: {"num_processes": "2"},
+    jshard.inspect: {"PATH": "/nosuch"},
+    jshard.export: {"PATH": "/nosuch", "output": "nosuch"},
+    jshard.tokenize: {"PATH": "/nosuch", "tokenizer": "/nosuch", "output": "nosuch"},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        pytest.param(command, option, id=f"{command.__name__}-{option}")
+        for command, options in OPTIONS.items()
+        for option in options
+    ],
+)
+def test_a_bad_value_of_any_option_is_one_line_that_names_it(
+    command, option, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for text in OPTIONS[command][option]:
+        given = GOOD[command] | {option: text}
+        if option in ("limit", "search") and option != "search":
+            given["search"] = ""
+        if option in ("rsh", "min_hosts"):
+            given["hosts"] = "a,b"
+        if option == "PATH":
+            words = [text]
+        else:
+            words = [given.pop("PATH")] if "PATH" in given else []
+        words += [
+            f"--{name}={value}" if value or name != "search" else "--search"
+            for name, value in given.items()
+            if name != "PATH"
+        ]
+        if command is jshard.launch:
+            words += ["--", "--config=gpt.py"]
+        named = (option, text[:20]) if option in ("PATH", "config") else (option,)
+        refused(command, words, *named)
+    if option != "PATH":
+        words = [f"--{option[:-1]}x=1"]
+        refused(command, words, *words, "PATH", "required")
+
+
+def test_a_url_is_refused_wherever_a_path_is_expected(tmp_path, monkeypatch):
+    """It would be a folder named "gs:" on this machine's disk."""
+    monkeypatch.chdir(tmp_path)
+    asks = {
+        "workdir": lambda path: jshard.Trainer("gpt.py", workdir=path),
+        "Checkpointer: folder": jshard.Checkpointer,
+        "data.tokenizer": load_tokenizer,
+    }
+    for name, ask in asks.items():
+        for url in ("s3://bucket/run", "gs://bucket", Path("abfs://bucket/run")):
+            with pytest.raises(UserError, match=f"{name}={url}: is a URL"):
+                ask(url)
+    for path, mixture in ((URL, ""), ("", f"{URL}:1")):
+        with pytest.raises(UserError, match=f"data.path={URL}: is a URL"):
+            text_data(path, "train", mixture=mixture, sequence_length=8, seed=0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["a:b", "./gs:/x", "C/x://y", "~/x", "gpt.py:/x"])
+def test_other_paths_with_colons_are_allowed(path):
+    assert path_problem(path) == ""
+
+
+@pytest.mark.parametrize("key", sorted(SHARED))
+def test_a_shared_key_that_a_recipe_misspells_is_one_line_that_names_it(
+    key, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    wrong = key[:-2] + key[-1]
+    if wrong in SHARED:
+        return
+    config: dict = {"steps": 1, "batch_size": 8} | ({} if "." in key else {wrong: 1})
+    config.pop(key, None)
+    if "." in key:
+        *groups, name = wrong.split(".")
+        inner = config
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = 1
+    write_recipe(tmp_path, config)
+    named = key if key in ("steps", "batch_size") else wrong
+    refused(jshard.train, ["--config=own.py"], repr(named))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"policy": "full"}, "policy='full': policy is a group: policy.remat"),
+        ({"mesh": {"fdsp": 2}}, "unknown key 'mesh.fdsp'; did you mean mesh.fsdp?"),
+        ({"policy": {"remmat": "full"}}, "did you mean policy.remat?"),
+        ({"checkpoint": {"evry": 1}}, "did you mean checkpoint.every?"),
+        ({"watch": {"zzz": 1}}, "unknown key 'watch.zzz'; did you mean watch."),
+        ({"chekpoint": {"every": 1}}, "did you mean checkpoint?"),
+        ({"mesh": {"replica": True}}, "mesh.replica=True: expected hosts or a whole"),
+        ({"steps": 2.5}, "steps=2.5: expected a whole number"),
+        ({"steps": True}, "steps=True: expected a whole number"),
+        ({"steps": {"number": 3}}, "steps="),
+        ({"seed": -1}, "--config.seed=-1: must be a whole number, at least 0"),
+        ({"policy": {"precision": "bf16"}}, "policy.precision is a group"),
+        ({"watch": {"silence": math.nan}}, "--config.watch.silence=nan: must be a"),
+        (
+            {"optimizer": {"b2": 2.0}},
+            "--config.optimizer.b2=2.0: must be a finite number, at least 0 and",
+        ),
+        (
+            {"optimizer": {"clip_norm": 0}},
+            "optimizer.clip_norm=0: must be a finite number, above 0",
+        ),
+        ({"mesh": {"cpu_devices": 100_000}}, "mesh.cpu_devices=100000: must be"),
+    ],
+)
+def test_a_bad_value_in_get_config_is_one_line_that_names_it(
+    config, said, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path, {"steps": 1, "batch_size": 8} | config)
+    refused(jshard.train, ["--config=own.py"], said)
+
+
+def write_recipe(folder: Path, config: dict) -> None:
+    text = repr(config).replace("nan", "float('nan')")
+    (folder / "own.py").write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config(): return ConfigDict({text})\n"
+        "def make_model(config, rngs): ...\n"
+        "def make_optimizer(config): ...\n"
+        "def loss_fn(model, batch): ...\n"
+        "def make_data(config, split): ...\n"
+    )
+
+
+@pytest.mark.quick("words0")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config.mesh.replica=True"], "--config.mesh.replica=True"),
+        (["--config.policy.first_k=99"], "policy.first_k=99 is more layers than"),
+        (["--config.sample.prompt=" + "long" * 50], "--config.sample.prompt: has 200"),
+        (["--config.sample.prompt="], "--config.sample.prompt: has 0 tokens"),
+        (["--config.model.num_heads=3"], "num_heads=3"),
+        (["--config.checkpoint.best=eval_nosuch"], "checkpoint.best=eval_nosuch"),
+        (["--config.data.validation_fraction=0", "--config.data.path=text.txt"],
+            "validation_fraction"),
+        (["--config.model.vocab_size=100"], "vocab_size"),
+        (["--workdir=text.txt"], "text.txt"),
+    ],
+)  # fmt: skip
+def test_a_real_command_ends_with_one_line_too(words, said, tmp_path):
+    (tmp_path / "text.txt").write_text("text " * 1000)
+    words = [*TINY, *words]
+    done = subprocess.run(
+        [sys.executable, "-m", "jshard.train", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
+TINY = [
+    "--config=gpt.py",
+    "--config.steps=1",
+    "--config.model.num_layers=1",
+    "--config.model.width=16",
+    "--config.mesh.cpu_devices=2",
+]

@@ -1,0 +1,214 @@
+"""Data: the batches of a step, and of an evaluation."""
+
+import math
+
+import grain
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jshard.data.batches import batches, eval_batches
+from jshard.errors import UserError
+from texts import epoch, text, window
+
+PROCESS_COUNTS = (1, 2, 4)
+
+
+def examples(count, *, weights=True):
+    """A finite dataset whose example i is {"x": [i, -i], "weights": 1}."""
+    extra = {"weights": np.float32(1)} if weights else {}
+    return grain.MapDataset.range(count).map(
+        lambda i: {"x": np.array([i, -i], np.int32), **extra}
+    )
+
+
+def x(example):
+    return example["x"][..., 0]
+
+
+# Batches of a step.
+
+
+@settings(max_examples=30)
+@given(
+    per_process=st.integers(1, 3),
+    process_count=st.sampled_from(PROCESS_COUNTS),
+    start=st.integers(0, 8),
+    seed=st.integers(0, 2**32 - 1),
+    num_threads=st.sampled_from([0, 3]),
+)
+def test_the_batch_of_a_step_does_not_depend_on_start_processes_or_threads(
+    per_process, process_count, start, seed, num_threads
+):
+    # 23 examples, so that batches cross the ends of epochs.
+    dataset = examples(23).seed(seed).shuffle().repeat()
+    batch_size = per_process * process_count
+    parts = [
+        list(
+            batches(
+                dataset,
+                batch_size=batch_size,
+                start_step=start,
+                num_steps=8,
+                process_index=index,
+                process_count=process_count,
+                num_threads=num_threads,
+            )
+        )
+        for index in range(process_count)
+    ]
+    assert [len(part) for part in parts] == [8 - start] * process_count
+    for number, local in enumerate(zip(*parts, strict=True)):
+        step = start + number
+        rows = range(step * batch_size, (step + 1) * batch_size)
+        expected = np.stack([window(dataset, row)["x"] for row in rows])
+        np.testing.assert_array_equal(np.concatenate([b["x"] for b in local]), expected)
+
+
+def test_starting_at_step_7_equals_skipping_to_step_7():
+    def from_step(start):
+        dataset = examples(23).seed(3).shuffle().repeat()
+        return list(batches(dataset, batch_size=4, start_step=start, num_steps=10))
+
+    for resumed, skipped in zip(from_step(7), from_step(0)[7:], strict=True):
+        np.testing.assert_array_equal(resumed["x"], skipped["x"])
+
+
+def test_each_epoch_has_each_window_once_in_an_order_of_its_own(tmp_path):
+    file = tmp_path / "a.bin"
+    np.arange(401, dtype=np.uint16).tofile(file)
+    data = text(file, validation_fraction=0)
+    orders = [epoch(data, number, 50)[:, 0] for number in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(0, 400, 8))
+    assert not np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[1], orders[2])
+
+
+def test_the_next_seed_is_not_the_next_epoch(tmp_path):
+    file = tmp_path / "a.bin"
+    np.arange(401, dtype=np.uint16).tofile(file)
+    second_epoch = epoch(text(file, seed=0), 1, 47)
+    first_epoch = epoch(text(file, seed=1), 0, 47)
+    assert not np.array_equal(second_epoch, first_epoch)
+
+
+def test_batches_end_with_finite_data():
+    with pytest.raises(UserError, match=r"after 10 examples.*end make_data with"):
+        batches(examples(10), batch_size=4, start_step=0, num_steps=3)
+
+
+def test_batches_must_divide_over_the_processes():
+    for read in (
+        lambda **k: batches(examples(9).repeat(), start_step=0, num_steps=1, **k),
+        lambda **k: eval_batches(examples(9), **k),
+    ):
+        with pytest.raises(UserError, match="batch_size=6 does not divide over 4"):
+            read(batch_size=6, process_index=0, process_count=4)
+        with pytest.raises(UserError, match="does not divide over"):
+            read(batch_size=0)
+        with pytest.raises(ValueError, match="process_index=2 is not in"):
+            read(batch_size=2, process_index=2, process_count=2)
+
+
+def test_steps_are_counted_from_0():
+    with pytest.raises(UserError, match="start_step=-1"):
+        batches(examples(9).repeat(), batch_size=1, start_step=-1, num_steps=1)
+
+
+def test_a_mistake_found_while_reading_reaches_the_loop_as_itself(tmp_path):
+    file = tmp_path / "a.bin"
+    tokens = np.zeros(20_001, np.uint16)
+    tokens[15_000] = 99
+    tokens.tofile(file)
+    data = text(file, validation_fraction=0, vocab_size=99)
+    with pytest.raises(UserError, match=r"a\.bin: token 99 at position 15000"):
+        list(batches(data, batch_size=10, start_step=0, num_steps=250))
+
+
+# Evaluation.
+
+
+@given(
+    count=st.integers(1, 30),
+    per_process=st.integers(1, 5),
+    process_count=st.sampled_from(PROCESS_COUNTS),
+    max_batches=st.none() | st.integers(1, 8),
+)
+def test_evaluation_sees_every_example_once_in_order_on_equally_many_batches(
+    count, per_process, process_count, max_batches
+):
+    batch_size = per_process * process_count
+    parts = [
+        list(
+            eval_batches(
+                examples(count),
+                batch_size=batch_size,
+                process_index=index,
+                process_count=process_count,
+                max_batches=max_batches,
+                num_threads=0,
+            )
+        )
+        for index in range(process_count)
+    ]
+    assert {factor for part in parts for factor, _ in part} == {1}
+    parts = [[batch for _, batch in part] for part in parts]
+    num_batches = min(math.ceil(count / batch_size), max_batches or math.inf)
+    assert [len(part) for part in parts] == [num_batches] * process_count
+    seen = []
+    for local in zip(*parts, strict=True):
+        whole = {k: np.concatenate([b[k] for b in local]) for k in ("x", "weights")}
+        assert whole["x"].shape == (batch_size, 2)
+        assert whole["weights"].dtype == np.float32
+        seen += list(x(whole)[whole["weights"] == 1])
+        padding = whole["x"][whole["weights"] == 0]
+        assert all(0 <= i < count and j == -i for i, j in padding)
+    assert seen == list(range(min(count, num_batches * batch_size)))
+
+
+@given(
+    count=st.integers(1, 30),
+    per_process=st.integers(1, 5),
+    process_count=st.sampled_from(PROCESS_COUNTS),
+    max_batches=st.none() | st.integers(1, 8),
+)
+def test_without_weights_sums_over_batches_are_sums_over_the_examples_all_the_same(
+    count, per_process, process_count, max_batches
+):
+    batch_size, total, lengths = per_process * process_count, 0.0, set()
+    for index in range(process_count):
+        read = eval_batches(
+            examples(count, weights=False),
+            batch_size=batch_size,
+            process_index=index,
+            process_count=process_count,
+            max_batches=max_batches,
+            num_threads=0,
+        )
+        pairs = list(read)
+        lengths.add(len(pairs))
+        for factor, batch in pairs:
+            assert x(batch).shape == (per_process,)
+            total += factor * np.sum(np.stack([x(batch) ** 2, 0 * x(batch) + 1]), 1)
+    rows = np.arange(min(count, batch_size * (max_batches or count)))
+    np.testing.assert_allclose(total, [np.sum(rows**2), len(rows)], rtol=1e-12)
+    assert len(lengths) == 1  # on every process
+    padded = count % batch_size and count < batch_size * (max_batches or count)
+    whole = min(math.ceil(count / batch_size), max_batches or count)
+    assert lengths == {whole + bool(padded)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (examples(4).repeat(), {}, r"infinite: leave out \.repeat\(\)"),
+        (examples(4)[:0], {}, "no examples"),
+        (examples(4), {"max_batches": 0}, "max_batches=0"),
+        (None, {}, "make_data returned None .*eval_every=0"),
+    ],
+)
+def test_evaluation_refuses(dataset, options, message):
+    with pytest.raises(UserError, match=message):
+        eval_batches(dataset, batch_size=2, **options)

@@ -1,0 +1,122 @@
+"""Runs logged elsewhere: what is sent, and that a service cannot end a run."""
+
+import importlib.util
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jshard.config.run_config import complete
+from jshard.errors import UserError
+from jshard.run.metrics import RunFolder
+
+
+def config(**logger):
+    given = {"steps": 3, "batch_size": 2, "logger": logger}
+    return complete(ConfigDict(given), "test")
+
+
+class FakeRun:
+    """Keeps what a run of wandb is given."""
+
+    def __init__(self, **given):
+        self.given, self.lines, self.ended = given, [], None
+        self.id = given["id"] or "abc"
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, values):
+        if values.get("loss") == 13:
+            raise RuntimeError("the server is gone")
+        self.lines.append(values)
+
+    def finish(self, exit_code):
+        self.ended = exit_code
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """A package wandb that keeps its runs here."""
+    runs = []
+
+    def init(**given):
+        if given["project"] == "locked":
+            raise RuntimeError("no such\nproject")
+        runs.append(FakeRun(**given))
+        return runs[-1]
+
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.util.spec_from_loader("wandb", None)
+    fake.init, fake.Html, fake.Image = init, str, str  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delitem(sys.modules, "jshard.run.loggers.wandb_run", False)
+    yield runs
+    sys.modules.pop("jshard.run.loggers.wandb_run", None)
+
+
+def test_metrics_hyperparameters_and_text_are_sent_and_the_run_goes_on(runs, tmp_path):
+    with RunFolder(tmp_path, config(wandb="mine")) as folder:
+        folder.write(1, {"loss": 2.0, "odd": float("nan")})
+        folder.log(1, {"own": 3.0, "said": "<hi>"})
+    (run,) = runs
+    assert run.given["project"] == "mine"
+    assert run.given["config"]["batch_size"] == 2
+    assert run.lines[:2] == [{"step": 1, "loss": 2.0}, {"step": 1, "own": 3.0}]
+    assert run.lines[2] == {"step": 1, "said": "<pre>&lt;hi&gt;</pre>"}
+    assert run.ended == 0
+    with RunFolder(tmp_path, config(wandb="mine"), resume_from=1):
+        pass
+    assert runs[1].given["id"] == "abc"
+
+
+def test_a_service_that_fails_costs_a_warning(runs, tmp_path):
+    with RunFolder(tmp_path, config(wandb="mine")) as folder:
+        folder.write(1, {"loss": 13.0})
+        with pytest.warns(UserWarning, match=r"wandb: the server is gone; training co"):
+            folder.flush()
+        folder.write(2, {"loss": 1.0})
+    assert runs[0].lines == []
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_service_that_does_not_begin_or_is_missing_is_one_line(
+    runs, tmp_path, monkeypatch
+):
+    with pytest.raises(UserError, match=r"logger\.wandb=locked: no such project$"):
+        RunFolder(tmp_path / "a", config(wandb="locked"))
+    from jshard.run.loggers.services import check_loggers
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'jshard\[mlflow\]'"):
+        check_loggers(config(mlflow="mine"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of these packages
+def test_the_real_packages_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlflow'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    given = config(wandb="mine", mlflow="mine")
+    for resume_from in (None, 2):
+        with RunFolder(tmp_path / "run", given, resume_from=resume_from) as folder:
+            step = (resume_from or 0) + 1
+            folder.write(step, {"loss": 1.0 / step})
+            folder.log(step, {"drawn": np.ones((2, 3, 3)), "said": "hello"})
+    notes = json.loads((tmp_path / "run/notes.json").read_text())
+    (run,) = mlflow.MlflowClient().search_runs(
+        [mlflow.MlflowClient().get_experiment_by_name("mine").experiment_id]
+    )
+    assert run.info.run_id == notes["loggers"]["mlflow"]
+    assert run.info.status == "FINISHED"
+    assert run.data.params["batch_size"] == "2"
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(1, 1.0), (3, 1 / 3)]
+    assert list((tmp_path / "run/wandb").glob("offline-run-*"))

@@ -1,0 +1,302 @@
+"""Resuming: which configs may go on with a run, and what becomes of its folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+from tensorboardX.proto.event_pb2 import SessionLog
+
+from jshard.config.run_config import complete
+from jshard.distributed import Peers
+from jshard.errors import UserError
+from jshard.report.run_report import read_metrics
+from jshard.run.lock import lock_folder
+from jshard.run.metrics import RunFolder
+from jshard.run.resume import (
+    ABSENT,
+    changed_keys,
+    check_changes,
+    describe_changes,
+    read_config,
+)
+from jshard.run.start import find_start
+from test_metrics import read_events
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config():
+    return complete(
+        ConfigDict(
+            {
+                "steps": 10,
+                "batch_size": 8,
+                "optimizer": {"learning_rate": 0.003, "betas": (0.9, 0.95)},
+                "model": {"dropout": 0.0, "widths": (8, (4, 4)), "name": ""},
+                "data": {"path": "", "limit": float("nan"), "dtype": float},
+                "sample": {},
+            }
+        ),
+        "mlp.py",
+    )
+
+
+def test_a_folder_in_place_of_the_metrics_is_one_line(config, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl: Is a dir"):
+        find_start(tmp_path, config, Peers())
+
+
+def test_checkpoints_that_cannot_be_listed_are_one_line(config, tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"cannot read .*/checkpoints: Permission"):
+        find_start(tmp_path, config, Peers())
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    """The folder of a run that was killed after its sixth step."""
+    with RunFolder(tmp_path / "run", config) as folder:
+        folder.note(recipe="mlp.py", sample="a")
+        for step in range(1, 7):
+            folder.write(step, {"loss": 1 / step})
+        folder.write(4, {"eval_loss": 0.5})
+    with (folder.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 7, "lo')
+    return folder.path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# The config.
+
+
+def test_a_config_is_the_one_that_it_was_written_as(run, config):
+    assert changed_keys(read_config(run), config) == {}
+    assert describe_changes({}) == ""
+
+
+def test_changed_new_and_lost_keys_are_told_in_one_line(run, config):
+    old = read_config(run)
+    with config.unlocked():
+        config.optimizer.learning_rate = 0.001
+        config.optimizer.betas = (0.9, 0.99)
+        config.sample.length = 3
+        del config.eval_batches
+    changes = changed_keys(old, config)
+    assert changes == {
+        "optimizer.learning_rate": (0.003, 0.001),
+        "optimizer.betas": ([0.9, 0.95], [0.9, 0.99]),
+        "sample.length": (ABSENT, 3),
+        "eval_batches": (0, ABSENT),
+    }
+    check_changes(changes, accept=())
+    told = describe_changes(changes)
+    assert told.startswith("config differs from the run's: ")
+    for part in (
+        "optimizer.learning_rate 0.003 -> 0.001",
+        "sample.length nothing -> 3",
+        "eval_batches 0 -> nothing",
+    ):
+        assert part in told
+
+
+def test_what_is_accepted_is_no_change(run, config):
+    old = read_config(run)
+    config.checkpoint.accept = ("model",)
+    assert changed_keys(old, config) == {}
+
+
+def test_a_group_that_became_a_value_is_a_change(config):
+    changes = changed_keys({"model": "mlp"}, ConfigDict({"model": {"width": 4}}))
+    assert changes == {"model": ("mlp", ABSENT), "model.width": (ABSENT, 4)}
+
+
+def test_a_change_of_meaning_is_refused_with_the_flag_that_accepts_it(run, config):
+    old = read_config(run)
+    config.model.dropout = 0.1
+    config.batch_size = 16
+    config.steps = 20
+    changes = changed_keys(old, config)
+    with pytest.raises(UserError) as error:
+        check_changes(changes, accept=("data",))
+    message = str(error.value)
+    assert "model.dropout 0.0 -> 0.1" in message
+    assert "batch_size 8 -> 16" in message
+    assert "steps" not in message
+    (flag,) = [word for word in message.split() if word.startswith("--config.")]
+    accepted = flag.strip(";").removeprefix("--config.checkpoint.accept=").split(",")
+    assert set(accepted) == {"data", "model.dropout", "batch_size"}
+    check_changes(changes, accepted)
+    check_changes(changes, ("model", "batch_size"))
+
+
+@pytest.mark.parametrize("key", ["model.name", "data.path", "batch_size", "seed"])
+def test_every_key_that_says_what_is_trained_is_guarded(key):
+    with pytest.raises(UserError, match=f"{key} 'a' -> 'b'"):
+        check_changes({key: ("a", "b")}, accept=("model.nam", "dat", "mode"))
+
+
+def test_a_key_that_is_no_more_is_accepted_by_its_group():
+    changes = {"model.width": (4, ABSENT), "model.depth": (2, ABSENT)}
+    with pytest.raises(UserError, match=r"checkpoint\.accept=model;"):
+        check_changes(changes, accept=())
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]"])
+def test_a_folder_whose_config_cannot_be_read_is_an_error_that_names_it(text, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"cannot resume: .*config\.json"):
+        read_config(tmp_path)
+
+
+# The folder.
+
+
+def test_a_resumed_run_goes_on_after_its_step(run, config):
+    before = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    config.steps = 20
+    with RunFolder(run, config, resume_from=4) as folder:
+        kept = (run / "metrics.jsonl").read_bytes()
+        folder.write(5, {"loss": 0.125})
+        folder.note(sample="b")
+    assert kept == b"".join([*before[:4], before[6]])
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5]
+    assert lines[-1]["loss"] == 0.125
+    assert read_config(run)["steps"] == 20
+    notes = json.loads((run / "notes.json").read_text())
+    assert notes == {"recipe": "mlp.py", "sample": "b", "resumed": [4]}
+
+
+def test_a_run_that_is_resumed_again_remembers_each_time(run, config):
+    for step in (6, 2):
+        RunFolder(run, config, resume_from=step).__exit__()
+    assert json.loads((run / "notes.json").read_text())["resumed"] == [6, 2]
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(run, config):
+    with RunFolder(run, config, resume_from=0):
+        assert read_metrics(run) == []
+
+
+def test_a_run_killed_before_its_first_line_starts_again(config, tmp_path):
+    with RunFolder(tmp_path, config, resume_from=0) as folder:
+        folder.write(1, {"loss": 0.5})
+    (line,) = read_metrics(tmp_path)
+    assert (line["step"], line["loss"]) == (1, 0.5)
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_tensorboard_is_told_to_forget_the_steps_that_are_run_again(step, run, config):
+    files = set(run.glob("events.*"))
+    with RunFolder(run, config, resume_from=step) as folder:
+        folder.write(step + 1, {"loss": 0.5, "checkpoint_blocked": 0.25})
+    (new,) = set(run.glob("events.*")) - files
+    assert new.name > max(file.name for file in files)  # read after them
+    events = list(read_events(new))
+    (start,) = [event for event in events if event.session_log.status]
+    assert (start.session_log.status, start.step) == (SessionLog.START, step + 1)
+    values = [(v, e.step) for e in events for v in e.summary.value]
+    scalars = [(v.tag, step) for v, step in values if v.HasField("simple_value")]
+    assert scalars == [("train/loss", step + 1), ("checkpoint/blocked", step + 1)]
+
+
+def test_a_line_that_is_none_of_metrics_is_an_error_that_changes_nothing(run, config):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines.insert(2, "{\n")
+    (run / "metrics.jsonl").write_text("".join(lines))
+    before = contents(run)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 3, is not a line"):
+        RunFolder(run, config, resume_from=4)
+    assert contents(run) == before
+
+
+def test_notes_that_are_no_json_are_an_error_that_changes_nothing(run, config):
+    (run / "notes.json").write_text("[")
+    before = contents(run)
+    with pytest.raises(UserError, match=r"notes\.json holds no JSON.* remove it"):
+        RunFolder(run, config, resume_from=4)
+    assert contents(run) == before
+
+
+def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
+    synced = []
+    with RunFolder(tmp_path, config) as folder:
+        folder.write(1, {"loss": 0.5})
+        real = os.fsync
+        monkeypatch.setattr(
+            os, "fsync", lambda file: (synced.append(os.fstat(file)), real(file))
+        )
+        folder.flush()
+    assert synced[0].st_ino == (tmp_path / "metrics.jsonl").stat().st_ino
+    RunFolder(tmp_path, config, enabled=False).flush()
+
+
+# The lock.
+
+HOLD = """\
+import sys, time
+from pathlib import Path
+from jshard.run.lock import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.quick("4")
+@pytest.mark.parametrize("resume_from", [None, 4])
+def test_a_folder_belongs_to_one_process_until_that_one_is_killed(
+    resume_from, run, config
+):
+    if resume_from is None:
+        (run / "metrics.jsonl").unlink()
+    command = [sys.executable, "-c", HOLD, str(run)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        before = contents(run)
+        said = rf"another process \({process.pid}\) is training in --workdir={run}"
+        with pytest.raises(UserError, match=said):
+            RunFolder(run, config, resume_from=resume_from)
+        assert contents(run) == before
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        RunFolder(run, config, resume_from=resume_from).__exit__()
+
+
+def test_an_open_folder_cannot_be_opened_again_and_a_closed_one_can(run, config):
+    with (
+        RunFolder(run, config, resume_from=4),
+        pytest.raises(UserError, match=rf"another process \({os.getpid()}\)"),
+    ):
+        RunFolder(run, config, resume_from=4)
+    RunFolder(run, config, resume_from=4).__exit__()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lock_folder(tmp_path).close()
+    assert "cannot be locked (Function not implemented)" in str(caught[0].message)

@@ -1,0 +1,431 @@
+"""Whole runs that go on where their folder's checkpoints end, or say why not."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
+
+import jshard
+from checkpoints import data_file, flip_bit, remount, small_disk
+from jshard.checkpoint.restore import find_damage
+from jshard.checkpoint.step_folders import find_steps
+from jshard.errors import Preempted, RunFailed, UserError
+from jshard.export import export
+from jshard.run.lock import lock_folder
+from jshard.run.progress import ProgressDisplay
+from resumable import RECIPE, read_metrics, train
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The uninterrupted run of 20 steps."""
+    return train(tmp_path_factory.mktemp("whole"), steps=20)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run that ended at step 10 of 20, with checkpoints 8 and 10."""
+    return train_to(10, tmp_path_factory.mktemp("stopped"))
+
+
+def train_to(step: int, folder: Path, **keys) -> Path:
+    """Trains to ``step`` of 20 and sends SIGTERM there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "jshard.training.preemption.Preemption.requested",
+            lambda self, now: now == step,
+        )
+        with pytest.raises(Preempted, match=f"at step {step}: saved"):
+            train(folder, steps=20, **keys)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory) -> tuple[Path, Path]:
+    """Both without nnx.Dropout, whose plain random streams depend on the mesh."""
+    folder = tmp_path_factory.mktemp("quiet")
+    whole = train(folder, "whole", steps=20, model__noise=0.0)
+    return whole, train_to(10, folder, model__noise=0.0)
+
+
+@pytest.fixture
+def run(stopped, tmp_path) -> Path:
+    """A copy of the stopped run; its parent is the folder to train in."""
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+# Runs that go on.
+
+
+def test_a_resumed_run_computes_what_the_uninterrupted_one_did(run, whole, capsys):
+    train(run.parent, steps=20)
+    assert read_metrics(run) == read_metrics(whole)
+    assert find_steps(run / "checkpoints") == find_steps(whole / "checkpoints")
+    assert capsys.readouterr().out.startswith(f"resuming {run} after step 10\n")
+
+
+def test_the_evaluation_that_a_signal_cut_short_is_made_up_for(run, stopped, whole):
+    def evaluated(folder):
+        return [line["step"] for line in read_metrics(folder) if "eval_loss" in line]
+
+    assert evaluated(stopped) == []
+    train(run.parent, steps=20)
+    assert evaluated(run) == evaluated(whole) == [10, 20]
+
+
+@pytest.mark.slow
+def test_a_run_may_be_stopped_at_every_step(whole, tmp_path):
+    for step in (1, 2, 7):
+        run = train_to(step, tmp_path)
+    train(tmp_path, steps=20)
+    assert read_metrics(run) == read_metrics(whole)
+
+
+@pytest.mark.quick("1-8")
+@pytest.mark.parametrize(("shards", "replica"), [(4, 1), (2, 2), (1, 8), (1, 1)])
+def test_another_mesh_goes_on_with_the_same_data_within_rounding(
+    shards, replica, quiet, tmp_path, capsys
+):
+    whole, stopped = quiet
+    run = shutil.copytree(stopped, tmp_path / "run")
+    mesh = {"mesh__fsdp": shards, "mesh__replica": replica}
+    train(tmp_path, steps=20, model__noise=0.0, **mesh)
+    assert "config differs from the run's: mesh.fsdp" in capsys.readouterr().out
+    got, want = read_metrics(run), read_metrics(whole)
+    assert [line["step"] for line in got] == [line["step"] for line in want]
+    for got_line, want_line in zip(got, want, strict=True):
+        assert got_line.keys() == want_line.keys()
+        for name, value in want_line.items():
+            if "token" in name or name in ("step", "learning_rate"):
+                assert got_line[name] == value, name  # the very same tokens
+            else:
+                np.testing.assert_allclose(got_line[name], value, rtol=1e-5)
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/report.html").unlink()  # it names the folder
+    before = contents(tmp_path / "run")
+    train(tmp_path, steps=20)
+    assert "nothing to do" in capsys.readouterr().out
+    after = contents(tmp_path / "run")
+    assert "Checkpoints" in after.pop("report.html").decode()
+    assert after == before
+    run = train(tmp_path, steps=22)
+    assert "config differs from the run's: steps 20 -> 22" in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(run)][-3:] == [21, 22, 22]
+
+
+def test_a_run_that_died_at_its_very_end_is_tidied_by_the_same_command(whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.copytree(run / "checkpoints/16", run / "checkpoints/12.deleting")
+    (run / "checkpoints/12.deleting/manifest.json").unlink()
+    train(tmp_path, steps=20)
+    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert steps == ["16", "20"]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(run, whole, capsys):
+    shutil.rmtree(run / "checkpoints")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:3]))
+    train(run.parent, steps=20)
+    assert "no checkpoint yet: starting again from step 1" in capsys.readouterr().out
+    assert read_metrics(run) == read_metrics(whole)
+
+
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(run, whole):
+    flip_bit(data_file(run / "checkpoints/10"))
+    with pytest.warns(UserWarning, match="10 is damaged: .*: step 8 is used instead"):
+        train(run.parent, steps=20)
+    assert read_metrics(run) == read_metrics(whole)
+    assert not find_damage(run / "checkpoints/20")
+
+
+@pytest.mark.slow
+def test_the_same_checkpoints_are_kept_as_without_a_stop(tmp_path):
+    keys: dict[str, Any] = {"checkpoint__keep": 1, "checkpoint__keep_every": 8}
+    keys |= {"checkpoint__best": "eval_loss", "eval_every": 5}
+    train(tmp_path, "whole", steps=20, **keys)
+    run = train_to(10, tmp_path, **keys)
+    train(tmp_path, steps=20, **keys)
+    steps = find_steps(run / "checkpoints")
+    assert steps == find_steps(tmp_path / "whole/checkpoints")
+    losses = {m["step"]: m["eval_loss"] for m in read_metrics(run) if "eval_loss" in m}
+    assert {8, 16, 20, min(losses, key=lambda step: losses[step])} == set(steps)
+
+
+# Metrics and checkpoints that are gone.
+
+
+@pytest.mark.quick("cut")
+@pytest.mark.parametrize(
+    ("damage", "steps"),
+    [
+        (lambda lines: None, "1 to 10"),
+        (lambda lines: "", "1 to 10"),
+        (lambda lines: "".join(lines[3:]), "1 to 3"),
+        (lambda lines: "".join(lines[:2]) + lines[2][:9], "3 to 10"),
+    ],
+    ids=["deleted", "emptied", "begins later", "cut"],
+)
+def test_metrics_that_are_gone_come_back_from_the_checkpoint_and_it_is_said(
+    damage, steps, run, whole, capsys
+):
+    metrics = run / "metrics.jsonl"
+    left = damage(metrics.read_text().splitlines(keepends=True))
+    metrics.unlink()
+    if left is not None:
+        metrics.write_text(left)
+    train(run.parent, steps=20)
+    told = f"; metrics.jsonl lacked lines of steps {steps}: restored from the"
+    assert f"resuming {run} after step 10{told}" in capsys.readouterr().out
+    assert read_metrics(run) == read_metrics(whole)
+
+
+def test_metrics_that_are_lost_with_an_older_checkpoint_are_told_of(run, capsys):
+    for step in (8, 10):
+        checkpoint = run / "checkpoints" / str(step)
+        (checkpoint / "metrics.jsonl").unlink()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        del manifest["files"]["metrics.jsonl"]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]))
+    train(run.parent, steps=11)
+    assert (
+        "; metrics.jsonl lacks steps 5 to 10: they are lost" in capsys.readouterr().out
+    )
+
+
+def test_a_newest_checkpoint_that_is_gone_is_told_of(run, whole, capsys):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert any('"step": 10,' in x and "checkpoint_blocked" in x for x in lines)
+    shutil.rmtree(run / "checkpoints/10")
+    train(run.parent, steps=20)
+    told = "after step 8; checkpoints of later steps were saved but are missing: 10\n"
+    assert told in capsys.readouterr().out
+    assert read_metrics(run) == read_metrics(whole)
+
+
+@pytest.mark.slow
+def test_metrics_that_are_deleted_while_the_run_goes_on_come_back(
+    whole, tmp_path, monkeypatch
+):
+    say = ProgressDisplay.say
+
+    def delete(self, text):
+        say(self, text)
+        if "checkpoint saved" in text:
+            (tmp_path / "run/metrics.jsonl").unlink(missing_ok=True)
+
+    monkeypatch.setattr(ProgressDisplay, "say", delete)
+    run = train_to(10, tmp_path)
+    monkeypatch.undo()
+    train(tmp_path, steps=20)
+    assert read_metrics(run) == read_metrics(whole)
+
+
+# Runs that must not.
+
+
+def test_a_folder_in_which_another_run_trains_is_refused_as_that(run):
+    """Its newest checkpoint is incomplete only because it is being replaced."""
+    flip_bit(data_file(run / "checkpoints/10"))
+    flip_bit(data_file(run / "checkpoints/8"))
+    said = rf"another process \({os.getpid()}\) is training in --workdir={run}"
+    with lock_folder(run), pytest.raises(UserError, match=said):
+        train(run.parent, steps=20)
+    with pytest.raises(UserError, match="damaged"):
+        train(run.parent, steps=20)
+
+
+@pytest.mark.parametrize("every", [4, 0])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_run_whose_folder_is_deleted_fails_and_says_so(again, every, tmp_path):
+    def delete(trainer, step, metrics):
+        if step == 6:
+            (tmp_path / "run").rename(tmp_path / "gone")
+            if again:
+                (tmp_path / "run").mkdir()
+
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    trainer = jshard.Trainer(
+        tmp_path / "tiny.py",
+        config={"steps": 10, "eval_every": 0, "checkpoint.every": every},
+        workdir=tmp_path / "run",
+        on_step=delete,
+    )
+    with pytest.raises(RunFailed, match=r"run was deleted, moved or replaced while"):
+        trainer.fit()
+    assert int(trainer.state.step) == (8 if every else 10)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"model__width": 32},
+            r"model.width 16 -> 32; it cannot be resumed with this one: .*\(64, 32\)",
+        ),
+        ({"seed": 1}, "seed 0 -> 1; .*--config.checkpoint.accept=seed"),
+        ({"batch_size": 16}, "batch_size 8 -> 16"),
+        (
+            {"model__width": 32, "checkpoint__accept": "model"},
+            r"params.embed.embedding has shape \(64, 16\), not \(64, 32\)",
+        ),
+    ],
+)
+def test_a_resumed_run_is_the_same_run_or_refused_and_left_alone(keys, said, run):
+    before = contents(run)
+    with pytest.raises(jshard.UserError, match=said) as error:
+        train(run.parent, steps=20, **keys)
+    if "model__width" in keys:  # no way out, which would be refused too
+        assert "accept" not in str(error.value)
+    assert contents(run) == before
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_left_alone(run):
+    for step in find_steps(run / "checkpoints"):
+        (run / "checkpoints" / str(step) / "manifest.json").unlink()
+    before = contents(run)
+    with pytest.raises(jshard.UserError, match=r"can be used: step 10 .*; step 8 "):
+        train(run.parent, steps=20)
+    assert contents(run) == before
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_left_alone(run):
+    shutil.rmtree(run / "checkpoints")
+    before = contents(run)
+    with pytest.raises(jshard.UserError, match=r"the checkpoints of .* are missing"):
+        train(run.parent, steps=20)
+    assert contents(run) == before
+
+
+def test_a_newer_checkpoint_is_refused_and_left_alone(run):
+    file = run / "checkpoints/10/manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
+    before = contents(run)
+    with pytest.raises(jshard.UserError, match="newer jshard"):
+        train(run.parent, steps=20)
+    assert contents(run) == before
+
+
+def test_a_run_that_never_saves_is_not_written_over(tmp_path):
+    train(tmp_path, steps=2, checkpoint__every=0)
+    assert not (tmp_path / "run/checkpoints").exists()
+    with pytest.raises(jshard.UserError, match="already holds a run"):
+        train(tmp_path, steps=2, checkpoint__every=0)
+
+
+# Another run's parameters.
+
+
+@pytest.mark.quick("step", "safetensors")
+@pytest.mark.parametrize("kind", ["run", "step", "safetensors"])
+def test_a_run_starts_from_anothers_parameters(kind, whole, tmp_path):
+    path = {"run": whole, "step": whole / "checkpoints/20"}.get(kind)
+    if path is None:
+        path = tmp_path / "exported"
+        export(whole, path)
+    new = train(tmp_path, steps=1, checkpoint__restore=path, optimizer__peak=0.0)
+    last = read_metrics(whole)[-1]
+    assert last["step"] == 20
+    # Without a learning rate it still is what was restored.
+    evaluation = read_metrics(new)[-1]
+    assert evaluation["eval_loss"] == last["eval_loss"]
+    assert evaluation["eval_ema_loss"] == last["eval_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_a_run_starts_from_anothers_optimizer_too(whole, tmp_path):
+    keys = {"checkpoint__restore": whole, "checkpoint__restore_optimizer": True}
+    new = train(tmp_path, steps=1, **keys)
+    saved = ocp.load(new / "checkpoints/1/state")
+    assert int(saved["opt_state"]["0"]["count"]) == 21
+    assert int(saved["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"checkpoint__restore": "nosuch"}, "nosuch does not exist"),
+        ({"checkpoint__restore": "."}, "holds no checkpoint"),
+        (
+            {"checkpoint__restore": "{whole}", "model__width": 32},
+            r"params.head.kernel has shape \(16, 64\), not \(32, 64\)",
+        ),
+        (
+            {"checkpoint__restore": "other.safetensors"},
+            "is of another model: .* is missing",
+        ),
+    ],
+)
+def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_up(
+    keys, said, whole, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    save_file({"head": np.zeros(3, np.float32)}, "other.safetensors")
+    given: dict[str, Any] = {k: str(v).format(whole=whole) for k, v in keys.items()}
+    with pytest.raises(jshard.UserError, match=said):
+        train(tmp_path, steps=1, **given)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "run").exists()
+
+
+# Disks.
+
+
+@pytest.mark.filterwarnings("ignore:cannot write to .*disk")
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
+    whole, tmp_path, capsys
+):
+    with small_disk(tmp_path / "disk", "400k") as disk:
+
+        def when_told(text: str) -> None:
+            if "checkpoint saved" in text and not (disk / "other").exists():
+                size = shutil.disk_usage(disk).free - 20_000
+                (disk / "other").write_bytes(bytes(size))
+            if "failed, training continues" in text:
+                remount(disk, "size=4m")
+
+        with pytest.MonkeyPatch.context() as patch:
+            say = ProgressDisplay.say
+            patch.setattr(
+                ProgressDisplay,
+                "say",
+                lambda self, text: (say(self, text), when_told(text)),
+            )
+            run = train(disk, steps=20)
+        out = capsys.readouterr().out
+        assert "failed, training continues: No space left on device\n" in out
+        assert read_metrics(run) == read_metrics(whole)
+        assert 20 in find_steps(run / "checkpoints")
+        assert not any(find_damage(path) for path in (run / "checkpoints").iterdir())
+
+
+def test_a_last_checkpoint_that_fails_ends_the_run_with_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "jshard.checkpoint.manifest.write",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "full")),
+    )
+    with pytest.raises(RunFailed, match=r"state of step 8 could not be saved: .*full"):
+        train(tmp_path, steps=8)

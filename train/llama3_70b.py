@@ -1,8 +1,0 @@
-"""Llama 3 70B: llama.py:3-70b by its former name."""
-
-from functools import partial
-
-from train.llama import *  # noqa: F403
-from train.llama import get_config
-
-get_config = partial(get_config, "3-70b")
