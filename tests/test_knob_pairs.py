@@ -145,8 +145,7 @@ def check(knobs: dict[str, Any]) -> None:
 
 
 @pytest.mark.quick(
-    # prefetch, micro-batches, one scatter, averages, a loss scale, a tied head, bfloat16,
-    # host memory
+    # prefetch, micro-batches, one scatter, averages, a loss scale, host memory
     "(1,8)-False-dots-1",
     "(2,4)-2-names",  # groups, a root gathered again, float8
 )
