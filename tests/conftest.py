@@ -81,6 +81,13 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 20)
 
 
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """Tells of a file whose tests are all slow, of which none runs by default."""
+    nothing = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+    if nothing and config.option.markexpr == "not slow":
+        terminalreporter.write_line("only slow tests here: pytest -m slow runs them")
+
+
 def _cases(items):
     """The cases of each parametrized test with a ``quick`` mark."""
     cases = {}
