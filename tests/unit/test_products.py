@@ -149,7 +149,7 @@ def check_close(got: Any, want: Any, bound: float) -> None:
     jax.tree_util.tree_map_with_path(check, got, want)
 
 
-@pytest.mark.quick("pipelined", "six devices")
+@pytest.mark.quick("six devices")
 @pytest.mark.parametrize(
     ("mesh", "knobs"),
     [
