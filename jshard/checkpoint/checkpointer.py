@@ -150,9 +150,8 @@ class Checkpointer:
           metrics: Metrics of this step, including the one that ``best`` names.
           config: Any JSON values, for the metadata.
           files: Texts that process 0 stores in the checkpoint, by file name.
-          frozen_from: What the frozen parameters were read from, a path as
-            ``restore.find_parameters`` returns it: they are left out, and read from
-            there again. None saves them.
+          frozen_from: What the frozen parameters were read from: they are left out of
+            the checkpoint, which names that path. None saves them.
 
         Raises:
           UserError: The state was donated to a train step.
@@ -283,7 +282,8 @@ class Checkpointer:
         Each process verifies its share of the files, then each device reads its shards.
 
         Args:
-          abstract: From ``FSDP.abstract_state``, on any mesh and with any policy.
+          abstract: From ``FSDP.abstract_state``, on any mesh and with any policy;
+            with frozen parameters that the checkpoint leaves out as arrays.
           step: The step to restore; None takes the newest intact checkpoint and warns
             about damaged newer ones.
 

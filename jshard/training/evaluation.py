@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.config.run_config import Config, nearest
+from jshard.config.run_config import Config
 from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
-from jshard.formatting import printable
+from jshard.formatting import did_you_mean, printable
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 
@@ -72,7 +72,7 @@ def prepare_evaluation(
     if best and best not in names:
         raise UserError(
             f"--config.checkpoint.best={best}: evaluations have no such metric; they "
-            f"have {', '.join(names)}{nearest(best, names)}"
+            f"have {', '.join(names)}{did_you_mean(best, names)}"
         )
     return evaluate
 

@@ -24,7 +24,7 @@ from jshard.fsdp.fsdp import FSDP as _FSDP
 from jshard.fsdp.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
-from jshard.recipe.in_python import config_of, open_parts
+from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.report.run_report import REPORT, read_metrics
 from jshard.training.evaluation import prepare_evaluation
 from jshard.training.hooks import Hook, Hooks
@@ -98,7 +98,7 @@ class Trainer:
             "on_checkpoint": on_checkpoint,
         }
         Hooks(**self._hooks)  # checks them
-        self._recipe, self._imports = open_parts(recipe, parts)
+        self._recipe, self._imports = recipe_of_parts(recipe, parts)
         self._is_within = False
         with self._within():
             if workdir:

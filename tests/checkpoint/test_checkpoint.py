@@ -376,3 +376,21 @@ def test_a_user_may_mean_a_run_its_checkpoints_or_a_step(folder, tmp_path):
         find_step(tmp_path / "nothing")
     with pytest.raises(jshard.UserError, match="holds no checkpoint"):
         find_step(tmp_path / "checkpoints" / "3" / "state" / "state")
+
+
+def test_frozen_parameters_that_are_left_out_are_taken_from_the_state(tmp_path):
+    fsdp, base = make_fsdp(), tmp_path / "base"
+    only_head: Any = lambda path, _: "head" in path
+    state = fsdp.init(Model, OPTIMIZER, wrt=only_head)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(state, frozen_from=base)
+        checkpointer.wait()
+        abstract = fsdp.abstract_state(Model, OPTIMIZER, wrt=only_head)
+        told = f"read the frozen ones from {base} before it"
+        with pytest.raises(jshard.UserError, match=told):
+            checkpointer.restore(abstract)
+        there = dataclasses.replace(abstract, frozen=state.frozen)
+        check_equal(checkpointer.restore(there), state)
+        others = jax.tree.map(jnp.ones_like, state.frozen)
+        with pytest.raises(jshard.UserError, match=r"frozen\..* differ; give"):
+            checkpointer.restore(dataclasses.replace(abstract, frozen=others))

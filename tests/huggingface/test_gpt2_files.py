@@ -83,8 +83,7 @@ def test_a_folder_of_transformers_comes_back_as_it_loads_it(tmp_path, name):
     given = KEYS | dict.fromkeys(FROM, tmp_path / "hf")
     given |= {"data.path": tmp_path / "text.txt", "data.tokenizer": ""}
     with open_recipe(find_recipe("gpt.py")) as recipe:
-        keys = {key: str(value) for key, value in given.items()}
-        run(recipe, make_config(recipe, keys), tmp_path / "run")
+        run(recipe, make_config(recipe, given), tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out", format="huggingface")
     found = {}
     for folder in ("hf", "out"):

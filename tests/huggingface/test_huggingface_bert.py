@@ -122,8 +122,7 @@ def test_a_run_from_a_folder_is_exported_as_it_was(
         "policy.min_shard_elements": 0,
     }
     with open_recipe(find_recipe("bert.py")) as recipe:
-        keys = {key: str(value) for key, value in given.items()}
-        run(recipe, make_config(recipe, keys), tmp_path / "run")
+        run(recipe, make_config(recipe, given), tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out", format="huggingface")
     want, got = load_all(folder), load_all(tmp_path / "out")
     assert got.keys() == want.keys()

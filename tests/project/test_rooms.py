@@ -18,8 +18,8 @@ MOST_LINES = {
     "surface": 540,
     "plan": 4950,
     "training": 11230,
-    "checkpoint": 2960,
-    "generation": 890,
+    "checkpoint": 2925,
+    "generation": 895,
     "start-up note": 390,
     "fsdp": 1505,
     "nn": 1245,
@@ -40,7 +40,6 @@ LONGEST_FILE = 350
 # Files that are longer, with their lines: each may only shrink, and none may join them.
 LONGER = {
     "checkpoint/checkpointer.py": 393,
-    "data/text/corpus.py": 383,
 }
 
 

@@ -111,7 +111,7 @@ def test_padding_is_not_seen_and_the_loss_is_that_of_the_logits(x64):
 
 
 def config_of(recipe: Any, **keys: Any) -> Any:
-    return make_config(recipe, {key: str(value) for key, value in keys.items()})
+    return make_config(recipe, keys)
 
 
 @pytest.fixture

@@ -61,8 +61,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def config_of(recipe: Any, **keys: Any) -> Any:
-    given = {name: str(value) for name, value in (KEYS | keys).items()}
-    return make_config(recipe, given)
+    return make_config(recipe, KEYS | keys)
 
 
 def train(workdir: Path, folder: Path, text: Path, **keys: Any) -> Path:
@@ -141,4 +140,4 @@ def test_rank_0_trains_the_model_in_float32():
 
 def test_targets_that_are_not_there_are_a_users_error(folder, text, tmp_path):
     with pytest.raises(jshard.UserError, match="target 'query' matches no linear"):
-        train(tmp_path / "run", folder, text, **{"lora.targets": "query,"})
+        train(tmp_path / "run", folder, text, **{"lora.targets": ["query"]})

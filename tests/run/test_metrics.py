@@ -14,13 +14,14 @@ from tensorboardX.proto.event_pb2 import Event
 
 import jshard
 from checkpoints import small_disk
+from jshard.data.examples import count_items
 from jshard.errors import RunFailed, UserError
 from jshard.fit.hardware import peak_flops
 from jshard.formatting import format_count, format_duration
 from jshard.report.png import png
 from jshard.run.metrics import RunFolder
 from jshard.training import throughput as speed
-from jshard.training.throughput import Throughput, count_items
+from jshard.training.throughput import Throughput
 
 CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})
 
