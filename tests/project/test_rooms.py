@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1130,
     "surface": 540,
     "plan": 4950,
-    "training": 11230,
+    "training": 11240,
     "checkpoint": 2970,
     "generation": 895,
     "start-up note": 405,
