@@ -15,12 +15,10 @@ from ml_collections import ConfigDict
 import jshard
 from jshard.data.images.image_data import noise
 from jshard.models.convolutions import (
+    ConvNet,
     ConvNorm,
-    check_channels,
-    classifier,
+    ResidualBlock,
     make_shortcut,
-    make_stages,
-    mean_logits,
 )
 from jshard.models.images import classification_loss, normalize
 from jshard.models.resnet import ResNet, ResNetConfig
@@ -29,7 +27,7 @@ _CLASSES, _SIZE, _GROUPS = 1000, 224, 32
 _DEPTHS = {"resnet50": (3, 4, 6, 3), "resnext101": (3, 4, 23, 3)}
 
 
-class GroupedBlock(nnx.Module):
+class GroupedBlock(ResidualBlock):
     """A bottleneck of half the channels, in groups (Xie et al., arXiv:1611.05431)."""
 
     def __init__(self, config, size_in, size, stride, rngs):
@@ -41,33 +39,17 @@ class GroupedBlock(nnx.Module):
         self.conv3 = ConvNorm(config, inner, size, 1, rngs=rngs)
         self.shortcut = make_shortcut(config, size_in, size, stride, rngs)
 
-    def __call__(self, x_BHWC):
-        """Returns the stream after this block."""
-        y_BHWC = nnx.relu(self.conv2(nnx.relu(self.conv1(x_BHWC))))
-        kept_BHWC = x_BHWC if self.shortcut is None else self.shortcut(x_BHWC)
-        return nnx.relu(kept_BHWC + self.conv3(y_BHWC))
+    def branch(self, x_BHWC):
+        """Returns what is added to the stream."""
+        return self.conv3(nnx.relu(self.conv2(nnx.relu(self.conv1(x_BHWC)))))
 
 
-class ResNeXt(nnx.Module):
+class ResNeXt(ConvNet):
     """Images, (B, H, W, C), to logits, (B, classes)."""
 
     def __init__(self, config, *, rngs):
-        self.config = config
-        self.stem = ConvNorm(
-            config, config.channels, config.stem, 7, stride=2, rngs=rngs
-        )
-        make_block = lambda *sizes_and_rngs: GroupedBlock(config, *sizes_and_rngs)
-        self.stages = make_stages(config, make_block, rngs)
-        self.classifier = classifier(config, config.widths[-1], rngs)
-
-    def __call__(self, images_BHWC):
-        """Returns logits, (B, classes)."""
-        check_channels(images_BHWC, self.config.channels)
-        x_BHWC = nnx.relu(self.stem(images_BHWC))
-        x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
-        for stage in self.stages:
-            x_BHWC = stage(x_BHWC)
-        return mean_logits(self.classifier, x_BHWC)
+        make = GroupedBlock
+        super().__init__(config, make, kernel=7, stride=2, pool=True, rngs=rngs)
 
 
 def get_config(name: str = "resnet50") -> ConfigDict:

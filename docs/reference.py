@@ -62,16 +62,10 @@ def commands_page() -> str:
     """The page of all commands, as Markdown."""
     sections = [
         f"\n## {name}\n\n`python -m jshard.{name}` {what}.\n\n"
-        f"```text\n{_without_usage(help_of(name))}\n```\n"
+        f"```text\n{help_of(name).strip()}\n```\n"
         for name, what in COMMANDS.items()
     ]
     return COMMANDS_HEAD + "".join(sections)
-
-
-def _without_usage(printed: str) -> str:
-    """A help text less argparse's summary of the options that are listed below it."""
-    usage, blank, rest = printed.strip().partition("\n\n")
-    return rest if "\noptions:\n" in rest else f"{usage}{blank}{rest}"
 
 
 def help_of(command: str) -> str:

@@ -49,7 +49,7 @@ ROOMS = {
         "config data recipe report run fit training trained", ordered=True,
     ),
     "checkpoint": Room(
-        7, 0, 230, "save, verify, restore, convert", "checkpoint hub"
+        7, 0, 230, "save, verify, restore, convert", "checkpoint hub", ordered=True
     ),
     "generation": Room(7, 260, 450, "decoding, sampling"),
     "start-up note": Room(

@@ -15,7 +15,9 @@ from safetensors import SafetensorError
 
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.restore import find_step
-from jshard.cli.command import checkpoint_parser, file_path, run_command
+from jshard.cli.command import run_command
+from jshard.cli.options import CHECKPOINT, Command, Option
+from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
 from jshard.formatting import one_line
@@ -35,6 +37,37 @@ FORMATS = ("jshard", "huggingface", "timm", "peft")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as in Hugging Face
 _UNFINISHED = ".unfinished-export"
 
+COMMAND = Command(
+    "export",
+    "Writes the model of a checkpoint as safetensors files.",
+    {
+        "PATH": CHECKPOINT,
+        "output": Option(
+            None, "the folder to write to; it must not contain an export",
+            kind=Path, required=True, shown="DIR",
+        ),
+        "format": Option(
+            "jshard", "names of the tensors: the model's own; those of transformers, "
+            "with config.json and the tokenizer's files, and adapters merged into the "
+            "weights; those of timm; or the adapters alone as PEFT has them",
+            choices=FORMATS,
+        ),
+        "config": Option(
+            None, "the run's recipe, which knows the names, if it is not where it was",
+            kind=str, shown="RECIPE",
+        ),
+        "ema": Option(False, "export the averages instead of the trained parameters"),
+        "dtype": Option(
+            None, "dtype of floating-point tensors; by default as trained", kind=str,
+            choices=_FLOATS,
+        ),
+        "max_shard_size": Option(
+            "5GB", "the most bytes of tensors in a file, e.g. 500MB; as much host "
+            "memory is needed", shown="SIZE",
+        ),
+    },
+)  # fmt: skip
+
 
 def main() -> None:
     """Runs the command line; exits 0 done, 2 bad input, 130 Ctrl-C, 1 anything else."""
@@ -42,49 +75,10 @@ def main() -> None:
 
 
 def _export(argv: list[str]) -> None:
-    parser = checkpoint_parser(
-        "python -m jshard.export",
-        "Writes the model of a checkpoint as safetensors files.",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        type=file_path,
-        required=True,
-        help="the folder to write to; it must not contain an export",
-    )
-    parser.add_argument(
-        "--format",
-        default="jshard",
-        choices=FORMATS,
-        help="names of the tensors: the model's own, by default; those of "
-        "transformers, with config.json and the tokenizer's files, and adapters merged "
-        "into the weights; those of timm; or the adapters alone as PEFT has them",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="RECIPE",
-        help="the run's recipe, which knows the names, if it is not where it was",
-    )
-    parser.add_argument(
-        "--ema",
-        action="store_true",
-        help="export the averages instead of the trained parameters",
-    )
-    parser.add_argument(
-        "--dtype",
-        help="dtype of floating-point tensors, e.g. bfloat16; by default as trained",
-    )
-    parser.add_argument(
-        "--max_shard_size",
-        metavar="SIZE",
-        default="5GB",
-        help="the most bytes of tensors in a file, e.g. 500MB; 5GB by default; as much "
-        "host memory is needed",
-    )
-    arguments = parser.parse_args(argv)
+    arguments = COMMAND.parse(argv)
+    use_cpu()
     export(
-        arguments.path,
+        arguments.PATH,
         arguments.output,
         format=arguments.format,
         recipe=arguments.config,
@@ -136,7 +130,7 @@ def export(
       RunFailed: The disk is full.
     """
     if dtype is not None and dtype not in _FLOATS:
-        raise UserError(f"--dtype={dtype}: expected one of {', '.join(_FLOATS)}")
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(_FLOATS)}")
     try:
         notes: list[str] = []
         _check_output(output)  # early: verifying a large checkpoint takes minutes

@@ -1,6 +1,8 @@
 """Numbers as people read them, and texts of strangers as terminals may show them."""
 
+import difflib
 import unicodedata
+from collections.abc import Iterable
 
 _JOINERS = "\u200c\u200d"  # between letters of some scripts, and between emoji
 
@@ -61,3 +63,9 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{seconds:02}"
     return f"{minutes}:{seconds:02}"
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns "; did you mean X?" for the most similar name, or ""."""
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return f"; did you mean {matches[0]}?" if matches else ""

@@ -12,11 +12,23 @@ from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.described import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
-from jshard.cli.command import checkpoint_parser, run_command
+from jshard.cli.command import run_command
+from jshard.cli.options import CHECKPOINT, Command, Option
+from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.config.run_config import flatten
 from jshard.errors import UserError
 from jshard.formatting import format_bytes, one_line
+
+COMMAND = Command(
+    "inspect",
+    "Shows what a checkpoint holds, without reading its arrays.",
+    {
+        "PATH": CHECKPOINT,
+        "verify": Option(False, "read all files and compare their checksums"),
+        "full": Option(False, "list every array and every key of the config"),
+    },
+)
 
 _WIDTH = 88  # characters of a line's text
 _CONFIG_LINES, _ROWS = 5, 40  # what fits a screen beside the other lines
@@ -29,22 +41,9 @@ def main() -> None:
 
 
 def _inspect(argv: list[str]) -> None:
-    parser = checkpoint_parser(
-        "python -m jshard.inspect",
-        "Shows what a checkpoint holds, without reading its arrays.",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read all files and compare their checksums",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="list every array and every key of the config",
-    )
-    arguments = parser.parse_args(argv)
-    path = arguments.path
+    arguments = COMMAND.parse(argv)
+    use_cpu()
+    path = arguments.PATH
     try:
         if is_step(path):
             folders = [path]

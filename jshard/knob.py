@@ -1,16 +1,20 @@
 """Knobs: the default, meaning and possible values of a setting, declared once.
 
-`Policy` and `Precision` check their fields against them, configs use them as keys, and
-`--help` and docs/knobs.md list them.
+`Policy` and `Precision` check their fields against them, the keys of a config and the
+options of a command are knobs, and `--help` and docs/knobs.md list them.
 """
 
+import ast
 import dataclasses
 import inspect
 import math
 import operator
+import os
 import textwrap
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 
@@ -22,6 +26,7 @@ _NAMES: dict[Any, str] = {
     Path: "a path",
     tuple: "names, like a,b",
     list: "names, like a,b",
+    object: "anything",
 }
 
 
@@ -60,9 +65,11 @@ class Knob:
 
     def __post_init__(self):
         if self.kind is None:
-            object.__setattr__(self, "kind", type(self.default))
-        elif not self.is_type_of(self.default):
-            object.__setattr__(self, "also", (self.default, *self.also))
+            kind = object if self.default is None else type(self.default)
+            object.__setattr__(self, "kind", kind)
+        if self.default is None or not self.is_type_of(self.default):
+            if not self.is_special(self.default):
+                object.__setattr__(self, "also", (self.default, *self.also))
 
     @property
     def _bounds(self) -> list[tuple[str, Any, float]]:
@@ -87,15 +94,13 @@ class Knob:
         types = {float: int | float, tuple: tuple | list, list: tuple | list, Path: str}
         return isinstance(value, types.get(self.kind, self.kind))
 
-    def is_number(self, value: Any) -> bool:
-        """Returns False for nan and infinities, unless the default is one of them."""
-        return _is_finite(value) or not _is_finite(self.default)
-
     def allows(self, value: Any) -> bool:
         """Returns whether a value is possible."""
         if self.is_special(value):
             return True
-        if not self.is_type_of(value) or not self.is_number(value):
+        # nan and infinities are possible if the default is one of them.
+        finite = _is_finite(value) or not _is_finite(self.default)
+        if not self.is_type_of(value) or not finite:
             return False
         if self.choices:
             return value in self.choices
@@ -124,6 +129,50 @@ class Knob:
             if abs(value) > (most := _LARGEST.get(self.kind, math.inf)):
                 return f"must be {self.possible()} and at most {most}"
         return ""
+
+    def read(self, text: str) -> Any:
+        """Converts a word of the command line to a value, which may be out of range.
+
+        A sequence takes elements of the types of the default's; names also as a,b.
+
+        Raises:
+          ValueError: It is no value of this type.
+        """
+        for value in self.also:
+            if text == str(value) or (
+                isinstance(value, bool) and text == str(value).lower()
+            ):
+                return value
+        if self.kind in (int, float):
+            return self.kind(text)
+        if self.kind is bool:
+            return _read_bool(text)
+        if self.kind in (tuple, list):
+            return self.kind(_read_sequence(text, self.default or ()))
+        for read in (int, float, _read_bool) if self.kind is object else ():
+            try:
+                return read(text)
+            except ValueError:
+                pass
+        return text
+
+    def cast(self, value: Any) -> Any:
+        """Returns a value in the form of this knob's type: 1 as 1.0, for example.
+
+        A list becomes a tuple, a `Path` text, and a NumPy scalar Python's. What has
+        another type stays as it is, for `problem` to refuse.
+        """
+        if isinstance(value, np.generic):
+            value = value.item()
+        if self.is_special(value):
+            return value
+        if self.kind is float and type(value) is int:
+            return float(value)
+        if self.kind in (tuple, list) and isinstance(value, tuple | list):
+            return self.kind(value)
+        if self.kind is Path and isinstance(value, os.PathLike):
+            return os.fspath(value)
+        return value
 
 
 def knob(default: Any, help: str, **limits: Any) -> Any:
@@ -160,6 +209,29 @@ def described(cls: type[T]) -> type[T]:
         )
     cls.__doc__ = "\n".join(text)
     return cls
+
+
+def _read_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def _read_sequence(text: str, default: tuple | list) -> list[Any]:
+    kinds = {type(value) for value in default}
+    try:
+        literal = ast.literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        if kinds <= {str} and not set(text) & set("()[]{}'\""):
+            return [name for name in map(str.strip, text.split(",")) if name]
+        raise ValueError(text) from error
+    values = list(literal) if isinstance(literal, tuple | list) else [literal]
+    if float in kinds and kinds <= {int, float}:
+        values = [float(v) if type(v) is int else v for v in values]
+        kinds = {float}
+    if any(type(value) not in (kinds or {int, float, bool, str}) for value in values):
+        raise ValueError(text)
+    return values
 
 
 def _is_finite(value: Any) -> bool:

@@ -9,7 +9,6 @@ if need be and allowed.
 Exit codes: those of the command; 1 if the job failed more often than allowed.
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -23,8 +22,11 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from jshard.cli.command import ArgumentParser, run_command, whole_number
+from jshard.cli.command import run_command
+from jshard.cli.options import Command, Option
 from jshard.cli.paths import path_problem
 from jshard.cli.terminal import leave_closed_terminal, show
 from jshard.distributed import cluster
@@ -42,6 +44,7 @@ PORTS = 20  # ports to try if other programs use them
 TRAIN = "train"
 COMMANDS = (TRAIN, "generate", "perplexity")  # those that run in several processes
 NO_RESTART = (0, 2, 75)  # done, bad input, preempted
+_MANY: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 65_536}
 
 # Runs a command and sends it the signals named on standard input. When standard input
 # ends, as when the connection is cut, the command is killed.
@@ -57,6 +60,30 @@ kill $reader 2>/dev/null
 exit $code
 """
 
+COMMAND = Command(
+    "launch",
+    "Starts the processes of a job and restarts them after failures. Arguments after "
+    "-- are passed to the command.",
+    {
+        "command": Option(TRAIN, "what to start", choices=COMMANDS),
+        "num_processes": Option(
+            None, "how many in all; by default one per host", **_MANY
+        ),
+        "hosts": Option(
+            None, "where to run; by default this machine", kind=str, shown="A,B,..."
+        ),
+        "rsh": Option(RSH, "to reach a host", shown="COMMAND"),
+        "port": Option(
+            None, "port of the coordinator; by default any", kind=int, at_least=1,
+            at_most=65_535,
+        ),
+        "max_restarts": Option(0, "most restarts", at_least=0, at_most=10**6),
+        "min_hosts": Option(
+            None, "fewest hosts to restart on; by default all", **_MANY
+        ),
+    },
+)  # fmt: skip
+
 
 def main() -> None:
     """Runs the command line; see the module for exit codes."""
@@ -71,30 +98,16 @@ def _launch(argv: list[str]) -> None:
     sys.exit(launcher.run())
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     """Returns the options of this command and the arguments for the one it starts.
 
     Raises:
       UserError: an option is missing or invalid.
     """
-    parser = ArgumentParser(
-        prog="python -m jshard.launch",
-        description="Starts the processes of a job and restarts them after failures.",
-        epilog="Arguments after -- are passed to the command.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    many, port = whole_number(1, 65_536), whole_number(1, 65_535)
-    restarts = whole_number(0, 1_000_000)
-    add("--command", default=TRAIN, choices=COMMANDS, help="train by default")
-    add("--num_processes", type=many, help="how many in all; by default one per host")
-    add("--hosts", type=_hosts, default=[], help="A,B,...; by default this machine")
-    add("--rsh", type=_command, default=RSH, help=f"to reach a host; by default {RSH}")
-    add("--port", type=port, help="port of the coordinator; by default any")
-    add("--max_restarts", type=restarts, default=0, help="most restarts; by default 0")
-    add("--min_hosts", type=many, help="fewest hosts to restart on; by default all")
     cut = argv.index("--") if "--" in argv else len(argv)
-    options, words = parser.parse_args(argv[:cut]), argv[cut + 1 :]
+    options, words = COMMAND.parse(argv[:cut]), argv[cut + 1 :]
+    options.hosts = _hosts(options.hosts)
+    options.rsh = _rsh(options.rsh)
     trains = options.command == TRAIN
     if trains and not any(word.startswith("--config") for word in words):
         raise UserError("no recipe to train; for example: ... -- --config=gpt.py")
@@ -127,25 +140,26 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def _hosts(text: str) -> list[str]:
-    """A type for `add_argument`: names of hosts."""
-    hosts = text.split(",")
+def _hosts(text: str | None) -> list[str]:
+    """Returns the names in "A,B,..."."""
+    hosts = [] if text is None else text.split(",")
     for host in hosts:
         if not re.fullmatch(r"[^\s-]\S{0,254}", host):
-            raise argparse.ArgumentTypeError(
-                f"{text}: {host!r} is not a host name; must be A,B,... or USER@A,..."
+            raise UserError(
+                f"--hosts={text}: {host!r} is not a host name; must be A,B,... or "
+                "USER@A,..."
             )
     return hosts
 
 
-def _command(text: str) -> list[str]:
-    """A type for `add_argument`: a command and its arguments."""
+def _rsh(text: str) -> list[str]:
+    """Returns the words of the command that reaches a host."""
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+        raise UserError(f"--rsh={text}: {error}") from error
     if not words or path_problem(words[0]):
-        raise argparse.ArgumentTypeError(f"{text}: must be a command, like {RSH}")
+        raise UserError(f"--rsh={text}: must be a command, like {RSH}")
     return words
 
 
@@ -157,7 +171,7 @@ class Launcher:
       words: arguments for the command that is started.
     """
 
-    def __init__(self, options: argparse.Namespace, words: Sequence[str]):
+    def __init__(self, options: SimpleNamespace, words: Sequence[str]):
         self._options, self._words = options, list(words)
         self._hosts: list[str] = options.hosts
         self._each = options.num_processes // max(len(self._hosts), 1)

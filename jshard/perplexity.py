@@ -2,26 +2,39 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.cli.command import (
-    ArgumentParser,
-    file_path,
-    read_text,
-    run_command,
-    whole_number,
-)
+from jshard.cli.command import read_text, run_command
+from jshard.cli.options import Command, Option
 from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.generation.prompts import context_length, is_encoder_decoder
 from jshard.nn.loss import Mean
-from jshard.trained.model_command import model_parser, started
+from jshard.trained.model_command import MODEL_OPTIONS, started
+
+_COUNT: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 10**9}
+COMMAND = Command(
+    "perplexity",
+    "Measures how well a trained model predicts a text.",
+    {
+        **MODEL_OPTIONS,
+        "text": Option(None, "a text file", kind=Path, required=True, shown="FILE"),
+        "context": Option(
+            None, "tokens of a window; by default the model's context", **_COUNT
+        ),
+        "stride": Option(
+            None, "tokens from one window to the next; by default half a window",
+            **_COUNT,
+        ),
+    },
+)  # fmt: skip
 
 
 def main() -> None:
@@ -31,7 +44,7 @@ def main() -> None:
 
 def run_perplexity(argv: list[str]) -> None:
     """Measures the model on the text that the arguments name."""
-    arguments = _parser().parse_args(argv)
+    arguments = COMMAND.parse(argv)
     text = read_text("--text", arguments.text)
     with started(arguments) as model:
         tokens = model.tokenizer(arguments.tokenizer).encode(text)
@@ -70,29 +83,6 @@ def _print(nats: float, scored: int, context: int, stride: int) -> None:
             f"in windows of {context} tokens, {stride} apart: all tokens but the first "
             f"{context} are predicted from {context - stride} or more before them"
         )
-
-
-def _parser() -> ArgumentParser:
-    parser = model_parser(
-        "python -m jshard.perplexity",
-        "Measures how well a trained model predicts a text.",
-    )
-    parser.add_argument(
-        "--text", metavar="FILE", type=file_path, required=True, help="a text file"
-    )
-    parser.add_argument(
-        "--context",
-        metavar="N",
-        type=whole_number(1, 10**9),
-        help="tokens of a window; by default the model's context",
-    )
-    parser.add_argument(
-        "--stride",
-        metavar="N",
-        type=whole_number(1, 10**9),
-        help="tokens from one window to the next; by default half a window",
-    )
-    return parser
 
 
 def mean_nats(

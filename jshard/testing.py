@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -45,7 +46,8 @@ def check_step(
         the entries of a parameter's gradient, relative to the largest of them.
 
     Raises:
-      AssertionError: they differ; names the parameter whose gradient differs most.
+      AssertionError: they differ; names the parameter whose gradient differs most. Or
+        the model has other parameters on the mesh than on one device.
       UserError: as ``FSDP.init`` and the step.
     """
     overrides = {
@@ -61,6 +63,7 @@ def check_step(
     given = (make_model, loss_fn, batch, seed, wrt)
     loss, grads = _loss_and_grads(fsdp, *given)
     wanted, wanted_grads = _loss_and_grads(alone, *given)
+    chex.assert_trees_all_equal_shapes(grads, wanted_grads)
     largest = {name: float(np.max(np.abs(g))) for name, g in wanted_grads.items()}
     least = _SMALLEST * max(largest.values(), default=0.0) or 1.0
     errors = {

@@ -2,10 +2,37 @@
 
 import errno
 import os
+from pathlib import Path
 
-from jshard.cli.command import ArgumentParser, file_path, run_command, whole_number
-from jshard.data.text.token_files import write_token_files
+from jshard.cli.command import run_command
+from jshard.cli.options import Command, Option
+from jshard.data.text.token_writer import write_token_files
 from jshard.errors import RunFailed, UserError
+
+COMMAND = Command(
+    "tokenize",
+    "Turns text, JSONL or Parquet into token files for --config.data.path. Killed and "
+    "started again, it continues.",
+    {
+        "PATH": Option(
+            (), "a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
+            "these; records are texts or chats", kind=Path, required=True, repeats=True,
+        ),
+        "tokenizer": Option(
+            None, "a tokenizer.json of Hugging Face's tokenizers, or a folder with one",
+            kind=Path, required=True,
+        ),
+        "output": Option(
+            None, "the folder to write to; new, or of the same command that did not "
+            "finish", kind=Path, required=True, shown="DIR",
+        ),
+        "text_key": Option("text", "the name of the text in a record"),
+        "workers": Option(
+            None, "processes; by default one a core", kind=int, at_least=1,
+            at_most=4096,
+        ),
+    },
+)  # fmt: skip
 
 
 def main() -> None:
@@ -14,51 +41,14 @@ def main() -> None:
 
 
 def _tokenize(argv: list[str]) -> None:
-    parser = ArgumentParser(
-        prog="python -m jshard.tokenize",
-        description="Turns text, JSONL or Parquet into token files for --config.data."
-        "path. Killed and started again, it continues.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "inputs",
-        metavar="PATH",
-        nargs="+",
-        type=file_path,
-        help="a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of these; "
-        "records are texts or chats",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        required=True,
-        type=file_path,
-        help="a tokenizer.json of Hugging Face's tokenizers, or a folder with one",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        required=True,
-        type=file_path,
-        help="the folder to write to; new, or of the same command that did not finish",
-    )
-    parser.add_argument(
-        "--text_key", default="text", help="the name of the text in a record"
-    )
-    parser.add_argument(
-        "--workers",
-        type=whole_number(1, 4096),
-        default=len(os.sched_getaffinity(0)),
-        help="processes; by default one a core",
-    )
-    arguments = parser.parse_args(argv)
+    arguments = COMMAND.parse(argv)
     try:
         write_token_files(
-            arguments.inputs,
+            arguments.PATH,
             arguments.tokenizer,
             arguments.output,
             text_key=arguments.text_key,
-            workers=arguments.workers,
+            workers=arguments.workers or len(os.sched_getaffinity(0)),
         )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

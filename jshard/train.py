@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from jshard.cli.command import run_command
+from jshard.cli.options import Command, Option
 from jshard.cli.platform import (
     cache_compilations,
     choose_platform,
@@ -21,13 +22,29 @@ from jshard.cli.platform import (
 )
 from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
-from jshard.config.parser import help_text, parse_arguments
+from jshard.config.overrides import RECIPE_OPTIONS, keys_help
 from jshard.config.run_config import complete
-from jshard.distributed import find_cluster, has_parent, join, supervise
-from jshard.errors import UserError
+from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.recipe.make_config import make_config
+from jshard.recipe.make_config import make_config, read_keys
 
+COMMAND = Command(
+    "train",
+    "Trains the model of a recipe, fully sharded over all devices.",
+    {
+        **RECIPE_OPTIONS,
+        "workdir": Option(
+            None, "the run's folder; by default runs/RECIPE-DATE-TIME", kind=Path,
+            shown="DIR",
+        ),
+        **cluster.OPTIONS,
+    },
+    notes=(
+        "Several processes train together if SLURM, Open MPI or Kubernetes started "
+        "them, or if each is started with the same command and its --process_id "
+        "(docs/cluster; python -m jshard.launch does that).",
+    ),
+)  # fmt: skip
 _IMPORTED = time.time()
 
 
@@ -37,28 +54,22 @@ def main() -> None:
 
 
 def _train(argv: list[str]) -> None:
-    arguments = parse_arguments(argv)
-    if arguments.recipe is None:
-        if not arguments.help:
-            raise UserError("which recipe? for example --config=gpt.py; see --help")
-        show(help_text(), end="")
-        return
-    path = find_recipe(arguments.recipe)
-    cluster = None if arguments.help else find_cluster(arguments.options)
-    if cluster is not None and not has_parent():
-        sys.exit(supervise(cluster, [sys.executable, *sys.orig_argv[1:]]))
+    arguments = COMMAND.parse(argv)
+    path = find_recipe(str(arguments.config))
+    job = None if arguments.help else find_cluster(vars(arguments))
+    if job is not None and not has_parent():
+        sys.exit(supervise(job, [sys.executable, *sys.orig_argv[1:]]))
     platform = choose_platform()
-    with join(cluster) as peers, open_recipe(path) as recipe:
+    with join(job) as peers, open_recipe(path) as recipe:
         if arguments.help:
             config = complete(recipe.get_config(), recipe.name)
-            show(help_text(config, recipe.name), end="")
+            show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
             return
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
-        workdir = arguments.options.get("workdir")
-        config = make_config(
-            recipe, arguments.overrides, Path(workdir) if workdir else None
-        )
+        workdir = arguments.workdir
+        keys = read_keys(recipe, arguments.config_keys)
+        config = make_config(recipe, keys, workdir)
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
         start_devices()

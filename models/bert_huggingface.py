@@ -16,6 +16,7 @@ from jshard.models.huggingface_config import (
     read_sizes,
     write_sizes,
 )
+from jshard.models.tensor_places import linear
 
 _NAMES = ("BertForMaskedLM", "BertForPreTraining")
 # What models/bert.py computes; config.json may say it in these ways, or not at all.
@@ -58,14 +59,7 @@ _OLDER = {"weight": "gamma", "bias": "beta"}
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``BertConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``BertConfig`` that a config.json decides."""
     config = ConfigJson.of(json, _NAMES)
     for key, values in _FIXED.items():
         config.fix(key, values)
@@ -76,11 +70,7 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``BertConfig``.
-    """
+    """Returns the content of a config.json for a model."""
     theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
     return {
         **write_sizes(model, _NAMES[0], "bert", _SIZES),
@@ -90,11 +80,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one layer at a time.
-
-    Args:
-      model: keys of ``BertConfig``.
-    """
+    """Returns where the files keep each array, by its name, one layer at a time."""
     embeddings, head = "bert.embeddings", "cls.predictions"
     tables = {"embed": "word", "positions": "position", "types": "token_type"}
     found = {
@@ -102,29 +88,22 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
         for ours, theirs in tables.items()
     }
     found |= _norm("norm", f"{embeddings}.LayerNorm")
-    found |= _linear("head.dense", f"{head}.transform.dense")
+    found |= linear("head.dense", f"{head}.transform.dense")
     found |= _norm("head.norm", f"{head}.transform.LayerNorm")
     found["head.bias"] = FileTensor((f"{head}.bias",))
     if model.get("pooler"):
-        found |= _linear("pooler", "bert.pooler.dense")
+        found |= linear("pooler", "bert.pooler.dense")
     for i in range(model["num_layers"]):
         block, layer = f"blocks.{i}", f"bert.encoder.layer.{i}"
         for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
             name = f"{layer}.attention.self.{theirs}"
-            found |= _linear(f"{block}.attention.{ours}", name)
-        found |= _linear(f"{block}.attention.out", f"{layer}.attention.output.dense")
+            found |= linear(f"{block}.attention.{ours}", name)
+        found |= linear(f"{block}.attention.out", f"{layer}.attention.output.dense")
         found |= _norm(f"{block}.norm1", f"{layer}.attention.output.LayerNorm")
-        found |= _linear(f"{block}.up", f"{layer}.intermediate.dense")
-        found |= _linear(f"{block}.down", f"{layer}.output.dense")
+        found |= linear(f"{block}.up", f"{layer}.intermediate.dense")
+        found |= linear(f"{block}.down", f"{layer}.output.dense")
         found |= _norm(f"{block}.norm2", f"{layer}.output.LayerNorm")
     return found
-
-
-def _linear(ours: str, theirs: str) -> dict[str, FileTensor]:
-    return {
-        f"{ours}.kernel": FileTensor((f"{theirs}.weight",), transposed=True),
-        f"{ours}.bias": FileTensor((f"{theirs}.bias",)),
-    }
 
 
 def _norm(ours: str, theirs: str) -> dict[str, FileTensor]:

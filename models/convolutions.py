@@ -1,8 +1,9 @@
-"""What RegNets and ResNets have in common.
+"""Convolutional networks of stages of residual blocks, as RegNets and ResNets are.
 
 Shape suffixes: B batch, H height, W width, C channels.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,46 @@ from flax import nnx
 import jshard
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvNetConfig:
+    """Sizes of a convolutional network of stages.
+
+    Attributes:
+      channels: of the images, 3 for colour.
+      classes: number of labels.
+      stem: channels of the first convolution.
+      depths: blocks of each stage.
+      widths: channels of each stage's output.
+      downsample_first: whether the first stage halves height and width, too.
+      dtype: of the computation, None for that of the parameters or what a policy
+        says; batch statistics are float32 or wider.
+      param_dtype: of the parameters.
+    """
+
+    channels: int = 3
+    classes: int = 1000
+    stem: int
+    depths: tuple[int, ...]
+    widths: tuple[int, ...]
+    downsample_first: bool
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        depths, widths = self.depths, self.widths
+        if not depths or len(depths) != len(widths) or min(*depths, *widths) < 1:
+            raise jshard.UserError(
+                f"model: depths={depths} and widths={widths} must give the number of "
+                "blocks and of channels of each stage"
+            )
+
+
 class ConvNorm(nnx.Module):
     """A convolution without bias, and batch normalisation."""
 
     def __init__(
         self,
-        config: Any,
+        config: ConvNetConfig,
         size_in: int,
         size_out: int,
         kernel: int,
@@ -55,10 +90,30 @@ class ConvNorm(nnx.Module):
         return self.normalization(self.convolution(x_BHWC))
 
 
+class ResidualBlock(nnx.Module):
+    """Adds a branch of convolutions to the stream.
+
+    Attributes:
+      shortcut: what takes the stream past a branch that changes its shape.
+    """
+
+    shortcut: ConvNorm | None
+
+    def branch(self, x_BHWC: jax.Array) -> jax.Array:
+        """Returns what is added to the stream."""
+        raise NotImplementedError
+
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        """Returns the stream after this block."""
+        y_BHWC = self.branch(x_BHWC)
+        kept_BHWC = x_BHWC if self.shortcut is None else self.shortcut(x_BHWC)
+        return nnx.relu(kept_BHWC + y_BHWC)
+
+
 def make_shortcut(
-    config: Any, size_in: int, size: int, stride: int, rngs: nnx.Rngs
+    config: ConvNetConfig, size_in: int, size: int, stride: int, rngs: nnx.Rngs
 ) -> ConvNorm | None:
-    """Makes what takes the stream past a block that changes its shape, if it does."""
+    """Makes a block's shortcut, if it needs one."""
     if size_in == size and stride == 1:
         return None
     return ConvNorm(config, size_in, size, 1, stride=stride, rngs=rngs)
@@ -96,55 +151,65 @@ class Stage(nnx.Module):
         return x_BHWC if self.rest is None else self.rest(x_BHWC)
 
 
-def classifier(config: Any, size: int, rngs: nnx.Rngs) -> nnx.Linear:
-    """Makes the last layer, from the mean over height and width to logits."""
-    return jshard.Unit(
-        nnx.Linear(
-            size,
-            config.classes,
-            kernel_init=nnx.initializers.normal(0.01),
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            rngs=rngs,
-        )
-    )
+class ConvNet(nnx.Module):
+    """Images, (B, H, W, C), to logits, (B, classes).
 
-
-def make_stages(
-    config: Any,
-    make_block: Callable[[int, int, int, nnx.Rngs], nnx.Module],
-    rngs: nnx.Rngs,
-) -> nnx.List:
-    """Makes the stages of a network.
+    A convolution, stages of blocks, and a linear layer of the mean over height and
+    width.
 
     Args:
-      config: has ``stem``, ``depths``, ``widths`` and ``downsample_first``.
-      make_block: ``make_block(size_in, size, stride, rngs)`` makes a block.
+      config: the sizes.
+      make_block: ``make_block(config, size_in, size, stride, rngs)`` makes a block.
+      kernel: height and width of the first convolution's kernel.
+      stride: of that convolution.
+      pool: whether its output is pooled to half its height and width.
       rngs: random streams.
     """
-    stages, size_in = [], config.stem
-    for depth, size in zip(config.depths, config.widths, strict=True):
-        make = lambda size_in, stride, rngs, size=size: make_block(
-            size_in, size, stride, rngs
+
+    def __init__(
+        self,
+        config: ConvNetConfig,
+        make_block: Callable[..., nnx.Module],
+        *,
+        kernel: int,
+        stride: int,
+        pool: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.pool = config, pool
+        self.stem = ConvNorm(
+            config, config.channels, config.stem, kernel, stride=stride, rngs=rngs
         )
-        stride = 2 if stages or config.downsample_first else 1
-        stages.append(Stage(make, size_in, size, depth, stride, rngs=rngs))
-        size_in = size
-    return nnx.List(stages)
-
-
-def mean_logits(head: nnx.Linear, x_BHWC: jax.Array) -> jax.Array:
-    """Returns the logits, (B, classes), of the mean over height and width."""
-    return head(jnp.mean(x_BHWC, axis=(1, 2)))
-
-
-def check_stages(depths: tuple[int, ...], widths: tuple[int, ...]) -> None:
-    """Raises a UserError unless every stage has blocks and channels."""
-    if not depths or len(depths) != len(widths) or min(*depths, *widths) < 1:
-        raise jshard.UserError(
-            f"model: depths={depths} and widths={widths} must give the number of "
-            "blocks and of channels of each stage"
+        stages, size_in = [], config.stem
+        for depth, size in zip(config.depths, config.widths, strict=True):
+            make = lambda size_in, stride, rngs, size=size: make_block(
+                config, size_in, size, stride, rngs
+            )
+            by = 2 if stages or config.downsample_first else 1
+            stages.append(Stage(make, size_in, size, depth, by, rngs=rngs))
+            size_in = size
+        self.stages = nnx.List(stages)
+        self.classifier = jshard.Unit(
+            nnx.Linear(
+                size_in,
+                config.classes,
+                kernel_init=nnx.initializers.normal(0.01),
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                rngs=rngs,
+            )
         )
+
+    def __call__(self, images_BHWC: jax.Array) -> jax.Array:
+        """Returns logits, (B, classes)."""
+        check_channels(images_BHWC, self.config.channels)
+        x_BHWC = nnx.relu(self.stem(images_BHWC))
+        if self.pool:
+            around: Any = ((1, 1), (1, 1))  # Flax's annotation says str
+            x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=around)
+        for stage in self.stages:
+            x_BHWC = stage(x_BHWC)
+        return self.classifier(jnp.mean(x_BHWC, axis=(1, 2)))
 
 
 def check_channels(images_BHWC: jax.Array, channels: int) -> None:

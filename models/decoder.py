@@ -5,6 +5,7 @@ Shape suffixes: B batch, T time, D model width, V vocabulary.
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -75,7 +76,11 @@ class Decoder(nnx.Module):
           positions_BT: their positions, by default 0 to T-1 in each row.
           segment_ids_BT: which document of a packed row each token belongs to; tokens
             attend only to their own document, a run of equal ids.
+
+        Raises:
+          AssertionError: shapes do not match.
         """
+        check_tokens(tokens_BT, positions_BT, segment_ids_BT)
         out = self.features(tokens_BT, positions_BT, segment_ids_BT)
         return _logits(out, self.config.vocab_size)
 
@@ -90,8 +95,10 @@ class Decoder(nnx.Module):
     ) -> jshard.Mean | jshard.Loss:
         """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``.
 
-        A model's penalty is added, if it has one.
+        A model's penalty is added, if it has one. Arguments and errors are as for
+        ``__call__``.
         """
+        check_tokens(tokens_BT, positions_BT, segment_ids_BT)
         out = self.features(tokens_BT, positions_BT, segment_ids_BT)
         cross_entropy = jshard.nn.cross_entropy(
             out.x_BTD,
@@ -117,6 +124,12 @@ class Decoder(nnx.Module):
         out = self.features(tokens_BT, positions_BT, cache=cache)
         assert out.cache is not None
         return _logits(out, self.config.vocab_size), out.cache
+
+
+def check_tokens(tokens_BT: jax.Array, *beside: jax.Array | None) -> None:
+    """Asserts that tokens are a matrix, and what is given beside them is like it."""
+    chex.assert_rank(tokens_BT, 2)
+    chex.assert_equal_shape([tokens_BT, *(x for x in beside if x is not None)])
 
 
 def _logits(out: Features, vocab_size: int) -> jax.Array:

@@ -54,14 +54,7 @@ _INERT = (
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``GPTConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``GPTConfig`` that a config.json decides."""
     config = ConfigJson.of(json, (_NAME, _BASE))
     model = read_sizes(config, _SIZES)
     for key, values in _FIXED.items():
@@ -72,11 +65,7 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``GPTConfig``.
-    """
+    """Returns the content of a config.json for a model."""
     return {
         **write_sizes(model, _NAME, "gpt2", _SIZES),
         "n_ctx": model["sequence_length"],
@@ -86,11 +75,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one layer at a time.
-
-    Args:
-      model: keys of ``GPTConfig``.
-    """
+    """Returns where the files keep each array, by its name, one layer at a time."""
     found = {
         "embed.embedding": _tensor("wte.weight"),
         "positions.embedding": _tensor("wpe.weight"),

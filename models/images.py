@@ -6,6 +6,7 @@ Shape suffixes: B batch, H height, W width, C channels, K classes.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -33,7 +34,12 @@ def classification_loss(
       batch: has "targets", probabilities (B, K), and "weights", (B,).
       top: for each k, the accuracy counts targets among the k largest logits. The
         target of a mixed example is its likeliest class.
+
+    Raises:
+      AssertionError: shapes do not match.
     """
+    chex.assert_equal_shape([logits_BK, batch["targets"]])
+    chex.assert_shape(batch["weights"], logits_BK.shape[:1])
     logits_BK = logits_BK.astype(jnp.promote_types(logits_BK.dtype, jnp.float32))
     targets_BK, weights_B = batch["targets"], batch["weights"]
     loss_B = -jnp.sum(targets_BK * jax.nn.log_softmax(logits_BK), axis=-1)

@@ -12,13 +12,7 @@ from jshard.models.huggingface_config import (
     read_sizes,
     write_sizes,
 )
-
-_NORM = {
-    "scale": "weight",
-    "bias": "bias",
-    "mean": "running_mean",
-    "var": "running_var",
-}
+from jshard.models.tensor_places import convolution, linear, norm
 
 
 def read_keys(
@@ -60,39 +54,6 @@ def write_keys(
     }
 
 
-def linear(ours: str, theirs: str, bias: bool = True) -> dict[str, FileTensor]:
-    """Returns where the files keep a linear layer."""
-    found = {f"{ours}.kernel": FileTensor((f"{theirs}.weight",), transposed=True)}
-    return found | _bias(ours, theirs) if bias else found
-
-
-def convolution(ours: str, theirs: str, bias: bool = True) -> dict[str, FileTensor]:
-    """Returns where the files keep a convolution."""
-    found = {f"{ours}.kernel": FileTensor((f"{theirs}.weight",), convolution=True)}
-    return found | _bias(ours, theirs) if bias else found
-
-
-def conv_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
-    """Returns where the files keep a ``ConvNorm``, with its batch statistics."""
-    return convolution(
-        f"{ours}.convolution", f"{theirs}.convolution", bias=False
-    ) | norm(f"{ours}.normalization", f"{theirs}.normalization")
-
-
-def norm(ours: str, theirs: str) -> dict[str, FileTensor]:
-    """Returns where the files keep a batch norm, with its statistics."""
-    return {
-        f"{ours}.{own}": FileTensor((f"{theirs}.{name}",))
-        for own, name in _NORM.items()
-    }
-
-
-def layer_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
-    """Returns where the files keep a layer norm."""
-    scale = {f"{ours}.scale": FileTensor((f"{theirs}.weight",))}
-    return scale | _bias(ours, theirs)
-
-
 def block_names(
     model: Mapping[str, Any],
 ) -> list[tuple[str, tuple[int, int], bool]]:
@@ -110,5 +71,32 @@ def block_names(
     return found
 
 
-def _bias(ours: str, theirs: str) -> dict[str, FileTensor]:
-    return {f"{ours}.bias": FileTensor((f"{theirs}.bias",))}
+def stage_tensors(
+    model: Mapping[str, Any], family: str, layers: Mapping[str, int]
+) -> dict[str, FileTensor]:
+    """Returns where transformers' files keep the convolutions of a ``ConvNet``.
+
+    Args:
+      model: keys of its config.
+      family: "resnet" or "regnet".
+      layers: our names of a block's ``ConvNorm``, and their numbers.
+    """
+    found = _conv_norm("stem", f"{family}.embedder.embedder")
+    found |= linear("classifier", "classifier.1")
+    for ours, (stage, block), shortcut in block_names(model):
+        theirs = f"{family}.encoder.stages.{stage}.layers.{block}"
+        for own, number in layers.items():
+            found |= _conv_norm(f"{ours}.{own}", f"{theirs}.layer.{number}")
+        if shortcut:
+            found |= _conv_norm(f"{ours}.shortcut", f"{theirs}.shortcut")
+    return found
+
+
+def _conv_norm(ours: str, theirs: str) -> dict[str, FileTensor]:
+    return conv_norm(ours, f"{theirs}.convolution", f"{theirs}.normalization")
+
+
+def conv_norm(ours: str, conv: str, bn: str) -> dict[str, FileTensor]:
+    """Returns where the files keep a ``ConvNorm``, with its batch statistics."""
+    found = convolution(f"{ours}.convolution", conv, bias=False)
+    return found | norm(f"{ours}.normalization", bn)

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jshard
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.images import MEAN, STD
-from jshard.models.images_huggingface import convolution, norm
 
 Json = Mapping[str, Any]
 # Arguments that leave a model in evaluation as it is.
@@ -29,7 +27,7 @@ def read_arguments(json: Json, known: Mapping[str, Any]) -> dict[str, Any]:
       UserError: there is another argument.
     """
     name, given = json["architecture"], dict(json.get("model_args") or {})
-    about = json.get("pretrained_cfg") or json  # older files have no such group
+    about = json.get("pretrained_cfg") or json  # some have no such group
     channels, size, _ = about.get("input_size") or (3, 224, 224)
     classes = json.get("num_classes") or about.get("num_classes", 1000)
     defaults = {"num_classes": classes, "in_chans": channels, "img_size": size, **known}
@@ -116,13 +114,6 @@ def write_json(
         "model_args": {**common, **arguments},
         "pretrained_cfg": about,
     }
-
-
-def conv_norm(ours: str, conv: str, bn: str) -> dict[str, FileTensor]:
-    """Returns where the files keep a ``ConvNorm``, with its batch statistics."""
-    return convolution(f"{ours}.convolution", conv, bias=False) | norm(
-        f"{ours}.normalization", bn
-    )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -17,14 +17,7 @@ __all__ = ["read_config", "tensors", "write_config"]
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``LlamaConfig``.
-
-    Raises:
-      UserError: no architecture of transformers has this combination of features.
-    """
+    """Returns the content of a config.json for a model."""
     config = _config(model)
     name = _architecture(config)
     family = FAMILIES[name]
@@ -75,11 +68,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one layer at a time.
-
-    Args:
-      model: keys of ``LlamaConfig``.
-    """
+    """Returns where the files keep each array, by its name, one layer at a time."""
     config = _config(model)
     found = {
         "embed.embedding": FileTensor(("model.embed_tokens.weight",)),

@@ -8,12 +8,11 @@ from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
 from jshard.models.images_huggingface import (
     block_names,
-    conv_norm,
-    convolution,
-    linear,
     read_keys,
+    stage_tensors,
     write_keys,
 )
+from jshard.models.tensor_places import convolution
 
 _NAME = "RegNetForImageClassification"
 _SIZES = {
@@ -28,14 +27,7 @@ _FIXED = {"hidden_act": ("relu",)}
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``RegNetConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``RegNetConfig`` that a config.json decides."""
     config = ConfigJson.of(json, [_NAME])
     model = read_keys(config, _SIZES, _FIXED)
     squeeze_excite = config.get("layer_type", "y", one_of("xy")) == "y"
@@ -44,14 +36,7 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``RegNetConfig``.
-
-    Raises:
-      UserError: transformers has no such model.
-    """
+    """Returns the content of a config.json for a model."""
     if model["stem_stride"] != 2:
         raise jshard.UserError(
             f"model.stem_stride={model['stem_stride']} is not possible in "
@@ -65,24 +50,13 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one block at a time.
-
-    Args:
-      model: keys of ``RegNetConfig``.
-    """
-    found = conv_norm("stem", "regnet.embedder.embedder")
-    found |= linear("classifier", "classifier.1")
-    last = 3 if model["squeeze_excite"] else 2
-    for ours, (stage, block), shortcut in block_names(model):
-        theirs = f"regnet.encoder.stages.{stage}.layers.{block}"
-        for own, number in (("conv1", 0), ("conv2", 1), ("conv3", last)):
-            found |= conv_norm(f"{ours}.{own}", f"{theirs}.layer.{number}")
-        if model["squeeze_excite"]:
-            for own, number in (("reduce", 0), ("expand", 2)):
-                found |= convolution(
-                    f"{ours}.squeeze_excite.{own}",
-                    f"{theirs}.layer.2.attention.{number}",
-                )
-        if shortcut:
-            found |= conv_norm(f"{ours}.shortcut", f"{theirs}.shortcut")
+    """Returns where the files keep each array, by its name, one block at a time."""
+    if not model["squeeze_excite"]:
+        return stage_tensors(model, "regnet", {"conv1": 0, "conv2": 1, "conv3": 2})
+    found = stage_tensors(model, "regnet", {"conv1": 0, "conv2": 1, "conv3": 3})
+    for ours, (stage, block), _ in block_names(model):
+        theirs = f"regnet.encoder.stages.{stage}.layers.{block}.layer.2.attention"
+        for own, number in (("reduce", 0), ("expand", 2)):
+            place = f"{ours}.squeeze_excite.{own}"
+            found |= convolution(place, f"{theirs}.{number}")
     return found

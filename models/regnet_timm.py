@@ -5,13 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshard.hub.file_tensor import FileTensor
-from jshard.models.images_huggingface import block_names, convolution, linear
-from jshard.models.images_timm import (
-    conv_norm,
-    find_name,
-    read_sizes,
-    write_json,
-)
+from jshard.models.images_huggingface import block_names, conv_norm
+from jshard.models.images_timm import find_name, read_sizes, write_json
+from jshard.models.tensor_places import convolution, linear
 
 # Initial width, slope, multiplier, channels of a group, and blocks (arXiv:2003.13678,
 # section 3.3 and appendix B; those of pycls' baselines).
@@ -72,36 +68,18 @@ def _sizes(name: str) -> dict[str, Any]:
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``RegNetConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``RegNetConfig`` that a config.json decides."""
     known = "RegNets X and Y, such as regnety_160"
     return read_sizes(json, _PARAMETERS, _sizes, known)
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``RegNetConfig``.
-
-    Raises:
-      UserError: timm has no such model.
-    """
+    """Returns the content of a config.json for a model."""
     return write_json(find_name(model, _PARAMETERS, _sizes, "RegNet"), model)
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one block at a time.
-
-    Args:
-      model: keys of ``RegNetConfig``.
-    """
+    """Returns where the files keep each array, by its name, one block at a time."""
     found = conv_norm("stem", "stem.conv", "stem.bn") | linear("classifier", "head.fc")
     for ours, (stage, block), shortcut in block_names(model):
         theirs = f"s{stage + 1}.b{block + 1}"

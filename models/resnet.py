@@ -7,61 +7,44 @@ Shape suffixes: B batch, H height, W width, C channels.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 import jshard
 from jshard.models.convolutions import (
+    ConvNet,
+    ConvNetConfig,
     ConvNorm,
-    check_channels,
-    check_stages,
-    classifier,
+    ResidualBlock,
     make_shortcut,
-    make_stages,
-    mean_logits,
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class ResNetConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ConvNetConfig):
     """Sizes of a ResNet; the defaults are those of ResNet-50.
 
-    Attributes:
-      channels: of the images, 3 for colour.
-      classes: number of labels.
-      stem: channels of the first convolution.
-      depths: blocks of each stage.
-      widths: channels of each stage's output.
+    Attributes, besides those of ``ConvNetConfig``:
       bottleneck: whether blocks are 1 x 1, 3 x 3, 1 x 1 with a quarter of the channels
         inside, or 3 x 3 twice.
-      downsample_first: whether the first stage halves height and width, too.
-      dtype: of the computation, None for that of the parameters or what a policy
-        says; batch statistics are float32 or wider.
-      param_dtype: of the parameters.
     """
 
-    channels: int = 3
-    classes: int = 1000
     stem: int = 64
     depths: tuple[int, ...] = (3, 4, 6, 3)
     widths: tuple[int, ...] = (256, 512, 1024, 2048)
     bottleneck: bool = True
     downsample_first: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
 
     def __post_init__(self):
-        check_stages(self.depths, self.widths)
+        super().__post_init__()
         if self.bottleneck and any(width % 4 for width in self.widths):
             raise jshard.UserError(
                 f"model: widths={self.widths} must divide by 4 in bottlenecks"
             )
 
 
-class Block(nnx.Module):
+class Block(ResidualBlock):
     """Two or three convolutions on a residual branch."""
 
     def __init__(
@@ -83,34 +66,16 @@ class Block(nnx.Module):
         )
         self.shortcut = make_shortcut(config, size_in, size, stride, rngs)
 
-    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """Returns the stream after this block."""
+    def branch(self, x_BHWC: jax.Array) -> jax.Array:
+        """Returns what is added to the stream."""
         *layers, last = self.layers
-        y_BHWC = x_BHWC
         for layer in layers:
-            y_BHWC = nnx.relu(layer(y_BHWC))
-        kept_BHWC = x_BHWC if self.shortcut is None else self.shortcut(x_BHWC)
-        return nnx.relu(kept_BHWC + last(y_BHWC))
+            x_BHWC = nnx.relu(layer(x_BHWC))
+        return last(x_BHWC)
 
 
-class ResNet(nnx.Module):
+class ResNet(ConvNet):
     """Images, (B, H, W, C), to logits, (B, classes)."""
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.stem = ConvNorm(
-            config, config.channels, config.stem, 7, stride=2, rngs=rngs
-        )
-        make_block = lambda *sizes_and_rngs: Block(config, *sizes_and_rngs)
-        self.stages = make_stages(config, make_block, rngs)
-        self.classifier = classifier(config, config.widths[-1], rngs)
-
-    def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        """Returns logits, (B, classes)."""
-        check_channels(images_BHWC, self.config.channels)
-        x_BHWC = nnx.relu(self.stem(images_BHWC))
-        around: Any = ((1, 1), (1, 1))  # Flax's annotation says str
-        x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=around)
-        for stage in self.stages:
-            x_BHWC = stage(x_BHWC)
-        return mean_logits(self.classifier, x_BHWC)
+        super().__init__(config, Block, kernel=7, stride=2, pool=True, rngs=rngs)

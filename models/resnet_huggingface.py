@@ -5,13 +5,7 @@ from typing import Any
 
 from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
-from jshard.models.images_huggingface import (
-    block_names,
-    conv_norm,
-    linear,
-    read_keys,
-    write_keys,
-)
+from jshard.models.images_huggingface import read_keys, stage_tensors, write_keys
 
 _NAME = "ResNetForImageClassification"
 _SIZES = {
@@ -30,14 +24,7 @@ _INERT = ("is_encoder_decoder", "out_features", "out_indices", "stage_names")
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``ResNetConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``ResNetConfig`` that a config.json decides."""
     config = ConfigJson.of(json, [_NAME])
     model = read_keys(config, _SIZES, _FIXED)
     kind = config.get("layer_type", "bottleneck", one_of(["basic", "bottleneck"]))
@@ -46,11 +33,7 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``ResNetConfig``.
-    """
+    """Returns the content of a config.json for a model."""
     return {
         **write_keys(model, _NAME, "resnet", _SIZES),
         "layer_type": "bottleneck" if model["bottleneck"] else "basic",
@@ -59,17 +42,6 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one block at a time.
-
-    Args:
-      model: keys of ``ResNetConfig``.
-    """
-    found = conv_norm("stem", "resnet.embedder.embedder")
-    found |= linear("classifier", "classifier.1")
-    for ours, (stage, block), shortcut in block_names(model):
-        theirs = f"resnet.encoder.stages.{stage}.layers.{block}"
-        for i in range(3 if model["bottleneck"] else 2):
-            found |= conv_norm(f"{ours}.layers.{i}", f"{theirs}.layer.{i}")
-        if shortcut:
-            found |= conv_norm(f"{ours}.shortcut", f"{theirs}.shortcut")
-    return found
+    """Returns where the files keep each array, by its name, one block at a time."""
+    layers = {f"layers.{i}": i for i in range(3 if model["bottleneck"] else 2)}
+    return stage_tensors(model, "resnet", layers)

@@ -4,13 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshard.hub.file_tensor import FileTensor
-from jshard.models.images_huggingface import block_names, linear
-from jshard.models.images_timm import (
-    conv_norm,
-    find_name,
-    read_sizes,
-    write_json,
-)
+from jshard.models.images_huggingface import block_names, conv_norm
+from jshard.models.images_timm import find_name, read_sizes, write_json
+from jshard.models.tensor_places import linear
 
 _BASIC, _BOTTLENECK = (64, 128, 256, 512), (256, 512, 1024, 2048)
 _SHAPES = {
@@ -35,35 +31,17 @@ def _sizes(name: str) -> dict[str, Any]:
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``ResNetConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``ResNetConfig`` that a config.json decides."""
     return read_sizes(json, _SHAPES, _sizes, ", ".join(_SHAPES))
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``ResNetConfig``.
-
-    Raises:
-      UserError: timm has no such model.
-    """
+    """Returns the content of a config.json for a model."""
     return write_json(find_name(model, _SHAPES, _sizes, "ResNet"), model)
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one block at a time.
-
-    Args:
-      model: keys of ``ResNetConfig``.
-    """
+    """Returns where the files keep each array, by its name, one block at a time."""
     found = conv_norm("stem", "conv1", "bn1") | linear("classifier", "fc")
     for ours, (stage, block), shortcut in block_names(model):
         theirs = f"layer{stage + 1}.{block}"

@@ -40,14 +40,7 @@ _INERT = ("dropout_rate", "is_decoder", "n_positions")
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``T5Config`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``T5Config`` that a config.json decides."""
     config = ConfigJson.of(json, [_NAME])
     model = read_sizes(config, _SIZES)
     mlp = config.get("feed_forward_proj", "relu", one_of(_ACTIVATIONS))
@@ -71,11 +64,7 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``T5Config``.
-    """
+    """Returns the content of a config.json for a model."""
     return {
         **write_sizes(model, _NAME, "t5", _SIZES),
         "is_encoder_decoder": True,
@@ -88,11 +77,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one layer at a time.
-
-    Args:
-      model: keys of ``T5Config``.
-    """
+    """Returns where the files keep each array, by its name, one layer at a time."""
     found = {"embed.embedding": FileTensor(("shared.weight",))}
     if not model["tied"]:
         found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)

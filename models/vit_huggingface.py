@@ -5,13 +5,8 @@ from typing import Any
 
 from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import COUNT, FLAG, NUMBER, ConfigJson
-from jshard.models.images_huggingface import (
-    convolution,
-    layer_norm,
-    linear,
-    read_keys,
-    write_keys,
-)
+from jshard.models.images_huggingface import read_keys, write_keys
+from jshard.models.tensor_places import convolution, layer_norm, linear
 
 _NAME = "ViTForImageClassification"
 _SIZES = {
@@ -38,14 +33,7 @@ _INERT = (
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``ViTConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``ViTConfig`` that a config.json decides."""
     config = ConfigJson.of(json, [_NAME])
     model = read_keys(config, _SIZES, _FIXED)
     config.finish(_INERT)
@@ -53,20 +41,12 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``ViTConfig``.
-    """
+    """Returns the content of a config.json for a model."""
     return {**write_keys(model, _NAME, "vit", _SIZES), "hidden_act": "gelu"}
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one layer at a time.
-
-    Args:
-      model: keys of ``ViTConfig``.
-    """
+    """Returns where the files keep each array, by its name, one layer at a time."""
     embeddings = "vit.embeddings"
     found = {
         "class_token": FileTensor((f"{embeddings}.cls_token",)),

@@ -6,8 +6,8 @@ from typing import Any
 
 import jshard
 from jshard.hub.file_tensor import FileTensor
-from jshard.models.images_huggingface import convolution, layer_norm, linear
 from jshard.models.images_timm import read_arguments, unknown_architecture, write_json
+from jshard.models.tensor_places import convolution, layer_norm, linear
 
 # Width, layers and heads.
 _SIZES = {
@@ -22,14 +22,7 @@ _EPS = 1e-6
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``ViTConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there.
-    """
+    """Returns the keys of ``ViTConfig`` that a config.json decides."""
     name = _NAME.fullmatch(json["architecture"])
     if name is None:
         raise unknown_architecture(
@@ -78,14 +71,7 @@ def _side(given: Mapping[str, Any], key: str) -> int:
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a config.json for a model.
-
-    Args:
-      model: keys of ``ViTConfig``.
-
-    Raises:
-      UserError: timm has no such model.
-    """
+    """Returns the content of a config.json for a model."""
     if model["norm_eps"] != _EPS:
         raise jshard.UserError(
             f"model.norm_eps={model['norm_eps']} is not possible in timm, whose vision "
@@ -111,11 +97,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Returns where the files keep each array, by its name, one layer at a time.
-
-    Args:
-      model: keys of ``ViTConfig``.
-    """
+    """Returns where the files keep each array, by its name, one layer at a time."""
     found = {
         "class_token": FileTensor(("cls_token",)),
         "positions": FileTensor(("pos_embed",)),

@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.parser import help_text, override
+from jshard.config.overrides import keys_help, override, read_words
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import complete
 from jshard.config.shared_keys import DEFAULTS
@@ -75,8 +75,9 @@ def test_a_value_of_the_command_line_reaches_the_policy(name):
     declared = knobs(jshard.Policy)[name]
     value = other_than_default(declared)
     config = complete(ConfigDict({"steps": 1, "batch_size": 8}), "r.py")
-    assert f"--config.policy.{name}={declared.default}\n" in help_text(config, "r.py")
-    override(config, {f"policy.{name}": str(value)}, "r.py")
+    assert f"--config.policy.{name}={declared.default}\n" in keys_help(config, "r.py")
+    words = {f"policy.{name}": str(value)}
+    override(config, read_words(config, words, "r.py"), "r.py")
     group, dot, field = name.partition(".")
     found = getattr(make_policy(config), group)
     assert (getattr(found, field) if dot else found) == value

@@ -1,24 +1,35 @@
 """Atomic replacement of files."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file atomically and durably.
+    """Writes a text file atomically and durably; see ``replacing``."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
-    A reader, also after a power cut, sees either the old text or the new text. The new
-    text is on disk when this returns.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a new file, which gets its name when it is complete and on the disk.
+
+    A reader, also after a power cut, sees either the old content or the new one. The
+    new content is on the disk when this ends.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    # A process that was killed may leave one, or still be about to end.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

@@ -120,10 +120,11 @@ def _check_frozen(entry: Any) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    """Returns a number; older checkpoints have those of NumPy and JAX as texts."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} is {_shortened(value)}, no number")
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError as error:
         raise ValueError(f"{name} is {_shortened(value)}, no number") from error
 
 

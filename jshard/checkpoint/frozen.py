@@ -20,10 +20,12 @@ from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device
 
+PREFIX = "frozen."  # of the names of frozen parameters
+
 
 def is_frozen(name: str) -> bool:
     """Returns whether an array of a checkpoint is a frozen parameter."""
-    return name.startswith("frozen.")
+    return name.startswith(PREFIX)
 
 
 def source_of(folder: Path) -> Path | None:

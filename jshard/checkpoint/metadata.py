@@ -16,12 +16,12 @@ from jshard.checkpoint.described import STORED_SHAPE, checked
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
-from jshard.hub.tensor_names import stack_paths
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.variables import is_variable
 from jshard.nn.dropout import is_random
 from jshard.nn.lora import ALPHA
+from jshard.unit.modules import Stack
 from jshard.version import versions
 
 FILE = "description.json"
@@ -110,9 +110,19 @@ def describe(
         "processes": jax.process_count(),
         "metrics": {name: float(value) for name, value in metrics.items()},
         "config": dict(config),
-        "stacks": stack_paths(state),
+        "stacks": _stack_paths(state),
         "arrays": described,
     }
+
+
+def _stack_paths(state: TrainState) -> list[str]:
+    """Returns the dotted paths of a model's Stacks; "" if the model is itself one."""
+    model = nnx.merge(state.graphdef, state.params, state.frozen, state.model_state)
+    return [
+        ".".join(map(str, path))
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Stack)
+    ]
 
 
 def _stored_shape(stored: tuple[int, ...], exact: tuple[int, ...]) -> dict[str, Any]:

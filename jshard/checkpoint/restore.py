@@ -1,28 +1,18 @@
 """Finds, verifies and reads checkpoints."""
 
-import dataclasses
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata
-from jshard.checkpoint.older_names import renamed, stored_names
 from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
-from jshard.checkpoint.stored_arrays import ARRAYS, check, load, match_parameters
+from jshard.checkpoint.stored_arrays import ARRAYS, check, load
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
-from jshard.hub.file_tensor import FileTensor
-from jshard.hub.safetensors_read import (
-    check_safetensors,
-    is_safetensors,
-    load_safetensors,
-)
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
@@ -162,159 +152,39 @@ def _wait_until_seen(folder: Path) -> None:
 # Reading.
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterSource:
-    """What parameters are read from, as ``find_parameters`` found it.
-
-    Attributes:
-      path: A verified step's folder, or safetensors.
-      tensors: As for ``load_safetensors``.
-      optimizer: Whether the optimizer state and the averages are read as well. If not,
-        averages start from the parameters.
-    """
-
-    path: Path
-    tensors: Mapping[str, FileTensor] | None = None
-    optimizer: bool = False
-
-    @property
-    def is_safetensors(self) -> bool:
-        """Whether these are safetensors, and no checkpoint."""
-        return self.tensors is not None or is_safetensors(self.path)
-
-
-def restore_state(
-    folder: Path, abstract: TrainState, *, frozen_from: ParameterSource | None = None
-) -> TrainState:
+def restore_state(folder: Path, state: TrainState) -> TrainState:
     """Reads a complete state from a verified step.
 
     Args:
       folder: The step's folder.
-      abstract: The state to create, on any mesh. Names and shapes must match the
-        checkpoint's; floating-point dtypes and memory kinds may differ.
-      frozen_from: Where frozen parameters are read from that the checkpoint has not; by
-        default where it says they came from.
+      state: The state to create, abstract and on any mesh. Names and shapes must match
+        the checkpoint's; floating-point dtypes and memory kinds may differ. If the
+        checkpoint leaves out the frozen parameters, they must be arrays already.
 
     Raises:
       UserError: The checkpoint is of another model or optimizer; the message lists the
-        first differences.
+        first differences. Or frozen parameters are missing, or not those that the
+        others were trained beside.
     """
-    names, about = check_fits(folder, abstract), metadata.read(folder)
-    arrays = metadata.arrays_by_name(abstract)
+    check_fits(folder, state)
+    about, arrays = metadata.read(folder), metadata.arrays_by_name(state)
     if frozen.KEY not in about:
-        return metadata.replace_arrays(abstract, load(folder, arrays, names))
-    if frozen_from is None:
-        frozen_from = find_parameters(Path(about[frozen.KEY]["path"]), abstract)
-    state = _read_frozen(frozen_from, abstract)
+        return metadata.replace_arrays(state, load(folder, arrays))
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.frozen)):
+        raise UserError(
+            f"checkpoint {folder} has the trained parameters alone: read the frozen "
+            f"ones from {about[frozen.KEY]['path']} before it"
+        )
     arrays = {name: x for name, x in arrays.items() if not frozen.is_frozen(name)}
-    state = metadata.replace_arrays(state, load(folder, arrays, names))
+    state = metadata.replace_arrays(state, load(folder, arrays))
     frozen.check_unchanged(folder, about, state)
     return state
 
 
-def _read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
-    """Reads the frozen parameters of a state."""
-    if source.is_safetensors:
-        loaded = load_safetensors(source.path, abstract, source.tensors)
-        found = {name: x for name, x in loaded.items() if frozen.is_frozen(name)}
-        return metadata.replace_arrays(abstract, found)
-    targets, sources = match_parameters(source.path, abstract, optimizer=False)
-    wanted = {key: leaf for key, leaf in targets.items() if frozen.is_frozen(leaf[0])}
-    names = {name: sources[key][0] for key, (name, _) in wanted.items()}
-    loaded = load(source.path, dict(wanted.values()), names)
-    return metadata.replace_arrays(abstract, loaded)
-
-
-def check_fits(folder: Path, abstract: TrainState) -> dict[str, str]:
-    """Returns the stored name of each array; raises what ``restore_state`` raises."""
-    about, wanted = metadata.read(folder), metadata.exact_by_name(abstract)
-    stored = about["arrays"]
-    names = stored_names(abstract, stored)
+def check_fits(folder: Path, state: TrainState) -> None:
+    """Raises what ``restore_state`` raises for a checkpoint of another model."""
+    about = metadata.read(folder)
+    wanted = metadata.exact_by_name(state)
     if frozen.KEY in about:
         wanted = {name: x for name, x in wanted.items() if not frozen.is_frozen(name)}
-    check(folder, wanted, renamed(stored, names))
-    return names
-
-
-def find_parameters(
-    path: Path,
-    state: TrainState,
-    *,
-    tensors: Mapping[str, FileTensor] | None = None,
-    optimizer: bool = False,
-) -> ParameterSource:
-    """Finds and checks what ``read_parameters`` reads, without reading any values.
-
-    Args:
-      path: As for ``find_step`` or ``load_safetensors``.
-      state: Concrete or abstract.
-      tensors: As for ``ParameterSource``.
-      optimizer: As for ``ParameterSource``.
-
-    Raises:
-      UserError: The source is of another model or optimizer; the message lists the
-        first differences.
-    """
-    source = ParameterSource(path, tensors, optimizer)
-    if source.is_safetensors:
-        if optimizer:
-            raise UserError(
-                f"{path} holds safetensors, which have no optimizer state: leave out "
-                "checkpoint.restore_optimizer"
-            )
-        check_safetensors(path, state, tensors)
-        return source
-    folder = find_step(path)
-    targets, sources = match_parameters(folder, state, optimizer)
-    exact = metadata.exact_by_name(state)
-    check(
-        folder,
-        {key: exact[name] for key, (name, _) in targets.items()},
-        {key: entry for key, (_, entry) in sources.items()},
-    )
-    return dataclasses.replace(source, path=folder)
-
-
-def read_parameters(source: ParameterSource, state: TrainState) -> TrainState:
-    """Starts a state from another run's parameters, or from safetensors files.
-
-    Parameters are matched by name, whether they are trained or frozen in either run.
-    Adapters (``nnx.LoRAParam``) that the source has not keep their initial values.
-    Other model state (batch statistics) is read too, random streams are not.
-
-    Args:
-      source: From ``find_parameters``.
-      state: A new state; the arrays that are replaced are deleted.
-
-    Returns:
-      The state with those values and an unchanged step.
-    """
-    if source.is_safetensors:
-        loaded = load_safetensors(source.path, state, source.tensors)
-        return _start_averages(metadata.replace_arrays(state, loaded))
-    targets, sources = match_parameters(source.path, state, source.optimizer)
-    wanted, names = {}, {}
-    for key, (name, array) in targets.items():
-        wanted[name] = jax.ShapeDtypeStruct(
-            array.shape, array.dtype, sharding=array.sharding
-        )
-        names[name] = sources[key][0]
-        array.delete()
-    state = metadata.replace_arrays(state, load(source.path, wanted, names))
-    return state if source.optimizer else _start_averages(state)
-
-
-def _start_averages(state: TrainState) -> TrainState:
-    """Sets the averages of a state, if it has any, to its parameters."""
-    if state.ema is None:
-        return state
-
-    def start(average: jax.Array, param: jax.Array) -> jax.Array:
-        dtype, sharding = average.dtype, average.sharding
-        average.delete()
-        # Either may be in host memory. Copied, because a step donates both buffers.
-        on_device = jax.device_put(param, jax.memory.Space.Device)
-        return jax.device_put(jnp.array(on_device, dtype, copy=True), sharding)
-
-    averages = jax.tree.map(start, state.ema, state.params)
-    return dataclasses.replace(state, ema=averages)
+    check(folder, wanted, about["arrays"])

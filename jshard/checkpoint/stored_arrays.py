@@ -1,4 +1,4 @@
-"""Which arrays of a checkpoint are those of a state, and reading them."""
+"""The arrays of a checkpoint: writing, matching with those of a state, reading."""
 
 import warnings
 from collections.abc import Mapping
@@ -6,20 +6,61 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.described import STORED_SHAPE
-from jshard.checkpoint.older_names import renamed, stored_names
 from jshard.compat.orbax import open_array
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
+_CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it
+_FILE = 256 << 20  # bytes; processes and threads divide the files to verify them
+
+
+def start_saving(
+    folder: Path, arrays: Mapping[str, Any], described: Mapping[str, Any]
+) -> Any:
+    """Starts to write arrays; returns Orbax's response, whose ``result`` waits.
+
+    Args:
+      folder: The folder of the step.
+      arrays: Nested dicts, as their names with dots are divided.
+      described: What the metadata says of each, by name.
+    """
+    with _saving_context(described):
+        return ocp.save_async(folder / ARRAYS, arrays)
+
+
+def _saving_context(described: Mapping[str, Any]) -> ocp.Context:
+    """Returns Orbax's options for saving arrays, given their metadata by name."""
+    storage = ocp.options.ArrayOptions.Saving.StorageOptions
+
+    def bounded(path: Any, array: jax.Array) -> Any:
+        shard = np.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        if not array.ndim or shard <= _CHUNK:
+            return None  # the shard is one chunk, written without a copy
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        # A Stack is split into single layers, whatever their size, so that each can be
+        # read without the others.
+        axes = (0,) if described[name].get("layer_dims") else None
+        return storage(chunk_byte_size=_CHUNK, shard_axes=axes)
+
+    context = ocp.Context()
+    context.array.saving.scoped_storage_options_creator = bounded
+    # Compression saves a tenth and makes saving take seven times as long.
+    context.array.saving.use_compression = False
+    context.array.saving.ocdbt_target_data_file_size = _FILE
+    # Replicas divide the writing of large arrays only; for small ones it is slower.
+    context.array.saving.min_slice_bytes_for_replica_parallel = 1 << 20
+    context.asynchronous.create_directories_asynchronously = False
+    return context
+
 
 Named = dict[str, tuple[str, Any]]
 
@@ -27,7 +68,14 @@ Named = dict[str, tuple[str, Any]]
 def match_parameters(
     folder: Path, state: TrainState, optimizer: bool
 ) -> tuple[Named, Named]:
-    """Finds the arrays that ``read_parameters`` replaces, and their sources.
+    """Finds the arrays that ``load_parameters`` reads, and their sources.
+
+    Adapters (``nnx.LoRAParam``) that the checkpoint lacks are left out.
+
+    Args:
+      folder: A step's folder.
+      state: Concrete or abstract.
+      optimizer: Whether to find the optimizer state and the averages as well.
 
     Returns:
       The arrays of the state as (name, array) and those of the checkpoint as (stored
@@ -35,7 +83,6 @@ def match_parameters(
       or frozen.
     """
     stored = metadata.read(folder)["arrays"]
-    names = stored_names(state, stored)
     variables = metadata.variables_by_name(state)
     kinds = ("params", "frozen", "model_state", *optimizer * ("opt_state", "ema"))
 
@@ -49,18 +96,43 @@ def match_parameters(
 
     random = {name for name, variable in variables.items() if is_random(variable)}
     targets = selected(metadata.arrays_by_name(state), random)
-    described = renamed(stored, names)
-    random = {name for name, entry in described.items() if entry.get("random")}
-    sources = selected(described, random)
+    random = {name for name, entry in stored.items() if entry.get("random")}
+    sources = selected(stored, random)
     new = {
         key
         for key, (name, _) in targets.items()
         if isinstance(variables.get(name), nnx.LoRAParam) and key not in sources
     }
-    targets = {key: leaf for key, leaf in targets.items() if key not in new}
-    return targets, {
-        key: (names.get(name, name), entry) for key, (name, entry) in sources.items()
-    }
+    return {key: leaf for key, leaf in targets.items() if key not in new}, sources
+
+
+def load_parameters(
+    folder: Path, state: TrainState, *, optimizer: bool = False, only: str = ""
+) -> dict[str, jax.Array]:
+    """Reads what ``match_parameters`` finds; each device its shards.
+
+    Args:
+      folder: A step's folder.
+      state: Concrete or abstract. Concrete arrays are deleted just before theirs are
+        read.
+      optimizer: As for ``match_parameters``.
+      only: How the names of the arrays begin; "" for all.
+
+    Returns:
+      The arrays by their names in the state.
+    """
+    targets, sources = match_parameters(folder, state, optimizer)
+    wanted, stored_as = {}, {}
+    for key, (name, array) in targets.items():
+        if name.startswith(only):
+            stored_as[name] = sources[key][0]
+            wanted[stored_as[name]] = jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=array.sharding
+            )
+            if isinstance(array, jax.Array):
+                array.delete()
+    loaded = load(folder, wanted)
+    return {name: loaded[stored] for name, stored in stored_as.items()}
 
 
 def open_stored(folder: Path, about: Mapping[str, Any], name: str, context: Any) -> Any:
@@ -119,25 +191,16 @@ def check(
         )
 
 
-def load(
-    folder: Path, wanted: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, jax.Array]:
-    """Reads the ``wanted`` arrays, stored under ``names``; each device its shards.
+def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads the ``wanted`` arrays by their stored names; each device its shards.
 
     Padding is zeros, stored and read: there may be more or less of it.
     """
-    arrays = {names[name]: array for name, array in wanted.items()}
     context = ocp.Context()
     stored = metadata.read(folder)["arrays"]
     context.array.loading.enable_padding_and_truncation = True
-    context.pytree.loading.partial_load = arrays.keys() != stored.keys()
+    context.pytree.loading.partial_load = wanted.keys() != stored.keys()
     with context:
-        tree = ocp.load((folder / ARRAYS).absolute(), unflatten_dict(arrays, sep="."))
+        tree = ocp.load((folder / ARRAYS).absolute(), unflatten_dict(wanted, sep="."))
     found: dict[str, Any] = flatten_dict(tree, sep=".")
-    owners = {names[name]: name for name in wanted}
-    # Arrays that share a stored one are copied: a step donates the buffer of each.
-    return {
-        name: found[stored] if owners[stored] == name else jnp.copy(found[stored])
-        for name in wanted
-        for stored in [names[name]]
-    }
+    return found

@@ -1,4 +1,4 @@
-"""What the command lines share: arguments, one-line errors, exit codes.
+"""What the commands share: one-line errors and exit codes.
 
 Besides those of a command:
 
@@ -6,7 +6,6 @@ Exit codes:
   141: Nobody reads the output any more, as after `| head`.
 """
 
-import argparse
 import os
 import re
 import select
@@ -17,10 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import jax
-
-from jshard.cli.paths import path_problem
-from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
@@ -79,38 +74,6 @@ def expected_ending(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser whose errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises UserError instead of printing the usage."""
-        raise UserError(f"{message}; see --help")
-
-
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Returns a type for `add_argument`: whole numbers from ``least`` to ``most``."""
-
-    def parse(text: str) -> int:
-        digits = text.removeprefix("-")
-        # Python refuses to convert more than 4300 digits.
-        if not digits.isdecimal() or len(digits) > 99 or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text}: must be a whole number from {least} to {most}"
-            )
-        return int(text)
-
-    return parse
-
-
-def file_path(text: str) -> Path:
-    """A type for `add_argument`: a path that a file can have."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a path, got an empty text")
-    if problem := path_problem(text):
-        raise argparse.ArgumentTypeError(f"{text}: {problem}")
-    return Path(text)
-
-
 def read_text(option: str, file: Path) -> str:
     """Reads the file that an option names.
 
@@ -122,20 +85,6 @@ def read_text(option: str, file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"{option}={file}: cannot be read: {reason}") from error
-
-
-def checkpoint_parser(name: str, description: str) -> ArgumentParser:
-    """Returns the parser of a command that reads a checkpoint and computes nothing."""
-    jax.config.update("jax_platforms", "cpu")  # the run itself may be using the GPU
-    start_devices()
-    parser = ArgumentParser(prog=name, description=description, allow_abbrev=False)
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        type=file_path,
-        help="a run's folder, a folder of checkpoints, or one checkpoint",
-    )
-    return parser
 
 
 def _format_warning(message, category, filename, lineno, line=None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jshard.cli.quiet import has_accelerator, has_cuda_plugin
+from jshard.cli.quiet import has_accelerator, has_cuda_plugin, start_devices
 from jshard.compat.plugin_log import FAILED
 from jshard.errors import UserError
 
@@ -32,6 +32,12 @@ def choose_platform() -> str:
                 "computing on the CPU"
             )
     return ""
+
+
+def use_cpu() -> None:
+    """Leaves the GPUs to the run whose checkpoint a command reads."""
+    jax.config.update("jax_platforms", "cpu")
+    start_devices()
 
 
 def make_cpu_devices(count: int) -> None:

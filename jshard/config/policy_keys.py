@@ -5,17 +5,17 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from jshard.cli.options import read_value
 from jshard.compat.xla_options import check_options
-from jshard.config.parser import parse_value
 from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fsdp.activations import POLICIES, Names, Offload
-from jshard.fsdp.policy import OF_UNITS, Policy
+from jshard.fsdp.policy import Policy, UnitPolicy
 from jshard.fsdp.precision import Precision
-from jshard.knob import knobs
+from jshard.knob import Knob, knobs
 
-_PRECISION = tuple(field.name for field in dataclasses.fields(Precision))
-_KEYS = (*OF_UNITS, *_PRECISION)
+_OF_UNITS = knobs(UnitPolicy) | knobs(Precision)  # what `policy.overrides` can set
+_OF_XLA = Knob(None, "")  # whose options have no declarations
 
 
 def make_policy(config: Config) -> Policy:
@@ -82,14 +82,15 @@ def _overrides(entries: Iterable[str], precision: dict[str, Any]) -> dict[str, d
     for entry in entries:
         pattern, colon, setting = str(entry).partition(":")
         key, equals, text = setting.partition("=")
-        if not (pattern and colon and equals) or key not in _KEYS:
+        if not (pattern and colon and equals) or key not in _OF_UNITS:
             raise UserError(
                 f"--config.policy.overrides={entry}: must be PATTERN:KEY=VALUE, with "
-                f"a pattern of module paths and KEY one of {', '.join(_KEYS)}"
+                f"a pattern of module paths and KEY one of {', '.join(_OF_UNITS)}"
             )
         fields = overrides.setdefault(pattern, {})
-        value = parse_value(text, None)
-        if key in _PRECISION:
+        option = f"config.policy.overrides={pattern}:{key}"
+        value = read_value(option, text, _OF_UNITS[key])
+        if key in knobs(Precision):
             base = fields.get("precision", Precision(**precision))
             fields["precision"] = dataclasses.replace(base, **{key: value})
         else:
@@ -111,6 +112,6 @@ def parse_options(entries: Iterable[str]) -> dict[str, Any]:
                 f"--config.compiler_options={entry}: must be NAME=VALUE, an option of "
                 "XLA and its value; None leaves the choice to XLA"
             )
-        options[name] = parse_value(text, None)
+        options[name] = _OF_XLA.read(text)
     check_options({k: v for k, v in options.items() if v is not None})
     return options

@@ -1,17 +1,16 @@
 """The config of a run: a recipe's own keys, and those that every recipe shares."""
 
-import difflib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict, FieldReference
 
-from jshard.cli.paths import path_problem
+from jshard.cli.options import check_value
 from jshard.config.keys import Key
 from jshard.config.profiled_steps import profile_problem
 from jshard.config.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
 from jshard.errors import UserError
+from jshard.formatting import did_you_mean
 from jshard.knob import Knob
 
 # An ml_collections.ConfigDict; type checkers cannot know its keys.
@@ -63,15 +62,15 @@ def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
                 raise ValueError(f"{key}={plain!r}: {key} is a group: {members}")
             _merge(values, plain, f"{key}.")
         elif key in SHARED:
-            if not SHARED[key].is_type_of(plain):
-                raise ValueError(f"{key}={plain!r}: expected {SHARED[key].possible()}")
+            if not SHARED[key].is_type_of(SHARED[key].cast(plain)):
+                raise ValueError(f"{key}={plain!r}: must be {SHARED[key].possible()}")
             _set(values, key, value)
         elif prefix:  # a recipe has no keys of its own in a shared group
-            hint = nearest(key, SHARED) or f"; possible: {_members(prefix)}"
+            hint = did_you_mean(key, SHARED) or f"; possible: {_members(prefix)}"
             raise ValueError(f"unknown key {key!r}{hint}")
         else:
             shared = {key.split(".")[0] for key in SHARED}
-            if hint := nearest(key, shared - set(config), cutoff=0.8):
+            if hint := did_you_mean(key, shared - set(config), cutoff=0.8):
                 raise ValueError(f"unknown key {key!r}{hint}")
             values[name] = value
 
@@ -86,10 +85,8 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     for group in groups:
         values = values.setdefault(group, {})
     if not isinstance(value, FieldReference):
-        declared = SHARED[key]
-        if declared.kind is float and type(value) is int:
-            value = float(value)
-        if declared.also:
+        value = SHARED[key].cast(value)
+        if SHARED[key].also:
             value = FieldReference(value, field_type=object)
     values[name] = value
 
@@ -109,8 +106,8 @@ def declarations(config: Config, prefix: str = "") -> dict[str, Knob]:
             found[key] = COMMON[key]
         else:  # a plain value, checked for its type alone
             kind = config.get_type(name)
-            also = (None,) if config[name] is None or kind is str else ()
             kind = object if kind is type(None) else kind
+            also = (None,) if kind is str else ()
             found[key] = Knob(config[name], "", kind=kind, also=also)
     return found
 
@@ -131,12 +128,6 @@ def is_within(key: str, groups: Iterable[str]) -> bool:
     return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
-def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns "; did you mean X?" for the most similar name, or ""."""
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
 def check(config: Config) -> None:
     """Raises a UserError if keys are out of range or contradict each other."""
     flat = flatten(config)
@@ -145,11 +136,7 @@ def check(config: Config) -> None:
         raise UserError(f"--config.{key}={flat[key]}: {problem}")
 
     for key, declared in declarations(config).items():
-        problem = declared.problem(flat[key])
-        if declared.kind is Path:
-            problem = problem or path_problem(flat[key])
-        if problem:
-            refuse(key, problem)
+        check_value(f"config.{key}", flat[key], declared)
     if problem := profile_problem(config.profile.steps, config.steps):
         refuse("profile.steps", problem)
     checkpoint = config.checkpoint
@@ -170,5 +157,5 @@ def check(config: Config) -> None:
         if entry not in MEANING and not any(is_within(key, [entry]) for key in flat):
             raise UserError(
                 f"--config.checkpoint.accept={entry}: the recipe has no such key or "
-                f"group{nearest(entry, flat)}"
+                f"group{did_you_mean(entry, flat)}"
             )

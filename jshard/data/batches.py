@@ -62,7 +62,7 @@ def batches(
     if isinstance(dataset, Stream):
         whole = dataset.batches(batch_size)
         steps = itertools.islice(_full(whole, batch_size, num_steps), start_step, None)
-        return _rows_of_process(steps, process_index, process_count)
+        return (_rows(batch, process_index, process_count) for batch in steps)
     if len(dataset) < num_steps * batch_size:
         raise UserError(
             f"the dataset ends after {len(dataset)} examples, but {num_steps} steps of "
@@ -114,7 +114,7 @@ def eval_batches(
         )
     if isinstance(dataset, Stream):
         padded = _padded(dataset, batch_size, max_batches)
-        return _rows_with_factors(padded, **process)
+        return ((factor, _rows(batch, **process)) for factor, batch in padded)
     num_examples = len(dataset)
     if num_examples == 0:
         raise UserError("the evaluation dataset has no examples: check data.path")
@@ -172,22 +172,11 @@ def _padded(
             yield -padding / batch_size, whole
 
 
-def _rows_of_process(
-    whole: Iterator[Any], process_index: int = 0, process_count: int = 1
-) -> Iterator[Any]:
-    """Yields this process's rows of global batches."""
-    for batch in whole:
-        size = count_rows(batch) // process_count
-        rows = slice(process_index * size, (process_index + 1) * size)
-        yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
-
-
-def _rows_with_factors(
-    padded: Iterator[tuple[float, Any]], **process: int
-) -> Iterator[tuple[float, Any]]:
-    for factor, batch in padded:
-        (rows,) = _rows_of_process(iter([batch]), **process)
-        yield factor, rows
+def _rows(batch: Any, process_index: int = 0, process_count: int = 1) -> Any:
+    """Returns this process's rows of a global batch."""
+    size = count_rows(batch) // process_count
+    rows = slice(process_index * size, (process_index + 1) * size)
+    return jax.tree.map(lambda x: x[rows], batch)
 
 
 def _has_weights(example: Any) -> bool:

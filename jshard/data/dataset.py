@@ -9,10 +9,8 @@ import jax
 from jshard.cli.user_code import describe_user_error
 from jshard.config.run_config import Config
 from jshard.data.examples import count_rows, to_arrays
-from jshard.data.iterables import Stream, as_stream
+from jshard.data.iterables import Stream, as_stream, has_items
 from jshard.errors import UserError
-
-_NO_ITEMS = (Mapping, set, frozenset, str, bytes, tuple)  # have a length all the same
 
 Dataset: TypeAlias = grain.MapDataset | Stream
 
@@ -60,7 +58,7 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
         count, read = count_rows(arrays), lambda i: jax.tree.map(lambda x: x[i], arrays)
     elif stream := as_stream(data, repeat=repeat):
         return stream
-    elif _has_items(data):
+    elif has_items(data):
         count, read = len(data), lambda i: to_arrays(data[int(i)])
     else:
         raise UserError(
@@ -86,11 +84,6 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
 def first_example(data: Dataset) -> Any:
     """Returns the first example of a dataset."""
     return data.first_example() if isinstance(data, Stream) else data[0]
-
-
-def _has_items(data: Any) -> bool:
-    numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    return numbered and not isinstance(data, _NO_ITEMS)
 
 
 def _is_columns(data: Any) -> bool:

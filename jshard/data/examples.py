@@ -95,3 +95,17 @@ def count_rows(batch: Any) -> int:
             f"{found or 'no arrays'}"
         )
     return sizes.pop()[0]
+
+
+def count_items(batch: Any) -> tuple[str, int]:
+    """Counts the tokens or examples of a batch, a pytree of arrays [batch, ...].
+
+    Returns:
+      `("tokens", n)` if the batch has integers of shape (batch, time), otherwise
+      `("examples", n)`.
+    """
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+    for leaf in leaves:
+        if leaf.ndim == 2 and np.issubdtype(leaf.dtype, np.integer):
+            return "tokens", leaf.size
+    return "examples", len(leaves[0])

@@ -17,7 +17,7 @@ import numpy as np
 from jshard.data.examples import count_rows, stack, to_arrays
 from jshard.errors import UserError
 
-_NO_STREAM = (Mapping, set, frozenset, str, bytes, tuple)  # are no series of examples
+_NO_SERIES = (Mapping, set, frozenset, str, bytes, tuple)  # of examples, all the same
 
 
 class Once:
@@ -107,11 +107,10 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
       UserError: It cannot be read as often as needed, or gives each process other
         examples.
     """
-    if isinstance(data, (*_NO_STREAM, type)):
+    if isinstance(data, (*_NO_SERIES, type)):
         return None
     loader, iterable = _of_torch(data, "DataLoader"), _of_torch(data, "IterableDataset")
-    numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if numbered and not loader and not iterable:
+    if has_items(data) and not loader and not iterable:
         return None
     again = "a run that resumes reads it from the start and skips what it has seen"
     if callable(data) and not hasattr(data, "__iter__"):
@@ -142,6 +141,12 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
                 "or its dataset instead of it"
             )
     return Stream(kind, data, loader, repeat, loses)
+
+
+def has_items(data: Any) -> bool:
+    """Returns whether an object has examples by number, as lists do."""
+    numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return numbered and not isinstance(data, _NO_SERIES)
 
 
 @dataclasses.dataclass(frozen=True)

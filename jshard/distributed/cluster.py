@@ -1,16 +1,30 @@
 """Finds out which process of a job this is, from options or the environment."""
 
-import argparse
 import dataclasses
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from jshard.cli.command import whole_number
+from jshard.cli.options import Option
 from jshard.errors import UserError
 
-OPTIONS = ("coordinator", "num_processes", "process_id", "local_device_ids")
+_COUNT: dict[str, Any] = {"kind": int, "at_most": 999_999_999}
+OPTIONS = {
+    "coordinator": Option(
+        None, "the host of process 0, and a free port there", kind=str,
+        shown="HOST:PORT",
+    ),
+    "num_processes": Option(None, "the number of processes", at_least=1, **_COUNT),
+    "process_id": Option(
+        None, "the number of this process, from 0", at_least=0, shown="I", **_COUNT
+    ),
+    "local_device_ids": Option(
+        None, "the GPUs of this process; by default all that it sees", kind=str,
+        shown="0,1",
+    ),
+}  # fmt: skip
 
 # Environment variables that jshard.launch sets for the processes it starts.
 LOCAL = "JSHARD_LOCAL"  # "1/4": rank and number of processes on this host
@@ -51,7 +65,7 @@ class _Scheduler:
 
 
 def find_cluster(
-    options: Mapping[str, str], environ: Mapping[str, str] = os.environ
+    options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Cluster | None:
     """Returns the job that this process belongs to, or None if it runs alone.
 
@@ -59,17 +73,19 @@ def find_cluster(
     mpirun, an indexed Job (or JobSet) of Kubernetes, or Google Cloud's TPU hosts.
 
     Args:
-      options: text of ``--coordinator``, ``--num_processes``, ``--process_id`` and
-        ``--local_device_ids``, where given.
+      options: values of ``OPTIONS`` by name; None or absent if not given.
       environ: environment variables.
 
     Raises:
       UserError: an option is malformed, or one is missing.
     """
     found = _find_scheduler(environ)
-    num_processes = _number(options, "num_processes", 1, found.num_processes)
-    process_id = _number(options, "process_id", 0, found.process_id)
-    coordinator = options.get("coordinator") or environ.get("JAX_COORDINATOR_ADDRESS")
+    options = {name: options.get(name) for name in OPTIONS}
+    options = {name: value for name, value in options.items() if value is not None}
+    num_processes = options.get("num_processes", found.num_processes)
+    process_id = options.get("process_id", found.process_id)
+    address = environ.get("JAX_COORDINATOR_ADDRESS")
+    coordinator = options.get("coordinator", address)
     found_by = "options" if "process_id" in options else found.name
 
     if num_processes is None:
@@ -96,8 +112,9 @@ def find_cluster(
             "the address of process 0 is unknown; give --coordinator=HOST:PORT, a host "
             "that all processes can reach and a free port on it"
         )
-    if given := options.get("local_device_ids") or environ.get("JAX_LOCAL_DEVICE_IDS"):
-        devices = _device_ids(given)
+    ids = options.get("local_device_ids", environ.get("JAX_LOCAL_DEVICE_IDS"))
+    if ids is not None:
+        devices = _device_ids(ids)
     elif found.local and "SLURM_GPUS_PER_TASK" not in environ:
         devices = share_of_gpus(*found.local, environ, found.name)
     else:  # all that it sees; with that variable SLURM shows each task its own
@@ -137,17 +154,6 @@ def _find_scheduler(environ: Mapping[str, str]) -> _Scheduler:
         rank = int(environ.get("TPU_WORKER_ID", 0))
         return _Scheduler("Google Cloud", rank, size, True)
     return _Scheduler("options")
-
-
-def _number(
-    options: Mapping[str, str], name: str, least: int, default: int | None
-) -> int | None:
-    if name not in options:
-        return default
-    try:
-        return whole_number(least, 999_999_999)(options[name])
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"--{name}={error}") from error
 
 
 def _check_address(coordinator: str) -> None:

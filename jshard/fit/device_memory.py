@@ -15,7 +15,7 @@ from jax.extend import core
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes
 from jshard.errors import UserError
-from jshard.layout.capacity import host_bytes
+from jshard.layout.capacity import device_limit, host_bytes
 
 # Of what an allocator may hand out; the rest is for batches that wait, for metrics, and
 # for gaps between arrays.
@@ -67,13 +67,12 @@ def usable_bytes(devices: Sequence[Any]) -> int:
     """
     if devices[0].platform == "cpu":  # they share the machine's memory
         return int(_OF_RAM * host_bytes()) // len(devices)
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
-    if not min(limits):
+    if not (limit := device_limit(devices)):
         raise UserError(
             f"--config.policy.remat, --config.policy.accumulate: {devices[0]} does not "
             "say how much memory it has; give values in place of fit"
         )
-    return int(_USABLE * min(limits))
+    return int(_USABLE * limit)
 
 
 def compiled_bytes(compiled: jax.stages.Compiled, space: str = "") -> int:

@@ -16,6 +16,7 @@ tokens, N heads of queries, G of them for each of keys.
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -88,7 +89,13 @@ def attend(
 
     Returns:
       The attended values, (B, T, N, H), in the queries' dtype, and the cache.
+
+    Raises:
+      AssertionError: shapes do not match.
     """
+    chex.assert_equal_shape([k_BTKH, v_BTKH])
+    chex.assert_equal_shape_prefix([q_BTNH, k_BTKH, positions_BT], 2)
+    chex.assert_rank(positions_BT, 2)
     cache = KVCache(
         _write(cache.k_BLKSH, k_BTKH, positions_BT, layer),
         _write(cache.v_BLKSH, v_BTKH, positions_BT, layer),
@@ -120,7 +127,11 @@ def cross_attend(
 
     Returns:
       The attended values, (B, T, N, H), in the queries' dtype.
+
+    Raises:
+      AssertionError: shapes do not match.
     """
+    chex.assert_shape(mask_BS, (q_BTNH.shape[0], cache.slots))
     return _attend(q_BTNH, cache, layer, mask_BS[:, None], scale=scale)
 
 

@@ -60,7 +60,11 @@ def is_safetensors(path: Path) -> bool:
 
 
 def load_safetensors(
-    path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
+    path: Path,
+    state: TrainState,
+    tensors: Mapping[str, FileTensor] | None = None,
+    *,
+    only: str = "",
 ) -> dict[str, jax.Array]:
     """Reads a model from files of ``jshard.export`` or of Hugging Face, onto any mesh.
 
@@ -75,6 +79,7 @@ def load_safetensors(
         shardings. Concrete arrays are deleted just before theirs are read.
       tensors: Where each array lies in the files, by tensor name without stacking
         ("blocks.3.up.kernel"); by default under that name, as ``jshard.export`` writes.
+      only: How the names of the arrays to read begin; "" for all.
 
     Returns:
       The arrays by their names in the state, for ``metadata.replace_arrays``.
@@ -88,7 +93,7 @@ def load_safetensors(
     _check(path, wanted, found, _REDUNDANT if tensors else ())
     loaded = {}
     for name, array in metadata.arrays_by_name(state).items():
-        if name not in wanted:
+        if name not in wanted or not name.startswith(only):
             continue
         abstract = jax.ShapeDtypeStruct(
             array.shape, array.dtype, sharding=array.sharding

@@ -8,27 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flax import nnx
-
-from jshard.fsdp.state import TrainState
-from jshard.unit.modules import Stack
 
 Index = tuple[int, ...]
 Layers = dict[Index, str]  # {(0,): "blocks.0.up.kernel", ...}
-
-
-def stack_paths(state: TrainState) -> list[str]:
-    """Returns the dotted paths of a model's Stacks; "" if the model is itself one.
-
-    Args:
-      state: Concrete or abstract.
-    """
-    model = nnx.merge(state.graphdef, state.params, state.frozen, state.model_state)
-    return [
-        ".".join(map(str, path))
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Stack)
-    ]
 
 
 def tensor_names(metadata: Mapping[str, Any]) -> dict[str, Layers]:

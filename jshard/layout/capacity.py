@@ -27,6 +27,12 @@ def host_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return found
 
 
+def device_limit(devices: Sequence[Any]) -> int:
+    """Returns the bytes of the least device's memory; 0 if none says what it has."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    return min(filter(None, limits), default=0)
+
+
 def shard_size(x: Any) -> int:
     """Returns the elements of an array's shard on one device."""
     return math.prod(x.sharding.shard_shape(x.shape))
@@ -75,11 +81,9 @@ def check_capacity(state: Any, devices: Sequence[Any]) -> None:
             f"the host's memory, {each}, and it has {format_bytes(total)}: {_REMEDY} "
             "hosts"
         )
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
-    known = [limit for limit in limits if limit]
-    if of_device and known and of_device > min(known):
+    if 0 < (limit := device_limit(devices)) < of_device:
         raise UserError(
             f"the state (parameters, moments) needs {format_bytes(of_device)} on each "
-            f"device, which has {format_bytes(min(known))}: {_REMEDY} devices, or keep "
+            f"device, which has {format_bytes(limit)}: {_REMEDY} devices, or keep "
             "the moments in host memory (policy.offload)"
         )

@@ -7,7 +7,7 @@ these closures have. What has no name here may look at everything.
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
@@ -17,8 +17,8 @@ from jshard.layout.layer_dims import layer_dims
 from jshard.layout.variables import is_variable
 from jshard.optim.muon import on_whole_layers
 
-Transformation = optax.GradientTransformation
-Combine = Callable[[list[Transformation]], Transformation]
+Transformation: TypeAlias = optax.GradientTransformation
+Combine: TypeAlias = Callable[[list[Transformation]], Transformation]
 
 # An update of a number depends on its own gradient, state and parameter, and scalars.
 OF_NUMBERS = frozenset(
@@ -36,12 +36,12 @@ OF_TENSORS = frozenset(
 OF_LAYERS = OF_NUMBERS | {"per_layer"}
 
 
-def stranger(tx: Transformation, known: Collection[str]) -> str | None:
+def unknown_part(tx: Transformation, known: Collection[str]) -> str | None:
     """Returns the name of the first part of ``tx`` that is not ``known``, or None."""
     if _name(tx) in known:
         return None
     if parts := _open(tx)[0]:
-        return next(filter(None, (stranger(part, known) for part in parts)), None)
+        return next(filter(None, (unknown_part(part, known) for part in parts)), None)
     return getattr(tx.update, "__qualname__", repr(tx.update)).split(".")[0]
 
 
@@ -104,8 +104,8 @@ def check_masks(tx: Transformation, params: Any) -> None:
 def _name(tx: Transformation) -> str:
     """Returns the name of optax's or jshard's function that made ``tx``, or ""."""
     package, _, _ = (getattr(tx.update, "__module__", None) or "").partition(".")
-    known = package in ("optax", "jshard") and inspect.isfunction(tx.update)
-    return tx.update.__qualname__.split(".")[0] if known else ""
+    ours = package in ("optax", "jshard") and inspect.isfunction(tx.update)
+    return tx.update.__qualname__.split(".")[0] if ours else ""
 
 
 def _closure(fn: Callable) -> dict[str, Any]:
@@ -137,8 +137,7 @@ def _open(tx: Transformation) -> tuple[list[Transformation], Combine | None]:
             return [given["tx"]], None
         case "inject_hyperparams":
             # The transformation whose numbers it keeps in its state.
-            numbers = _closure(tx.init)["numeric_hps"] | dict.fromkeys(
-                given["sched_hps"], 1.0
-            )
-            return [given["inner_factory"](**given["other_hps"], **numbers)], None
+            numbers = dict.fromkeys(given["sched_hps"], 1.0)
+            numbers |= given["other_hps"] | _closure(tx.init)["numeric_hps"]
+            return [given["inner_factory"](**numbers)], None
     return [], None

@@ -25,7 +25,7 @@ from jshard.optim.known import (
     OF_TENSORS,
     check_masks,
     stages_of,
-    stranger,
+    unknown_part,
 )
 from jshard.optim.streamed_update import streamed_update
 from jshard.optim.whole_layers import sharded_update
@@ -130,11 +130,11 @@ def update(
     stages = [optax.identity(), *(stages or [optimizer]), optax.identity()]
     states = (nothing, *states, nothing)
     number = len(stages)
-    while number > 1 and stranger(stages[number - 1], OF_LAYERS) is None:
+    while number > 1 and unknown_part(stages[number - 1], OF_LAYERS) is None:
         number -= 1
     if any(map(on_host, jax.tree.leaves(states[:number]))):
         raise UserError(
-            f"policy.offload: {stranger(stages[number - 1], OF_LAYERS)} in the "
+            f"policy.offload: {unknown_part(stages[number - 1], OF_LAYERS)} in the "
             "optimizer is not known to treat the layers of a Stack independently, so "
             "no state of it or before it can be updated a layer at a time; clip first "
             "and put what follows in per_layer, which gives it one layer's tensors, as "
@@ -152,7 +152,7 @@ def update(
         (params, states[number:], averages),
         (grads, loss, steps, finite),
         params,
-        separate=stranger(layered, OF_NUMBERS | OF_TENSORS) is None,
+        separate=unknown_part(layered, OF_NUMBERS | OF_TENSORS) is None,
     )
     states = (*first, *last)[1:-1]
     return params, states[0] if stages_of(optimizer) is None else states, averages

@@ -91,7 +91,7 @@ def _in_rounds(
 
     def as_shards(x: jax.Array) -> jax.Array:
         """Places n layers as parameters are, each device a shard of all."""
-        spec = [None] * x.ndim
+        spec: list[Any] = [None] * x.ndim
         dim = _dim(x.shape[1:], shards, policy.min_shard_elements)
         if dim is not None:
             spec[dim] = axes

@@ -9,28 +9,25 @@ Exit codes:
 
 import json
 import os
-import re
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.cli.command import run_command
+from jshard.cli.options import Command, Option
 from jshard.cli.platform import choose_platform, make_cpu_devices
 from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
-from jshard.config.parser import (
-    Arguments,
-    help_text,
-    parse_arguments,
-)
+from jshard.config.overrides import RECIPE_OPTIONS, keys_help, read_words
 from jshard.config.run_config import complete, flatten
 from jshard.config.shared_keys import FITTED
 from jshard.errors import UserError
-from jshard.fit.hardware import GPUS, find_constants
+from jshard.fit.hardware import find_constants
 from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
@@ -39,46 +36,55 @@ from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
+from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.recipe.make_config import make_config
+from jshard.recipe.make_config import make_config, read_keys
 
 DOES_NOT_FIT = 3
-USAGE = f"""\
-usage: python -m jshard.plan --config=FILE --topology=GPU:NUMBER
-                             [--config.KEY=VALUE ...]
-                             [--constants=stated|fitted|FILE]
-                             [--json=FILE] [--html=FILE] [--trace=FILE] [--hlo=FILE]
-                             [--search[=KNOB,...] [--search.KEY=A,B] [--limit=50]]
-
-Compiles the step that training would run, for GPUs that need not be present, and prints
-its memory, traffic and timeline. Exits 0 if the step fits, 3 if it does not, 2 on bad
-input.
-
-  --config=FILE       the recipe: a path, a file in ./train/, or a packaged recipe
-  --config.KEY=VALUE  sets one of the recipe's keys, e.g. --config.policy.remat=dots
-  --topology=h100:64  this many GPUs, eight per host: {", ".join(GPUS)}; or
-                      {ATTACHED}: this machine's devices (no timeline on CPUs)
-  --constants=NAME    how fast the GPU is: fitted to published runs (the default),
-                      stated, or a file, as benchmarks/gpu.py writes it
-  --json=FILE         everything below as data, with all gaps
-  --html=FILE         a page with an interactive timeline
-  --trace=FILE        the timeline for ui.perfetto.dev
-  --hlo=FILE          the compiled program, in the order in which it runs
-  --search            tries other ways to run the same training, and prints the Pareto
-                      set of speed and memory, with command lines; keys that are given
-                      stay fixed
-  --search=KNOB,...   varies only these: {", ".join(candidates.DEFAULT_KNOBS[:4])},
-                      {", ".join(candidates.DEFAULT_KNOBS[4:])}.
-                      axes are the further mesh axes that the model supports, or name
-                      one: mesh.context. Only varied when named, because they change
-                      the computation: {", ".join(candidates.CHANGING_KNOBS)}
-  --search.KEY=A,B    varies any key of the config over these values
-  --limit=50          the largest number of candidates to compile
-  --help              this text, and the keys of the recipe when --config is given
-
-{textwrap.fill(f"The timeline's model: {assumed()}.", 88)}
-docs/plan.md lists what it leaves out.
-"""
+_FILE: dict[str, Any] = {"kind": Path, "shown": "FILE"}
+COMMAND = Command(
+    "plan",
+    "Compiles the step that training would run, for GPUs that need not be present, and "
+    "prints its memory, traffic and timeline. Exits 0 if the step fits, 3 if it does "
+    "not, 2 on bad input.",
+    {
+        **RECIPE_OPTIONS,
+        "topology": Option(
+            None, "this many GPUs, eight per host, e.g. h100:64; GPUs are "
+            f"{', '.join(topology.GPUS)}, and {ATTACHED} is this machine's devices (no "
+            "timeline on CPUs)", kind=str, required=True, shown="GPU:NUMBER",
+        ),
+        "constants": Option(
+            "fitted", "how fast the GPU is: fitted to published runs, stated, or a "
+            "file, as benchmarks/gpu.py writes it", kind=Path, shown="NAME",
+        ),
+        "json": Option(None, "the plan as data, with all gaps", **_FILE),
+        "html": Option(None, "a page with an interactive timeline", **_FILE),
+        "trace": Option(None, "the timeline for ui.perfetto.dev", **_FILE),
+        "hlo": Option(
+            None, "the compiled program, in the order in which it runs", **_FILE
+        ),
+        "search": Option(
+            (), "tries other ways to run the same training, and prints the Pareto set "
+            "of speed and memory, with command lines; keys that are given stay fixed. "
+            "Only the named knobs vary, or all of these: "
+            f"{', '.join(candidates.DEFAULT_KNOBS)}. axes are the further mesh axes "
+            "that the model supports, or name one: mesh.context. Only varied when "
+            "named, because they change the computation: "
+            f"{', '.join(candidates.CHANGING_KNOBS)}",
+            kind=str, repeats=True, bare="", shown="KNOB,...",
+        ),
+        "search.KEY": Option("", "varies any key over these values", shown="A,B"),
+        "limit": Option(
+            50, "with --search, the largest number of candidates to compile",
+            at_least=1, at_most=10**9,
+        ),
+    },
+    notes=(
+        f"The timeline's model: {assumed()}.",
+        "docs/plan.md lists what it leaves out.",
+    ),
+)  # fmt: skip
 _FILES: dict[str, Callable[[Plan], str]] = {
     "json": lambda plan: json.dumps(plan_json.as_json(plan), indent=1) + "\n",
     "html": plan_page.render,
@@ -101,131 +107,116 @@ def _plan_or_refuse(argv: list[str]) -> None:
 
 
 def _plan(argv: list[str]) -> None:
-    searched = [word for word in argv if re.match(r"--search(\W|$)", word)]
-    words = [word for word in argv if word not in searched]
-    own = ("topology", "constants", *_FILES, *(["limit"] if searched else []))
-    arguments = parse_arguments(words, own)
-    options = arguments.options
-    if arguments.help:
-        _help(arguments.recipe)
-        return
-    if arguments.recipe is None:
-        raise UserError("which recipe? for example --config=llama.py:3-8b; see --help")
-    path, where = find_recipe(arguments.recipe), _topology(options)
-    _check_files(options)
-    constants = options.get("constants", "fitted")
-    speed = find_constants(constants)
-    if where == ATTACHED:
+    arguments = COMMAND.parse(argv)
+    where = arguments.topology
+    path = find_recipe(str(arguments.config))
+    if not arguments.help:
+        _check_topology(where)
+        _check_files(arguments)
+    speed = find_constants(str(arguments.constants))
+    if arguments.help or where == ATTACHED:
         choose_platform()
     else:  # compiling for absent GPUs runs on the CPU
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-    if searched:
-        _search(searched, arguments, path, constants)
-        return
     with open_recipe(path) as recipe:
         with without_remarks():
-            config = make_config(recipe, arguments.overrides)
+            if arguments.help:
+                config = complete(recipe.get_config(), recipe.name)
+                show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
+                return
+            given = read_keys(recipe, arguments.config_keys)
+            if arguments.search or arguments.search_keys:
+                _search(arguments, recipe, given)
+                return
+            config = make_config(recipe, given)
             make_cpu_devices(config.mesh.cpu_devices)
-            if "trace" in options and find_gpu(where) is None:
+            if arguments.trace and find_gpu(where) is None:
                 raise UserError(
-                    f"--trace={options['trace']}: there is no timeline: the speed of "
-                    f"these devices is unknown ({', '.join(GPUS)} are known)"
+                    f"--trace={arguments.trace}: there is no timeline: the speed of "
+                    f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
                 )
             plan = plan_recipe(recipe, config, where, speed)
         show("\n".join(plan_text.lines(plan)))
         for name, content in _FILES.items():
-            if name in options:
-                _write(name, options[name], content(plan))
+            if file := getattr(arguments, name):
+                _write(name, file, content(plan))
     if plan.fits is False:
         sys.exit(DOES_NOT_FIT)
 
 
-def _help(name: str | None) -> None:
-    """Prints the usage, with the keys of a recipe if one is given."""
-    if name is None:
-        show(USAGE, end="")
-        return
-    choose_platform()
-    with open_recipe(find_recipe(name)) as recipe, without_remarks():
-        config = complete(recipe.get_config(), recipe.name)
-        show(help_text(config, recipe.name, USAGE), end="")
-
-
-def _search(words: list[str], arguments: Arguments, path: str, constants: str) -> None:
-    options = arguments.options
+def _search(arguments: SimpleNamespace, recipe: Recipe, given: dict[str, Any]) -> None:
     for name in ("html", "trace", "hlo"):
-        if name in options:
+        if getattr(arguments, name):
             raise UserError(
                 f"--{name}: shows one plan, and --search makes many; plan the "
                 "candidate that it finds"
             )
-    limit = options.get("limit", "50")
-    if not limit.isdecimal() or len(limit) > 9 or int(limit) < 1:
-        raise UserError(f"--limit={limit}: must be a number of candidates")
-    recipe, overrides = arguments.recipe or "", arguments.overrides
-    allowed = candidates.parse_search(words, overrides)
-    overrides = _chosen(path, overrides, options["topology"]) | overrides
-    with without_remarks():
-        found = search(
-            path, overrides, options["topology"], allowed,
-            limit=int(limit), constants=constants, report=search_text.report,
-        )  # fmt: skip
+    config = complete(recipe.get_config(), recipe.name)
+    listed = {
+        key: tuple(
+            read_words(config, {key: word}, recipe.name, "search")[key]
+            for word in text.split(",")
+            if word
+        )
+        for key, text in arguments.search_keys.items()
+    }
+    allowed = candidates.parse_search(arguments.search, listed, given)
+    chosen = _chosen(recipe, given, arguments.topology)
+    found = search(
+        recipe.path,
+        chosen | given,
+        arguments.topology,
+        allowed,
+        limit=arguments.limit,
+        constants=str(arguments.constants),
+        report=search_text.report,
+    )
     for warning in found.warnings:
         show(f"jshard: warning: {warning}", error=True)
-    command = lambda candidate: candidate.command(recipe, overrides)
+    words = chosen | arguments.config_keys
+    command = lambda candidate: candidate.command(str(arguments.config), words)
     show("\n".join(search_text.lines(found, command, allowed)))
-    if "json" in options:
-        _write("json", options["json"], json.dumps(found.as_dict(), indent=1) + "\n")
+    if arguments.json:
+        _write("json", arguments.json, json.dumps(found.as_dict(), indent=1) + "\n")
     if not found.best:
         sys.exit(DOES_NOT_FIT)
 
 
-def _chosen(path: str, overrides: dict[str, str], where: str) -> dict[str, str]:
+def _chosen(recipe: Recipe, given: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns what training would choose of keys that are "fit"; a search begins there.
 
     Raises:
       DoesNotFit: no choice fits.
     """
-    with open_recipe(path) as recipe, without_remarks():
-        config = make_config(recipe, overrides)
-        if not is_open(config):
-            return {}
-        chosen = flatten(plan_recipe(recipe, config, where).program.job.config)
-    return {key: str(chosen[key]) for key in FITTED}
+    config = make_config(recipe, given)
+    if not is_open(config):
+        return {}
+    chosen = flatten(plan_recipe(recipe, config, where).program.job.config)
+    return {key: chosen[key] for key in FITTED}
 
 
-def _topology(options: dict[str, str]) -> str:
-    """Returns the topology that is asked for, if this machine can plan for it."""
-    if "topology" not in options:
-        raise UserError(
-            "for which devices? for example --topology=h100:64, or "
-            f"--topology={ATTACHED} for this machine's"
-        )
-    if (where := options["topology"]) != ATTACHED:
+def _check_topology(where: str) -> None:
+    if where != ATTACHED:
         topology.parse(where)
         topology.require_plugin()
-    return where
 
 
-def _check_files(options: dict[str, str]) -> None:
+def _check_files(arguments: SimpleNamespace) -> None:
     """Raises UserError for a file that could not be written in the end."""
-    for name in _FILES.keys() & options:
-        path = Path(options[name])
-        problem = ""
-        if path.is_dir():
-            problem = "this is a folder"
-        elif not path.parent.is_dir():
-            problem = f"there is no folder {path.parent}"
-        elif not os.access(path.parent, os.W_OK):
-            problem = f"cannot write in {path.parent}"
-        if problem:
-            raise UserError(f"--{name}={path}: {problem}")
+    for name in _FILES:
+        if path := getattr(arguments, name):
+            if path.is_dir():
+                raise UserError(f"--{name}={path}: this is a folder")
+            if not path.parent.is_dir():
+                raise UserError(f"--{name}={path}: there is no folder {path.parent}")
+            if not os.access(path.parent, os.W_OK):
+                raise UserError(f"--{name}={path}: cannot write in {path.parent}")
 
 
-def _write(name: str, path: str, text: str) -> None:
+def _write(name: str, path: Path, text: str) -> None:
     try:
-        replace_file(Path(path), text)
+        replace_file(path, text)
     except OSError as error:
         raise UserError(f"--{name}={path}: {error.strerror}") from error
 

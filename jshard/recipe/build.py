@@ -14,6 +14,7 @@ from jshard.config.policy_keys import make_policy, parse_options
 from jshard.config.run_config import Config
 from jshard.config.shared_keys import FIT
 from jshard.data.dataset import first_example, make_training_data
+from jshard.data.examples import count_items
 from jshard.errors import UserError
 from jshard.fsdp import mesh as meshes
 from jshard.fsdp.fsdp import FSDP
@@ -22,7 +23,6 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.recipe import contract
 from jshard.recipe.definition import Recipe
-from jshard.training.throughput import count_items
 
 
 @dataclasses.dataclass(frozen=True)

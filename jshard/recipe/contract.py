@@ -1,4 +1,4 @@
-"""Checks of what a recipe's functions return, made where they are called.
+"""What a recipe's functions take and return, checked where they are called.
 
 Otherwise a wrong value would fail far from its function, inside jshard or JAX.
 """

@@ -168,12 +168,9 @@ def recipe_of(module: Any, file: Path | None, argument: str | None = None) -> Re
     for key, found in maps.items():
         if found is not None:
             check_map(found, file or "in Python", key)
-    if any(maps.values()):
-        functions = {
-            key: declare_source(function)
-            if key == "get_config"
-            else function and hide_source(function)
-            for key, function in functions.items()
-            if key not in ("loss_fn", "predict_fn")
-        } | {key: functions[key] for key in ("loss_fn", "predict_fn")}
+    if any(maps.values()):  # `model.from` is a key for jshard alone
+        functions["get_config"] = declare_source(functions["get_config"])
+        for key, arguments in ARGUMENTS.items():
+            if functions[key] and "config" in arguments:
+                functions[key] = hide_source(functions[key])
     return Recipe(file, argument, **functions, **maps)

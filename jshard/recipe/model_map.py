@@ -3,10 +3,12 @@
 A recipe whose model can be exchanged with Hugging Face has an attribute `huggingface`,
 a module with three functions, `model` being its config's group of that name:
 
-- `read_config(json)` returns the values of `model.*` that a config.json says;
-- `write_config(model)` returns a config.json;
+- `read_config(json)` returns the values of `model.*` that a config.json says, or raises
+  a UserError that names what the model does not have;
+- `write_config(model)` returns a config.json, or raises a UserError if there is no such
+  model there;
 - `tensors(model)` returns a `FileTensor` for every array of the model, by its name
-  without stacking, like "blocks.3.up.kernel".
+  without stacking, like "blocks.3.up.kernel", one layer at a time.
 
 An attribute `timm` is such a module for the folders of timm.
 """

@@ -99,8 +99,6 @@ def _render(
     ]
     if GENERATED in notes:
         sections.append(section("Samples", _generated(notes[GENERATED])))
-    elif "sample" in notes:  # of an older version
-        sections.append(section("Sample", f"<pre>{escape(notes['sample'])}</pre>"))
     if checkpoints := _checkpoints(series):
         sections.append(section("Checkpoints", checkpoints))
     if "start_up" in notes:

@@ -5,16 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jshard.checkpoint import frozen
-from jshard.checkpoint.restore import (
-    ParameterSource,
-    find_parameters,
-    read_parameters,
-    restore_state,
-)
+from jshard.checkpoint.restore import restore_state
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
+from jshard.hub.parameters import (
+    ParameterSource,
+    find_parameters,
+    read_frozen,
+    read_parameters,
+)
 from jshard.recipe.build import Job
 from jshard.recipe.model_map import find_map, model_of, require_map
 
@@ -42,9 +43,9 @@ class Source:
     def restore(self, abstract_state: TrainState) -> TrainState:
         """Returns the state of the run's checkpoint."""
         assert self.checkpoint is not None
-        return restore_state(
-            self.checkpoint, abstract_state, frozen_from=self.parameters
-        )
+        if self.parameters is not None:
+            abstract_state = read_frozen(self.parameters, abstract_state)
+        return restore_state(self.checkpoint, abstract_state)
 
     def start(self, job: Job) -> TrainState:
         """Returns the state of a new run."""

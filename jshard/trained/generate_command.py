@@ -4,22 +4,16 @@ It is not in jshard/generate.py, which nothing may import: that would put a modu
 place of the function ``jshard.generate``.
 """
 
-import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jshard.cli.command import (
-    ArgumentParser,
-    file_path,
-    read_text,
-    run_command,
-    whole_number,
-)
+from jshard.cli.command import read_text, run_command
+from jshard.cli.options import Command, Option
 from jshard.cli.terminal import show
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError
@@ -27,10 +21,49 @@ from jshard.formatting import format_bytes, printable
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder
-from jshard.layout.capacity import host_bytes
-from jshard.trained.model_command import model_parser, note, started
+from jshard.layout.capacity import device_limit, host_bytes
+from jshard.trained.model_command import MODEL_OPTIONS, note, started
 from jshard.trained.trained_model import TrainedModel
 
+_COUNT: dict[str, Any] = {"at_least": 1, "at_most": 10**9}
+_TOKEN: dict[str, Any] = {"at_least": 0, "at_most": 2**31 - 1}
+COMMAND = Command(
+    "generate",
+    "Continues prompts with a trained model.",
+    {
+        **MODEL_OPTIONS,
+        "prompt": Option(
+            None, "shown with what follows, as it is generated", kind=str
+        ),
+        "prompts": Option(
+            None, 'a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
+            kind=Path, shown="FILE",
+        ),
+        "length": Option(128, "the most tokens to generate after a prompt", **_COUNT),
+        "temperature": Option(0.8, "0 always takes the likeliest token"),
+        "top_k": Option(
+            0, "sample from the N likeliest tokens alone; 0 is all", **_TOKEN
+        ),
+        "top_p": Option(1.0, "sample from the likeliest with probability N alone"),
+        "seed": Option(
+            0, "the prompt of line r has seed N + r", at_least=0, at_most=2**32 - 1
+        ),
+        "batch_size": Option(32, "prompts that are continued together", **_COUNT),
+        "stop_token": Option(
+            (), "a token that ends a text, besides those of the tokenizer; repeatable",
+            kind=int, repeats=True, shown="ID", **_TOKEN,
+        ),
+        "format": Option(
+            "text", "of the output: text, or a JSON object a prompt",
+            choices=("text", "jsonl"),
+        ),
+        "weights": Option(
+            "auto", "whether each device holds all weights, or a shard; auto "
+            "replicates them if they fit and there is one process",
+            choices=("auto", "replicated", "sharded"),
+        ),
+    },
+)  # fmt: skip
 _FREE = 0.4  # of a device's memory for the weights: they are copied once, and the cache
 
 
@@ -41,7 +74,7 @@ def main() -> None:
 
 def run_generate(argv: list[str]) -> None:
     """Continues the prompts that the arguments name."""
-    arguments = _parser().parse_args(argv)
+    arguments = COMMAND.parse(argv)
     if (arguments.prompt is None) == (arguments.prompts is None):
         raise UserError("give one of --prompt=TEXT and --prompts=FILE")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
@@ -88,60 +121,6 @@ def run_generate(argv: list[str]) -> None:
                     _print(f"{prompt}{text}\n\n")
 
 
-def _parser() -> ArgumentParser:
-    parser = model_parser(
-        "python -m jshard.generate", "Continues prompts with a trained model."
-    )
-    add = parser.add_argument
-    add("--prompt", metavar="TEXT", help="shown with what follows, as it is generated")
-    add(
-        "--prompts",
-        metavar="FILE",
-        type=file_path,
-        help='a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
-    )
-    whole, ids = whole_number, whole_number(0, 2**31 - 1)
-    for name, kind, default, what in (
-        ("length", whole(1, 10**9), 128, "the most tokens to generate after a prompt"),
-        ("temperature", _number, 0.8, "0 always takes the likeliest token"),
-        ("top_k", ids, 0, "sample from the N likeliest tokens alone; 0 is all"),
-        ("top_p", _number, 1.0, "sample from the likeliest with probability N alone"),
-        ("seed", whole(0, 2**32 - 1), 0, "the prompt of line r has seed N + r"),
-        ("batch_size", whole(1, 10**6), 32, "prompts that are continued together"),
-    ):
-        help = f"{what} ({default})"
-        add(f"--{name}", metavar="N", type=kind, default=default, help=help)
-    add(
-        "--stop_token",
-        metavar="ID",
-        type=ids,
-        action="append",
-        default=[],
-        help="a token that ends a text, besides those of the tokenizer; repeatable",
-    )
-    add(
-        "--format",
-        default="text",
-        choices=("text", "jsonl"),
-        help="of the output: text, or a JSON object a prompt",
-    )
-    add(
-        "--weights",
-        default="auto",
-        choices=("auto", "replicated", "sharded"),
-        help="whether each device holds all weights, or a shard; auto replicates them "
-        "if they fit and there is one process",
-    )
-    return parser
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
-
-
 def read_prompts(file: Path) -> list[str]:
     """Reads the prompts of a file: its lines, or those of a .jsonl file.
 
@@ -175,7 +154,9 @@ def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generato
             "--weights=replicated: the weights of several processes are always "
             "sharded; start one process"
         )
-    fits = size <= _memory(jax.local_devices()) * _FREE
+    local = jax.local_devices()
+    memory = device_limit(local) or host_bytes() // len(local)  # which CPUs share
+    fits = size <= memory * _FREE
     whole = alone and (fits or len(devices) == 1)
     if weights == "replicated" or (weights == "auto" and whole):
         used = devices[:prompts]
@@ -186,14 +167,6 @@ def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generato
     count = f"{len(devices)} devices" if len(devices) > 1 else "one device"
     note(f"weights: sharded over {count}{why}")
     return Generator.sharded(*model.load(devices))
-
-
-def _memory(devices: Sequence[Any]) -> int:
-    """Returns the bytes of memory of a device; CPU devices share the machine's."""
-    stats = devices[0].memory_stats() or {}
-    if limit := stats.get("bytes_limit"):
-        return limit
-    return host_bytes() // len(devices)
 
 
 def texts_of(

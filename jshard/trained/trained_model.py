@@ -13,7 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.restore import find_parameters, find_step, read_parameters
+from jshard.checkpoint.restore import find_step
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
@@ -25,6 +25,7 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision, own_dtype, set_compute_dtype
 from jshard.fsdp.state import TrainState
 from jshard.hub.huggingface_folder import is_huggingface, read_config
+from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.recipe import contract
 from jshard.recipe.build import Job
 from jshard.recipe.definition import Recipe
@@ -274,7 +275,7 @@ def _take(config: Any, stored: Mapping[str, Any], step: Path) -> None:
     with config.unlocked(), config.ignore_type():
         for name, value in stored.items():
             if name not in config:
-                continue  # of an older jshard
+                continue  # the recipe was edited since
             is_group = isinstance(config[name], ConfigDict)
             if is_group != isinstance(value, Mapping):
                 raise UserError(

@@ -194,7 +194,7 @@ def test_names_hold_for_every_mesh_and_policy():
 def test_large_shards_are_stored_in_parts_and_stacks_in_layers(
     state, abstract, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jshard.checkpoint.checkpointer._CHUNK", 64)
+    monkeypatch.setattr("jshard.checkpoint.stored_arrays._CHUNK", 64)
     save_steps(tmp_path, state, 1)
     check_equal(Checkpointer(tmp_path).restore(abstract), at_step(state, 1))
     layers = chunk_shape(tmp_path / "1", "params.layers.linear.kernel")
@@ -270,7 +270,7 @@ def test_writes_that_outlive_a_failed_save_leave_nothing(state, tmp_path, monkey
 
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr(
-            "jshard.checkpoint.checkpointer._wait_for_arrays", fail_and_go_on
+            "jshard.checkpoint.checkpointer.wait_for_arrays", fail_and_go_on
         )
         checkpointer.save(at_step(state, 1))
     writing[0].join()
@@ -376,3 +376,21 @@ def test_a_user_may_mean_a_run_its_checkpoints_or_a_step(folder, tmp_path):
         find_step(tmp_path / "nothing")
     with pytest.raises(jshard.UserError, match="holds no checkpoint"):
         find_step(tmp_path / "checkpoints" / "3" / "state" / "state")
+
+
+def test_frozen_parameters_that_are_left_out_are_taken_from_the_state(tmp_path):
+    fsdp, base = make_fsdp(), tmp_path / "base"
+    only_head: Any = lambda path, _: "head" in path
+    state = fsdp.init(Model, OPTIMIZER, wrt=only_head)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(state, frozen_from=base)
+        checkpointer.wait()
+        abstract = fsdp.abstract_state(Model, OPTIMIZER, wrt=only_head)
+        told = f"read the frozen ones from {base} before it"
+        with pytest.raises(jshard.UserError, match=told):
+            checkpointer.restore(abstract)
+        there = dataclasses.replace(abstract, frozen=state.frozen)
+        check_equal(checkpointer.restore(there), state)
+        others = jax.tree.map(jnp.ones_like, state.frozen)
+        with pytest.raises(jshard.UserError, match=r"frozen\..* differ; give"):
+            checkpointer.restore(dataclasses.replace(abstract, frozen=others))

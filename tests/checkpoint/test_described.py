@@ -41,6 +41,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a dtype of Python": (of_array(dtype="O"), "has dtype 'O'"),
     "a dtype of fields": (of_array(dtype="i4,i4"), "has dtype 'i4,i4'"),
     "metrics as lists": (of_all(metrics={"loss": [1]}), "loss is [1], no number"),
+    "metrics as texts": (of_all(metrics={"loss": "1"}), "loss is '1', no number"),
     "metrics as objects": (of_all(metrics={"loss": {}}), "loss is {}, no number"),
     "a huge metric": (of_all(metrics={"loss": 10**400}), "no number"),
     "a shape of 2^63": (of_array(shape=[2**63]), "too many bytes"),

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import save_steps
-from jshard.checkpoint.atomic import replace_file
-from jshard.data.text.token_files import _replacing
+from jshard.checkpoint.atomic import replace_file, replacing
 
 
 class Disk:
@@ -65,7 +64,7 @@ def test_a_replaced_file_is_synced_before_its_name_and_the_name_after(disk, tmp_
 
 
 def test_a_file_of_tokens_is_synced_before_its_name_and_the_name_after(disk, tmp_path):
-    with _replacing(tmp_path / "tokens.bin") as stream:
+    with replacing(tmp_path / "tokens.bin") as stream:
         stream.write(b"tokens")
     assert disk.moved_to(tmp_path) == ["tokens.bin"]
     assert disk.pending == set()

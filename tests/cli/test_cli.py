@@ -173,7 +173,7 @@ def test_a_gpu_plugin_is_not_heard_of_on_a_machine_without_a_gpu(train, tmp_path
     [
         (["--config=nosuch.py"], "no recipe 'nosuch.py': looked for"),
         (["--config.stepz=3"], "did you mean steps?"),
-        (["--config.steps=three"], "--config.steps=three: expected a whole number"),
+        (["--config.steps=three"], "--config.steps=three: must be a whole number"),
         (["--config.batch_size=7"], "7 examples does not divide"),
         (["--config.policy.accumulate=3"], "16 examples does not divide"),
         (["--config.mesh.fsdp=3"], "needs 3 devices but there are 2"),

@@ -2,21 +2,20 @@
 
 import copy
 import pickle
+from pathlib import Path
 
+import hypothesis
+import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_dict
 
 from jshard.config.keys import Key
-from jshard.config.parser import (
-    help_text,
-    override,
-    parse_arguments,
-    parse_value,
-)
+from jshard.config.overrides import keys_help, override, read_words
 from jshard.config.run_config import check, complete, declarations, flatten
 from jshard.errors import UserError
+from jshard.knob import Knob
 
 
 @pytest.fixture
@@ -36,35 +35,18 @@ def config():
     )
 
 
-# The command line's words.
+def set_and_check(config, values):
+    override(config, values, "mlp.py")
+    check(config)
 
 
-def test_values_follow_after_an_equals_sign_or_as_the_next_word():
-    for words in (
-        ["--config=gpt.py", "--config.a.b=-1", "--workdir=x=y"],
-        ["--config", "gpt.py", "--config.a.b", "-1", "--workdir", "x=y"],
-    ):
-        arguments = parse_arguments(words)
-        assert arguments.recipe == "gpt.py"
-        assert arguments.overrides == {"a.b": "-1"}
-        assert arguments.options["workdir"] == "x=y"
-        assert not arguments.help
-
-
-@pytest.mark.parametrize("word", ["gpt.py", "--confg=gpt.py", "-config=gpt.py", "--x"])
-def test_an_unknown_argument_is_an_error_that_names_it(word):
-    with pytest.raises(UserError, match=f"unknown argument '{word}'"):
-        parse_arguments([word])
-
-
-@pytest.mark.parametrize("word", ["--config", "--workdir", "--config.steps"])
-def test_an_option_without_a_value_is_an_error_that_names_it(word):
-    with pytest.raises(UserError, match=f"{word} needs a value"):
-        parse_arguments([word])
+def given(config, **words):
+    """Sets keys to words of the command line."""
+    override(config, read_words(config, words, "mlp.py"), "mlp.py")
 
 
 def test_help_lists_every_key_with_its_default(config):
-    text = help_text(config, "mlp.py")
+    text = keys_help(config, "mlp.py")
     for key, value in flatten(config).items():
         assert f"--config.{key}={value}\n" in text
 
@@ -74,7 +56,7 @@ def test_help_says_what_each_key_means_and_what_it_may_be():
     config = complete(
         ConfigDict({"steps": 10, "batch_size": 8, "model": own}), "mlp.py"
     )
-    text = help_text(config, "mlp.py")
+    text = keys_help(config, "mlp.py")
     meaning = "\n          of the stream (a whole number, at least 1)\n"
     assert f"  --config.model.width=8{meaning}" in text
     assert (
@@ -116,10 +98,10 @@ def test_a_config_that_is_no_config_dict_is_an_error_that_says_what_it_is():
         complete({"steps": 1}, "mlp.py")
 
 
-def test_overrides_set_keys_by_the_type_of_their_default(config):
-    override(
+def test_words_set_keys_by_the_type_of_their_default(config):
+    given(
         config,
-        {
+        **{
             "steps": "20",
             "optimizer.learning_rate": "1e-4",
             "optimizer.betas": "0.8,1",
@@ -132,7 +114,6 @@ def test_overrides_set_keys_by_the_type_of_their_default(config):
             "checkpoint.accept": "model.dropout,batch_size",
             "files": "b.txt, 2/c-d.txt",
         },
-        "mlp.py",
     )
     assert config.steps == 20
     assert config.optimizer.learning_rate == 1e-4
@@ -144,7 +125,7 @@ def test_overrides_set_keys_by_the_type_of_their_default(config):
     assert config.policy.precision.compute == "bfloat16"
     assert config.checkpoint.accept == ("model.dropout", "batch_size")
     assert config.files == ("b.txt", "2/c-d.txt")
-    override(config, {"checkpoint.accept": "", "files": "('e,f',)"}, "mlp.py")
+    given(config, **{"checkpoint.accept": "", "files": "('e,f',)"})
     assert (config.checkpoint.accept, config.files) == ((), ("e,f",))
 
 
@@ -154,12 +135,12 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(config):
         match=r"--config\.optimizer\.learning_rat in recipe mlp\.py; "
         r"did you mean optimizer\.learning_rate\?",
     ):
-        override(config, {"optimizer.learning_rat": "1"}, "mlp.py")
+        override(config, {"optimizer.learning_rat": 1.0}, "mlp.py")
 
 
 def test_a_group_as_a_key_is_an_error_that_lists_its_members(config):
     with pytest.raises(UserError, match=r"a group: mesh\.context, mesh\.cpu_devices, "):
-        override(config, {"mesh": "3"}, "mlp.py")
+        override(config, {"mesh": 3}, "mlp.py")
 
 
 @pytest.mark.parametrize(
@@ -181,8 +162,8 @@ def test_a_value_of_the_wrong_type_is_an_error_that_says_what_was_expected(
     key, text, expected, config
 ):
     with pytest.raises(UserError) as error:
-        override(config, {key: text}, "mlp.py")
-    assert str(error.value).startswith(f"--config.{key}={text}: expected {expected}")
+        given(config, **{key: text})
+    assert str(error.value).startswith(f"--config.{key}={text}: must be {expected}")
 
 
 @pytest.mark.parametrize(
@@ -200,26 +181,27 @@ def test_a_value_of_the_wrong_type_is_an_error_that_says_what_was_expected(
 def test_a_value_out_of_range_is_an_error_that_names_key_and_minimum(
     key, value, config
 ):
-    override(config, {key: str(value)}, "mlp.py")
-    with pytest.raises(
-        UserError, match=rf"--config\.{key}={value}: must be .*at least"
-    ):
+    message = rf"--config\.{key}={value}: must be .*at least"
+    with pytest.raises(UserError, match=message):
+        given(config, **{key: str(value)})
+    with pytest.raises(UserError, match=message):
+        override(config, {key: value}, "mlp.py")
+    with config.ignore_type():
+        config.update_from_flattened_dict({key: value})
+    with pytest.raises(UserError, match=message):
         check(config)
 
 
 def test_the_limit_of_a_stuck_process_is_learned_or_seconds(config):
     assert config.watch.stuck == "auto"
     for value in ("auto", "0", "90", "0.5"):
-        override(config, {"watch.stuck": value}, "mlp.py")
+        given(config, **{"watch.stuck": value})
         check(config)
-    override(config, {"watch.stuck": "-1"}, "mlp.py")
-    with pytest.raises(UserError, match=r"watch\.stuck=-1.*: must be auto or a finite"):
-        check(config)
-    for value in ("nan", "True", "soon"):
+    for value in ("-1", "nan", "True", "soon"):
         with pytest.raises(
-            UserError, match=r"watch\.stuck=.*: expected auto or a finite"
+            UserError, match=r"watch\.stuck=.*: must be auto or a finite"
         ):
-            override(config, {"watch.stuck": value}, "mlp.py")
+            given(config, **{"watch.stuck": value})
 
 
 @pytest.mark.parametrize(
@@ -228,36 +210,36 @@ def test_the_limit_of_a_stuck_process_is_learned_or_seconds(config):
         ({"best_is": "least"}, "best_is=least: must be lowest or highest"),
         ({"best": "loss"}, "best=loss: must be an evaluation metric"),
         ({"best": "eval_loss"}, "best=eval_loss: needs --config.eval_every above 0"),
-        ({"restore_optimizer": "True"}, "from where? give --config.checkpoint.restore"),
+        ({"restore_optimizer": True}, "from where? give --config.checkpoint.restore"),
         (
-            {"restore_optimizer": "True", "restore": "a.safetensors"},
+            {"restore_optimizer": True, "restore": "a.safetensors"},
             "a.safetensors has parameters only",
         ),
-        ({"accept": "model.droput"}, "key or group; did you mean model.dropout?"),
-        ({"accept": "seed,3"}, "accept=3: the recipe has no such key"),
-        ({"accept": "mode"}, "accept=mode: the recipe has no such key"),
+        ({"accept": ("model.droput",)}, "key or group; did you mean model.dropout?"),
+        ({"accept": ("seed", 3)}, "accept=3: the recipe has no such key"),
+        ({"accept": ("mode",)}, "accept=mode: the recipe has no such key"),
     ],
 )
 def test_checkpoint_options_that_are_wrong_or_at_odds_are_one_clear_line(
     values, said, config
 ):
-    override(config, {f"checkpoint.{k}": v for k, v in values.items()}, "mlp.py")
+    values = {f"checkpoint.{key}": value for key, value in values.items()}
     with pytest.raises(UserError) as error:
-        check(config)
+        set_and_check(config, values)
     assert said in str(error.value)
 
 
 def test_the_best_checkpoint_needs_checkpoints(config):
-    values = {"checkpoint.best": "eval_loss", "eval_every": "5"}
+    values = {"checkpoint.best": "eval_loss", "eval_every": 5}
     override(config, values, "mlp.py")
     check(config)
-    override(config, {"checkpoint.every": "0"}, "mlp.py")
+    override(config, {"checkpoint.every": 0}, "mlp.py")
     with pytest.raises(UserError, match=r"needs --config\.checkpoint\.every above 0"):
         check(config)
 
 
 def test_keys_and_groups_of_the_recipe_can_be_accepted(config):
-    accepted = "model,data,optimizer.betas,batch_size,seed"
+    accepted = ["model", "data", "optimizer.betas", "batch_size", "seed"]
     override(config, {"checkpoint.accept": accepted}, "mlp.py")
     check(config)
 
@@ -272,16 +254,15 @@ def own_config(**keys):
 def test_a_declared_key_is_read_and_set_like_a_plain_value():
     config = own_config(model={"width": Key(8, "width", at_least=1), "depth": 2})
     assert dict(**config.model) == {"width": 8, "depth": 2}
-    override(config, {"model.width": "4"}, "mlp.py")
+    override(config, {"model.width": 4}, "mlp.py")
     assert config.model.width == 4
     assert config.to_dict()["model"] == {"width": 4, "depth": 2}
-    override(config, {"model.width": "0", "model.depth": "-3"}, "mlp.py")
     with pytest.raises(
         UserError, match=r"--config.model.width=0: must be a whole number, at least 1"
     ):
-        check(config)
-    config.model.width = 1
-    check(config)  # a plain value has no bounds
+        override(config, {"model.width": 0}, "mlp.py")
+    override(config, {"model.depth": -3}, "mlp.py")  # a plain value has no bounds
+    check(config)
 
 
 @pytest.mark.parametrize(
@@ -290,34 +271,33 @@ def test_a_declared_key_is_read_and_set_like_a_plain_value():
 def test_a_copy_of_a_config_keeps_its_declarations(copied):
     config = copied(own_config(model={"width": Key(8, "width", at_least=1)}))
     assert declarations(config)["model.width"].help == "width"
-    override(config, {"model.width": "0"}, "mlp.py")
     with pytest.raises(
         UserError, match=r"--config.model.width=0: must be a whole number, at least 1"
     ):
-        check(config)
+        override(config, {"model.width": 0}, "mlp.py")
 
 
 def test_a_declared_value_may_be_of_several_kinds():
     config = own_config(rate=Key(None, "", kind=float, also=(None, "auto"), above=0))
     for text, value in (("2", 2.0), ("auto", "auto"), ("None", None)):
-        override(config, {"rate": text}, "mlp.py")
+        given(config, rate=text)
         check(config)
         assert config.rate == value
-    with pytest.raises(UserError, match="expected None, auto or a finite number"):
-        override(config, {"rate": "none"}, "mlp.py")
-    override(config, {"rate": "-1"}, "mlp.py")
-    with pytest.raises(
-        UserError, match=r"rate=-1\.0: must be None, auto or a finite number, above 0"
-    ):
-        check(config)
+        override(config, {"rate": value}, "mlp.py")
+        assert config.rate == value
+    for text in ("none", "-1"):
+        with pytest.raises(
+            UserError, match=rf"rate={text}: must be None, auto or a finite number, abo"
+        ):
+            given(config, rate=text)
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
 def test_nan_and_infinities_are_refused_unless_they_are_the_default(text):
     config = own_config(limit=float("inf"), rate=0.5)
-    with pytest.raises(UserError, match=rf"--config.rate={text}: expected a finite"):
-        override(config, {"rate": text}, "mlp.py")
-    override(config, {"limit": text}, "mlp.py")
+    with pytest.raises(UserError, match=rf"--config.rate={text}: must be a finite"):
+        given(config, rate=text)
+    given(config, limit=text)
     check(config)
 
 
@@ -326,7 +306,7 @@ def test_a_reference_to_another_key_still_follows_it():
     own.warmup = own.get_ref("steps") // 5
     own.eval_every = own.get_ref("steps") // 2
     config = complete(own, "mlp.py")
-    override(config, {"steps": "20"}, "mlp.py")
+    override(config, {"steps": 20}, "mlp.py")
     check(config)
     assert (config.warmup, config.eval_every) == (4, 10)
 
@@ -338,14 +318,57 @@ def test_a_recipe_may_mean_something_else_by_a_common_name(value):
 
 def test_a_common_number_has_its_range_without_a_declaration():
     config = own_config(optimizer={"learning_rate": 1, "clip_norm": None})
-    override(config, {"optimizer.learning_rate": "0.1"}, "mlp.py")
+    override(config, {"optimizer.learning_rate": 0.1}, "mlp.py")
     assert config.optimizer.learning_rate == 0.1
-    override(config, {"optimizer.learning_rate": "-0.1"}, "mlp.py")
     with pytest.raises(UserError, match=r"learning_rate=-0\.1: must be a .*at least 0"):
-        check(config)
+        override(config, {"optimizer.learning_rate": -0.1}, "mlp.py")
 
 
-# Values.
+# Values in Python.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kept"),
+    [
+        ("steps", np.int64(20), 20),
+        ("optimizer.learning_rate", 1, 1.0),
+        ("optimizer.learning_rate", np.float32(0.5), 0.5),
+        ("optimizer.betas", [0.8, 0.9], (0.8, 0.9)),
+        ("checkpoint.restore", Path("runs/x"), "runs/x"),
+        ("model.name", "100", "100"),
+        ("limit", None, None),
+        ("mesh.replica", "hosts", "hosts"),
+    ],
+)
+def test_a_value_in_python_is_kept_in_its_keys_type(key, value, kept, config):
+    override(config, {key: value}, "mlp.py")
+    check(config)
+    found = flatten(config)[key]
+    assert (found, type(found)) == (kept, type(kept))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", "20"),
+        ("steps", 20.0),
+        ("steps", True),
+        ("steps", None),
+        ("optimizer.learning_rate", "1e-3"),
+        ("model.dropout", "true"),
+        ("model.dropout", 1),
+        ("model.widths", "8,8"),
+        ("model.name", 3),
+        ("policy.remat", 3),
+        ("policy.precision.compute", "float31"),
+    ],
+)
+def test_a_value_in_python_is_never_read_as_text(key, value, config):
+    with pytest.raises(UserError, match=rf"--config\.{key}=.*: must be "):
+        override(config, {key: value}, "mlp.py")
+
+
+# Words.
 
 scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 sequences = st.one_of(
@@ -355,23 +378,21 @@ sequences = st.one_of(
 )
 
 
-@given(scalars | sequences | sequences.map(tuple))
+@hypothesis.given(scalars | sequences | sequences.map(tuple))
 def test_every_value_is_read_back_from_its_text(value):
-    if value == "None":
-        return  # the one name that means no name
-    parsed = parse_value(str(value), default=value)
+    parsed = Knob(value, "").read(str(value))
     assert parsed == value
     assert type(parsed) is type(value)
 
 
-@given(st.text(), scalars | sequences | st.just(()) | st.none())
+@hypothesis.given(st.text(), scalars | sequences | st.just(()) | st.none())
 @example("9" * 5000, 0)  # Python reads no more than 4300 digits
 @example("(" * 1000, (1,))
 @example("1" + "+1" * 10000, (1,))
 @example("{[]}", (1,))
 def test_any_text_gives_a_value_of_the_defaults_type_or_a_value_error(text, default):
     try:
-        value = parse_value(text, default)
+        value = Knob(default, "").read(text)
     except ValueError:
         return
     if default is None:
@@ -380,8 +401,8 @@ def test_any_text_gives_a_value_of_the_defaults_type_or_a_value_error(text, defa
         assert value is None or type(value) is type(default)
 
 
-@given(st.integers(-(2**53), 2**53))
+@hypothesis.given(st.integers(-(2**53), 2**53))
 def test_a_whole_number_is_accepted_where_the_default_is_a_float(value):
-    parsed = parse_value(str(value), default=0.5)
+    parsed = Knob(0.5, "").read(str(value))
     assert type(parsed) is float
     assert parsed == float(value)

@@ -4,7 +4,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.parser import override
+from jshard.config.overrides import override, read_words
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import complete
 
@@ -13,7 +13,7 @@ def policy(**given: str) -> jshard.Policy:
     """The policy of a recipe with nothing but keys from the command line."""
     config = complete(ConfigDict({"steps": 1, "batch_size": 8}), "r.py")
     keys = {f"policy.{key.replace('__', '.')}": text for key, text in given.items()}
-    override(config, keys, "r.py")
+    override(config, read_words(config, keys, "r.py"), "r.py")
     return make_policy(config)
 
 

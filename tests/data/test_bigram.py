@@ -16,7 +16,8 @@ from jshard.data.text.bigram import (
     bigram_reference,
     count_pairs,
 )
-from jshard.data.text.corpus import Piece, split_corpus
+from jshard.data.text.corpus import split_corpus
+from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.recipe.load import find_recipe, open_recipe
 from texts import text

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jshard.data.tokenizers.chat_template
-from jshard.data.text.token_files import write_token_files
+from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
@@ -269,5 +269,5 @@ def test_token_files_hold_the_chats_and_what_is_trained_on(chat, tmp_path, capsy
     with pytest.raises(UserError, match="made with another chat_template"):
         write_token_files([corpus], Path(folder), output, part_bytes=2000)
     next(output.glob("*.trained")).write_bytes(b"1")
-    with pytest.raises(UserError, match="has not a byte for each of the"):
+    with pytest.raises(UserError, match="does not have a byte for each of the"):
         text(output, **options)

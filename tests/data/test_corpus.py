@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from jshard.data.text import corpus
-from jshard.data.text.text_data import decode
+from jshard.data.tokenizers.tokenizer import ByteTokenizer
 from jshard.errors import UserError
 from texts import enough, epoch, text, tokens_of, window, write_text
+
+decode = ByteTokenizer().decode
 
 # Files of text.
 

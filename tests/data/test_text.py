@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jshard.data.text.text_data import decode, encode
+from jshard.data.tokenizers.tokenizer import ByteTokenizer
 from texts import epoch, text, tokens_of, window
+
+BYTES = ByteTokenizer()
+decode = BYTES.decode
 
 # Windows.
 
@@ -78,7 +81,7 @@ def test_one_file_holds_out_its_end(tmp_path):
 
 @given(st.text())
 def test_text_survives_encoding(string):
-    tokens = encode(string)
+    tokens = BYTES.encode(string)
     assert tokens.dtype == np.int32
     assert decode(tokens) == string
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jshard.data.text.corpus import UNFINISHED
-from jshard.data.text.token_files import write_token_files
+from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 from small_tokenizer import TEXT, make_tokenizer
@@ -146,7 +146,7 @@ def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
     write_token_files([tmp_path / "a.jsonl"], tokenizer, tmp_path / "whole", **options)
     script = (
         "from pathlib import Path; import sys\n"
-        "from jshard.data.text.token_files import write_token_files\n"
+        "from jshard.data.text.token_writer import write_token_files\n"
         "if __name__ == '__main__':\n"
         "    a, t, o = map(Path, sys.argv[1:])\n"
         "    write_token_files([a], t, o, workers=2, part_bytes=20_000)\n"
@@ -175,7 +175,7 @@ def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
         (["nosuch.jsonl"], "nosuch.jsonl: no such file or folder"),
         (["{corpus}", "--tokenizer={corpus}"], "no tokenizer.json here"),
         (["{corpus}", "--text_key=body"], "'body' is not there, not a text; set"),
-        (["{corpus}", "--workers=0"], "must be a whole number from 1"),
+        (["{corpus}", "--workers=0"], "must be a whole number, at least 1"),
         (["{bin}"], "holds tokens already"),
         (["{empty}"], "has no text"),
         (["{half}"], "has a text that is not valid Unicode"),

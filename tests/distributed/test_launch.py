@@ -104,7 +104,10 @@ def launch(
             ["--hosts=a", "--", "--config=x", "--process_id=1"],
             "launch sets this itself",
         ),
-        (["--num_process=2", "--", "--config=x"], "--num_process=2; see --help"),
+        (
+            ["--num_process=2", "--", "--config=x"],
+            "did you mean --num_processes?",
+        ),
     ],
 )
 def test_what_cannot_be_launched_is_refused_in_one_line(words, message, tmp_path):

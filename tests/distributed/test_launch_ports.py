@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -54,8 +55,10 @@ def test_processes_of_one_host_share_its_gpus(options, started):
     given = []
     for lines in processes:
         words = dict(line.split("=", 1) for line in lines if "=" in line)
-        job = {name: words[f"--{name}"] for name in ("coordinator", "process_id")}
-        job["num_processes"] = words["--num_processes"]
+        job: dict[str, Any] = {"coordinator": words["--coordinator"]}
+        job |= {
+            name: int(words[f"--{name}"]) for name in ("num_processes", "process_id")
+        }
         environ = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", **words}
         cluster = find_cluster(job, environ)
         assert cluster is not None

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jshard
-from jshard.config.parser import override
+from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
 from jshard.distributed import Peers
 from jshard.fit import fitted as fitted_job
@@ -24,23 +24,23 @@ from jshard.layout.capacity import state_bytes
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 
 SMALL = {
-    "steps": "4",
-    "log_every": "1",
-    "eval_every": "0",
-    "checkpoint.every": "2",
-    "batch_size": "16",
-    "sample.length": "0",
-    "model.num_layers": "2",
-    "model.width": "64",
-    "model.sequence_length": "256",
-    "model.loss_chunk": "256",
+    "steps": 4,
+    "log_every": 1,
+    "eval_every": 0,
+    "checkpoint.every": 2,
+    "batch_size": 16,
+    "sample.length": 0,
+    "model.num_layers": 2,
+    "model.width": 64,
+    "model.sequence_length": 256,
+    "model.loss_chunk": 256,
     "policy.remat": "fit",
     "policy.accumulate": "fit",
-    "mesh.fsdp": "2",
+    "mesh.fsdp": 2,
 }
 ENOUGH, SCARCE = 2**40, 7 * 2**20
 
@@ -67,7 +67,7 @@ def memory(monkeypatch):
 
 def config_of(recipe, **settings):
     config = complete(recipe.get_config(), recipe.name)
-    settings = {key.replace("__", "."): text for key, text in settings.items()}
+    settings = {key.replace("__", "."): value for key, value in settings.items()}
     override(config, SMALL | settings, recipe.name)
     check(config)
     return config
@@ -160,13 +160,13 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
 
 @pytest.mark.parametrize(("key", "value"), [("accumulate", 8), ("remat", "full")])
 def test_a_key_that_is_given_stays(recipe, key, value):
-    found, _ = pick(recipe, 14 * 2**20, **{f"policy__{key}": str(value)})
+    found, _ = pick(recipe, 14 * 2**20, **{f"policy__{key}": value})
     assert found.config.policy[key] == value
     assert "fit" not in chosen(found.config)
 
 
 def test_a_config_without_open_keys_is_left_alone(recipe, tmp_path):
-    job, note = choose(recipe, tmp_path, policy__remat="dots", policy__accumulate="2")
+    job, note = choose(recipe, tmp_path, policy__remat="dots", policy__accumulate=2)
     assert (chosen(job.config), note) == (("dots", 2), "")
 
 
@@ -196,7 +196,7 @@ def test_unresolved_keys_are_no_policy(recipe):
 
 
 def test_micro_batches_divide_the_examples_of_a_device(recipe):
-    config = config_of(recipe, batch_size="96", policy__remat="names:qkv")
+    config = config_of(recipe, batch_size=96, policy__remat="names:qkv")
     found = candidates(config, 24)
     assert [(x.remat, x.accumulate) for x in found] == [
         ("names:qkv", 1), ("names:qkv", 2), ("names:qkv", 4),
@@ -204,7 +204,8 @@ def test_micro_batches_divide_the_examples_of_a_device(recipe):
 
 
 def train(recipe, workdir: Path, **settings) -> list[dict]:
-    run(recipe, config_of(recipe, **settings), workdir)
+    config = config_of(recipe, **settings)
+    Trainer(recipe, config=config, workdir=workdir).fit(keeps_state=False)
     return [
         {k: x[k] for k in ("step", "loss", "grad_norm")}
         for x in read_metrics(workdir)
@@ -234,7 +235,7 @@ def test_a_resumed_run_keeps_its_choice_bit_for_bit(recipe, memory, tmp_path, ca
     assert "policy." not in said  # no key changed
 
     # On another mesh it chooses again, and says what changed.
-    train(recipe, folder, steps="5", mesh__fsdp="4")
+    train(recipe, folder, steps=5, mesh__fsdp=4)
     said = capsys.readouterr().out
     assert f"policy.accumulate {first[1]} -> 1" in said
     assert "remat none, 1 micro-batch: " in said

@@ -11,14 +11,14 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 
 MOE = {
-    "model.num_experts": "8",
-    "model.num_layers": "1",
-    "model.width": "32",
-    "model.num_heads": "2",
-    "model.num_kv_heads": "2",
-    "model.vocab_size": "1024",
+    "model.num_experts": 8,
+    "model.num_layers": 1,
+    "model.width": 32,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.vocab_size": 1024,
     "mesh.expert": "fit",
-    "batch_size": "8",
+    "batch_size": 8,
 }
 
 
@@ -45,8 +45,8 @@ def choose(**changes):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"model.hidden": "16", "model.sequence_length": "512"},
-        {"model.hidden": "2048", "model.sequence_length": "8"},
+        {"model.hidden": 16, "model.sequence_length": 512},
+        {"model.hidden": 2048, "model.sequence_length": 8},
     ],
     ids=["many tokens and small experts", "few tokens and large experts"],
 )
@@ -54,7 +54,7 @@ def test_the_number_that_moves_the_fewest_bytes_is_chosen(sizes):
     number, reason, received = choose(**sizes)
     assert sorted(received) == [1, 2, 4, 8]
     assert number == min(received, key=lambda n: received[n])
-    assert (number == 1) == ("512" in sizes.values())
+    assert (number == 1) == (512 in sizes.values())
     assert reason.startswith(f"expert {number}, which moves the fewest bytes")
 
 

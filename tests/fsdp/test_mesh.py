@@ -65,7 +65,7 @@ def test_replicas_of_hosts_shard_within_a_host(processes, hosts, fsdp, rows):
 @pytest.mark.parametrize(
     ("processes", "sizes", "message"),
     [
-        ((0, 0, 1), {}, "as many devices in each host, not 2 in host 0, 1 in host 1"),
+        ((0, 0, 1), {}, "number of devices on each host, not 2 in host 0, 1 in host 1"),
         ((0, 0, 1, 1), {"fsdp": 4}, "fsdp=4 does not divide the 2 devices of a host"),
         ((0, 0, 1, 1), {"fsdp": 0}, "fsdp=0 does not divide"),
         ((0, 1), {"replica": "racks"}, "replica='racks' must be a number, or hosts"),

@@ -92,3 +92,14 @@ def test_crossed_attention_and_a_bias_are_a_plain_softmax():
     got, _ = attend(q, k_new, v_new, last, crossed, 1, bias_BNTS=bias, scale=1.0)
     causal = np.arange(S) <= np.array([[3], [4]])
     np.testing.assert_allclose(got, plain(scores + bias, causal, 1), rtol=1e-12)
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    cache = KVCache.zeros(1, 2, 4, 1, 8, jnp.float32)
+    q, k = jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 1, 8))
+    attend(q, k, k, jnp.zeros((2, 3), jnp.int32), cache, 0)
+    for positions in (jnp.arange(3), jnp.zeros((2, 1), jnp.int32)):
+        with pytest.raises(AssertionError, match="shape"):
+            attend(q, k, k, positions, cache, 0)
+    with pytest.raises(AssertionError, match="shape"):
+        cross_attend(q, cache, 0, jnp.ones((1, 4), bool))

@@ -18,7 +18,7 @@ from flax import nnx
 import jshard
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.restore import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.layout import transfer
 from jshard.layout.padding import exact_types
 

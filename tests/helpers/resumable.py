@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from jshard.config.parser import override
+from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
 from jshard.distributed import Peers
 from jshard.recipe.load import open_recipe
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 
 RECIPE = """\
 import grain
@@ -116,8 +116,9 @@ def train(
     (folder / "tiny.py").write_text(recipe)
     with open_recipe(folder / "tiny.py") as opened:
         config = complete(opened.get_config(), "tiny.py")
-        words = {key.replace("__", "."): str(value) for key, value in keys.items()}
-        override(config, words, "tiny.py")
+        values = {key.replace("__", "."): value for key, value in keys.items()}
+        override(config, values, "tiny.py")
         check(config)
-        run(opened, config, folder / workdir, peers=peers)
+        trainer = Trainer(opened, config=config, workdir=folder / workdir, peers=peers)
+        trainer.fit(keeps_state=False)
     return folder / workdir

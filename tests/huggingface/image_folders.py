@@ -12,8 +12,8 @@ import pytest
 import jshard
 from foreign_weights import randomize
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.restore import find_parameters, read_parameters
 from jshard.export import export
+from jshard.hub.parameters import find_parameters, read_parameters
 from parity import make_mesh
 
 B, SIZE, CLASSES = 8, 32, 5

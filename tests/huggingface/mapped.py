@@ -184,7 +184,6 @@ def abstract_state(recipe_file: Path, **overrides: Any) -> tuple[Any, Any, Any]:
     from jshard.recipe.build import make_job, make_mesh
 
     with open_recipe(recipe_file) as recipe:
-        given = {key: str(value) for key, value in overrides.items()}
-        config = make_config(recipe, given)
+        config = make_config(recipe, overrides)
         job = make_job(recipe, config, make_mesh(config))
         return job, config, job.abstract_state()

@@ -12,17 +12,17 @@ from mapped import RECIPE, shapes, write_folder
 
 from exports import load_all
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.restore import find_parameters, read_parameters
 from jshard.export import export
+from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import find_map
 
 
-def imported(folder: Path, recipe_file: Path, **given: str):
+def imported(folder: Path, recipe_file: Path, **given: Any):
     """The state that a run starts with, and its config."""
-    overrides = {"model.from": str(folder), **given}
+    overrides = {"model.from": folder, **given}
     with open_recipe(recipe_file) as recipe:
         config = make_config(recipe, overrides)
         job = make_job(recipe, config, make_mesh(config))
@@ -37,7 +37,7 @@ def test_every_tensor_arrives_where_the_map_says(replica, tmp_path):
     (tmp_path / "tiny.py").write_text(RECIPE)
     want = write_folder(tmp_path / "hf", sizes={"layers": 3, "width": 16, "experts": 4})
     state, config = imported(
-        tmp_path / "hf", tmp_path / "tiny.py", **{"mesh.replica": str(replica)}
+        tmp_path / "hf", tmp_path / "tiny.py", **{"mesh.replica": replica}
     )
     assert (config.model.layers, config.model.width) == (3, 16)
     assert config.model.eps == 1e-6

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 import jshard
-from jshard.checkpoint.restore import find_parameters, read_parameters
 from jshard.export import export
 from jshard.hub import peft as files
+from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
 from parity import make_mesh

@@ -15,7 +15,7 @@ import hlo
 import jshard
 import parity
 from decoder import Sizes, loss_fn, lower_step, make_decoder, make_fsdp
-from jshard.config.parser import override
+from jshard.config.overrides import override
 from jshard.config.run_config import complete
 from jshard.optim import ema
 
@@ -189,5 +189,5 @@ def test_a_step_of_another_policy_than_the_state_says_what_does_not_agree(of_sta
 def test_the_command_line_sets_the_decay():
     config = complete(ConfigDict({"steps": 1, "batch_size": 8}), "recipe.py")
     assert config.policy.ema_decay is None
-    override(config, {"policy.ema_decay": "0.999"}, "recipe.py")
+    override(config, {"policy.ema_decay": 0.999}, "recipe.py")
     assert config.policy.ema_decay == 0.999

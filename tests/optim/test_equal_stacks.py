@@ -1,6 +1,5 @@
 """Stacks of equal depth, an encoder and a decoder say, are updated apart."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,12 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 
 import jshard
 import parity
-from checkpoints import at_step, check_equal, restore_parameters, save_steps
-from jshard.checkpoint import metadata
 
 WIDTH, LAYERS = 8, 3
 
@@ -171,86 +167,3 @@ def test_stacks_that_are_the_model_and_aliases_of_weights_have_states(make, name
     assert sorted(state.stacked) == names
     _, after = tx.update(params, state, params)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-
-
-# Checkpoints from before, with a state for each number of layers.
-
-FORMERLY = {  # beginnings of names, now and then
-    "stacked.encoder.layers": "stacked.3.rest",
-    "stacked.decoder.layers": "stacked.3.rest",
-    "stacked.deep.rest": "stacked.3.rest",
-    "stacked.deep.stacked.deep.inner": "stacked.3.stacked.2",
-}
-
-
-def with_former_names(state: jshard.TrainState) -> jshard.TrainState:
-    """``state`` as it used to be saved."""
-    arrays = {}
-    for name, array in metadata.arrays_by_name(state).items():
-        if not name.startswith("opt_state."):
-            continue
-        for now, then in FORMERLY.items():
-            name = name.replace(now, then)
-        if "deep" not in state.params:  # then the rest of nothing
-            name = name.replace("stacked.3.rest", "stacked.3")
-        arrays[name.removeprefix("opt_state.")] = array
-    assert any("stacked.3" in name for name in arrays)
-    return dataclasses.replace(state, opt_state=unflatten_dict(arrays, sep="."))
-
-
-class Shallow(Model):
-    """Without a Stack of Stacks."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        del self.deep
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.decoder.layers(self.encoder.layers(x)))
-
-
-OPTIMIZERS = {
-    "muon": lambda: jshard.optim.per_layer(optax.contrib.muon(1e-2)),
-    "bf16": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0),
-        jshard.optim.per_layer(jshard.optim.bf16_moments(optax.adam(1e-2))),
-    ),
-    "around": lambda: optax.MultiSteps(
-        jshard.optim.bf16_moments(jshard.optim.per_layer(optax.lamb(1e-2))), 2
-    ).gradient_transformation(),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "make"), [("muon", Shallow), ("bf16", Model), ("around", Model)]
-)
-def test_a_checkpoint_with_states_by_depth_restores_bit_for_bit(name, make, tmp_path):
-    tx, policy = OPTIMIZERS[name](), jshard.Policy(min_shard_elements=0)
-    fsdp, other = (
-        jshard.FSDP(jshard.make_mesh(replica=replica), policy) for replica in (1, 2)
-    )
-    state = fsdp.init(make, tx)
-    step = fsdp.train_step(loss_fn, tx)
-    for x in batches():
-        state, _ = step(state, fsdp.shard_batch(x.astype(np.float32)))
-    save_steps(tmp_path, with_former_names(state), 1)
-    with jshard.Checkpointer(tmp_path) as checkpointer:
-        restored = checkpointer.restore(other.abstract_state(make, tx))
-    check_equal(restored, at_step(state, 1))
-    started = restore_parameters(tmp_path, fsdp.init(make, tx, seed=1), optimizer=True)
-    check_equal(started, at_step(state, 0))
-    # A step takes their buffers, which must not be others' too.
-    x = fsdp.shard_batch(np.ones((16, WIDTH), np.float32))
-    check_equal(step(started, x)[0], step(at_step(state, 0), x)[0])
-
-
-def test_what_a_checkpoint_with_states_by_depth_lacks_is_told(tmp_path):
-    policy = jshard.Policy(min_shard_elements=0)
-    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
-    state = fsdp.init(Model, jshard.optim.per_layer(optax.sgd(1e-2, momentum=0.9)))
-    save_steps(tmp_path, with_former_names(state), 1)
-    abstract = fsdp.abstract_state(Model, jshard.optim.per_layer(optax.adam(1e-2)))
-    told = pytest.raises(jshard.UserError, match=r"lacks opt_state.*; it has un")
-    with jshard.Checkpointer(tmp_path) as checkpointer, told:
-        checkpointer.restore(abstract)

@@ -18,7 +18,7 @@ from jshard.optim.known import (
     OF_NUMBERS,
     OF_TENSORS,
     check_masks,
-    stranger,
+    unknown_part,
     with_whole_layers,
 )
 
@@ -59,7 +59,7 @@ def close(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(OF_NUMBERS))
 def test_what_is_said_to_look_at_numbers_does_not_see_others(name):
-    assert stranger(make(name), OF_NUMBERS) is None
+    assert unknown_part(make(name), OF_NUMBERS) is None
     numbers = jnp.linspace(-1, 1, 6).reshape(2, 3)
     alone = [run(make(name), number) for number in numbers.ravel()]
     close(run(make(name), numbers).ravel(), jnp.stack(alone))
@@ -67,8 +67,8 @@ def test_what_is_said_to_look_at_numbers_does_not_see_others(name):
 
 @pytest.mark.parametrize("name", sorted(OF_TENSORS))
 def test_what_is_said_to_look_at_tensors_does_not_see_others(name):
-    assert stranger(make(name), OF_NUMBERS) == name
-    assert stranger(make(name), OF_NUMBERS | OF_TENSORS) is None
+    assert unknown_part(make(name), OF_NUMBERS) == name
+    assert unknown_part(make(name), OF_NUMBERS | OF_TENSORS) is None
     tensors = {"a": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.full((4, 2), 0.3)}
     alone = {key: run(make(name), x) for key, x in tensors.items()}
     close(run(make(name), tensors), alone)
@@ -103,7 +103,7 @@ OWN = optax.GradientTransformation(lambda params: (), own)
     ],
 )
 def test_what_combines_numbers_looks_at_numbers(tx):
-    assert stranger(tx, OF_NUMBERS) is None
+    assert unknown_part(tx, OF_NUMBERS) is None
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_what_combines_numbers_looks_at_numbers(tx):
     ],
 )
 def test_what_may_look_at_more_is_named(tx, of_numbers, of_tensors, of_layers):
-    assert stranger(tx, OF_NUMBERS) == of_numbers
-    assert stranger(tx, OF_NUMBERS | OF_TENSORS) == of_tensors
-    assert stranger(tx, OF_LAYERS) == of_layers
+    assert unknown_part(tx, OF_NUMBERS) == of_numbers
+    assert unknown_part(tx, OF_NUMBERS | OF_TENSORS) == of_tensors
+    assert unknown_part(tx, OF_LAYERS) == of_layers
 
 
 def by_size(params: Any) -> Any:

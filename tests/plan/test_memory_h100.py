@@ -2,7 +2,7 @@
 
 import pytest
 
-from jshard.config.parser import override
+from jshard.config.overrides import override
 from jshard.config.run_config import complete
 from jshard.fit.device_memory import compiled_bytes, step_bytes
 from jshard.layout.capacity import state_bytes
@@ -21,12 +21,12 @@ def test_the_estimate_is_near_what_xla_assigns(remat, unroll, accumulate):
     if not has_plugin():
         pytest.skip("no CUDA plugin: pip install 'jshard[plan]'")
     settings = {
-        "batch_size": "16",
-        "model.num_layers": "4",
-        "model.sequence_length": "4096",
+        "batch_size": 16,
+        "model.num_layers": 4,
+        "model.sequence_length": 4096,
         "policy.remat": remat,
-        "policy.unroll": str(unroll),
-        "policy.accumulate": str(accumulate),
+        "policy.unroll": unroll,
+        "policy.accumulate": accumulate,
     }
     with open_recipe(find_recipe("llama.py:3-1b")) as recipe:
         config = complete(recipe.get_config(), recipe.name)

@@ -94,8 +94,8 @@ def is_self_contained(page: str) -> bool:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "which recipe? for example --config=llama.py:3-8b"),
-        (["--config=gpt.py"], "for which devices? for example --topology=h100:64"),
+        ([], "--config=FILE is missing; see --help"),
+        (["--config=gpt.py"], "--topology=GPU:NUMBER is missing; see --help"),
         (["--config=no.py", "--topology=attached"], "no recipe 'no.py'"),
         (["--topolgy=h100:8"], "did you mean --topology?"),
         (
@@ -186,7 +186,7 @@ def test_a_llama_for_h100s_has_a_timeline_in_every_form(tmp_path):
     assert low < timeline["seconds"] < high
     assert found["model"]["measured_over_predicted"] == [0.91, 1.10]
     between = f"{format_seconds(low)} to {format_seconds(high)}"
-    assert re.search(rf"^ +{between}, by published runs$", run.stdout, re.M)
+    assert re.search(rf"^ +{between}, given published runs$", run.stdout, re.M)
     assert f"a step ({between})" in (tmp_path / "html").read_text()
     for name in ("forward, layers", "backward, layers", "update"):
         assert timeline["phases"][name] > 0

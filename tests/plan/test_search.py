@@ -51,8 +51,8 @@ def searched(tmp_path_factory):
     file = folder / "tiny.py"
     file.write_text(RECIPE)
     given = {"data.path": str(folder / "data" / "text.txt")}
-    words = ["--search.policy.remat=full,none", "--search=policy.accumulate"]
-    allowed = parse_search(words, given)
+    listed = {"policy.remat": ("full", "none")}
+    allowed = parse_search(["policy.accumulate"], listed, given)
 
     def command(candidate):
         return candidate.command("tiny.py", given)

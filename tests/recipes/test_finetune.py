@@ -19,7 +19,7 @@ from jshard.models.llama import Llama, LlamaConfig
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 
 SIZES: dict[str, Any] = {
@@ -61,8 +61,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def config_of(recipe: Any, **keys: Any) -> Any:
-    given = {name: str(value) for name, value in (KEYS | keys).items()}
-    return make_config(recipe, given)
+    return make_config(recipe, KEYS | keys)
 
 
 def train(workdir: Path, folder: Path, text: Path, **keys: Any) -> Path:
@@ -72,7 +71,8 @@ def train(workdir: Path, folder: Path, text: Path, **keys: Any) -> Path:
         "data.path": text,
     } | keys
     with open_recipe(find_recipe("finetune.py")) as recipe:
-        run(recipe, config_of(recipe, **keys), workdir)
+        given = config_of(recipe, **keys)
+        Trainer(recipe, config=given, workdir=workdir).fit(keeps_state=False)
     return workdir
 
 
@@ -141,4 +141,4 @@ def test_rank_0_trains_the_model_in_float32():
 
 def test_targets_that_are_not_there_are_a_users_error(folder, text, tmp_path):
     with pytest.raises(jshard.UserError, match="target 'query' matches no linear"):
-        train(tmp_path / "run", folder, text, **{"lora.targets": "query,"})
+        train(tmp_path / "run", folder, text, **{"lora.targets": ["query"]})

@@ -157,6 +157,15 @@ def test_accuracies_count_the_target_among_the_first():
     np.testing.assert_allclose(accuracies["top2_accuracy"].compute(), 1)
 
 
+def test_weights_that_would_broadcast_are_refused():
+    batch = {"targets": jnp.eye(3), "weights": jnp.ones((3, 1))}
+    with pytest.raises(AssertionError, match="shape"):
+        classification_loss(jnp.zeros((3, 3)), batch)
+    batch = {"targets": jnp.ones((3, 1)), "weights": jnp.ones(3)}
+    with pytest.raises(AssertionError, match="shape"):
+        classification_loss(jnp.zeros((3, 3)), batch)
+
+
 def test_pixels_are_normalised_by_channel():
     grey = normalize(jnp.full((1, 2, 2, 1), 255, jnp.uint8))
     color = normalize(jnp.full((1, 2, 2, 3), 255, jnp.uint8))

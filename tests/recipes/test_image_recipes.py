@@ -49,7 +49,7 @@ def test_digits_are_read_after_three_minutes(command, tmp_path, model):
     assert report.count("data:image/png;base64,") == 40
 
 
-def digits(**overrides: str) -> Any:
+def digits(**overrides: Any) -> Any:
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     with open_recipe(find_recipe("digits.py")) as recipe:
         config = make_config(recipe, overrides)
@@ -57,7 +57,7 @@ def digits(**overrides: str) -> Any:
 
 
 def test_the_splits_of_the_digits_are_apart():
-    train, validation = digits(**{"data.shift": "0"})
+    train, validation = digits(**{"data.shift": 0})
     assert len(validation) == 360
     epoch = [train[i] for i in range(1437)]
     seen = {row["image"].tobytes() for row in epoch}
@@ -66,7 +66,7 @@ def test_the_splits_of_the_digits_are_apart():
     assert epoch[0]["image"].shape == (8, 8, 1)
     np.testing.assert_allclose(epoch[0]["targets"].max(), 0.91, rtol=1e-6)
     assert validation[0]["targets"].max() == 1
-    moved, _ = digits(**{"data.mixup": "0.2"})
+    moved, _ = digits(**{"data.mixup": 0.2})
     assert moved[3]["image"].dtype == np.float32
 
 

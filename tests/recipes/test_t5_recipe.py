@@ -19,6 +19,7 @@ from jshard.models import t5_huggingface as huggingface
 from jshard.models.t5 import T5, T5Config
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.recipes import t5
 
 REPOSITORY = Path(__file__).parents[2]
 KEYS = {"data.sequence_length": 40, "data.noise": 0.2}
@@ -27,7 +28,7 @@ KEYS = {"data.sequence_length": 40, "data.noise": 0.2}
 @pytest.fixture(scope="module")
 def recipe():
     with open_recipe(find_recipe("t5.py")) as recipe:
-        yield recipe, sys.modules["train.t5"]
+        yield recipe, t5
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 40])
@@ -54,7 +55,7 @@ def test_an_epoch_has_other_gaps_and_validation_the_same(recipe, tmp_path):
     opened, _ = recipe
     (tmp_path / "text.txt").write_text("to be, or not to be: that is it. " * 20)
     keys = {**KEYS, "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2}
-    config = make_config(opened, {key: str(value) for key, value in keys.items()})
+    config = make_config(opened, keys)
     train = opened.make_data(config, "train")
     epoch = [train[i]["inputs"].tolist() for i in range(40)]
     assert len(set(map(tuple, epoch))) > 30
@@ -65,14 +66,14 @@ def test_an_epoch_has_other_gaps_and_validation_the_same(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model.vocab_size": "3"}, "needs 4 sentinels, tokens -1 to 2"),
-        ({"data.first_sentinel": "500"}, r"and model\.vocab_size is 384"),
-        ({"model.vocab_size": "256"}, "one of the sentinels, tokens 252 to 255"),
+        ({"model.vocab_size": 3}, "needs 4 sentinels, tokens -1 to 2"),
+        ({"data.first_sentinel": 500}, r"and model\.vocab_size is 384"),
+        ({"model.vocab_size": 256}, "one of the sentinels, tokens 252 to 255"),
     ],
 )
 def test_sentinels_that_do_not_fit_are_one_line(recipe, tmp_path, keys, message):
     opened, t5 = recipe
-    config = make_config(opened, {**{k: str(v) for k, v in KEYS.items()}, **keys})
+    config = make_config(opened, KEYS | keys)
     with pytest.raises(jshard.UserError, match=message):
         t5.Corruption(config)(np.asarray([255] * 9), np.random.default_rng(0))
 

@@ -77,8 +77,12 @@ LINES = [
 ]
 
 
+def sample(text):
+    return {"step": 1, "eval_loss": None, "text": text}
+
+
 def test_samples_are_shown_as_training_went_on(tmp_path):
-    page = write_run(tmp_path, LINES, {"generated": GENERATED, "sample": "text 900"})
+    page = write_run(tmp_path, LINES, {"generated": GENERATED})
     assert page.text["h3"] == [
         "step 100, validation loss 0.0100",
         "step 300, validation loss 0.0033",
@@ -123,10 +127,10 @@ def test_each_metric_has_a_chart_and_the_loss_has_both_curves(tmp_path):
 def test_notes_and_config_are_shown(tmp_path):
     page = write_run(
         tmp_path,
-        notes={"start_up": "8 devices\nmesh 1 x 8", "sample": "def f():\n  pass"},
+        notes={"start_up": "8 devices\nmesh 1 x 8"},
         config={"steps": 3, "optimizer": {"betas": [0.9, 0.95]}},
     )
-    assert page.text["pre"] == ["def f():\n  pass", "8 devices\nmesh 1 x 8"]
+    assert page.text["pre"] == ["8 devices\nmesh 1 x 8"]
     assert page.text["th"] == ["steps", "optimizer.betas"]
     assert page.text["td"] == ["3", "[0.9, 0.95]"]
 
@@ -170,18 +174,28 @@ def test_nothing_from_outside_becomes_markup(tmp_path):
     evil = write_run(
         tmp_path / EVIL.replace("/", ""),
         lines,
-        {"references": {EVIL: 2.0}, "start_up": EVIL, "sample": EVIL, "recipe": EVIL},
+        {
+            "references": {EVIL: 2.0},
+            "start_up": EVIL,
+            "generated": [sample(EVIL)],
+            "recipe": EVIL,
+        },
         {EVIL: EVIL, "group": {EVIL: EVIL}},
     )
     harmless = re.sub(r"\W", "x", EVIL)
     plain = write_run(
         tmp_path / "run",
         [{k.replace(EVIL, harmless): v for k, v in line.items()} for line in lines],
-        {"references": {"x": 2.0}, "start_up": "x", "sample": "x", "recipe": "x"},
+        {
+            "references": {"x": 2.0},
+            "start_up": "x",
+            "generated": [sample("x")],
+            "recipe": "x",
+        },
         {"x": "x", "group": {"x": "x"}},
     )
     assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]
-    assert evil.text["pre"] == [EVIL, EVIL]
+    assert evil.text["pre"] == [EVIL]
     assert evil.text["td"] == [EVIL, EVIL]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import struct
 import time
 import zlib
@@ -14,13 +15,14 @@ from tensorboardX.proto.event_pb2 import Event
 
 import jshard
 from checkpoints import small_disk
+from jshard.data.examples import count_items
 from jshard.errors import RunFailed, UserError
 from jshard.fit.hardware import peak_flops
 from jshard.formatting import format_count, format_duration
 from jshard.report.png import png
 from jshard.run.metrics import RunFolder
 from jshard.training import throughput as speed
-from jshard.training.throughput import Throughput, count_items
+from jshard.training.throughput import Throughput
 
 CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})
 
@@ -141,7 +143,6 @@ def test_generated_texts_are_kept_by_step(tmp_path):
         folder.sample(4, "c")  # again, after a resumption
         folder.sample(3, "d", 3.0)
     notes = json.loads((tmp_path / "notes.json").read_text())
-    assert notes["sample"] == "d"
     assert notes["generated"] == [
         {"step": 2, "eval_loss": 3.5, "text": "a"},
         {"step": 3, "eval_loss": 3.0, "text": "d"},
@@ -176,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
 
 def test_a_folder_in_place_of_the_report_is_told_before_the_training(tmp_path):
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(UserError, match=r"report\.html is a folder, in place of"):
+    with pytest.raises(UserError, match=r"report\.html is a folder where the report"):
         RunFolder(tmp_path, CONFIG)
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -200,14 +201,19 @@ def test_metrics_wait_for_a_disk_that_is_full_for_a_while(tmp_path):
         with RunFolder(disk, CONFIG) as folder:
             write_losses(folder, range(1, 9))
             fill(disk)
-            with pytest.warns(UserWarning, match=r"No space left .* in memory") as told:
+            with pytest.warns(UserWarning, match="No space left") as told:
                 write_losses(folder, range(9, 500))
-            assert len(told) == 1
+            metrics, events = (str(one.message) for one in told)
+            assert metrics.endswith(
+                "training continues, and its metrics wait in memory"
+            )
+            assert re.match("TensorBoard: .*; training continues without it$", events)
             (disk / "other").unlink()
-        steps = list(range(1, 500))
+            write_losses(folder, range(500, 510))
+        steps = list(range(1, 510))
         assert [line["step"] for line in read_lines(disk)] == steps
-        scalars = read_scalars(disk)
-        assert [step for tag, step, _ in scalars if tag == "train/loss"] == steps
+        (file,) = disk.glob("events.out.tfevents.*")
+        assert file.read_bytes()
         assert (disk / "report.html").exists()
 
 

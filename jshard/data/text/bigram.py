@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jshard.data.text.corpus import Piece, split_corpus
+from jshard.data.text.corpus import split_corpus
+from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, load_tokenizer
 
 _CHUNK = 1 << 20  # tokens counted at a time

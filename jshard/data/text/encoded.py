@@ -25,6 +25,20 @@ _BATCH = 2**20  # characters tokenized at a time
 _MUCH = 2**30  # bytes to tokenize at every start
 
 
+class Document(NamedTuple):
+    """The tokens of a document.
+
+    Attributes:
+      file: Where it is from.
+      tokens: Unsigned [n].
+      trained: Which tokens are targets, bool[n]; None for all.
+    """
+
+    file: Path
+    tokens: np.ndarray
+    trained: np.ndarray | None = None
+
+
 class Encoded(NamedTuple):
     """The tokens of a file.
 
@@ -69,52 +83,45 @@ def _encode_files(
     files: Sequence[Path], tokenizer: Tokenizer, text_key: str, stamps: tuple
 ) -> list[Encoded]:
     del stamps  # part of the cache's key
-    chats = {file for file in files if has_chats(file, text_key)}
-    texts = [file for file in files if file not in chats]
-    found = dict(zip(texts, _encode_texts(texts, tokenizer, text_key), strict=True))
-    found |= {file: _encode_chats(file, tokenizer) for file in chats}
-    return [found[file] for file in files]
+    found: dict[Path, list[Document]] = {file: [] for file in files}
+    parts = [part for file in files for part in cut(file, TEXT_BYTES)]
+    for document in encode_slices(parts, tokenizer, text_key):
+        found[document.file].append(document)
+    return [_joined(documents, tokenizer.dtype) for documents in found.values()]
 
 
-def _encode_texts(
-    files: Sequence[Path], tokenizer: Tokenizer, text_key: str
-) -> list[Encoded]:
-    documents: list[list[np.ndarray]] = [[] for _ in files]
-    labelled = (
-        (number, text)
-        for number, file in enumerate(files)
-        for part in cut(file, TEXT_BYTES)
-        for text in read_texts(part, text_key)
+def _joined(documents: Sequence[Document], dtype: np.dtype) -> Encoded:
+    tokens = [document.tokens for document in documents]
+    trained = [x.trained for x in documents if x.trained is not None]
+    return Encoded(
+        np.concatenate(tokens) if tokens else np.zeros(0, dtype),
+        np.cumsum(list(map(len, tokens)), dtype=np.int64),
+        np.concatenate(trained) if trained else None,  # a file has chats alone, or none
     )
-    for batch in _batches(labelled):
-        numbers, texts = zip(*batch, strict=True)
-        file = files[numbers[0]]
-        for number, tokens in zip(numbers, encode(tokenizer, texts, file), strict=True):
-            documents[number].append(tokens)
-    return [_joined(tokens, tokenizer.dtype) for tokens in documents]
 
 
 def encode_slices(
     parts: Iterable[Slice], tokenizer: Tokenizer, text_key: str
-) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yields each document's tokens, and which are targets; None for all."""
-    for part in parts:
-        if has_chats(part.file, text_key):
-            yield from _chats(part, tokenizer)
+) -> Iterator[Document]:
+    """Yields the documents of slices of files, those without text left out."""
+    is_chat = lambda part: has_chats(part.file, text_key)
+    for chats, group in itertools.groupby(parts, is_chat):
+        if chats:
+            for part in group:
+                yield from _chats(part, tokenizer)
             continue
-        texts = ((0, text) for text in read_texts(part, text_key))
+        texts = ((x.file, text) for x in group for text in read_texts(x, text_key))
         for batch in _batches(texts):
-            for tokens in encode(tokenizer, [text for _, text in batch], part.file):
-                yield tokens, None
+            yield from _encode(tokenizer, batch)
 
 
-def _batches(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+def _batches(texts: Iterable[tuple[Path, str]]) -> Iterator[list[tuple[Path, str]]]:
     """Groups texts that are not empty to about a million characters."""
     batch, size = [], 0
-    for labelled in texts:
-        if labelled[1]:
-            batch.append(labelled)
-            size += len(labelled[1])
+    for file, text in texts:
+        if text:
+            batch.append((file, text))
+            size += len(text)
         if size >= _BATCH:
             yield batch
             batch, size = [], 0
@@ -122,21 +129,17 @@ def _batches(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]
         yield batch
 
 
-def encode(
-    tokenizer: Tokenizer, texts: Sequence[str], file: Path
-) -> Sequence[np.ndarray]:
-    """Returns the tokens of documents; a UserError names `file`."""
+def _encode(
+    tokenizer: Tokenizer, batch: Sequence[tuple[Path, str]]
+) -> Iterator[Document]:
+    files, texts = zip(*batch, strict=True)
     try:
-        return tokenizer.encode_documents(texts)
+        encoded = tokenizer.encode_documents(texts)
     except UnicodeEncodeError as error:  # JSON can hold halves of characters
         raise UserError(
-            f"{file}: has a text that is not valid Unicode ({error.reason})"
+            f"{files[0]}: has a text that is not valid Unicode ({error.reason})"
         ) from error
-
-
-def _joined(documents: Sequence[np.ndarray], dtype: np.dtype) -> Encoded:
-    tokens = np.concatenate(documents) if documents else np.zeros(0, dtype)
-    return Encoded(tokens, np.cumsum([len(d) for d in documents], dtype=np.int64))
+    yield from map(Document, files, encoded)
 
 
 def has_chats(file: Path, text_key: str) -> bool:
@@ -149,20 +152,7 @@ def has_chats(file: Path, text_key: str) -> bool:
     return False
 
 
-def _encode_chats(file: Path, tokenizer: Tokenizer) -> Encoded:
-    found = [
-        document
-        for part in cut(file, TEXT_BYTES)
-        for document in _chats(part, tokenizer)
-    ]
-    joined = _joined([tokens for tokens, _ in found], tokenizer.dtype)
-    return joined._replace(trained=np.concatenate([trained for _, trained in found]))
-
-
-def _chats(
-    part: Slice, tokenizer: Tokenizer
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the tokens of each chat of a slice, and which are targets."""
+def _chats(part: Slice, tokenizer: Tokenizer) -> Iterator[Document]:
     if not isinstance(tokenizer, FileTokenizer):
         raise UserError(
             f"{part.file}: chats need the template of a tokenizer: set data.tokenizer "
@@ -170,4 +160,4 @@ def _chats(
         )
     chat = load_chat(tokenizer)
     for where, record in read_records(part):
-        yield chat.encode(record, where)
+        yield Document(part.file, *chat.encode(record, where))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-from jshard.data.text.corpus import Piece
+from jshard.data.text.token_files import Piece
 from jshard.data.text.windows import check_sample, read_tokens
 from jshard.errors import UserError
 

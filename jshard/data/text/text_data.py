@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import grain
-import numpy as np
 
 from jshard.data.mixture import mix, parse_mixture
-from jshard.data.text.corpus import Piece, split_corpus
+from jshard.data.text.corpus import split_corpus
 from jshard.data.text.packing import packed_rows
+from jshard.data.text.token_files import Piece
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
@@ -162,17 +162,3 @@ def _check_targets(pieces: Sequence[Piece]) -> None:
                 f"{piece.file}: chats are trained on as whole documents: set "
                 "--config.data.pack=True"
             )
-
-
-def encode(text: str) -> np.ndarray:
-    """Returns the UTF-8 bytes of `text` as tokens, int32[n]."""
-    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-
-def decode(tokens: np.ndarray) -> str:
-    """Returns the text of byte tokens [n], with � for bytes that are not UTF-8.
-
-    Raises:
-      ValueError: A token is not a byte.
-    """
-    return bytes(np.asarray(tokens).tolist()).decode(errors="replace")

@@ -1,332 +1,142 @@
-"""Token files of a corpus, written by several processes, resumable.
+"""Files of tokens, as a corpus reads them: memory-mapped, with what lies beside them.
 
-The corpus is divided into parts of about 64 MiB, whatever the number of processes. Each
-part becomes a file of tokens and one of the ends of its documents, which appear when
-they are complete; so a command that was killed continues with the parts that are not
-there, and ends with the same bytes.
+`train.bin` holds unsigned little-endian integers, perhaps after the header of llm.c's
+files. `train.idx` beside it holds the token after the last of each document in uint64,
+and `train.trained` a byte for each token: 1 if it is a target.
 """
 
-import contextlib
+import dataclasses
 import functools
-import json
-import multiprocessing
 import os
-import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from jshard.checkpoint.atomic import replace_file, sync_folder
-from jshard.cli.terminal import show
-from jshard.data.text.corpus import (
-    TRAINED,
-    UNFINISHED,
-    VALIDATION_NAME,
-    corpus_files,
-)
-from jshard.data.text.encoded import TEXT_BYTES, encode_slices, has_chats
-from jshard.data.text.records import Slice, cut, has_records
-from jshard.data.tokenizers.chat import load_chat
-from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import RunFailed, UserError
+from jshard.errors import UserError
 
-ABOUT = "tokens.json"
-PART_BYTES = 2**26
-# llm.c's header: magic, version, number of tokens, zeros up to 1024 bytes.
+TOKENS, ENDS, TRAINED = ".bin", ".idx", ".trained"  # suffixes
+# llm.c's header: int32 magic, version and number of tokens, and zeros.
 _MAGIC = {"uint16": 20240520, "uint32": 20240801}
-_HEADER = np.zeros(256, "<i4")
-_PAUSE = 10.0  # seconds between lines
+HEADER_BYTES = 1024
 
 
-class _Part(NamedTuple):
-    """Slices that become one file.
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens [start, stop) of a file.
 
     Attributes:
-      name: Of the file, without its suffix.
-      slices: What it consists of.
+      file: The file.
+      name: Its path in the corpus' folder, with "/".
+      start: The first token.
+      stop: The token after the last.
+      load: Returns all tokens of the file, unsigned integers [n]. Opens memory maps
+        when called, because the open maps of a thousand files would use up the file
+        descriptors.
+      ends: Returns the token after the last of each document of the file, integers
+        [documents]. None if the file is one document, or if that of `.bin` is unknown.
+      trained: Returns which tokens of the file are targets, bool[n]; None for all.
     """
 
+    file: Path
     name: str
-    slices: list[Slice]
+    start: int
+    stop: int
+    load: Callable[[], np.ndarray]
+    ends: Callable[[], np.ndarray] | None = None
+    trained: Callable[[], np.ndarray] | None = None
 
-    @property
-    def size(self) -> int:
-        """Bytes of the corpus."""
-        return sum(piece.size for piece in self.slices)
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns tokens [start, stop) of the piece, clipped at its end."""
+        return self.load()[self.start + start : min(self.start + stop, self.stop)]
+
+    def read_weights(self, start: int, stop: int) -> np.ndarray | float:
+        """Returns the weights of tokens [start, stop) as targets: 0 or 1."""
+        if self.trained is None:
+            return 1.0
+        return self.trained()[self.start + start : min(self.start + stop, self.stop)]
 
 
-def write_token_files(
-    inputs: Sequence[Path],
-    tokenizer: Path,
-    output: Path,
-    *,
-    text_key: str = "text",
-    workers: int = 1,
-    part_bytes: int = PART_BYTES,
-) -> None:
-    """Writes the tokens of documents to `output`, for `text_data`.
+def make_header(dtype: str, tokens: int) -> bytes:
+    """Returns llm.c's header of a file of tokens."""
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = _MAGIC[dtype], 1, tokens
+    return header.tobytes()
 
-    `train-00000.bin` and so on hold tokens, in uint16 if the tokenizer has at most
-    65,536 and else in uint32, after llm.c's header; `train-00000.idx` holds the token
-    after the last of each document in uint64. Of chats, `train-00000.trained` holds a
-    byte for each token: 1 if an assistant wrote it. Files named as validation data, as
-    for `text_data`, become `val-00000.bin`. `tokens.json` says what they were made of.
+
+def map_tokens(file: Path, name: str, token_dtype: str) -> Piece:
+    """Returns the tokens of a `.bin` file.
 
     Args:
-      inputs: Files or folders, as for `text_data`.
-      tokenizer: A `tokenizer.json`, or a folder with one.
-      output: A folder; new, empty, or left by the same call when it was killed.
-      text_key: The text of a record.
-      workers: Processes that tokenize.
-      part_bytes: About how much of the corpus becomes one file.
+      file: The file.
+      name: Its path in the corpus' folder.
+      token_dtype: "uint16" or "uint32".
 
     Raises:
-      UserError: The inputs or the tokenizer cannot be read, or `output` holds something
-        else.
+      UserError: The file is empty or cannot be read as such tokens, or what lies beside
+        it does not fit it.
     """
-    loaded = load_tokenizer(tokenizer)
-    files = dict(found for path in inputs for found in corpus_files(path))
-    parts = _plan(files, part_bytes)
-    about = {
-        "tokenizer": loaded.digest,
-        "vocab_size": loaded.vocab_size,
-        "eos_id": loaded.eos_id,
-        "dtype": loaded.dtype.name,
-        "text_key": text_key,
-        "part_bytes": part_bytes,
-        "files": {str(file.resolve()): _stamp(file) for file in files},
-    }
-    if chats := any(has_chats(file, text_key) for file in files):
-        about["chat_template"] = load_chat(loaded).digest
-    folder = output / UNFINISHED
-    if not _begin(output, folder, about):
-        show(f"{output} is complete already")
-        return
-    missing = [part for part in parts if _find(folder, part.name) is None]
-    write = functools.partial(
-        _write_part, folder=folder, tokenizer=str(tokenizer), text_key=text_key
-    )
-    started = time.perf_counter()
-    with _progress(parts, missing) as advance:
-        for part in _write_all(missing, workers, write):
-            advance(part)
-    seconds = time.perf_counter() - started
-    counts = [_count(folder, part) for part in parts]
-    tokens, documents = (sum(count[i] for count in counts) for i in range(2))
-    if not tokens:
-        shutil.rmtree(folder)
-        raise UserError(f"{inputs[0]}: has no text")
-    _finish(folder, output, {**about, "tokens": tokens, "documents": documents})
-    size = sum(part.size for part in missing) / 1e6
-    show(
-        f"tokenized {size:,.1f} MB in {seconds:,.1f} s, {size / seconds:.2f} MB/s; "
-        f"{output} holds {tokens:,} tokens of {documents:,} documents in "
-        f"{loaded.dtype}"
-    )
-    show(
-        f"train on them: --config.data.path={output} "
-        f"--config.data.token_dtype={loaded.dtype} --config.data.tokenizer={tokenizer}"
-        + " --config.data.pack=True"
-        * chats
-    )
-
-
-def _stamp(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _plan(files: Mapping[Path, str], part_bytes: int) -> list[_Part]:
-    """Divides files into parts: a pure function of their names and sizes."""
-    slices: dict[str, list[Slice]] = {"train": [], "val": []}
-    for file, name in files.items():
-        split = "val" if VALIDATION_NAME.search(name) else "train"
-        most = part_bytes if has_records(file) else min(TEXT_BYTES, part_bytes)
-        slices[split] += cut(file, most)
-    parts = []
-    for split, pieces in slices.items():
-        groups: list[list[Slice]] = []
-        room = 0
-        for piece in pieces:
-            if piece.size > room or not groups:
-                groups.append([])
-                room = part_bytes
-            groups[-1].append(piece)
-            room -= piece.size
-        parts += [_Part(f"{split}-{i:05}", group) for i, group in enumerate(groups)]
-    return parts
-
-
-def _begin(output: Path, folder: Path, about: dict[str, Any]) -> bool:
-    """Prepares the folder of an unfinished corpus; False if it is finished."""
-    for place in (output, folder):
-        try:
-            found = json.loads((place / ABOUT).read_text())
-        except FileNotFoundError:
-            continue
-        except ValueError as error:
-            raise UserError(f"{place / ABOUT}: cannot be read: {error}") from error
-        if other := [key for key in about if about[key] != found.get(key)]:
+    itemsize = np.dtype(token_dtype).itemsize
+    with reading(file), file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        header = np.frombuffer(stream.read(12).ljust(12, b"\0"), "<i4")
+    offset = 0
+    named = {magic: dtype for dtype, magic in _MAGIC.items()}
+    if (wanted := named.get(int(header[0]))) is not None:
+        offset = HEADER_BYTES
+        expected = offset + int(header[2]) * itemsize
+        if wanted != token_dtype or header[2] < 0 or size != expected:
             raise UserError(
-                f"--output={output} holds tokens made with another {other[0]}; give "
-                "another folder, or remove it"
+                f"{file}: its header says {header[2]} tokens of {wanted}, which does "
+                f"not match {size} bytes of {token_dtype}; set data.token_dtype, or "
+                "download the file again"
             )
-        if place == output:
-            shutil.rmtree(folder, ignore_errors=True)
-        return place == folder
-    if output.exists() and (there := sorted(output.glob("*.bin"))):
-        raise UserError(f"--output={output} holds {there[0].name}; give another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / ABOUT, json.dumps(about, indent=1))
-    return True
+    if size == offset:
+        raise UserError(f"{file}: the file is empty; remove it, or download it again")
+    length, rest = divmod(size - offset, itemsize)
+    if rest:
+        raise UserError(
+            f"{file}: {size} bytes are not a multiple of {token_dtype}'s {itemsize}; "
+            "set data.token_dtype, or download the file again"
+        )
+    load = functools.partial(_memmap, file, token_dtype, offset, length)
+    ends = None
+    index = file.with_suffix(ENDS)
+    if index.exists():
+        count, rest = divmod(index.stat().st_size, 8)
+        ends = functools.partial(_memmap, index, "uint64", 0, count)
+        if rest or not count or ends()[-1] != length:
+            raise UserError(
+                f"{index}: does not end at the {length} tokens of {file.name}; "
+                "tokenize the text again"
+            )
+    trained, mask = None, file.with_suffix(TRAINED)
+    if mask.exists():
+        if mask.stat().st_size != length:
+            raise UserError(
+                f"{mask}: does not have a byte for each of the {length} tokens of "
+                f"{file.name}; tokenize the chats again"
+            )
+        trained = functools.partial(_memmap, mask, "bool", 0, length)
+    return Piece(file, name, 0, length, load, ends, trained)
 
 
-def _finish(folder: Path, output: Path, about: dict[str, Any]) -> None:
-    """Moves the files of all parts to their place."""
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".bin", ".idx", TRAINED):
-            file.rename(output / file.name)
-    replace_file(output / ABOUT, json.dumps(about, indent=1))
-    shutil.rmtree(folder)
+@functools.lru_cache(maxsize=256)
+def _memmap(file: Path, dtype: str, offset: int, length: int) -> np.ndarray:
+    return np.memmap(file, np.dtype(dtype).newbyteorder("<"), "r", offset, (length,))
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    """Returns a part's file of ends: the last to be written, perhaps moved already."""
-    for place in (folder, folder.parent):
-        if (file := place / f"{name}.idx").exists():
-            return file
-    return None
-
-
-def _count(folder: Path, part: _Part) -> tuple[int, int]:
-    """Returns how many tokens and documents a part has."""
-    file = _find(folder, part.name)
-    assert file is not None
-    ends = np.fromfile(file, "<u8")
-    return int(ends[-1]) if len(ends) else 0, len(ends)
-
-
-def _write_all(
-    parts: Sequence[_Part], workers: int, write: Callable[[_Part], _Part]
-) -> Iterator[_Part]:
-    """Yields parts as they are written, by several processes."""
-    processes = min(workers, len(parts))
-    if processes <= 1:
-        yield from map(write, parts)
-        return
-    with ProcessPoolExecutor(
-        processes,
-        multiprocessing.get_context("spawn"),
-        _start_worker,
-        (str(max(1, workers // processes)),),
-    ) as pool:
-        try:
-            for future in as_completed([pool.submit(write, part) for part in parts]):
-                yield future.result()
-        except BrokenProcessPool as error:
-            raise RunFailed(
-                "a worker was killed, perhaps for its memory; run the command again to "
-                "continue, with fewer --workers"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _start_worker(threads: str) -> None:
-    os.environ["RAYON_NUM_THREADS"] = threads  # of the tokenizer, in this process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)  # the parent was killed
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _write_part(part: _Part, folder: Path, tokenizer: str, text_key: str) -> _Part:
-    """Writes the tokens of a part, its targets, and then the ends of its documents."""
-    loaded = load_tokenizer(tokenizer)
-    tokens, ends = folder / f"{part.name}.bin", folder / f"{part.name}.idx"
-    lengths, targets = [], []
-    with _replacing(tokens) as stream:
-        stream.write(bytes(_HEADER.nbytes))
-        for document, trained in encode_slices(part.slices, loaded, text_key):
-            lengths.append(len(document))
-            targets.append(trained)
-            stream.write(document.astype(document.dtype.newbyteorder("<")).tobytes())
-        header = _HEADER.copy()
-        header[:3] = _MAGIC[loaded.dtype.name], 1, sum(lengths)
-        stream.seek(0)
-        stream.write(header.tobytes())
-    if not lengths:
-        tokens.unlink()
-    if any(trained is not None for trained in targets):
-        with _replacing(tokens.with_suffix(TRAINED)) as stream:
-            for length, trained in zip(lengths, targets, strict=True):
-                trained = np.ones(length, bool) if trained is None else trained
-                stream.write(trained.tobytes())
-    with _replacing(ends) as stream:
-        stream.write(np.cumsum(lengths, dtype="<u8").tobytes())
-    return part
-
-
-@contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[BinaryIO]:
-    """Opens a new file, which gets its name when it is complete and on the disk."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # a killed one's may stay
-    with temporary.open("wb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
-    sync_folder(file.parent)
-
-
-@contextlib.contextmanager
-def _progress(
-    parts: Sequence[_Part], missing: Sequence[_Part]
-) -> Iterator[Callable[[_Part], None]]:
-    """Shows how much is done: a bar on a terminal, else a line now and then."""
-    total = sum(part.size for part in parts)
-    done = total - sum(part.size for part in missing)
-    if done:
-        show(f"continuing: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB are there")
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total, completed=done)
-        shown = time.monotonic()
-
-        def advance(part: _Part) -> None:
-            nonlocal done, shown
-            done += part.size
-            bar.advance(task, part.size)
-            if not console.is_terminal and time.monotonic() - shown > _PAUSE:
-                shown = time.monotonic()
-                show(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
-
-        yield advance
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an `OSError` into a `UserError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: cannot be read ({error.strerror}); make it "
+            "readable, or move it out of data.path"
+        ) from error

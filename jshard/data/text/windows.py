@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-from jshard.data.text.corpus import Piece
+from jshard.data.text.token_files import Piece
 from jshard.errors import UserError
 
 _SAMPLE = 4096  # tokens of each file to check before the first step

@@ -156,7 +156,7 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
         floor += f", MFU {plan.mfu * seconds / timeline.floor:.1%}"
     yield "step", format_seconds(seconds), speed
     if plan.seconds_range is not None:
-        yield "", "", f"{step_range(plan)}, by published runs"
+        yield "", "", f"{step_range(plan)}, given published runs"
     yield "floor", format_seconds(timeline.floor), floor
     sent = format_seconds(timeline.busy(COLLECTIVES))
     share = f"{exposed / seconds:.1%} of the step, of {sent} of collectives"

@@ -1,17 +1,20 @@
-"""What a search tries: settings of a recipe's keys, as on the command line."""
+"""What a search tries: settings of a recipe's keys."""
 
 import dataclasses
 import itertools
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from jshard.config.run_config import Config, flatten, nearest
+from jshard.config.run_config import Config, flatten
+from jshard.config.shared_keys import FIT
 from jshard.errors import UserError
 from jshard.fit.hardware import GPUS_A_HOST
+from jshard.formatting import did_you_mean
 from jshard.fsdp.activations import POLICIES
 
-Settings = dict[str, str]  # text by key: {"policy.remat": "dots"}
+Settings = dict[str, Any]  # values by key: {"policy.remat": "dots"}
 
 REMAT, RESHARD = "policy.remat", "policy.reshard_after_forward"
 AXES = "axes"
@@ -36,18 +39,24 @@ _KEYS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
     """A way to run a job: its settings, in addition to the user's."""
 
     settings: Settings
 
-    def __hash__(self) -> int:
-        return hash(tuple(sorted(self.settings.items())))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Candidate) and self._words() == other._words()
 
-    def command(self, recipe: str, overrides: Mapping[str, str]) -> str:
+    def __hash__(self) -> int:
+        return hash(self._words())
+
+    def _words(self) -> frozenset[tuple[str, str]]:
+        return frozenset((k, str(v)) for k, v in self.settings.items())  # 1 is not True
+
+    def command(self, recipe: str, given: Mapping[str, Any]) -> str:
         """Returns the command line that trains this way, with the user's settings."""
-        settings = {**overrides, **self.settings}
+        settings = {**given, **self.settings}
         words = [f"--config.{key}={value}" for key, value in settings.items()]
         line = ["python", "-m", "jshard.train", f"--config={recipe}", *words]
         return shlex.join(line)
@@ -58,57 +67,54 @@ class Candidate:
 
 
 def parse_search(
-    words: Iterable[str], overrides: Mapping[str, str]
-) -> dict[str, tuple[str, ...] | None]:
-    """Parses the command line's words on what may vary.
+    searches: Iterable[str],
+    listed: Mapping[str, Sequence[Any]],
+    given: Iterable[str],
+) -> dict[str, Sequence[Any] | None]:
+    """Returns what may vary, by what the command line says.
 
-    ``--search`` varies all ``DEFAULT_KNOBS`` that ``overrides`` leaves free,
+    ``--search`` varies all ``DEFAULT_KNOBS`` that the user leaves free,
     ``--search=policy.remat,mesh`` only these knobs, and ``--search.KEY=A,B`` one key of
     the config over these values, in place of its knob's own.
 
     Args:
-      words: those that begin with ``--search``.
-      overrides: the user's settings, which stay fixed.
+      searches: the texts of ``--search``; "" if it has none.
+      listed: the values of each ``--search.KEY``.
+      given: the keys that the user sets, which stay fixed.
 
     Returns:
       The values to try by key; None stands for the knob's own values.
 
     Raises:
-      UserError: a knob is unknown or in ``overrides``, or a key has no values.
+      UserError: a knob is unknown or given, or a key has no values.
     """
-    allowed: dict[str, tuple[str, ...] | None] = {}
-    listed: dict[str, tuple[str, ...] | None] = {}
-    for word in words:
-        option, _, text = word.partition("=")
-        values = tuple(part for part in text.split(",") if part)
-        if option == "--search":
-            free = [knob for knob in DEFAULT_KNOBS if not _given(knob, overrides)]
-            for knob in values:
-                _check_knob(knob, overrides)
-            allowed |= dict.fromkeys(values or free)
-        elif option.startswith("--search."):
-            key = option.removeprefix("--search.")
-            if key in overrides:
-                raise UserError(f"{word}: --config.{key} is given, too; drop one")
-            if not values:
-                raise UserError(f"{option} needs values: {option}=A,B")
-            listed[key] = values
-        else:
-            raise UserError(f"unknown argument {word!r}; see --help")
+    given = set(given)
+    allowed: dict[str, Sequence[Any] | None] = {}
+    for text in searches:
+        named = [knob for knob in text.split(",") if knob]
+        for knob in named:
+            _check_knob(knob, given)
+        free = [knob for knob in DEFAULT_KNOBS if not _given(knob, given)]
+        allowed |= dict.fromkeys(named or free)
+    for key, values in listed.items():
+        if key in given:
+            raise UserError(f"--search.{key}: --config.{key} is given, too; drop one")
+        if not values:
+            raise UserError(f"--search.{key} needs values: --search.{key}=A,B")
     for knob in _KEYS:
         if _given(knob, listed):
             allowed.pop(knob, None)
-    return allowed | listed
+    return allowed | dict(listed)
 
 
-def _check_knob(knob: str, overrides: Mapping[str, str]) -> None:
+def _check_knob(knob: str, given: Iterable[str]) -> None:
     if knob not in KNOBS:
-        hint = nearest(knob, KNOBS)
+        hint = did_you_mean(knob, KNOBS)
         raise UserError(
             f"--search={knob}: unknown knob{hint}; possible: {', '.join(KNOBS)}, or "
             "any key of the config with its values: --search.KEY=A,B"
         )
-    if _given(knob, overrides):
+    if _given(knob, given):
         keys = " or ".join(f"--config.{key}" for key in _KEYS.get(knob, (knob,)))
         raise UserError(f"--search={knob}: {keys} is given, too; drop one")
 
@@ -121,7 +127,7 @@ def _given(knob: str, settings: Iterable[str]) -> bool:
 def candidates(
     config: Config,
     devices: int,
-    allowed: Mapping[str, Sequence[str] | None],
+    allowed: Mapping[str, Sequence[Any] | None],
     names: Sequence[str] = (),
     axes: Sequence[str] = (),
 ) -> list[Candidate]:
@@ -137,17 +143,9 @@ def candidates(
       allowed: values to try by key; None stands for the knob's own values.
       names: of the model's activations (``checkpoint_name``).
       axes: of the mesh, besides "replica" and "fsdp", that the model can take.
-
-    Raises:
-      UserError: a key is unknown.
     """
-    flat = {key: str(value) for key, value in flatten(config).items()}
+    flat = flatten(config)
     own = _own_choices(config, devices, names, axes)
-    for key in allowed:
-        if key not in own and key not in flat:
-            raise UserError(
-                f"--search.{key}: the recipe has no such key{nearest(key, flat)}"
-            )
     choices = [
         own[key] if values is None else [{key: value} for value in values]
         for key, values in allowed.items()
@@ -158,10 +156,11 @@ def candidates(
         everything = flat | settings
         shards = _shards(everything, devices)
         group = everything[RESHARD]
-        if group.isdigit() and int(group) >= shards and RESHARD in settings:
+        if type(group) is int and group >= shards and RESHARD in settings:
             if allowed[RESHARD] is None:
                 continue  # like True, but with a copy in memory
-        candidate = Candidate({k: v for k, v in settings.items() if v != flat[k]})
+        changes = {k: v for k, v in settings.items() if str(v) != str(flat[k])}
+        candidate = Candidate(changes)
         found.setdefault(_identity(everything, shards), candidate)
     return list(found.values())
 
@@ -193,20 +192,19 @@ def _own_choices(
     shards = [
         n for n in _divisors(devices) if GPUS_A_HOST % n == 0 or n % GPUS_A_HOST == 0
     ]
-    sums = [("float32", "None"), ("bfloat16", "float32"), ("bfloat16", "None")]
-    choices = {knob: [{knob: str(value)} for value in values[knob]] for knob in values}
+    sums = [("float32", None), ("bfloat16", "float32"), ("bfloat16", None)]
+    choices = {knob: [{knob: value} for value in values[knob]] for knob in values}
     return choices | {
         # One further axis, within a host; two rarely pay.
         AXES: [{}]
         + [
-            {f"mesh.{axis}": str(n)}
+            {f"mesh.{axis}": n}
             for axis in axes
             for n in _divisors(min(devices, GPUS_A_HOST))
             if n > 1 and devices % n == 0
         ],
         "mesh": [
-            {"mesh.replica": str(devices // n), "mesh.fsdp": "-1"}
-            for n in reversed(shards)
+            {"mesh.replica": devices // n, "mesh.fsdp": -1} for n in reversed(shards)
         ],
         "policy.precision.reduce": [
             {"policy.precision.reduce": reduce, "policy.precision.sum": total}
@@ -219,22 +217,20 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _shards(settings: Mapping[str, str], devices: int) -> int:
+def _shards(settings: Settings, devices: int) -> int:
     """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
-    if fsdp.isdigit():
-        further = (int(n) for key in _KEYS[AXES] if (n := settings[key]).isdigit())
-        return int(fsdp) * math.prod(further)
-    if replica == "hosts":
-        return min(devices, GPUS_A_HOST)
-    return devices // int(replica) if replica.isdigit() and int(replica) else 0
+    if fsdp != -1:
+        further = [settings[key] for key in _KEYS[AXES]]
+        return fsdp * math.prod(n for n in further if n != FIT)
+    return min(devices, GPUS_A_HOST) if replica == "hosts" else devices // replica
 
 
-def _identity(settings: Mapping[str, str], shards: int) -> tuple:
+def _identity(settings: Settings, shards: int) -> tuple:
     """Returns a key that is equal for settings that yield the same program."""
-    same = {**settings, "mesh.fsdp": str(shards)}
-    if same["policy.accumulate"] == "1":
-        same["policy.defer_scatter"] = "False"
-    if shards == 1 or same["policy.defer_scatter"] == "True":
-        same[RESHARD] = "True"
-    return tuple(sorted(same.items()))
+    same = {**settings, "mesh.fsdp": shards}
+    if same["policy.accumulate"] == 1:
+        same["policy.defer_scatter"] = False
+    if shards == 1 or same["policy.defer_scatter"]:
+        same[RESHARD] = True
+    return tuple(sorted((key, str(value)) for key, value in same.items()))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.config.parser import override
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config
 from jshard.errors import UserError
@@ -65,9 +64,9 @@ _NOT_OF_STATE = (
 
 def search(
     path: str | Path,
-    overrides: Mapping[str, str],
+    overrides: Mapping[str, Any],
     topology: str,
-    allowed: Mapping[str, Sequence[str] | None],
+    allowed: Mapping[str, Sequence[Any] | None],
     *,
     limit: int = 50,
     constants: str = "fitted",
@@ -77,7 +76,7 @@ def search(
 
     Args:
       path: of the recipe, for ``open_recipe``.
-      overrides: the user's settings, text by key, which stay fixed.
+      overrides: the user's settings, values by key, which stay fixed.
       topology: "h100:64".
       allowed: what varies (``jshard.plan.search.candidates.parse_search``).
       limit: the most candidates to compile.
@@ -91,14 +90,11 @@ def search(
     gpu = dataclasses.replace(gpu, constants=find_constants(constants))
     mesh_devices = devices(topology)
     with open_recipe(path) as recipe:
-        config = make_config(recipe, dict(overrides))
-        for key, values in allowed.items():
-            for value in values or ():  # a bad value is an error, not a candidate
-                override(make_config(recipe, {}), {key: value}, recipe.name)
+        config = make_config(recipe, overrides)
 
         @functools.cache
         def traced(remat: str) -> tuple[Activity, list[str]]:
-            settings = {**overrides, REMAT: remat, RESHARD: "True"}
+            settings = {**overrides, REMAT: remat, RESHARD: True}
             return _trace(recipe, topology, settings)
 
         _, names = traced(str(config.policy.remat))
@@ -168,7 +164,7 @@ def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[s
 
 
 def _trace(
-    recipe: Recipe, topology: str, settings: dict[str, str]
+    recipe: Recipe, topology: str, settings: dict[str, Any]
 ) -> tuple[Activity, list[str]]:
     """Returns a step's activity, and the names of its activations.
 
@@ -188,7 +184,7 @@ def _estimates(
     gpu: GPU,
     traced: Callable[[str], tuple[Activity, list[str]]],
     everything: Iterable[Candidate],
-    overrides: Mapping[str, str],
+    overrides: Mapping[str, Any],
 ) -> tuple[
     dict[Candidate, Estimate],
     list[tuple[Candidate, str]],
@@ -197,10 +193,10 @@ def _estimates(
     """Estimates what may fit; lists invalid candidates and those that are too large."""
     promising: dict[Candidate, Estimate] = {}
     refused, too_large = [], []
-    sizes: dict[tuple, StateSize] = {}  # by the settings that the state depends on
+    sizes: dict[frozenset, StateSize] = {}  # by the settings that the state depends on
     for candidate in everything:
         settings = {**overrides, **candidate.settings}
-        key = tuple(sorted((k, settings[k]) for k in settings.keys() - _NOT_OF_STATE))
+        key = frozenset((k, str(settings[k])) for k in settings.keys() - _NOT_OF_STATE)
         try:
             config = make_config(recipe, settings)
             policy, mesh = make_policy(config), make_mesh(config, mesh_devices)

@@ -34,7 +34,7 @@ def run_task(
 ) -> dict[str, Any]:
     """Compiles a candidate, or finds its result in the cache.
 
-    The task has "settings", text by key, and the "cache" folder; the reply the
+    The task has "settings", values by key, and the "cache" folder; the reply the
     "figures" of an ``Outcome`` and their "unit".
     """
     program = trace(recipe, make_config(recipe, task["settings"]), topology, constants)

@@ -1,9 +1,9 @@
-"""A recipe in Python: a file's, a module's, or put together from parts."""
+"""What a `Trainer` is given: a recipe, parts of one, and keys of the config."""
 
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jshard.cli.user_code import describe_user_error
-from jshard.config.run_config import Config, check, complete, flatten, nearest
-from jshard.config.shared_keys import SHARED
+from jshard.config.overrides import override
+from jshard.config.run_config import Config, check, complete, flatten
+from jshard.config.shared_keys import REQUIRED, SHARED
 from jshard.data.iterables import Once
 from jshard.errors import UserError
+from jshard.formatting import did_you_mean
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.definition import Recipe, recipe_of, split_path
 from jshard.recipe.load import find_recipe, load_recipe, own_folder
@@ -30,15 +32,14 @@ _OPTIONS = ("on_step", "on_evaluation", "on_checkpoint", "config", "workdir")
 _MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
-def open_parts(
+def recipe_of_parts(
     recipe: Any, parts: Mapping[str, Any]
 ) -> tuple[Recipe, Callable[[], AbstractContextManager[Any]]]:
-    """Makes a recipe of what a user has.
+    """Returns a recipe with the parts that take the place of its own.
 
     Args:
       recipe: A path or name, a module, an opened `Recipe`, or None.
-      parts: The functions of a recipe, and data by split as `train_data` and so on;
-        they take the place of the recipe's own.
+      parts: The functions of a recipe, and data by split as `train_data` and so on.
 
     Returns:
       The recipe, and the context in which its functions can be called.
@@ -48,7 +49,7 @@ def open_parts(
     """
     if unknown := [name for name in parts if name not in _PARTS]:
         known = (*_PARTS, *_OPTIONS)
-        hint = nearest(unknown[0], known) or f"; it has {', '.join(known)}"
+        hint = did_you_mean(unknown[0], known) or f"; it has {', '.join(known)}"
         raise UserError(f"Trainer: unknown argument {unknown[0]!r}{hint}")
     functions = {name: parts[name] for name in _FUNCTIONS if name in parts}
     data = {
@@ -100,47 +101,30 @@ def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
     Raises:
       UserError: A key is missing, unknown, or has an impossible value.
     """
-    has_own = not (recipe.file is None and not recipe.get_config())
-    if config is not None and not isinstance(config, Mapping | ConfigDict):
+    if isinstance(config, ConfigDict):
+        whole = complete(config, recipe.name, "Trainer(config=...)")
+    elif not isinstance(config, Mapping | None):
         raise UserError(f"Trainer: config={config!r} must be a dict or a ConfigDict")
-    if isinstance(config, ConfigDict) or not has_own:
-        given = config
-        if not isinstance(config, ConfigDict):
-            given = _nested(config or {})
-            _refuse_unknown(flatten(config or {}))
-        whole = complete(given, recipe.name, "Trainer(config=...)")
-        check(whole)
-        return whole
-    texts = {key: _text(value) for key, value in flatten(config or {}).items()}
-    return make_config(recipe, texts, workdir)
+    elif recipe.file is not None or recipe.get_config():
+        return make_config(recipe, flatten(config or {}), workdir)
+    else:
+        whole = _only_shared_keys(flatten(config or {}), recipe.name)
+    check(whole)
+    return whole
 
 
-def _refuse_unknown(keys: Iterable[str]) -> None:
-    """Raises a UserError for a key that is not one of those of every recipe."""
-    for key in keys:
+def _only_shared_keys(values: Mapping[str, Any], recipe: str) -> Config:
+    """Returns the config of a recipe that has none."""
+    for key in values:
         if key not in SHARED:
             raise UserError(
-                f"Trainer(config=...): unknown key {key!r}{nearest(key, SHARED)}; keys "
-                "of your own go in an ml_collections.ConfigDict, the whole config"
+                f"Trainer(config=...): unknown key {key!r}{did_you_mean(key, SHARED)}; "
+                "keys of your own go in an ml_collections.ConfigDict, the whole config"
             )
-
-
-def _nested(config: Mapping[str, Any]) -> ConfigDict:
-    nested: dict[str, Any] = {}
-    for key, value in flatten(config).items():
-        *groups, name = key.split(".")
-        group = nested
-        for part in groups:
-            group = group.setdefault(part, {})
-        group[name] = value
-    return ConfigDict(nested)
-
-
-def _text(value: Any) -> str:
-    """Returns a value as the command line takes it."""
-    if isinstance(value, tuple | list) and all(isinstance(x, str) for x in value):
-        return ",".join(value)
-    return str(value)
+    required = ConfigDict({key: values[key] for key in REQUIRED if key in values})
+    config = complete(required, recipe, "Trainer(config=...)")
+    override(config, values, recipe)
+    return config
 
 
 def _in_one_line(function: Callable[..., Any] | None, name: str) -> Any:

@@ -1,0 +1,96 @@
+"""Sets keys of a config, by values or by words of the command line, and lists them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jshard.cli.options import Option, check_value, explained, read_value
+from jshard.config.run_config import Config, declarations, flatten
+from jshard.config.shared_keys import DEFAULTS, REQUIRED, SHARED
+from jshard.errors import UserError
+from jshard.formatting import did_you_mean
+from jshard.knob import Knob
+
+# Of the commands that run a recipe.
+RECIPE_OPTIONS = {
+    "config": Option(
+        None, "the recipe: a path, a file in ./train/, or a packaged recipe, e.g. "
+        "gpt.py", kind=Path, required=True, shown="FILE",
+    ),
+    "config.KEY": Option(
+        "", "sets one of the recipe's keys, e.g. --config.steps=100", shown="VALUE"
+    ),
+}  # fmt: skip
+
+
+def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:
+    """Sets keys of a complete config in place, to values by dotted key.
+
+    `recipe` is the recipe's name, for messages.
+
+    Raises:
+      UserError: A key is unknown, or a value impossible.
+    """
+    declared = declarations(config)
+    for key, value in values.items():
+        knob = _declaration(f"config.{key}", declared, recipe)
+        value = knob.cast(value)
+        check_value(f"config.{key}", value, knob)
+        *groups, name = key.split(".")
+        group = config
+        for part in groups:
+            group = group[part]
+        with group.ignore_type():  # the declared type may differ from the default's
+            group[name] = value
+
+
+def read_words(
+    config: Config, words: Mapping[str, str], recipe: str, option: str = "config"
+) -> dict[str, Any]:
+    """Converts words of the command line, by dotted key, to values for `override`.
+
+    `recipe` and `option`, which has the keys, are for messages.
+
+    Raises:
+      UserError: A key is unknown, or a value impossible.
+    """
+    declared = declarations(config)
+    return {
+        key: read_value(name, text, _declaration(name, declared, recipe))
+        for key, text in words.items()
+        if (name := f"{option}.{key}")
+    }
+
+
+def _declaration(name: str, declared: Mapping[str, Knob], recipe: str) -> Knob:
+    """Returns the declaration of a key that was given as `config.KEY`."""
+    _, _, key = name.partition(".")
+    if key in declared:
+        return declared[key]
+    members = [name for name in declared if name.startswith(f"{key}.")]
+    hint = f"; it is a group: {', '.join(members)}" if members else ""
+    raise UserError(
+        f"unknown key --{name} in recipe {recipe}"
+        f"{hint or did_you_mean(key, declared)}; --help lists all keys"
+    )
+
+
+def keys_help(config: Config, recipe: str) -> str:
+    """Lists the keys of a config with default, meaning and limits.
+
+    The recipe's own groups come first.
+    """
+    values, declared = flatten(config), declarations(config)
+    own = [key for key in values if key not in SHARED]
+    groups: dict[str, list[str]] = {"": []}
+    for key in (*REQUIRED, *own, *DEFAULTS):
+        group, dot, _ = key.partition(".")
+        groups.setdefault(group if dot else "", []).append(key)
+    lines = [f"keys of {recipe}, with their defaults:"]
+    for members in groups.values():
+        lines.append("")
+        for key in members:
+            knob = declared[key]
+            about = f"{knob.help} ({knob.possible()})" if knob.help else ""
+            lines.append(explained(f"--config.{key}={values[key]}", about))
+    return "\n".join(lines) + "\n"

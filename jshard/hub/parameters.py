@@ -1,0 +1,127 @@
+"""The parameters of a pretrained model: from a checkpoint, or from safetensors."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jshard.checkpoint import frozen, metadata
+from jshard.checkpoint.restore import find_step
+from jshard.checkpoint.stored_arrays import check, load_parameters, match_parameters
+from jshard.errors import UserError
+from jshard.fsdp.state import TrainState
+from jshard.hub.file_tensor import FileTensor
+from jshard.hub.safetensors_read import (
+    check_safetensors,
+    is_safetensors,
+    load_safetensors,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSource:
+    """What parameters are read from, as ``find_parameters`` found it.
+
+    Attributes:
+      path: A verified step's folder, or safetensors.
+      tensors: As for ``load_safetensors``.
+      optimizer: Whether the optimizer state and the averages are read as well. If not,
+        averages start from the parameters.
+    """
+
+    path: Path
+    tensors: Mapping[str, FileTensor] | None = None
+    optimizer: bool = False
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether these are safetensors, and no checkpoint."""
+        return self.tensors is not None or is_safetensors(self.path)
+
+
+def find_parameters(
+    path: Path,
+    state: TrainState,
+    *,
+    tensors: Mapping[str, FileTensor] | None = None,
+    optimizer: bool = False,
+) -> ParameterSource:
+    """Finds and checks what ``read_parameters`` reads, without reading any values.
+
+    Args:
+      path: As for ``find_step`` or ``load_safetensors``.
+      state: Concrete or abstract.
+      tensors: As for ``ParameterSource``.
+      optimizer: As for ``ParameterSource``.
+
+    Raises:
+      UserError: The source is of another model or optimizer; the message lists the
+        first differences.
+    """
+    source = ParameterSource(path, tensors, optimizer)
+    if source.is_safetensors:
+        if optimizer:
+            raise UserError(
+                f"{path} holds safetensors, which have no optimizer state: leave out "
+                "checkpoint.restore_optimizer"
+            )
+        check_safetensors(path, state, tensors)
+        return source
+    folder = find_step(path)
+    targets, sources = match_parameters(folder, state, optimizer)
+    exact = metadata.exact_by_name(state)
+    check(
+        folder,
+        {key: exact[name] for key, (name, _) in targets.items()},
+        {key: entry for key, (_, entry) in sources.items()},
+    )
+    return dataclasses.replace(source, path=folder)
+
+
+def read_parameters(source: ParameterSource, state: TrainState) -> TrainState:
+    """Starts a state from another run's parameters, or from safetensors files.
+
+    Parameters are matched by name, whether they are trained or frozen in either run.
+    Adapters (``nnx.LoRAParam``) that the source has not keep their initial values.
+    Other model state (batch statistics) is read too, random streams are not.
+
+    Args:
+      source: From ``find_parameters``.
+      state: A new state; the arrays that are replaced are deleted.
+
+    Returns:
+      The state with those values and an unchanged step.
+    """
+    state = metadata.replace_arrays(state, _load(source, state))
+    return state if source.optimizer else _start_averages(state)
+
+
+def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
+    """Returns an abstract state with its frozen parameters read."""
+    return metadata.replace_arrays(abstract, _load(source, abstract, frozen.PREFIX))
+
+
+def _load(
+    source: ParameterSource, state: TrainState, only: str = ""
+) -> dict[str, jax.Array]:
+    if source.is_safetensors:
+        return load_safetensors(source.path, state, source.tensors, only=only)
+    return load_parameters(source.path, state, optimizer=source.optimizer, only=only)
+
+
+def _start_averages(state: TrainState) -> TrainState:
+    """Sets the averages of a state, if it has any, to its parameters."""
+    if state.ema is None:
+        return state
+
+    def start(average: jax.Array, param: jax.Array) -> jax.Array:
+        dtype, sharding = average.dtype, average.sharding
+        average.delete()
+        # Either may be in host memory. Copied, because a step donates both buffers.
+        on_device = jax.device_put(param, jax.memory.Space.Device)
+        return jax.device_put(jnp.array(on_device, dtype, copy=True), sharding)
+
+    averages = jax.tree.map(start, state.ema, state.params)
+    return dataclasses.replace(state, ema=averages)
