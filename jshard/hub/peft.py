@@ -46,11 +46,6 @@ _UNSUPPORTED = (
 _CHANGE_THE_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
-def is_adapter(path: Path) -> bool:
-    """Returns whether ``path`` is a folder of PEFT's."""
-    return (path / CONFIG).exists()
-
-
 def file_names(
     adapters: Iterable[str], base: Mapping[str, FileTensor]
 ) -> dict[str, str]:
