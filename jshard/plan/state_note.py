@@ -120,11 +120,9 @@ def _streamed(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     if layout.policy.offload is None:
         return []
     is_per_layer = lambda x: isinstance(x, PerLayerState)
-    said = any(
-        map(is_per_layer, jax.tree.leaves(state.opt_state, is_leaf=is_per_layer))
-    )
-    reason = "optax's own treats numbers alone, as its names tell"
-    reason = "as per_layer says" if said else reason
+    said = map(is_per_layer, jax.tree.leaves(state.opt_state, is_leaf=is_per_layer))
+    known = "optax's own treats numbers alone, as its names tell"
+    reason = "as per_layer says" if any(said) else known
     return [("update", f"a layer of a Stack at a time: {reason}")]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jshard.checkpoint import step_folders
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.restore import CHECKPOINTS
-from jshard.config.run_config import Config, flatten
+from jshard.config.run_config import Config
 from jshard.errors import Preempted, RunFailed, UserError
 from jshard.report.png import png
 from jshard.report.run_report import (
@@ -31,7 +31,6 @@ from jshard.run.append import AppendedFile
 from jshard.run.lock import lock_folder
 from jshard.run.loggers.services import Loggers
 from jshard.run.resume import FITTED_ON, read_object
-from jshard.run.tensorboard import EventFile
 
 LOGGERS = "loggers"  # the note of a run's ids in services
 
@@ -41,9 +40,9 @@ class RunFolder(AbstractContextManager):
 
     Metrics are written without a delay, so that a run that is killed keeps them;
     TensorBoard and other services get them in threads, and at the latest before a
-    checkpoint is saved. If the disk is full, it warns and writes what is missing as
-    soon as possible. As a context manager it locks the folder, and leaves a report
-    however the run ends.
+    checkpoint is saved. If the disk is full, it warns and writes the metrics as soon as
+    possible; TensorBoard's events end there. As a context manager it locks the folder,
+    and leaves a report however the run ends.
 
     Args:
       path: The folder; made if it does not exist.
@@ -119,10 +118,9 @@ class RunFolder(AbstractContextManager):
                 "to resume it from: give another, or remove it"
             )
         ids = self._notes.get(LOGGERS, {}) if resume_from else {}
-        self._loggers = Loggers(self._given, self.path, ids)
+        self._loggers = Loggers(self._given, self.path, ids, resume_from)
         replace_file(self.path / "config.json", _json(self.config, indent=2))
         self._metrics = AppendedFile(metrics)
-        self._events = EventFile(self.path, resume_from, _plain(flatten(self.config)))
         if self._loggers.ids:
             self.note(**{LOGGERS: self._loggers.ids})
 
@@ -136,7 +134,6 @@ class RunFolder(AbstractContextManager):
             now = round(time.time(), 3)
             line = _json({"step": step, "time": now, **finite}) + "\n"
             self._warn(self._metrics.write(line.encode()))
-            self._events.add(step, now, values)
             known = {k: v for k, v in finite.items() if v is not None}
             self._loggers.each(lambda logger: logger.log(step, now, known))
 
@@ -153,9 +150,8 @@ class RunFolder(AbstractContextManager):
                 self._sample(step, name, value)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Sends a text to TensorBoard and other services."""
+        """Sends a text to TensorBoard and the services."""
         if self._enabled:
-            self._events.add_text(step, name, text)
             self._loggers.each(lambda logger: logger.text(step, name, text))
 
     def sample(self, step: int, text: str, loss: float | None = None) -> None:
@@ -165,7 +161,7 @@ class RunFolder(AbstractContextManager):
         """
         earlier = [one for one in self._notes.get(GENERATED, []) if one["step"] < step]
         new = {"step": step, "eval_loss": loss, "text": text}
-        self.note(sample=text, **{GENERATED: [*earlier, new]})
+        self.note(**{GENERATED: [*earlier, new]})
         self.text(step, "sample", text)
 
     def _sample(self, step: int, name: str, value: str | np.ndarray) -> None:
@@ -174,13 +170,12 @@ class RunFolder(AbstractContextManager):
             shown["text"] = value
             self.text(step, name, value)
         else:
-            data, stem = png(value), re.sub(r"[^\w.-]", "-", name)
+            stem = re.sub(r"[^\w.-]", "-", name)
             path = self.path / SAMPLES / f"{stem}-{step}.png"
             with self._failing_as_one_line():
                 path.parent.mkdir(exist_ok=True)
-                path.write_bytes(data)
+                path.write_bytes(png(value))
             shown["picture"] = f"{SAMPLES}/{path.name}"
-            self._events.add_picture(step, name, data, value.shape)
             self._loggers.each(lambda logger: logger.picture(step, name, path))
         self.note(**{SAMPLES: self._notes.get(SAMPLES, {}) | {name: shown}})
 
@@ -199,7 +194,7 @@ class RunFolder(AbstractContextManager):
         """
         if self._enabled:
             self._check_there()
-            self._warn(max(self._metrics.sync(), self._events.sync()))
+            self._warn(self._metrics.sync())
             self._loggers.flush()
 
     def _is_there(self) -> bool:
@@ -219,7 +214,6 @@ class RunFolder(AbstractContextManager):
 
     def _warn(self, problem: str) -> None:
         """Warns of a full disk, once until it has room again."""
-        problem = problem or self._events.problem
         if problem and not self._waits:
             warnings.warn(
                 f"cannot write to {self.path}: {problem}; training continues, and its "
@@ -263,7 +257,7 @@ class RunFolder(AbstractContextManager):
         with ExitStack() as last, self._failing_as_one_line():
             last.enter_context(self._lock)
             last.callback(os.close, self._place)
-            problem = max(self._metrics.close(), self._events.close())
+            problem = self._metrics.close()
             if kind is None:
                 self._check_there()
             if self._is_there():  # otherwise an error says so
@@ -294,11 +288,6 @@ def finish_folder(path: Path) -> None:
             write_report(path)
     except OSError as error:
         raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config's numbers and text; what else there is as text."""
-    return {k: v if isinstance(v, int | float) else str(v) for k, v in config.items()}
 
 
 def _json(value: Any, indent: int | None = None) -> str:

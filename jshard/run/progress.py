@@ -1,6 +1,5 @@
 """What the user sees while a run trains: a live line, or plain lines."""
 
-import sys
 import threading
 import time
 from collections import deque
@@ -8,16 +7,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
 from jshard.cli.terminal import outliving_terminal, show
 from jshard.formatting import format_count, format_duration, one_line, printable
+from jshard.run.live_line import LiveLine
 
 _STEPS = ("step", "computing", "data")  # the phases between steps
 _LONG = 2.0  # seconds from which on one of these is shown
-_BAR = 30  # characters, at most
 
 
 class ProgressDisplay:
@@ -47,15 +42,6 @@ class ProgressDisplay:
         self.references = references or {}
         self._steps = steps
         self._enabled = enabled
-        # Leaves numbers and paths uncoloured, and long lines for the terminal to wrap.
-        self._console = _Console(highlight=False, soft_wrap=True)
-        # FORCE_COLOR makes rich take a pipe for a terminal, so isatty is asked, too.
-        self._is_live = (
-            enabled
-            and sys.stdout.isatty()
-            and self._console.is_terminal
-            and not self._console.is_dumb_terminal
-        )
         # The live line is drawn by another thread.
         self._lock = threading.Lock()
         self._done = 0  # the newest step whose metrics are known
@@ -66,19 +52,14 @@ class ProgressDisplay:
         self._waits: dict[str, float] = {}  # seconds by phase, before it
         self._step_time: float | None = None
         self._speed = self._evaluation = ""
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._draw,
-            refresh_per_second=8,
-            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
-        )
+        self._line = LiveLine(steps, self._newest)
+        self._is_live = enabled and self._line.has_terminal()
 
     def say(self, text: str) -> None:
         """Prints text that stays on the screen."""
         with outliving_terminal():
             if self._is_live:
-                self._live.refresh()  # or what follows the text would be an old line
-                self._console.print(printable(text), markup=False)
+                self._line.print_above(printable(text))
             elif self._enabled:
                 show(text)
 
@@ -93,9 +74,9 @@ class ProgressDisplay:
             self._phase, self._since = phase, now
         if self._is_live and self._before_first:
             with outliving_terminal():
-                self._live.refresh()
+                self._line.refresh()
 
-    def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def after_step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Takes the metrics of a step that was started, arrays on the devices."""
         if self._is_live and metrics is not None:
             shown = {
@@ -151,30 +132,15 @@ class ProgressDisplay:
         parts = [f"{name} {seconds:.1f}" for name, seconds in longest if seconds >= 0.5]
         return f" ({', '.join(parts)})" if parts else ""
 
-    def _draw(self) -> Text:
-        """Returns the live line, as much of it as the terminal's width has room for."""
+    def _newest(self) -> tuple[int, str]:
+        """Returns the newest known step, and what the live line says of it."""
         with self._lock:
             self._take_newest()
             parts = self._parts() if self._done else []
             lasts = time.monotonic() - self._since
             if self._phase and not (parts and self._phase in _STEPS and lasts < _LONG):
                 parts.insert(min(1, len(parts)), f"{self._phase} {lasts:.0f} s")
-            step = f"step {self._done}/{self._steps}"
-            share = self._done / max(self._steps, 1)
-        width = self._console.width - 3  # room for ^C, or the line would wrap
-        while len(parts) > 1 and len("  ".join([step, *parts])) > width:
-            parts.pop()
-        room = min(_BAR, width - len("  ".join([step, "", *parts])))
-        parts = [one_line(part) for part in parts]
-        line = Text(step, no_wrap=True, overflow="ellipsis")
-        if room >= 5:
-            full = round(room * share)
-            line.append("  ").append("━" * full, "green").append(
-                "─" * (room - full), "dim"
-            )
-        line.append("".join(f"  {part}" for part in parts))
-        line.truncate(width)
-        return line
+            return self._done, one_line("  ".join(parts))
 
     def _take_newest(self) -> None:
         """Takes the metrics of the newest step that have arrived."""
@@ -191,20 +157,11 @@ class ProgressDisplay:
 
     def __enter__(self) -> Self:
         if self._is_live:
-            self._live.start(refresh=True)
+            self._line.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._is_live:
             self._phase = ""
-            self._live.transient = not self._done  # otherwise its last state stays
             with outliving_terminal():
-                self._live.stop()
-
-
-class _Console(Console):
-    """Leaves the cursor visible: a process that is killed could not show it again."""
-
-    def show_cursor(self, show: bool = True) -> bool:
-        del show
-        return False
+                self._line.stop()

@@ -1,47 +1,31 @@
 """One training run: from a recipe to metrics, checkpoints, a sample and a report."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
 from jshard.cli.terminal import show
-from jshard.config.profiled_steps import profiled_steps
 from jshard.config.run_config import Config
 from jshard.distributed import Peers
-from jshard.errors import Interrupted, Preempted
 from jshard.formatting import format_duration, one_line
 from jshard.plan.start_up import describe
-from jshard.recipe import contract
-from jshard.recipe.definition import Recipe
 from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
-from jshard.run.saving import Saving
-from jshard.run.start import STOPPED
-from jshard.training.hooks import Hooks
-from jshard.training.preemption import Preemption
-from jshard.training.profiling import Profile
-from jshard.training.run_inputs import Inputs
-from jshard.training.run_setup import Setup, set_up
-from jshard.training.step_log import StepLog
-from jshard.training.throughput import Throughput
-
-
-def run(
-    recipe: Recipe,
-    config: Config,
-    workdir: Path,
-    started: float | None = None,
-    peers: Peers | None = None,
-) -> None:
-    """Sets up a recipe and trains it, as `train` does, from the start to the end."""
-    peers = peers or Peers()
-    with displayed(config, peers) as display:
-        train(set_up(recipe, config, workdir, peers), display, started=started)
+from jshard.run.source import Source
+from jshard.run.start import Start
+from jshard.training.callbacks.evaluation import Evaluation
+from jshard.training.callbacks.hooks import Hooks
+from jshard.training.callbacks.profiling import Profile
+from jshard.training.callbacks.samples import Samples
+from jshard.training.callbacks.saving import Saving
+from jshard.training.callbacks.step_log import StepLog
+from jshard.training.callbacks.stopping import Stopping
+from jshard.training.check_recipe import check_recipe
+from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
 
 
 @contextmanager
@@ -56,24 +40,24 @@ def displayed(config: Config, peers: Peers) -> Iterator[ProgressDisplay]:
 
 
 def train(
-    setup: Setup,
+    run: PreparedRun,
     display: ProgressDisplay,
-    hooks: Hooks | None = None,
+    hooks: Hooks,
     *,
-    started: float | None = None,
-    keeps_state: bool = False,
+    started: float,
+    keeps_state: bool,
 ) -> None:
     """Trains a recipe's model; leaves metrics, checkpoints and a report in its folder.
 
     If the folder already holds this run, the run resumes from its newest checkpoint, or
-    from the state at hand if that is as new. `setup.state` is the state of the last
-    step, however the run ends.
+    from the state at hand if that is as new. `run.state` is the state of the last step,
+    however the run ends.
 
     Args:
-      setup: What to train, and where.
+      run: What to train, and where.
       display: Shows how far it is.
       hooks: The user's functions to call.
-      started: When the process started, as `time.time()`; now by default.
+      started: When the process started, as `time.time()`.
       keeps_state: Whether this process holds the state afterwards, so that a signal
         waits for the end of a step even if nothing is saved.
 
@@ -85,174 +69,109 @@ def train(
       Interrupted: A signal ended the run, and `checkpoint.every=0` saves nothing.
       Preempted: A signal ended the run, and its state is saved.
     """
-    started, hooks = started or time.time(), hooks or Hooks()
-    job, config, workdir, peers = setup.job, setup.config, setup.workdir, setup.peers
-    writes = jax.process_index() == 0
-    if writes:
-        check_unlocked(workdir)
-    start = setup.find_start()
-    if start.step >= config.steps or start.stopped:
-        if writes:
-            finish_folder(workdir)
-        if not start.held:
-            setup.state = None  # the folder's is newer
-        why = f", stopped: {start.stopped}" if start.stopped else ""
-        show(f"nothing to do: {workdir} is at step {start.step} of {config.steps}{why}")
+    start = _find_start(run)
+    if start is None:
         return
-
     # Everything that can be wrong is found before the folder is written to.
-    inputs = Inputs(setup, start)
-    start_up = describe(
-        job.fsdp, setup.abstract_state, inputs.first_batch, job.train_step, setup.hosts
-    )
-    if setup.experts:
-        start_up += f"\n{'chosen':<16}{setup.experts}"
-    if setup.chosen:
-        start_up += f"\n{'memory':<16}{setup.chosen}"
-    if inputs.note:
-        start_up += f"\n{'data':<16}{inputs.note}"
-    recipe = job.recipe
-    references = contract.references(recipe.references if writes else None, config)
-    display.references = references
-    source = setup.restore(start)
-    saves = bool(config.checkpoint.every)
-    preemption = Preemption(saves=saves, exits=not keeps_state)
-    traced = profiled_steps(config.profile.steps)
-    # A run that saves nothing ends at once, unless it has a trace to write.
-    listens = saves or keeps_state or bool(traced) or jax.process_count() > 1
-    throughput = Throughput(inputs.first_batch, job.fsdp.mesh, inputs.flops)
+    recipe = check_recipe(run, start)
+    note = _start_up_note(run, recipe)
+    source = run.restore(start)
     with (
-        ExitStack() as signals,  # the outermost: the report must be completed, too
-        RunFolder(
-            workdir,
-            config,
-            recipe=recipe.name,
-            fitted_on=setup.fitted_on,
-            resume_from=start.step if start.resumes else None,
-            lines=start.metrics,
-            enabled=writes,
-        ) as folder,
-        Saving(
-            config,
-            folder,
-            display,
-            frozen_from=source.path,
-            saved=lambda step, values: call("on_checkpoint", step, values),
-        ) as saving,
-        Profile(traced, start.step, workdir, peers, display.say) as profile,
-        StepLog(
-            inputs,
-            throughput,
-            folder,
-            display,
-            steps=range(start.step + 1, config.steps + 1),
-            log_every=config.log_every,
-            started=started,
-        ) as steps,
-        peers.telling(),
+        Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
+        _open_folder(run, start) as folder,
+        Saving(run, folder, display, hooks, source.path) as saving,
+        Profile(run, start.step, recipe.throughput, display) as profile,
+        StepLog(run, start.step, recipe, folder, display, started) as log,
+        run.peers.telling(),
     ):
-        if listens:
-            signals.enter_context(preemption)
-        lines = (start.message, start_up, profile.note)
-        display.say("\n".join(filter(None, lines)))
-        folder.note(recipe=recipe.path, start_up=start_up, references=references)
-        if setup.state is None:
-            peers.at("making initial values", start.step)
-            setup.state = source.start(job)
-            display.say(source.message())
+        samples = Samples(run, recipe, folder, display)
+        evaluation = Evaluation(run, recipe, log, folder, display, hooks, samples)
+        stopping.listen()
+        display.references = recipe.references
+        display.say("\n".join(filter(None, (start.message, note, profile.note))))
+        folder.note(
+            recipe=run.job.recipe.path, start_up=note, references=recipe.references
+        )
+        _make_state(run, start, source, display)
 
-        def call(kind: str, step: int, values: Mapping[str, Any]) -> None:
-            """Calls the hooks of a kind, and logs what they return."""
-            folder.log(step, hooks.call(kind, step, values))
-
-        def sample(step: int, loss: float | None = None) -> str:
-            assert inputs.sample is not None
-            peers.at("sampling", step)
-            text = inputs.sample(setup.state)
-            folder.sample(step, text, loss)
-            return text
-
-        def evaluate(step: int) -> dict[str, float]:
-            assert inputs.evaluation is not None
-            peers.at("evaluating", step)
-            values = inputs.evaluation(setup.state)
-            folder.write(step, values)
-            display.evaluated(step, values)
-            if inputs.sample is not None:
-                texts[step] = sample(step, values["eval_loss"])
-            call("on_evaluation", step, values)
-            folder.report()
-            return values
-
-        texts: dict[int, str] = {}  # samples by step
-        step, first_step, ends = start.step, start.step + 1, False
+        step, batches = start.step, recipe.batches
         if start.unevaluated:
-            evaluate(step)
-            ends = hooks.ends(step, "after evaluation")
-        throughput.restart()
-        for step, batch in enumerate(() if ends else inputs.batches, first_step):
-            last = step == config.steps
-            if last and not listens:
-                signals.enter_context(preemption)  # finish the last step in any case
-            profile.before(step, setup.state, throughput)
-            peers.at("step" if step > first_step else "compiling", step)
-            with jax.profiler.StepTraceAnnotation("step", step_num=step):
-                sharded = job.fsdp.shard_batch(batch)
-                setup.state, metrics = job.train_step(setup.state, sharded)
-            peers.at("computing", step)
-            steps.add(step, metrics)
-            profile.after(step, setup.state, throughput)
-            display.update(step, metrics)
+            evaluation.evaluate(step)
+            batches = () if hooks.ends_after(step) else batches
+        recipe.throughput.restart()
+        for step, batch in enumerate(batches, start.step + 1):
+            stopping.before_step(step)
+            profile.before_step(step)
+            run.peers.at("step" if step > start.step + 1 else "compiling", step)
+            metrics = run.train_step(step, batch)
+            run.peers.at("computing", step)
+            log.after_step(step, metrics)
+            profile.after_step(step)
+            display.after_step(step, metrics)
             saving.report()
-            steps.add_returned(step, hooks.call("on_step", step, metrics))
-
-            preempted = preemption.requested(step) and not last
-            if preempted and not saves:
-                kept = "; the state is kept, and fit() goes on" if keeps_state else ""
-                raise Interrupted(
-                    f"{preemption.signal_name} at step {step}, and "
-                    f"checkpoint.every=0 saves nothing{kept}"
-                )
-            evaluates = bool(config.eval_every) and (
-                last or step % config.eval_every == 0
-            )
-            ends = hooks.ends(step, "after step", agree=steps.logs(step) or evaluates)
-            save = preempted or ends or saving.due(step, evaluated=evaluates)
-            if save or evaluates or step == first_step:
-                values = dict(steps.finish())
-                if evaluates and not preempted:  # otherwise the resumed run evaluates
-                    values |= evaluate(step)
-                    ends = hooks.ends(step, "after evaluation") or ends
-                if (save or ends) and saves:
-                    peers.at("saving", step)
-                    saving.save(setup.state, values)
-                if preempted:
-                    peers.at("finishing", step)
-                    saving.finish()
-                    again = f"run the same command with --workdir={workdir} to resume"
-                    raise Preempted(
-                        f"{preemption.signal_name} at step {step}: saved; "
-                        f"{'fit() goes on' if keeps_state else again}"
-                    )
-                if ends:
-                    break
-                throughput.restart()
-            peers.at("data", step)
+            log.add_returned(step, hooks.call("on_step", step, metrics))
+            stopping.after_step(step, log, saving)
+            evaluated = evaluation.after_step(step)
+            ends = hooks.ends_after(step, agree=log.logs(step) or bool(evaluated))
+            saving.after_step(step, log, evaluated, ends=ends)
+            if ends:
+                break
+            run.peers.at("data", step)
 
         if hooks.error is None:
-            stop = {"step": step, "steps": config.steps, "why": hooks.stop}
-            folder.note(**{STOPPED: hooks.stop and stop})
-            if hooks.stop:
-                display.say(f"stopped at step {step}: {hooks.stop}")
-            if inputs.sample is not None:
-                text = texts[step] if step in texts else sample(step)
-                display.say(f"\nsample:\n{text}\n")
-            if inputs.pictures is not None:
-                peers.at("predicting", step)
-                folder.note(pictures=inputs.pictures(setup.state))
-        peers.at("finishing", step)
-        saving.finish()
-        if hooks.error is not None:
-            raise hooks.error
+            stopping.at_end(step, folder, display)
+            samples.at_end(step)
+        saving.at_end(step)
+        hooks.at_end()
     took = format_duration(time.time() - started)
-    display.say(one_line(f"done in {took}, report: {workdir / 'report.html'}"))
+    display.say(one_line(f"done in {took}, report: {run.workdir / 'report.html'}"))
+
+
+def _find_start(run: PreparedRun) -> Start | None:
+    """Finds where the run starts; says so and returns None if it is done."""
+    first = jax.process_index() == 0
+    if first:
+        check_unlocked(run.workdir)
+    start = run.find_start()
+    if start.step < run.config.steps and not start.stopped:
+        return start
+    if first:
+        finish_folder(run.workdir)
+    if not start.held:
+        run.state = None  # the folder's is newer
+    why = f", stopped: {start.stopped}" if start.stopped else ""
+    steps = f"step {start.step} of {run.config.steps}"
+    show(f"nothing to do: {run.workdir} is at {steps}{why}")
+    return None
+
+
+def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
+    """Describes a step, what was chosen, and what data cannot do."""
+    job = run.job
+    note = describe(
+        job.fsdp, run.abstract_state, recipe.first_batch, job.train_step, run.hosts
+    )
+    more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
+    return "\n".join([note, *(f"{k:<16}{text}" for k, text in more.items() if text)])
+
+
+def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
+    return RunFolder(
+        run.workdir,
+        run.config,
+        recipe=run.job.recipe.name,
+        fitted_on=run.fitted_on,
+        resume_from=start.step if start.resumes else None,
+        lines=start.metrics,
+        enabled=jax.process_index() == 0,
+    )
+
+
+def _make_state(
+    run: PreparedRun, start: Start, source: Source, display: ProgressDisplay
+) -> None:
+    """Makes the state of a new run; a resumed one has its state."""
+    if run.state is None:
+        run.peers.at("making initial values", start.step)
+        run.state = source.start(run.job)
+        display.say(source.message())

@@ -13,7 +13,7 @@ from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
 from jshard.errors import UserError
 from jshard.fsdp.mesh import rows_of_process
-from jshard.training.run_setup import Setup
+from jshard.training.prepared_run import PreparedRun
 
 
 def predict_inputs(model: Any, batch: Any) -> Any:
@@ -47,7 +47,7 @@ def checked(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def predictions(
-    setup: Setup, state: Any, predict_step: Callable[[Any, Any], Any], data: Dataset
+    run: PreparedRun, state: Any, predict_step: Callable[[Any, Any], Any], data: Dataset
 ) -> Iterator[Any]:
     """Yields outputs batch by batch, as NumPy arrays with this process's rows.
 
@@ -57,12 +57,12 @@ def predictions(
     Raises:
       UserError: There are no examples, or several processes share a stream.
     """
-    devices, processes = setup.job.fsdp.mesh.size, jax.process_count()
-    size = -(-setup.config.batch_size // devices) * devices // processes
+    devices, processes = run.job.fsdp.mesh.size, jax.process_count()
+    size = -(-run.config.batch_size // devices) * devices // processes
     waiting: Any = None
-    part = rows_of_process(setup.job.fsdp.mesh, whole=True)
+    part = rows_of_process(run.job.fsdp.mesh, whole=True)
     for batch, count in _batches(data, size, *part):
-        outputs = predict_step(state, setup.job.fsdp.shard_examples(batch))
+        outputs = predict_step(state, run.job.fsdp.shard_examples(batch))
         if waiting is not None:  # one batch ahead of what is fetched
             yield _fetched(*waiting)
         waiting = outputs, count

@@ -26,11 +26,11 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.report.run_report import REPORT, read_metrics
-from jshard.training.evaluation import prepare_evaluation
-from jshard.training.hooks import Hook, Hooks
+from jshard.training.callbacks.evaluation import prepare_evaluation
+from jshard.training.callbacks.hooks import Hook, Hooks
 from jshard.training.loop import displayed, train
 from jshard.training.prediction import checked, predict_inputs, predictions
-from jshard.training.run_setup import Setup, set_up
+from jshard.training.prepared_run import PreparedRun, prepare_run
 
 
 class Trainer:
@@ -48,7 +48,7 @@ class Trainer:
     Args:
       recipe: A file, or the name of a packaged recipe, as for `--config`; a module; or
         None, with the parts by keyword.
-      config: Keys to set over the recipe's, `{"optimizer.learning_rate": 1e-3}`;
+      config: Values of keys to set over the recipe's, `{"steps": 100}`;
         without a recipe, those that every recipe has. A `ConfigDict` is the whole
         config, with any keys of its own.
       workdir: The run's folder; by default runs/NAME-DATE-TIME.
@@ -119,7 +119,7 @@ class Trainer:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         stamp = self._peers.publish("stamp", stamp)
         self.workdir = path or Path(f"runs/{name}-{stamp}")
-        self._setup: Setup | None = None
+        self._run: PreparedRun | None = None
         self._steps: dict[Any, Callable[..., Any]] = {}  # compiled once
 
     def fit(
@@ -223,7 +223,7 @@ class Trainer:
     ) -> Iterator[Any]:
         """Yields the rows of `predict`, one batch after the other."""
         with self._within():
-            setup = self._with_state()
+            run = self._with_state()
             if isinstance(data, str):
                 data = self._recipe.make_data(self.config, data)
             dataset = as_dataset(data, self.config.seed, repeat=False)
@@ -231,9 +231,9 @@ class Trainer:
                 raise UserError("predict: there are no data")
             fn = fn or self._recipe.predict_fn or predict_inputs
             if fn not in self._steps:
-                self._steps[fn] = setup.job.fsdp.predict_step(checked(fn))
+                self._steps[fn] = run.job.fsdp.predict_step(checked(fn))
             step = self._steps[fn]
-            rows = predictions(setup, setup.state, step, dataset)
+            rows = predictions(run, run.state, step, dataset)
         # Only within it while this generator runs, not while its user does.
         while True:
             with self._within():
@@ -244,21 +244,21 @@ class Trainer:
 
     def _evaluate(self, data: Any, split: str) -> dict[str, float]:
         with self._within():
-            setup = self._with_state()
+            run = self._with_state()
             if data is None:
                 data = self._recipe.make_data(self.config, split)
             if data is None:
                 raise UserError(f"there are no {split} data: give {split}_data")
             evaluate = prepare_evaluation(
                 self._recipe.loss_fn,
-                setup.job.fsdp,
-                setup.abstract_state,
+                run.job.fsdp,
+                run.abstract_state,
                 as_dataset(data, self.config.seed, repeat=False),
                 self.config,
-                setup.reader(),
+                run.reader(),
                 self._steps,
             )
-            return evaluate(setup.state)
+            return evaluate(run.state)
 
     @contextmanager
     def _within(self) -> Iterator[None]:
@@ -273,9 +273,9 @@ class Trainer:
             finally:
                 self._is_within = False
 
-    def _ready(self) -> Setup:
-        if self._setup is None:
-            self._setup = set_up(
+    def _ready(self) -> PreparedRun:
+        if self._run is None:
+            self._run = prepare_run(
                 self._recipe,
                 self.config,
                 self.workdir,
@@ -283,16 +283,16 @@ class Trainer:
                 self._mesh,
                 self._policy,
             )
-            self.config = self._setup.config  # what was open is chosen
-        return self._setup
+            self.config = self._run.config  # what was open is chosen
+        return self._run
 
-    def _with_state(self) -> Setup:
-        setup = self._ready()
-        if not setup.alive():
-            source = setup.restore(setup.find_start())
-            if setup.state is None:
-                setup.state = source.start(setup.job)
-        return setup
+    def _with_state(self) -> PreparedRun:
+        run = self._ready()
+        if not run.alive():
+            source = run.restore(run.find_start())
+            if run.state is None:
+                run.state = source.start(run.job)
+        return run
 
     def __repr__(self) -> str:
         return f"Trainer({self._recipe.name!r}, workdir={str(self.workdir)!r})"

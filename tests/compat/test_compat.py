@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from jshard.compat import (
     jaxprs,
     orbax,
     plugin_log,
-    tensorboard_records,
     xla_options,
 )
 from jshard.compat.packed_attention import packed_attention
@@ -222,7 +220,7 @@ def test_plugin_log():
         )
 
 
-# Flax, Orbax, tensorboardX.
+# Flax, Orbax.
 
 
 class NoPytree(nnx.Module, pytree=False):
@@ -274,26 +272,10 @@ def test_orbax_noise(caplog):
         assert "not of Orbax" in caplog.text
 
 
-def test_tensorboard_records():
-    with otherwise("TensorBoard cannot read what a run writes"):
-        record = tensorboard_records.version_record()
-        # As all event files begin: a length, its masked CRC-32C.
-        assert record[:12] == bytes.fromhex("1800000000000000a37f4b22")
-        assert b"brain.Event:2" in record
-        record = tensorboard_records.scalars_record(7, 12.0, {"train/loss": 0.5})
-        (length,) = struct.unpack("<Q", record[:8])
-        assert len(record) == length + 16
-        event = tensorboard_records.Event.FromString(record[12 : 12 + length])
-        (value,) = event.summary.value
-        assert (event.step, event.wall_time) == (7, 12.0)
-        assert (value.tag, value.simple_value) == ("train/loss", 0.5)
-        assert tensorboard_records.restart_record(3) != record
-
-
 # Nothing private elsewhere.
 
 ALLOWED = {"os._exit"}  # Python's own, and documented
-MODULES = re.compile(r"(^|\.)_(?!_)|^(jax\.interpreters|tensorboardX|jaxlib)\b")
+MODULES = re.compile(r"(^|\.)_(?!_)|^(jax\.interpreters|jaxlib)\b")
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "object.__setattr__"}
 ATTRIBUTES = {"__closure__", "__code__", "cell_contents", "__version_info__"}
 
@@ -362,7 +344,6 @@ def test_what_is_allowed_and_looked_for_is_still_there():
         "import jax._src.core",
         "from jax._src import core",
         "from jax.interpreters import mlir",
-        "from tensorboardX import summary",
         "x._pytree__nodes",
         "lowered()._lowering",
         "jax.__version_info__",

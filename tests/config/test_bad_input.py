@@ -18,7 +18,6 @@ import jshard.plan.__main__
 import jshard.plan.topology
 import jshard.tokenize
 import jshard.train
-import jshard.training.loop
 from jobs import environment
 from jshard.cli.paths import path_problem
 from jshard.config.overrides import override, read_words
@@ -76,7 +75,7 @@ def refused(monkeypatch, capsys):
         raise AssertionError("accepted")
 
     # Where everything is found good.
-    monkeypatch.setattr(jshard.training.loop, "run", accepted)
+    monkeypatch.setattr(jshard.Trainer, "fit", accepted)
     monkeypatch.setattr(jshard.train, "make_cpu_devices", accepted)
     monkeypatch.setattr(jshard.plan.__main__, "make_cpu_devices", accepted)
     monkeypatch.setattr(jshard.plan.__main__, "search", accepted)
@@ -362,7 +361,7 @@ def write_recipe(folder: Path, config: dict) -> None:
     [
         (["--config.mesh.replica=True"], "--config.mesh.replica=True"),
         (["--config.policy.first_k=99"], "policy.first_k=99 is more layers than"),
-        (["--config.sample.prompt=" + "long" * 50], "--config.sample.prompt: has 200"),
+        (["--config.sample.prompt=" + "long" * 50], "--config.sample.prompt: has 1"),
         (["--config.sample.prompt="], "--config.sample.prompt: has 0 tokens"),
         (["--config.model.num_heads=3"], "num_heads=3"),
         (["--config.checkpoint.best=eval_nosuch"], "checkpoint.best=eval_nosuch"),

@@ -24,7 +24,7 @@ from jshard.layout.capacity import state_bytes
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 
 SMALL = {
@@ -204,7 +204,8 @@ def test_micro_batches_divide_the_examples_of_a_device(recipe):
 
 
 def train(recipe, workdir: Path, **settings) -> list[dict]:
-    run(recipe, config_of(recipe, **settings), workdir)
+    config = config_of(recipe, **settings)
+    Trainer(recipe, config=config, workdir=workdir).fit(keeps_state=False)
     return [
         {k: x[k] for k in ("step", "loss", "grad_norm")}
         for x in read_metrics(workdir)

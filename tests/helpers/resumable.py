@@ -7,7 +7,7 @@ from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
 from jshard.distributed import Peers
 from jshard.recipe.load import open_recipe
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 
 RECIPE = """\
 import grain
@@ -119,5 +119,6 @@ def train(
         values = {key.replace("__", "."): value for key, value in keys.items()}
         override(config, values, "tiny.py")
         check(config)
-        run(opened, config, folder / workdir, peers=peers)
+        trainer = Trainer(opened, config=config, workdir=folder / workdir, peers=peers)
+        trainer.fit(keeps_state=False)
     return folder / workdir

@@ -20,7 +20,7 @@ from jshard.models import gpt_huggingface as huggingface
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 
@@ -83,7 +83,8 @@ def test_a_folder_of_transformers_comes_back_as_it_loads_it(tmp_path, name):
     given = KEYS | dict.fromkeys(FROM, tmp_path / "hf")
     given |= {"data.path": tmp_path / "text.txt", "data.tokenizer": ""}
     with open_recipe(find_recipe("gpt.py")) as recipe:
-        run(recipe, make_config(recipe, given), tmp_path / "run")
+        config = make_config(recipe, given)
+        Trainer(recipe, config=config, workdir=tmp_path / "run").fit()
     export(tmp_path / "run", tmp_path / "out", format="huggingface")
     found = {}
     for folder in ("hf", "out"):

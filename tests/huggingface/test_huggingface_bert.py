@@ -20,7 +20,7 @@ from jshard.models import bert_huggingface as huggingface
 from jshard.models.bert import Bert, BertConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 from parity import make_mesh
 
 pytestmark = [
@@ -122,7 +122,8 @@ def test_a_run_from_a_folder_is_exported_as_it_was(
         "policy.min_shard_elements": 0,
     }
     with open_recipe(find_recipe("bert.py")) as recipe:
-        run(recipe, make_config(recipe, given), tmp_path / "run")
+        config = make_config(recipe, given)
+        Trainer(recipe, config=config, workdir=tmp_path / "run").fit()
     export(tmp_path / "run", tmp_path / "out", format="huggingface")
     want, got = load_all(folder), load_all(tmp_path / "out")
     assert got.keys() == want.keys()

@@ -19,7 +19,7 @@ from jshard.models.bert import Bert, BertConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipes import bert
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 
 V, T, M = 40, 8, 3
@@ -215,7 +215,8 @@ def test_the_recipe_learns_on_every_mesh_alike(text, tmp_path):
         folder = tmp_path / f"{replica}-{pack}"
         more = {"mesh.replica": replica, "data.pack": pack}
         with open_recipe(find_recipe("bert.py")) as recipe:
-            run(recipe, config_of(recipe, **keys, **more), folder)
+            given = config_of(recipe, **keys, **more)
+            Trainer(recipe, config=given, workdir=folder).fit(keeps_state=False)
         lines = read_metrics(folder)
         losses.append([line["loss"] for line in lines if "loss" in line])
         assert losses[-1][-1] < 0.7 * losses[-1][0]

@@ -19,7 +19,7 @@ from jshard.models.llama import Llama, LlamaConfig
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.training.loop import run
+from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 
 SIZES: dict[str, Any] = {
@@ -71,7 +71,8 @@ def train(workdir: Path, folder: Path, text: Path, **keys: Any) -> Path:
         "data.path": text,
     } | keys
     with open_recipe(find_recipe("finetune.py")) as recipe:
-        run(recipe, config_of(recipe, **keys), workdir)
+        given = config_of(recipe, **keys)
+        Trainer(recipe, config=given, workdir=workdir).fit(keeps_state=False)
     return workdir
 
 

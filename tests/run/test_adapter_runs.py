@@ -70,7 +70,7 @@ def adapt(folder: Path, base: Path | str, **keys: Any) -> Path:
 def stop(folder: Path, base: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "jshard.training.preemption.Preemption.requested",
+            "jshard.training.callbacks.preemption.Preemption.requested",
             lambda self, now: now == 5,
         )
         with pytest.raises(Preempted):

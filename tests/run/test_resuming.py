@@ -40,7 +40,7 @@ def train_to(step: int, folder: Path, **keys) -> Path:
     """Trains to ``step`` of 20 and sends SIGTERM there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "jshard.training.preemption.Preemption.requested",
+            "jshard.training.callbacks.preemption.Preemption.requested",
             lambda self, now: now == step,
         )
         with pytest.raises(Preempted, match=f"at step {step}: saved"):

@@ -121,9 +121,9 @@ if os.environ.get("ODD") == "data":
         return right(config, split)[1:]
 if os.environ.get("ODD") == "checkpoint":
     import dataclasses
-    import jshard.training.run_setup as setup
-    find = setup.find_start
-    setup.find_start = lambda *args: dataclasses.replace(find(*args), step=4)
+    import jshard.training.prepared_run as prepared_run
+    find = prepared_run.find_start
+    prepared_run.find_start = lambda *args: dataclasses.replace(find(*args), step=4)
 """
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard.config.run_config import complete
-from jshard.training.evaluation import prepare_evaluation
+from jshard.training.callbacks.evaluation import prepare_evaluation
 from processes import Processes
 from resumable import RECIPE, train
 from test_stopping import RECIPE as WITH_SAMPLE

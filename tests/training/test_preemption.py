@@ -19,7 +19,7 @@ from failures import slowly
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
 from jshard.train import main
-from jshard.training.preemption import WARNINGS, Preemption
+from jshard.training.callbacks.preemption import WARNINGS, Preemption
 from processes import Processes
 from resumable import RECIPE
 
@@ -177,7 +177,7 @@ def test_the_command_line_exits_75_with_one_line(monkeypatch, capsys):
 # The main thread is in C for hours, without Python's lock.
 BUSY = """\
 import hashlib, signal
-from jshard.training.preemption import Preemption
+from jshard.training.callbacks.preemption import Preemption
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with Preemption():
     print("listening", flush=True)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import jshard
 from jshard.errors import UserError
 from jshard.recipe import learning_rate as schedule
 from jshard.run.background import Background
-from jshard.training import step_log, throughput
+from jshard.training import throughput
+from jshard.training.callbacks import step_log
 from test_trainer import ROWS, make
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -85,7 +87,7 @@ class Clock:
         metric = Metric(self, self.busy_until)
         if self._inline:
             self.wait(self.busy_until)
-        return {"loss": metric}
+        return {"loss": metric, "grad_norm": metric}
 
     def wait(self, until: float) -> None:
         self.now = max(self.now, until)
@@ -109,22 +111,17 @@ class Metric:
 
 
 class Written:
-    """What a StepLog has of a run, its folder and its display."""
+    """What a StepLog has of a run's folder and its display."""
 
     def __init__(self):
         self.times: dict[int, float] = {}
-
-    def values(self, step, metrics):
-        return {name: float(x) for name, x in metrics.items()}
-
-    def check(self, step, values):
-        pass
 
     def write(self, step, values):
         if "step_time" in values:
             self.times[step] = values["step_time"]
 
-    log = write
+    def log(self, step, values):
+        self.write(step, values)
 
 
 @pytest.mark.parametrize(
@@ -148,16 +145,19 @@ def test_step_times_are_those_of_training_around_evaluations(
     monkeypatch.setattr(throughput, "time", clock)
     monkeypatch.setattr(step_log, "time", clock)
     speed = throughput.Throughput({"inputs": ROWS[:16]}, jshard.make_mesh())
-    fakes: Any = run
-    with step_log.StepLog(
-        fakes, speed, fakes, fakes, steps=range(1, 41), log_every=1, started=0.0
-    ) as log:
+    config = SimpleNamespace(steps=40, log_every=1)
+    recipe = SimpleNamespace(
+        throughput=speed, learning_rate=None, find_cause=lambda step: ""
+    )
+    given: Any = (SimpleNamespace(config=config), 0, recipe, run, run)
+    with step_log.StepLog(*given, started=0.0) as log:
         for step in range(1, 41):
-            log.add(step, clock.step())
+            log.after_step(step, clock.step())
+            log.add_returned(step, {})
             if step == 1 or step % every == 0:
-                assert log.finish()["loss"] == 1.0
-                clock.now += 100.0  # evaluates
-                speed.restart()
+                with log.drained() as newest:
+                    assert newest["loss"] == 1.0
+                    clock.now += 100.0  # evaluates
     assert sorted(run.times) == list(range(2, 41))
     # The first step waits for its data and for the devices, whose end is noticed when
     # the third is dispatched.

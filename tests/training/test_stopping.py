@@ -18,8 +18,9 @@ from jshard.distributed import Peers
 from jshard.errors import Interrupted, Preempted, RunFailed
 from jshard.recipe.load import open_recipe
 from jshard.run import metrics
-from jshard.training import loop
-from jshard.training.preemption import Preemption
+from jshard.training.callbacks import stopping
+from jshard.training.callbacks.preemption import Preemption
+from jshard.training.trainer import Trainer
 from processes import Processes
 
 STEPS = 4
@@ -71,7 +72,8 @@ def train(folder: Path, peers: Peers | None = None, every: int = 0, **keys) -> N
         config.checkpoint.every = every
         config.update(keys)
         check(config)
-        loop.run(recipe, config, folder / "run", peers=peers)
+        trainer = Trainer(recipe, config=config, workdir=folder / "run", peers=peers)
+        trainer.fit(keeps_state=False)
 
 
 class Ended(BaseException):
@@ -127,7 +129,7 @@ def end_of(folder: Path, phase: str, step: int, **keys) -> str:
         write_report(workdir)
 
     with (
-        mock.patch.object(loop, "Preemption", hit.listen),
+        mock.patch.object(stopping, "Preemption", hit.listen),
         mock.patch.object(metrics, "write_report", report),
     ):
         try:

@@ -27,8 +27,8 @@ from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import CHECKPOINTS, find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
-from jshard.run.saving import Saving
 from jshard.run.source import Source
+from jshard.training.callbacks.saving import Saving
 from processes import Processes
 from resumable import read_metrics, train
 
@@ -71,9 +71,9 @@ def record(
             os.kill(os.getpid(), signal.SIGTERM)
         return shard_batch(fsdp, batch)
 
-    def saving(self: Saving, state: jshard.TrainState, metrics: Any) -> None:
-        seen["saved"][int(state.step)] = gathered(state)
-        save(self, state, metrics)
+    def saving(self: Saving, step: int, *args: Any) -> None:
+        seen["saved"][step] = gathered(self._run.state)
+        save(self, step, *args)
 
     def restoring(self: Source, abstract: jshard.TrainState) -> jshard.TrainState:
         state = restore(self, abstract)

@@ -1,4 +1,4 @@
-"""The services of a run's config: `logger.wandb` and `logger.mlflow`."""
+"""What a run logs to: TensorBoard, and the services of `logger.wandb` and `.mlflow`."""
 
 import functools
 import importlib.util
@@ -10,15 +10,14 @@ from typing import Any, Protocol
 from jshard.config.run_config import Config, flatten
 from jshard.errors import UserError
 from jshard.run.background import Background
+from jshard.run.loggers.tensorboard_run import TensorboardRun
 
 _REST = 1.0  # seconds between requests
 _PATIENCE = 1.0  # seconds that a checkpoint waits for a service
 
 
 class Logger(Protocol):
-    """A run in a service."""
-
-    id: str  # to go on with
+    """A run as one service keeps it."""
 
     def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """Adds the metrics of a step, and the time in seconds since 1970."""
@@ -33,7 +32,13 @@ class Logger(Protocol):
         """Sends what was added; called after every few additions."""
 
     def close(self, *, failed: bool) -> None:
-        """Ends the run, and waits until all is sent."""
+        """Ends the run, and waits until all is sent; the last call."""
+
+
+class Service(Logger, Protocol):
+    """A run in a service of the user's choice."""
+
+    id: str  # to go on with
 
 
 # The package of each service, which is an extra of the same name.
@@ -59,6 +64,7 @@ class Loggers:
       config: The run's config.
       path: The run's folder.
       ids: Of the runs to go on with, by service.
+      resume_from: The step after which the run resumes; None for a new run.
 
     Attributes:
       ids: Of the runs in the services.
@@ -67,17 +73,25 @@ class Loggers:
       UserError: A service does not let the run begin.
     """
 
-    def __init__(self, config: Config, path: Path, ids: Mapping[str, str]):
+    def __init__(
+        self,
+        config: Config,
+        path: Path,
+        ids: Mapping[str, str],
+        resume_from: int | None = None,
+    ):
+        values = flatten(config)
         self._loggers: dict[str, Logger] = {}
+        self.ids: dict[str, str] = {}
         for name, given in _chosen(config).items():
             try:
-                self._loggers[name] = _open(name)(
-                    given, path, flatten(config), ids.get(name)
-                )
+                service = _open(name)(given, path, values, ids.get(name))
             except Exception as error:
-                why = " ".join(str(error).split()) or type(error).__name__
-                raise UserError(f"--config.logger.{name}={given}: {why}") from error
-        self.ids = {name: logger.id for name, logger in self._loggers.items()}
+                raise UserError(
+                    f"--config.logger.{name}={given}: {_why(error)}"
+                ) from error
+            self._loggers[name], self.ids[name] = service, service.id
+        self._loggers["TensorBoard"] = TensorboardRun(path, values, resume_from)
         self._threads = {
             name: Background(functools.partial(_act, logger), _REST, f"jshard-{name}")
             for name, logger in self._loggers.items()
@@ -97,22 +111,29 @@ class Loggers:
 
     def close(self, *, failed: bool) -> None:
         """Ends the runs in the services."""
-        self.each(lambda logger: logger.close(failed=failed))
         for thread in self._threads.values():
             thread.close()
         self._leave_out()
+        for name in self._threads:
+            try:
+                self._loggers[name].close(failed=failed)
+            except Exception as error:
+                _warn(name, error)
 
     def _leave_out(self) -> None:
         """Warns of loggers that failed, and leaves them out."""
         for name, thread in list(self._threads.items()):
             if thread.error is not None:
                 del self._threads[name]
-                why = " ".join(str(thread.error).split())
-                warnings.warn(
-                    f"logger.{name}: {why or type(thread.error).__name__}; training "
-                    "continues without it",
-                    stacklevel=4,
-                )
+                _warn(name, thread.error)
+
+
+def _warn(name: str, error: Exception) -> None:
+    warnings.warn(f"{name}: {_why(error)}; training continues without it", stacklevel=5)
+
+
+def _why(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _act(logger: Logger, acts: Sequence[Callable[[Logger], None]]) -> None:
@@ -126,7 +147,7 @@ def _chosen(config: Config) -> dict[str, Any]:
     return {name: group[name] for name in group if group[name]}
 
 
-def _open(name: str) -> Callable[..., Logger]:
+def _open(name: str) -> Callable[..., Service]:
     # Large imports, only where they are needed.
     if name == "wandb":
         from jshard.run.loggers.wandb_run import WandbRun

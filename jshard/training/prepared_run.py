@@ -1,7 +1,7 @@
-"""A recipe set up on a mesh, before a step: what fit, evaluate and predict share."""
+"""A recipe on its mesh, and the state: what fit, evaluate and predict share."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from jshard.run.start import Start, find_start
 
 
 @dataclasses.dataclass
-class Setup:
-    """A run that is set up.
+class PreparedRun:
+    """A run before, between and after its steps.
 
     Attributes:
       job: The recipe on its mesh; its config has no open keys.
@@ -83,6 +83,16 @@ class Setup:
             self.state = source.restore(self.abstract_state)
         return source
 
+    def train_step(self, step: int, batch: Any) -> Mapping[str, jax.Array]:
+        """Trains on this process's part of a batch; does not wait for the devices.
+
+        Returns the metrics of the step.
+        """
+        with jax.profiler.StepTraceAnnotation("step", step_num=step):
+            sharded = self.job.fsdp.shard_batch(batch)
+            self.state, metrics = self.job.train_step(self.state, sharded)
+        return metrics
+
     def reader(self) -> dict[str, int]:
         """Returns the arguments of `batches` that select this process's part."""
         # A process reads the rows of its devices' place in the mesh.
@@ -91,15 +101,15 @@ class Setup:
         return {"batch_size": size, "process_index": part, "process_count": parts}
 
 
-def set_up(
+def prepare_run(
     recipe: Recipe,
     config: Config,
     workdir: Path,
     peers: Peers,
     mesh: Mesh | None = None,
     policy: Policy | None = None,
-) -> Setup:
-    """Sets up a run; nothing is allocated or written.
+) -> PreparedRun:
+    """Prepares a run; nothing is allocated or written.
 
     Args:
       recipe: What to train.
@@ -135,4 +145,4 @@ def set_up(
         job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
     state = job.abstract_state()
     check_capacity(state, job.fsdp.mesh.local_devices)
-    return Setup(job, state, workdir, peers, chosen, experts, hosts)
+    return PreparedRun(job, state, workdir, peers, chosen, experts, hosts)

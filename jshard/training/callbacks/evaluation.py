@@ -1,17 +1,73 @@
-"""Evaluations and samples, traced before the first step to find mistakes early."""
+"""Evaluations, traced before the first step to find mistakes early."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jshard.config.run_config import Config
 from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
-from jshard.formatting import did_you_mean, printable
+from jshard.formatting import did_you_mean
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
+from jshard.run.metrics import RunFolder
+from jshard.run.progress import ProgressDisplay
+from jshard.training.callbacks.hooks import Hooks
+from jshard.training.callbacks.samples import Samples
+from jshard.training.callbacks.step_log import StepLog
+from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
+
+
+class Evaluation:
+    """Evaluates every `eval_every` steps and after the last one.
+
+    Args:
+      run: The run, with the state to evaluate.
+      recipe: Its functions.
+      log: Waits for the steps before.
+      folder: Gets the metrics.
+      display: Shows them.
+      hooks: The user's, called with them.
+      samples: Made after them.
+    """
+
+    def __init__(
+        self,
+        run: PreparedRun,
+        recipe: RecipeFunctions,
+        log: StepLog,
+        folder: RunFolder,
+        display: ProgressDisplay,
+        hooks: Hooks,
+        samples: Samples,
+    ):
+        self._run, self._recipe, self._log = run, recipe, log
+        self._folder, self._display = folder, display
+        self._hooks, self._samples = hooks, samples
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Returns the metrics of an evaluation; none if there is none to make."""
+        config = self._run.config
+        if config.eval_every and (
+            step == config.steps or step % config.eval_every == 0
+        ):
+            return self.evaluate(step)
+        return {}
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluates, and samples; returns the metrics."""
+        assert self._recipe.evaluate is not None
+        with self._log.drained():
+            self._run.peers.at("evaluating", step)
+            values = self._recipe.evaluate(self._run.state)
+            self._folder.write(step, values)
+            self._display.evaluated(step, values)
+            self._samples.after_evaluation(step, values["eval_loss"])
+            self._folder.log(step, self._hooks.call("on_evaluation", step, values))
+            self._folder.report()
+        return values
 
 
 def prepare_evaluation(
@@ -75,36 +131,3 @@ def prepare_evaluation(
             f"have {', '.join(names)}{did_you_mean(best, names)}"
         )
     return evaluate
-
-
-def prepare_sample(
-    generate: Callable,
-    prompts: Any,
-    decode: Callable,
-    fsdp: FSDP,
-    abstract_state: TrainState,
-) -> Callable[[TrainState], str]:
-    """Makes a recipe's sampling, and traces it without computing anything.
-
-    `generate`, `prompts` and `decode` are what the recipe's `sample` returns.
-
-    Returns:
-      A function from a state to the text generated for the first prompt.
-    """
-    local_devices = fsdp.mesh.size // jax.process_count()
-
-    def fill_devices(rows: np.ndarray) -> np.ndarray:
-        count = -(-len(rows) // local_devices) * local_devices
-        return np.resize(rows, (count, *rows.shape[1:]))  # repeats rows
-
-    predict_step = fsdp.predict_step(generate)
-    batch = fsdp.shard_examples(jax.tree.map(fill_devices, prompts))
-    jax.eval_shape(predict_step, abstract_state, batch)
-
-    def sample(state: TrainState) -> str:
-        tokens = predict_step(state, batch)
-        text = decode(np.asarray(tokens.addressable_shards[0].data)[0])
-        # A barely trained model may generate control sequences of the terminal.
-        return printable(text)
-
-    return sample

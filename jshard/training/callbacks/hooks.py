@@ -130,12 +130,11 @@ class Hooks:
                 self.error = self.error or error
         return logged
 
-    def ends(self, step: int, when: str, *, agree: bool = True) -> bool:
+    def ends_after(self, step: int, *, agree: bool = True) -> bool:
         """Returns whether the run is to end after this step, in all processes alike.
 
         Args:
-          step: The step.
-          when: Another word for each call in a step.
+          step: The step; asked for once.
           agree: Whether all processes are here, so that one may ask for all.
         """
         if not any(self._functions.values()):
@@ -144,9 +143,14 @@ class Hooks:
             return bool(self.stop or self.error)
         if not agree:
             return False
-        asked = self._peers.share(f"stop {when} {step}", self.stop)
+        asked = self._peers.share(f"stop after {step}", self.stop)
         self.stop = next(filter(None, asked), "")
         return bool(self.stop)
+
+    def at_end(self) -> None:
+        """Raises what a hook raised, now that the state is saved."""
+        if self.error is not None:
+            raise self.error
 
 
 def _checked(

@@ -2,23 +2,24 @@
 
 import queue
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import CHECKPOINTS
-from jshard.config.run_config import Config
 from jshard.errors import RunFailed, UserError
 from jshard.formatting import format_bytes
 from jshard.fsdp.state import TrainState
 from jshard.report.run_report import METRICS
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
+from jshard.training.callbacks.hooks import Hooks
+from jshard.training.callbacks.step_log import StepLog
+from jshard.training.prepared_run import PreparedRun
 
 
 def check_room(workdir: Path, state: TrainState) -> None:
@@ -40,22 +41,27 @@ class Saving(AbstractContextManager):
     """Saves a run's states, and reports saves in the run's folder and display.
 
     On exit it waits for the last save. With `checkpoint.every=0` it saves nothing.
-    Frozen parameters are not saved if they were read from `frozen_from`. `saved` is
-    called with the step and the metrics of each save that is complete.
+
+    Args:
+      run: The run, with the state to save.
+      folder: Its folder.
+      display: Shows each save.
+      hooks: The user's, called once a save is complete.
+      frozen_from: What the frozen parameters were read from: they are not saved.
     """
 
     def __init__(
         self,
-        config: Config,
+        run: PreparedRun,
         folder: RunFolder,
         display: ProgressDisplay,
+        hooks: Hooks,
         frozen_from: Path | None = None,
-        saved: Callable[[int, Mapping[str, float]], object] = lambda step, values: None,
     ):
-        options = config.checkpoint
-        self._config = config
+        options = run.config.checkpoint
+        self._run, self._hooks = run, hooks
         self._folder, self._display = folder, display
-        self._frozen_from, self._saved = frozen_from, saved
+        self._frozen_from = frozen_from
         self._ended: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._failed: Save | None = None  # the last save, if it failed
         self._checkpointer = None
@@ -69,25 +75,38 @@ class Saving(AbstractContextManager):
                 report=self._ended.put,
             )
 
-    def due(self, step: int, *, evaluated: bool) -> bool:
-        """Returns whether to save the state after `step`."""
-        options = self._config.checkpoint
-        if self._checkpointer is None:
-            return False
-        best = bool(options.best) and evaluated
-        return best or step % options.every == 0 or step == self._config.steps
+    def after_step(
+        self, step: int, log: StepLog, evaluated: Mapping[str, float], *, ends: bool
+    ) -> None:
+        """Saves the state if it is time, or the run ends after this step.
 
-    def save(self, state: Any, metrics: Mapping[str, float]) -> None:
-        """Starts to save a state, with the metrics of its step."""
-        assert self._checkpointer is not None
-        self._folder.flush()
-        self._checkpointer.save(
-            state,
-            metrics=metrics,
-            config=self._folder.config,
-            files={METRICS: self._folder.metrics()},
-            frozen_from=self._frozen_from if jax.tree.leaves(state.frozen) else None,
-        )
+        `evaluated` holds the metrics of the step's evaluation, if there was one.
+        """
+        options = self._run.config.checkpoint
+        last = ends or step == self._run.config.steps
+        best = bool(options.best and evaluated)
+        if last or best or (options.every and step % options.every == 0):
+            self.save(step, log, evaluated)
+
+    def save(
+        self, step: int, log: StepLog, evaluated: Mapping[str, float] | None = None
+    ) -> None:
+        """Starts to save the state after a step, with the step's metrics."""
+        with log.drained() as metrics:
+            if self._checkpointer is None:
+                return
+            self._run.peers.at("saving", step)
+            self._folder.flush()
+            state = self._run.state
+            self._checkpointer.save(
+                state,
+                metrics={**metrics, **(evaluated or {})},
+                config=self._folder.config,
+                files={METRICS: self._folder.metrics()},
+                frozen_from=self._frozen_from
+                if jax.tree.leaves(state.frozen)
+                else None,
+            )
 
     def report(self) -> None:
         """Reports the saves that ended since the last call."""
@@ -107,14 +126,16 @@ class Saving(AbstractContextManager):
             }
             self._folder.write(save.step, values)
             self._display.say(
-                f"step {save.step}/{self._config.steps}  checkpoint saved: "
+                f"step {save.step}/{self._run.config.steps}  checkpoint saved: "
                 f"{format_bytes(save.size)} in {save.took:.1f} s, held up training "
                 f"{save.blocked * 1e3:.0f} ms"
             )
-            self._saved(save.step, values)
+            returned = self._hooks.call("on_checkpoint", save.step, values)
+            self._folder.log(save.step, returned)
 
-    def finish(self) -> None:
+    def at_end(self, step: int) -> None:
         """Waits for the last save; a RunFailed if it failed."""
+        self._run.peers.at("finishing", step)
         self.__exit__()
         if self._failed is not None:
             raise RunFailed(

@@ -2,15 +2,14 @@
 
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import jax
 
-from jshard.distributed import Peers
+from jshard.config.profiled_steps import profiled_steps
 from jshard.formatting import format_duration
+from jshard.run.progress import ProgressDisplay
+from jshard.training.prepared_run import PreparedRun
 from jshard.training.throughput import Throughput
 
 FOLDER = "profile"  # in the run's folder
@@ -25,11 +24,10 @@ class Profile(AbstractContextManager):
     written. If it cannot be written, that costs a warning, not the run.
 
     Args:
-      steps: The steps to trace; an empty range for none.
+      run: The run, whose folder gets the trace in its folder `profile`.
       done: The number of steps that were made earlier, by a run that this one resumes.
-      workdir: The run's folder. The trace is written into its folder `profile`.
-      peers: The processes of the run.
-      say: Tells the user where the trace is.
+      throughput: The speed of steps.
+      display: Tells the user where the trace is.
 
     Attributes:
       note: What will be traced, for the start-up note; empty for nothing.
@@ -37,16 +35,15 @@ class Profile(AbstractContextManager):
 
     def __init__(
         self,
-        steps: range,
+        run: PreparedRun,
         done: int,
-        workdir: Path,
-        peers: Peers,
-        say: Callable[[str], None],
+        throughput: Throughput,
+        display: ProgressDisplay,
     ):
+        steps = profiled_steps(run.config.profile.steps)
         self._steps = range(max(steps.start, done + 1), steps.stop)
-        self._folder = workdir / FOLDER
-        self._peers = peers
-        self._say = say
+        self._run, self._throughput = run, throughput
+        self._folder, self._display = run.workdir / FOLDER, display
         self._traces = False
         self.note = ""
         if self._steps:
@@ -56,12 +53,12 @@ class Profile(AbstractContextManager):
         elif steps:
             self.note = f"profile         none: step {steps[-1]} is done already"
 
-    def before(self, step: int, state: Any, throughput: Throughput) -> None:
-        """Starts the trace if `step` is the first to trace; `state` is its input."""
-        if step not in self._steps[:1] or self._peers.index:
+    def before_step(self, step: int) -> None:
+        """Starts the trace if `step` is the first to trace."""
+        if step not in self._steps[:1] or self._run.peers.index:
             return
-        jax.block_until_ready(state)
-        with throughput.paused():
+        jax.block_until_ready(self._run.state)
+        with self._throughput.paused():
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing every call would slow steps down
             try:
@@ -74,16 +71,16 @@ class Profile(AbstractContextManager):
                 return
             self._traces = True
 
-    def after(self, step: int, state: Any, throughput: Throughput) -> None:
-        """Writes the trace if `step` is the last to trace; `state` is its output."""
+    def after_step(self, step: int) -> None:
+        """Writes the trace if `step` is the last to trace."""
         if step not in self._steps[-1:]:
             return
-        jax.block_until_ready(state)
-        with throughput.paused():
-            self._peers.at("profiling", step)
+        jax.block_until_ready(self._run.state)
+        with self._throughput.paused():
+            self._run.peers.at("profiling", step)
             self._write()
             # The others wait here, where writing may take minutes, not in a step.
-            self._peers.publish("profiled", "")
+            self._run.peers.publish("profiled", "")
 
     def _write(self) -> None:
         """Writes the open trace, if there is one."""
@@ -97,7 +94,7 @@ class Profile(AbstractContextManager):
             self._fail(error)
             return
         took = format_duration(time.perf_counter() - started)
-        self._say(f"profile written to {self._folder} in {took}")
+        self._display.say(f"profile written to {self._folder} in {took}")
 
     def _fail(self, error: Exception) -> None:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -3,16 +3,17 @@
 import collections
 import statistics
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
 
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
-from jshard.training.run_inputs import Inputs
-from jshard.training.throughput import Throughput
+from jshard.training.non_finite import check_finite
+from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
 
 # Steps that are under way: two keep the devices busy. More would fill their memory with
 # batches.
@@ -27,36 +28,33 @@ class StepLog(AbstractContextManager):
     are missing are written.
 
     Args:
-      inputs: Reads and checks metrics.
-      throughput: The speed of steps.
+      run: The run.
+      done: The number of steps that were made earlier, by a run that this one resumes.
+      recipe: Its functions.
       folder: Gets a line for each step.
       display: Gets a line for the first step, the last, and every `log_every`th.
-      steps: The numbers of the first and the last step.
-      log_every: Steps between two lines of the display.
       started: When the process started.
     """
 
     def __init__(
         self,
-        inputs: Inputs,
-        throughput: Throughput,
+        run: PreparedRun,
+        done: int,
+        recipe: RecipeFunctions,
         folder: RunFolder,
         display: ProgressDisplay,
-        *,
-        steps: range,
-        log_every: int,
         started: float,
     ):
-        self._inputs, self._throughput = inputs, throughput
-        self._folder, self._display = folder, display
-        self._steps, self._log_every, self._started = steps, log_every, started
+        self._config, self._first = run.config, done + 1
+        self._recipe, self._throughput = recipe, recipe.throughput
+        self._folder, self._display, self._started = folder, display, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
         self._under_way = collections.deque()
         self._ahead = 0  # steps under way that were complete when the last was read
         self._times: list[float] = []  # of the steps since the display's last line
         self._newest: dict[str, float] = {}
 
-    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def after_step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Adds a step that was dispatched; waits until only two are under way."""
         for x in metrics.values():
             x.copy_to_host_async()
@@ -65,30 +63,38 @@ class StepLog(AbstractContextManager):
             self._write(1)
 
     def add_returned(self, step: int, returned: Mapping[str, Any]) -> None:
-        """Adds what a hook returned for the newest step: numbers to its line."""
+        """Adds what hooks returned for the newest step: numbers to its line."""
         _, _, more = self._under_way[-1]
         more |= {name: x for name, x in returned.items() if isinstance(x, float)}
         samples = {name: x for name, x in returned.items() if name not in more}
         self._folder.log(step, samples)
+        if step == self._first:  # mostly compilation: it is waited for
+            with self.drained():
+                pass
 
     def logs(self, step: int) -> bool:
         """Returns whether the display gets a line for a step."""
-        ends = (self._steps.start, self._steps.stop - 1)
-        return step in ends or step % self._log_every == 0
+        ends = (self._first, self._config.steps)
+        return step in ends or step % self._config.log_every == 0
 
-    def finish(self) -> dict[str, float]:
-        """Waits for all steps; shows the newest, and returns its metrics."""
+    @contextmanager
+    def drained(self) -> Iterator[dict[str, float]]:
+        """Waits for all steps, shows the newest, and yields its metrics.
+
+        What is done within it does not count as time of steps.
+        """
         self._write(len(self._under_way), shows=True)
-        return self._newest
+        yield self._newest
+        self._throughput.restart()
 
     def _write(self, count: int, *, shows: bool = False) -> None:
         """Writes the lines of the oldest steps; shows the last of them, at least."""
         oldest = [self._under_way.popleft() for _ in range(count)]
-        read = [(step, self._inputs.values(step, x), more) for step, x, more in oldest]
+        read = [(step, self._read(step, x), more) for step, x, more in oldest]
         speed = self._measure(count) if count else {}
         for step, values, more in read:
             values |= self._throughput.seen(step)
-            if step == self._steps.start:  # mostly compilation: no sign of the speed
+            if step == self._first:  # mostly compilation: no sign of the speed
                 values["time_to_first_step"] = time.time() - self._started
             else:
                 values |= speed
@@ -102,10 +108,18 @@ class StepLog(AbstractContextManager):
                 self._display.log(step, shown)
                 self._times.clear()
             try:
-                self._inputs.check(step, values)
+                check_finite(step, values, self._recipe.find_cause)
             except BaseException:
                 self._under_way.clear()  # steps after one that failed say nothing
                 raise
+
+    def _read(self, step: int, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Waits for a step, and returns its metrics and its learning rate."""
+        fetched = {name: float(x) for name, x in metrics.items()}
+        values = {"loss": fetched.pop("loss"), **fetched}
+        if self._recipe.learning_rate is not None:
+            values["learning_rate"] = self._recipe.learning_rate(step - 1)
+        return values
 
     def _measure(self, count: int) -> dict[str, float]:
         """Returns the speed of steps that were read, which is the same for each.

@@ -1,0 +1,80 @@
+"""A run's events for TensorBoard, a file in its folder."""
+
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Not its SummaryWriter: that one's thread dies when the disk is full, with a traceback,
+# and then blocks its callers and the end of the process.
+from tensorboardX import RecordWriter, summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+
+class TensorboardRun:
+    """A new file of scalars, hyperparameters and samples. See `loggers.Logger`.
+
+    With `resume_from`, TensorBoard drops what older files have of later steps.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], resume_from: int | None):
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._file = RecordWriter(str(path / name))
+        self._write(file_version="brain.Event:2")
+        if resume_from is not None:
+            restart = SessionLog(status=SessionLog.START)
+            self._write(step=resume_from + 1, session_log=restart)
+        plain = {
+            k: v if isinstance(v, int | float) else str(v) for k, v in config.items()
+        }
+        # The third would say that the run has ended.
+        for part in summary.hparams(plain, {"train/loss": None, "eval/loss": None})[:2]:
+            self._write(summary=part)
+
+    def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Adds the metrics of a step, and the time in seconds since 1970."""
+        scalars = [
+            Summary.Value(tag=_tag(k), simple_value=v) for k, v in values.items()
+        ]
+        self._write(step=step, wall_time=when, summary=Summary(value=scalars))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Adds a text, indented: TensorBoard would take it for Markdown."""
+        lines = "".join(f"    {line}\n" for line in text.splitlines())
+        self._write(step=step, summary=summary.text(f"samples/{name}", lines))
+
+    def picture(self, step: int, name: str, file: Path) -> None:
+        """Adds a picture, in a PNG file."""
+        png = file.read_bytes()
+        width, height = struct.unpack(">II", png[16:24])
+        image = Summary.Image(
+            width=width, height=height, colorspace=3, encoded_image_string=png
+        )
+        value = Summary.Value(tag=f"samples/{name}", image=image)
+        self._write(step=step, summary=Summary(value=[value]))
+
+    def send(self) -> None:
+        """Waits until all of it is on the disk."""
+        self._file.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Closes the file, whether or not the run failed."""
+        del failed
+        self._file.close()
+
+    def _write(self, **event: Any) -> None:
+        event = {"wall_time": time.time(), **event}
+        self._file.write(Event(**event).SerializeToString())
+
+
+def _tag(name: str) -> str:
+    """Returns the tag of a metric; charts are grouped by what is before the slash."""
+    group, _, rest = name.partition("_")
+    return (
+        f"{group}/{rest}"
+        if group in ("eval", "checkpoint") and rest
+        else f"train/{name}"
+    )

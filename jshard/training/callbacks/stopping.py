@@ -1,0 +1,85 @@
+"""How a run ends before its last step: a signal or a hook asks for it."""
+
+from contextlib import AbstractContextManager, ExitStack
+
+import jax
+
+from jshard.config.profiled_steps import profiled_steps
+from jshard.errors import Interrupted, Preempted
+from jshard.run.metrics import RunFolder
+from jshard.run.progress import ProgressDisplay
+from jshard.run.start import STOPPED
+from jshard.training.callbacks.hooks import Hooks
+from jshard.training.callbacks.preemption import Preemption
+from jshard.training.callbacks.saving import Saving
+from jshard.training.callbacks.step_log import StepLog
+from jshard.training.prepared_run import PreparedRun
+
+
+class Stopping(AbstractContextManager):
+    """Listens to signals until it exits, and ends the run after the step one comes in.
+
+    A run that saves nothing does not listen: a signal ends its process, as by default.
+    Its last step is finished in any case.
+
+    Args:
+      run: The run.
+      hooks: The user's, which may have asked to stop.
+      keeps_state: Whether this process holds the state afterwards, so that a signal
+        waits for the end of a step even if nothing is saved.
+    """
+
+    def __init__(self, run: PreparedRun, hooks: Hooks, keeps_state: bool):
+        config = run.config
+        self._run, self._hooks, self._keeps_state = run, hooks, keeps_state
+        self._saves = bool(config.checkpoint.every)
+        self._preemption = Preemption(saves=self._saves, exits=not keeps_state)
+        self._signals = ExitStack()
+        # A trace that is open must be written, and processes stop together.
+        traces = bool(profiled_steps(config.profile.steps))
+        several = jax.process_count() > 1
+        self._listens = self._saves or keeps_state or traces or several
+
+    def listen(self) -> None:
+        """Begins to listen to signals, if the run has something to save."""
+        if self._listens:
+            self._signals.enter_context(self._preemption)
+
+    def before_step(self, step: int) -> None:
+        """Listens in the last step in any case."""
+        if step == self._run.config.steps and not self._listens:
+            self._signals.enter_context(self._preemption)
+
+    def after_step(self, step: int, log: StepLog, saving: Saving) -> None:
+        """Saves and ends the run if a signal asks for it; not after the last step.
+
+        An evaluation that is due is left to the run that resumes.
+
+        Raises:
+          Preempted: The state is saved.
+          Interrupted: There was a signal, and nothing is saved.
+        """
+        asked = self._preemption.requested(step)
+        if not asked or step == self._run.config.steps:
+            return
+        why = f"{self._preemption.signal_name} at step {step}"
+        if not self._saves:
+            kept = "; the state is kept, and fit() goes on" if self._keeps_state else ""
+            raise Interrupted(f"{why}, and checkpoint.every=0 saves nothing{kept}")
+        saving.save(step, log)
+        saving.at_end(step)
+        again = f"run the same command with --workdir={self._run.workdir} to resume"
+        raise Preempted(
+            f"{why}: saved; {'fit() goes on' if self._keeps_state else again}"
+        )
+
+    def at_end(self, step: int, folder: RunFolder, display: ProgressDisplay) -> None:
+        """Notes why the run stopped, so that it is not resumed, and says so."""
+        why = self._hooks.stop
+        stopped = {"step": step, "steps": self._run.config.steps, "why": why}
+        folder.note(**{STOPPED: why and stopped})
+        if why:
+            display.say(f"stopped at step {step}: {why}")
+
+    def __exit__(self, *exception: object) -> None:
+        self._signals.close()

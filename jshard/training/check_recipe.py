@@ -1,0 +1,116 @@
+"""A recipe's data and functions, tried out before anything is written."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jshard.data.batches import batches
+from jshard.data.dataset import make_training_data, make_validation_data
+from jshard.data.iterables import Stream
+from jshard.fsdp.state import TrainState
+from jshard.recipe import contract
+from jshard.report.sample_pictures import prepare_pictures
+from jshard.run.loggers.services import check_loggers
+from jshard.run.start import Start
+from jshard.training.agreement import agree, check_shared, facts_of
+from jshard.training.callbacks.evaluation import prepare_evaluation
+from jshard.training.callbacks.samples import prepare_sample
+from jshard.training.callbacks.saving import check_room
+from jshard.training.non_finite import beyond_vocabulary
+from jshard.training.prepared_run import PreparedRun
+from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.throughput import Throughput
+
+
+def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
+    """Makes and traces what a run needs; reads the first batch of each split.
+
+    Raises:
+      UserError: Something of it is wrong, or differs between the processes.
+    """
+    job, config, peers = run.job, run.config, run.peers
+    recipe, abstract_state, reader = job.recipe, run.abstract_state, run.reader()
+    train_data = make_training_data(recipe.make_data, config)
+    eval_data = make_validation_data(recipe.make_data, config)
+    data = {"train": train_data, "validation": eval_data}
+    _check_agreement(run, start, data)
+    following = batches(
+        train_data, start_step=start.step, num_steps=config.steps, **reader
+    )
+    peers.at("reading the first batch", start.step)
+    first_batch = next(following)
+    sample = contract.sample(recipe.sample, config)
+    pictures = contract.sample_images(recipe.sample_images, config)
+    checked = RecipeFunctions(
+        first_batch=first_batch,
+        batches=itertools.chain([first_batch], following),
+        learning_rate=contract.learning_rate(recipe.learning_rate, config),
+        throughput=Throughput(
+            first_batch,
+            job.fsdp.mesh,
+            contract.flops_per_token(recipe.flops_per_token, config),
+        ),
+        sample=sample and prepare_sample(*sample, job.fsdp, abstract_state),
+        pictures=pictures and prepare_pictures(*pictures, job.fsdp, abstract_state),
+        evaluate=_prepare_evaluation(run, start, eval_data),
+        references=contract.references(
+            recipe.references if jax.process_index() == 0 else None, config
+        ),
+        find_cause=_cause_finder(run, train_data),
+        note="; ".join(
+            x.note(split) for split, x in data.items() if isinstance(x, Stream)
+        ),
+    )
+    check_loggers(config)
+    if config.checkpoint.every:
+        trained = dataclasses.replace(abstract_state, frozen=nnx.State({}))
+        check_room(
+            run.workdir, trained if config.checkpoint.restore else abstract_state
+        )
+    return checked
+
+
+def _check_agreement(run: PreparedRun, start: Start, data: Mapping[str, Any]) -> None:
+    """Raises a UserError if the processes are about to do different things."""
+    if run.peers.count == 1:
+        return
+    facts = facts_of(
+        run.job.recipe, run.config, run.workdir, start, run.abstract_state, data
+    )
+    agree(run.peers, facts)
+    if run.config.checkpoint.every:
+        check_shared(run.peers, run.workdir / "logs")
+
+
+def _prepare_evaluation(
+    run: PreparedRun, start: Start, data: Any
+) -> Callable[[TrainState], dict[str, float]] | None:
+    if not run.config.eval_every:
+        return None
+    run.peers.at("reading the first evaluation batch", start.step)
+    return prepare_evaluation(
+        run.job.recipe.loss_fn,
+        run.job.fsdp,
+        run.abstract_state,
+        data,
+        run.config,
+        run.reader(),
+    )
+
+
+def _cause_finder(run: PreparedRun, data: Any) -> Callable[[int], str]:
+    model = run.job.fsdp.model(run.abstract_state)
+
+    def find_cause(step: int) -> str:
+        """Reads the batch of a step again, and looks for tokens out of range."""
+        if isinstance(data, Stream):
+            return ""  # it has gone by
+        again = {"start_step": step - 1, "num_steps": step, "num_threads": 0}
+        (batch,) = batches(data, **run.reader(), **again)
+        return beyond_vocabulary(batch, model)
+
+    return find_cause
