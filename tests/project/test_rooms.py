@@ -50,7 +50,6 @@ FULLER = {
     "distributed": 13,
     "fsdp": 16,
     "layout": 13,
-    "training": 14,
     "unit": 15,
 }
 # What DESIGN and every reader calls them.
