@@ -191,7 +191,7 @@ def test_initial_values_are_identical_on_every_mesh_and_those_of_the_plain_model
         return fsdp.fetch(fsdp.init(make_gpt, optax.sgd(1.0), seed=3))
 
     one = initial(1, 1)
-    for mesh in ((1, 2), (1, 8), (2, 4)):
+    for mesh in ((1, 8), (2, 4)):
         chex.assert_trees_all_equal(initial(*mesh), one)
     # Jitted, initialisers may round differently: a few units in the last place.
     plain = nnx.state(make_gpt(nnx.Rngs(3)), nnx.Param)

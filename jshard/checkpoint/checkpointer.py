@@ -7,8 +7,8 @@ process dies, a folder whose name is a number was complete at some time, and the
 manifest shows whether it still is.
 
 Processes communicate through that folder. Each writes the checksums of its share of the
-files for process 0, which does the rest. A process whose save fails removes the file
-``.sound``, which the others check, because Orbax would wait 20 minutes for it.
+files for process 0, which does the rest. How they learn that one of them has failed is
+in ``save_failures``.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -28,24 +27,24 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
-from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import frozen, manifest, metadata, step_folders
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
+from jshard.checkpoint.save_failures import (
+    FAILED_ELSEWHERE,
+    give_up,
+    wait_for_arrays,
+    wait_until,
+)
 from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
-from jshard.checkpoint.stored_arrays import ARRAYS
+from jshard.checkpoint.stored_arrays import ARRAYS, start_saving
 from jshard.cli.paths import check_path
 from jshard.compat import orbax
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState, check_kept
 
 _SHARE = ".part-{}.json"  # a file in the folder of a save: one process's checksums
-_CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it
-_FILE = 256 << 20  # bytes; processes and threads divide the files to verify them
-_PATIENCE = 1200  # seconds to wait for other processes, as Orbax does
-_POLL = 0.02  # seconds
-_FAILED_ELSEWHERE = "the save failed on another process"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +171,9 @@ class Checkpointer:
         )
         try:
             _on_first(lambda: self._make(folder))
-            with _context(content["arrays"]):
-                response = ocp.save_async(folder / ARRAYS, arrays)
+            response = start_saving(folder, arrays, content["arrays"])
         except Exception as error:  # training continues, whatever failed
-            _give_up(folder)
+            give_up(folder)
             blocked = time.perf_counter() - start
             self._report(Save(step, blocked, blocked, error=_why(error)))
             return
@@ -184,11 +182,11 @@ class Checkpointer:
         def finish() -> None:
             size, problem = 0, ""
             try:
-                _wait_for_arrays(response, folder)
+                wait_for_arrays(response, folder)
                 size = self._complete(folder, {"step": step, **content}, files or {})
             except Exception as error:
                 problem = _why(error)
-                _give_up(folder)
+                give_up(folder)
             took = time.perf_counter() - start
             self._report(Save(step, blocked, took, size, problem))
 
@@ -215,14 +213,14 @@ class Checkpointer:
         files = manifest.checksum(folder, ARRAYS, process, count)
         if process > 0:
             replace_file(folder / _SHARE.format(process), json.dumps(files))
-            _wait_until(lambda: not folder.exists(), folder)
+            wait_until(lambda: not folder.exists(), folder)
             # The folder was either renamed or removed.
             if not (final.exists() and manifest.read(final).items() >= files.items()):
-                raise OSError(_FAILED_ELSEWHERE)
+                raise OSError(FAILED_ELSEWHERE)
             return 0
         for other in range(1, count):
             share = folder / _SHARE.format(other)
-            _wait_until(share.exists, folder)
+            wait_until(share.exists, folder)
             files |= json.loads(share.read_text(encoding="utf-8"))
             share.unlink()
         for name in (metadata.FILE, *texts):
@@ -304,31 +302,6 @@ class Checkpointer:
         return restore_state(folder, abstract)
 
 
-def _context(described: Mapping[str, Any]) -> ocp.Context:
-    """Returns Orbax's options for saving arrays, given their metadata by name."""
-    storage = ocp.options.ArrayOptions.Saving.StorageOptions
-
-    def bounded(path: Any, array: jax.Array) -> Any:
-        shard = np.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        if not array.ndim or shard <= _CHUNK:
-            return None  # the shard is one chunk, written without a copy
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        # A Stack is split into single layers, whatever their size, so that each can be
-        # read without the others.
-        axes = (0,) if described[name].get("layer_dims") else None
-        return storage(chunk_byte_size=_CHUNK, shard_axes=axes)
-
-    context = ocp.Context()
-    context.array.saving.scoped_storage_options_creator = bounded
-    # Compression saves a tenth and makes saving take seven times as long.
-    context.array.saving.use_compression = False
-    context.array.saving.ocdbt_target_data_file_size = _FILE
-    # Replicas divide the writing of large arrays only; for small ones it is slower.
-    context.array.saving.min_slice_bytes_for_replica_parallel = 1 << 20
-    context.asynchronous.create_directories_asynchronously = False
-    return context
-
-
 def _on_first(action: Callable[[], None]) -> None:
     """Runs ``action`` on process 0; if it raises OSError, all processes raise it."""
     code = 0
@@ -340,47 +313,6 @@ def _on_first(action: Callable[[], None]) -> None:
     code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
     if code:
         raise OSError(code, os.strerror(code))
-
-
-def _wait_for_arrays(response: Any, folder: Path) -> None:
-    """Waits until Orbax has written all arrays or a process has failed."""
-    if jax.process_count() == 1:
-        return response.result()
-    written: Future[None] = Future()
-
-    def wait() -> None:
-        try:
-            written.set_result(response.result())
-        except BaseException as error:
-            written.set_exception(error)
-
-    # A daemon, because it may be left waiting when another process has failed.
-    threading.Thread(target=wait, daemon=True).start()
-    _wait_until(written.done, folder)
-    written.result()
-
-
-def _give_up(folder: Path) -> None:
-    """Signals to other processes that a save has failed, and removes it."""
-    with suppress(OSError):
-        (folder / SOUND).unlink()
-    if jax.process_index() == 0:
-        step_folders.give_up(folder)
-
-
-def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
-    """Waits for other processes; raises OSError if the save fails on one of them."""
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        # Checked before the condition, because a successful save removes the file, too.
-        sound = (folder / SOUND).exists()
-        if condition():
-            return
-        if not sound:
-            raise OSError(_FAILED_ELSEWHERE)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"another process did not finish within {_PATIENCE} s")
-        time.sleep(_POLL)
 
 
 def _why(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Which arrays of a checkpoint are those of a state, and reading them."""
+"""The arrays of a checkpoint: writing, matching with those of a state, reading."""
 
 import warnings
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
@@ -18,6 +19,48 @@ from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
+_CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it
+_FILE = 256 << 20  # bytes; processes and threads divide the files to verify them
+
+
+def start_saving(
+    folder: Path, arrays: Mapping[str, Any], described: Mapping[str, Any]
+) -> Any:
+    """Starts to write arrays; returns Orbax's response, whose ``result`` waits.
+
+    Args:
+      folder: The folder of the step.
+      arrays: Nested dicts, as their names with dots are divided.
+      described: What the metadata says of each, by name.
+    """
+    with _saving_context(described):
+        return ocp.save_async(folder / ARRAYS, arrays)
+
+
+def _saving_context(described: Mapping[str, Any]) -> ocp.Context:
+    """Returns Orbax's options for saving arrays, given their metadata by name."""
+    storage = ocp.options.ArrayOptions.Saving.StorageOptions
+
+    def bounded(path: Any, array: jax.Array) -> Any:
+        shard = np.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        if not array.ndim or shard <= _CHUNK:
+            return None  # the shard is one chunk, written without a copy
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        # A Stack is split into single layers, whatever their size, so that each can be
+        # read without the others.
+        axes = (0,) if described[name].get("layer_dims") else None
+        return storage(chunk_byte_size=_CHUNK, shard_axes=axes)
+
+    context = ocp.Context()
+    context.array.saving.scoped_storage_options_creator = bounded
+    # Compression saves a tenth and makes saving take seven times as long.
+    context.array.saving.use_compression = False
+    context.array.saving.ocdbt_target_data_file_size = _FILE
+    # Replicas divide the writing of large arrays only; for small ones it is slower.
+    context.array.saving.min_slice_bytes_for_replica_parallel = 1 << 20
+    context.asynchronous.create_directories_asynchronously = False
+    return context
+
 
 Named = dict[str, tuple[str, Any]]
 

@@ -4,7 +4,6 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,6 @@ from jshard.formatting import did_you_mean
 from jshard.knob import Knob
 
 _SHOWN: dict[Any, str] = {int: "N", float: "N", str: "TEXT", Path: "PATH"}
-_COLUMN = 24  # where the help explains an option
-_wrapped = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +40,12 @@ class Option(Knob):
             object.__setattr__(self, "bare", True)
 
     def label(self, name: str) -> str:
-        """Returns how it is given: `PATH`, `--ema`, `--search[=KNOB,...]`."""
+        """Returns how it is given: `PATH ...`, `--ema`, `--search[=KNOB,...]`."""
         if name.isupper():
             return f"{name} ..." if self.repeats else name
-        if self.kind is bool:
-            return f"--{name}"
-        value = self.shown or "|".join(self.choices) or _SHOWN[self.kind]
-        return f"--{name}={value}" if self.bare is None else f"--{name}[={value}]"
+        value = self.shown or "|".join(self.choices) or _SHOWN.get(self.kind)
+        value = value and (f"={value}" if self.bare is None else f"[={value}]")
+        return f"--{name}{value or ''}"
 
 
 # What the commands read that compute nothing.
@@ -60,13 +56,9 @@ CHECKPOINT = Option(
 
 
 def check_value(name: str, value: Any, knob: Knob, given: Any = None) -> None:
-    """Raises a UserError if a knob's value is impossible.
+    """Raises a UserError if the value of an option, or of `config.KEY`, is impossible.
 
-    Args:
-      name: Of the option, or of a key as `config.KEY`.
-      value: The value, cast to the knob's type.
-      knob: The declaration.
-      given: What the user gave, if that is not the value.
+    `given` is what the user gave for it, if that is not the value itself.
     """
     problem = knob.problem(value)
     if not problem and knob.kind is Path and not knob.is_special(value):
@@ -115,45 +107,41 @@ class Command:
         Raises:
           UserError: An option is unknown, missing, or has no value or a bad one.
         """
-        found: dict[str, Any] = {}
-        keys: dict[str, dict[str, str]] = {
+        found: dict[str, Any] = {
             name: {} for name in self.options if name.endswith(".KEY")
         }
-        wants_help = False
-        rest = iter(words)
+        wants_help, rest = False, iter(words)
         for word in rest:
             if word in ("--help", "-h"):
                 wants_help = True
                 continue
-            name, key, text = self._split(word, found)
+            name, label, text = self._split(word, found)
             option = self.options[name]
-            if key:
-                label = f"--{name.removesuffix('KEY')}{key}"
-                keys[name][key] = _text(label, text, rest, option)
+            if name.endswith(".KEY"):
+                _, _, key = label.partition(".")
+                found[name][key] = _text(label, text, rest, option)
                 continue
             value = option.bare
             if text is not None or value is None:
-                label = name if name.isupper() else f"--{name}"
-                text = _text(label, text, rest, option)
-                value = read_value(name, text, option)
+                value = read_value(name, _text(label, text, rest, option), option)
                 value = Path(value) if option.kind is Path else value
             found[name] = (*found.get(name, ()), value) if option.repeats else value
-        if wants_help and not ("config.KEY" in keys and "config" in found):
+        if wants_help and not ("config" in found and "config.KEY" in found):
             show(self.help(), end="")
             sys.exit(0)
         for name, option in self.options.items():
             if option.required and name not in found and not wants_help:
                 raise UserError(f"{option.label(name)} is missing; see --help")
             found.setdefault(name, option.default)
-        found |= {name.replace(".KEY", "_keys"): texts for name, texts in keys.items()}
-        return SimpleNamespace(**found, help=wants_help)
+        values = {name.replace(".KEY", "_keys"): value for name, value in found.items()}
+        return SimpleNamespace(**values, help=wants_help)
 
     def _split(self, word: str, found: Iterable[str]) -> tuple[str, str, str | None]:
-        """Returns the name of a word's option, its key, and the text after `=`."""
+        """Returns a word's option, how it is given, and the text after `=`."""
         if not word.startswith("-"):
             for name, option in self.options.items():
                 if name.isupper() and (option.repeats or name not in found):
-                    return name, "", word
+                    return name, name, word
         label, equals, text = word.partition("=")
         name, dot, key = label.removeprefix("--").partition(".")
         name = f"{name}.KEY" if key else f"{name}{dot}"
@@ -161,35 +149,32 @@ class Command:
             names = [f"--{name}" for name in self.options if not name.isupper()]
             hint = did_you_mean(label, [*names, "--help"])
             raise UserError(f"unknown argument {word!r}{hint}; see --help")
-        return name, key, text if equals else None
+        return name, label, text if equals else None
 
     def help(self) -> str:
         """Returns what `--help` prints."""
-        usage, rows = [f"usage: python -m jshard.{self.name}"], []
+        usage, rows = ["usage: python -m", f"jshard.{self.name}"], []
         for name, option in self.options.items():
             label, about = option.label(name), option.help
             if option.default not in (None, False, "", ()):
                 about += f"; by default {option.default}"
-            rows += _row(label, about)
+            rows.append(explained(label, about))
             usage += [label] if option.required else []
         keys = "; with --config, the recipe's keys, too"
-        rows += _row("--help", f"this text{keys * ('config.KEY' in self.options)}")
-        paragraphs = [
-            [" ".join([*usage, "[OPTIONS]"])],
-            _wrapped(self.about, 88),
-            rows,
-            *(_wrapped(note, 88) for note in self.notes),
-        ]
-        return "\n\n".join(map("\n".join, paragraphs)) + "\n"
+        about = f"this text{keys * ('config.KEY' in self.options)}"
+        paragraphs = (
+            " ".join([*usage, "[OPTIONS]"]),
+            textwrap.fill(self.about, 88),
+            "\n".join([*rows, explained("--help", about)]),
+            *(textwrap.fill(note, 88, break_on_hyphens=False) for note in self.notes),
+        )
+        return "\n\n".join(paragraphs) + "\n"
 
 
-def _row(label: str, about: str) -> list[str]:
-    """Returns the lines of the help on an option."""
-    above = [f"  {label}"] if len(label) + 4 > _COLUMN else []
-    indent = " " * _COLUMN
-    first, *others = _wrapped(about, 88 - _COLUMN)
-    beside = f"  {'' if above else label:<{_COLUMN - 2}}{first}"
-    return [*above, beside, *(f"{indent}{line}" for line in others)]
+def explained(label: str, about: str) -> str:
+    """Returns lines of a help: an option or a key, and below it what it means."""
+    lines = textwrap.wrap(about, 78, break_on_hyphens=False)
+    return "\n".join([f"  {label}", *(f"{' ' * 10}{line}" for line in lines)])
 
 
 def _text(label: str, text: str | None, rest: Iterator[str], option: Option) -> str:

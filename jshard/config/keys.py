@@ -11,12 +11,9 @@ from jshard.knob import Knob
 class Key(FieldReference):
     """A value of a `ConfigDict` that declares its meaning and its possible values.
 
-    Use it in `get_config` in place of a plain value:
-
         "width": Key(128, "width of the residual stream", at_least=1)
 
-    It is read and set like a plain value: `config.model.width`. A plain value is
-    checked for its type alone.
+    It is read and set like a plain value, which is checked for its type alone.
 
     Args:
       default: The value.

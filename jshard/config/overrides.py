@@ -1,11 +1,10 @@
 """Sets keys of a config, by values or by words of the command line, and lists them."""
 
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.cli.options import Option, check_value, read_value
+from jshard.cli.options import Option, check_value, explained, read_value
 from jshard.config.run_config import Config, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS, REQUIRED, SHARED
 from jshard.errors import UserError
@@ -25,12 +24,9 @@ RECIPE_OPTIONS = {
 
 
 def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:
-    """Sets keys of a config in place.
+    """Sets keys of a complete config in place, to values by dotted key.
 
-    Args:
-      config: The config, complete.
-      values: The values by dotted key.
-      recipe: The recipe's name, for messages.
+    `recipe` is the recipe's name, for messages.
 
     Raises:
       UserError: A key is unknown, or a value impossible.
@@ -51,13 +47,9 @@ def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:
 def read_words(
     config: Config, words: Mapping[str, str], recipe: str, option: str = "config"
 ) -> dict[str, Any]:
-    """Converts words of the command line to the values that keys of a config get.
+    """Converts words of the command line, by dotted key, to values for `override`.
 
-    Args:
-      config: The config, complete.
-      words: What follows `=`, by dotted key.
-      recipe: The recipe's name, for messages.
-      option: The option that has the keys, for messages.
+    `recipe` and `option`, which has the keys, are for messages.
 
     Raises:
       UserError: A key is unknown, or a value impossible.
@@ -98,8 +90,7 @@ def keys_help(config: Config, recipe: str) -> str:
     for members in groups.values():
         lines.append("")
         for key in members:
-            lines.append(f"  --config.{key}={values[key]}")
-            if about := declared[key].help:
-                about = f"{about} ({declared[key].possible()})"
-                lines.append(textwrap.indent(textwrap.fill(about, 78), " " * 10))
+            knob = declared[key]
+            about = f"{knob.help} ({knob.possible()})" if knob.help else ""
+            lines.append(explained(f"--config.{key}={values[key]}", about))
     return "\n".join(lines) + "\n"

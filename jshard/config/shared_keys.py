@@ -45,9 +45,7 @@ DEFAULTS = {
         1, "number of replicas of the sharded model (HSDP); hosts is one per host",
         also=("hosts",), at_least=1,
     ),
-    "mesh.context": Knob(
-        1, "number of devices that share each sequence", at_least=1
-    ),
+    "mesh.context": Knob(1, "number of devices that share each sequence", at_least=1),
     "mesh.tensor": Knob(
         1, "number of devices that share the heads and features of each layer",
         at_least=1,

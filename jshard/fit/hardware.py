@@ -29,9 +29,8 @@ _USABLE = 0.95  # of the memory; CUDA's context, NCCL and cuDNN take the rest
 
 def peak_flops(device_kind: str) -> float | None:
     """Returns a device's dense bf16 peak in FLOP/s, or None if it is unknown."""
-    return next(
-        (peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None
-    )
+    found = (peak for name, peak in PEAK_FLOPS.items() if name in device_kind)
+    return next(found, None)
 
 
 @dataclasses.dataclass(frozen=True)

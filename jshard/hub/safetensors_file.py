@@ -1,4 +1,8 @@
-"""Reads the tensors of safetensors files: a header, then slices through mmap."""
+"""Reads the tensors of safetensors files: a header, then slices through mmap.
+
+The library checks the files. Its own slices (0.8) lack float8 in NumPy, and arrays
+without elements.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple

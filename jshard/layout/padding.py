@@ -42,13 +42,6 @@ class Padding:
     size: int
     axes: tuple[str, ...]
 
-    @property
-    def padded(self) -> tuple[int, ...]:
-        """The shape of one layer with the padding."""
-        shape = list(self.shape)
-        shape[self.dim] = self.size
-        return tuple(shape)
-
 
 def padded_dim(
     shape: tuple[int, ...],
@@ -84,7 +77,11 @@ def padding_of(variable: nnx.Variable) -> Padding | None:
 def padding_now(leaf: Any) -> Padding | None:
     """Returns how a variable is padded now; None if it, or another leaf, is not."""
     padding = padding_of(leaf) if is_variable(leaf) else None
-    return padding if padding is not None and _ends(leaf, padding.padded) else None
+    if padding is None:
+        return None
+    shape = list(padding.shape)
+    shape[padding.dim] = padding.size
+    return padding if _ends(leaf, tuple(shape)) else None
 
 
 def shape_of_layer(variable: nnx.Variable) -> tuple[int, ...]:
@@ -117,8 +114,7 @@ def exact(tree: Any, mesh: Any) -> Any:
     """
 
     def one(variable: Any) -> Any:
-        padding = padding_now(variable)
-        if padding is None:
+        if (padding := padding_now(variable)) is None:
             return variable
         x = shortened(variable.get_value(), padding.dim, padding.shape[padding.dim])
         return variable.copy(_constrained(x, padding, mesh))
@@ -127,11 +123,10 @@ def exact(tree: Any, mesh: Any) -> Any:
 
 
 def exact_values(variable: nnx.Variable) -> nnx.Variable:
-    """Returns a variable on the host, or an abstract one, without its padding."""
-    if padding_now(variable) is None:
-        return variable
-    variable = exact(variable, None)
-    variable.del_metadata(PADDING)
+    """Returns a variable without its padding and the mark of it."""
+    if padding_now(variable):
+        variable = exact(variable, None)
+        variable.del_metadata(PADDING)
     return variable
 
 

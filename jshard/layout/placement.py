@@ -81,22 +81,20 @@ class Placement:
 
     def without_padding(self, full: jax.Array) -> jax.Array:
         """Returns the exact part of a gathered array."""
-        if self.exact is None or self._is_part():
-            return full
-        dim, size = self.exact
-        return shortened(full, dim, size)
+        exact = self._gathered_exact()
+        return full if exact is None else shortened(full, *exact)
 
     def with_padding(self, full: jax.Array) -> jax.Array:
         """Returns a full array padded with zeros, to be sharded."""
-        if self.exact is None or self._is_part():
+        if (exact := self._gathered_exact()) is None:
             return full
-        dim, size = self.exact
+        dim, size = exact
         return lengthened(full, dim, size + -size % self.shards())
 
-    def _is_part(self) -> bool:
-        """Returns whether a layer gets a part of the padded dimension."""
-        assert self.exact is not None
-        return not self.whole and any(dim == self.exact[0] for dim, _ in self.splits)
+    def _gathered_exact(self) -> tuple[int, int] | None:
+        """Returns ``exact``, or None if a layer gets a part of that dimension."""
+        split = () if self.whole else (dim for dim, _ in self.splits)
+        return None if self.exact is None or self.exact[0] in split else self.exact
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

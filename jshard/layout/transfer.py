@@ -29,20 +29,17 @@ def put(value: Any, like: Any) -> jax.Array:
         raw = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=like.sharding)
         return jax.random.wrap_key_data(put(data, raw), impl=jax.random.key_impl(value))
     full = value if isinstance(value, jax.Array) else np.asarray(value)
-    # Always copy, because a CPU device's array may alias the memory of its source.
+    # Copies, because a CPU device's array may alias the memory of its source.
     return put_parts(lambda index: np.array(full[index], like.dtype), like)
 
 
-def put_parts(
-    part_at: Callable[[tuple[slice, ...]], np.ndarray], like: Any
-) -> jax.Array:
-    """Returns a global array whose shards ``part_at(index)`` makes, one at a time.
+def put_parts(part_at: Callable[[tuple], np.ndarray], like: Any) -> jax.Array:
+    """Returns a global array of the parts ``part_at(index)``, each made and then put.
 
     What a part lacks of its shard is padding, zeros.
     """
     # jax.make_array_from_callback would hold the shards of all devices on the host.
-    sharding, shards = like.sharding, []
-    shape = sharding.shard_shape(like.shape)
+    sharding, shape, shards = like.sharding, like.sharding.shard_shape(like.shape), []
     for device, index in sharding.addressable_devices_indices_map(like.shape).items():
         shard = part_at(index)
         if shard.shape != shape:

@@ -39,18 +39,12 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind and dtype in a program.
+    """The collectives of one kind and dtype in a program."""
 
-    Attributes:
-      count: how many run, with loops unrolled.
-      wire_bytes: what each device receives: (n-1)/n of the full arrays, twice that
-        for an all-reduce.
-      network_bytes: the part of them in collectives that span hosts.
-    """
-
-    count: int = 0
+    count: int = 0  # how many run, with loops unrolled
+    # What each device receives: (n-1)/n of the full arrays, an all-reduce twice that.
     wire_bytes: int = 0
-    network_bytes: int = 0
+    network_bytes: int = 0  # the part of them in collectives that span hosts
 
 
 def traffic(
@@ -204,10 +198,11 @@ def describe(
     if norms and policy.accumulate > 1:
         text = "statistics of one micro-batch over all devices; each of the "
         text += f"{policy.accumulate} micro-batches updates the running statistics"
-        lines.append(("batch norm", f"{_some(norms)}: {text}"))
+        lines.append(("batch norm", f"{some_of(norms, limit=4)}: {text}"))
     if streams := plain_streams(model):
-        text = f"{_some(streams)}: plain random streams, whose draws depend on the mesh"
-        lines.append(("random", f"{text} (those of jshard.Dropout do not)"))
+        text = "plain random streams, whose draws depend on the mesh (those of "
+        text = f"{some_of(streams, limit=4)}: {text}jshard.Dropout do not)"
+        lines.append(("random", text))
     return "\n".join(f"{name:<16}{text}" for name, text in lines)
 
 
@@ -245,19 +240,18 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
     """Compares what an exchange of tokens moves with gathers of all experts."""
     sizes, policy = dict(layout.mesh.shape), layout.policy
     devices, gathered = sizes.get(EXPERT, 1), 0
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            place, x = layout.places[path], variable.get_value()
-            if all(axis != EXPERT for _, axis in place.splits):
-                continue
-            arrives = jnp.dtype(place.gather or x.dtype)
-            reduced = jnp.dtype(place.reduce or place.compute or arrives)
-            gathers = 2 if policy.unit(path).reshard_after_forward else 1
-            moved = gathers * arrives.itemsize
-            moved += reduced.itemsize if place.trainable else 0
-            # Split over e devices and sharded over f, a device gathers 1/e of the
-            # experts, of which it has 1/f; whole, all of them, of which it has 1/ef.
-            gathered += (x.size - x.size // devices) * moved
+    for path, variable in state.flat_params():
+        place, x = layout.places[path], variable.get_value()
+        if all(axis != EXPERT for _, axis in place.splits):
+            continue
+        arrives = jnp.dtype(place.gather or x.dtype)
+        reduced = jnp.dtype(place.reduce or place.compute or arrives)
+        gathers = 2 if policy.unit(path).reshard_after_forward else 1
+        moved = gathers * arrives.itemsize
+        moved += reduced.itemsize if place.trainable else 0
+        # Split over e devices and sharded over f, a device gathers 1/e of the experts,
+        # of which it has 1/f; whole, all of them, of which it has 1/ef.
+        gathered += (x.size - x.size // devices) * moved
     if not gathered:
         return []
     moved = traffic(jaxpr, sizes, scope=EXCHANGE_TOKENS)
@@ -266,7 +260,3 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
     text = f"split over {devices} devices: tokens move {format_bytes(exchanged)} a "
     text += f"device and step; whole experts would move {format_bytes(gathered)}"
     return [("experts", text)]
-
-
-def _some(names: list[str]) -> str:
-    return some_of(names, limit=4)

@@ -12,6 +12,7 @@ from jshard.errors import some_of
 from jshard.formatting import format_bytes
 from jshard.fsdp.mesh import shards_of
 from jshard.fsdp.state import TrainState
+from jshard.layout.capacity import shard_bytes, shard_size
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.padding import exact_types, padding_now
@@ -24,12 +25,12 @@ def parameters(state: TrainState) -> str:
     """Returns how many parameters there are, and what a device holds of the state."""
     params = jax.tree.leaves((state.params, state.frozen))
     trained, frozen = map(_exact_size, (state.params, state.frozen))
-    total, local = trained + frozen, sum(map(_local_size, params))
+    total, local = trained + frozen, sum(map(shard_size, params))
     held = {"host": 0, "device": 0}
     for x in jax.tree.leaves(state):
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             where = "host" if x.sharding.memory_kind == HOST else "device"
-            held[where] += _local_size(x) * x.dtype.itemsize
+            held[where] += shard_bytes(x)
     text = f"{total:,} ({local:,} a device); state {format_bytes(held['device'])}"
     text += " a device"
     if held["host"]:
@@ -39,10 +40,6 @@ def parameters(state: TrainState) -> str:
 
 def _exact_size(tree: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(exact_types(tree)))
-
-
-def _local_size(x: Any) -> int:
-    return int(np.prod(x.sharding.shard_shape(x.shape)))
 
 
 def placed(
@@ -56,18 +53,17 @@ def placed(
 def _padded(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     """Says how much of the state is padding, and which parameters have most."""
     added = {}
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            if padding_now(variable):
-                exact = _exact_size(variable)
-                added[".".join(map(str, path))] = variable.get_value().size - exact
+    for path, variable in state.flat_params():
+        if padding_now(variable):
+            exact = _exact_size(variable)
+            added[".".join(map(str, path))] = variable.get_value().size - exact
     if not added:
         return []
     leaves, exact = jax.tree.leaves(state), jax.tree.leaves(exact_types(state))
     zeros = sum(
         (x.size - y.size) * x.dtype.itemsize for x, y in zip(leaves, exact, strict=True)
     )
-    names = _some(sorted(added, key=lambda name: -added[name]))
+    names = some_of(sorted(added, key=lambda name: -added[name]), limit=4)
     text = f"{format_bytes(zeros)} of zeros in the state, over all devices, as "
     text += f"{shards_of(layout.mesh)} does not divide {names}"
     return [("padded", text)]
@@ -79,15 +75,14 @@ def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
         return [("replicated", "everything: the fsdp axis has one device")]
     small: dict[str, int] = {}
     others: dict[str, int] = {}
-    for tree in (state.params, state.frozen):
-        for path, variable in nnx.to_flat_state(tree):
-            if layout.places[path].dim is None:
-                x = variable.get_value()
-                few = np.prod(x.shape[layer_dims(variable) :]) < fewest
-                nbytes = x.size * x.dtype.itemsize
-                (small if few else others)[".".join(map(str, path))] = nbytes
+    for path, variable in state.flat_params():
+        if layout.places[path].dim is None:
+            x = variable.get_value()
+            few = np.prod(x.shape[layer_dims(variable) :]) < fewest
+            nbytes = x.size * x.dtype.itemsize
+            (small if few else others)[".".join(map(str, path))] = nbytes
     return [
-        ("replicated", f"{reason}: {_some(list(found))}{_much(found)}")
+        ("replicated", f"{reason}: {some_of(list(found), limit=4)}{_much(found)}")
         for reason, found in (
             (f"fewer than {fewest} elements (a layer)", small),
             ("further mesh axes split every dimension", others),
@@ -112,7 +107,7 @@ def _root(
     nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
     treated = "gathered as a unit" if layout.policy.reshard_root else "kept for a step"
     text = f"{format_bytes(nbytes)} in no Stack or Unit, {treated}"
-    return [("root", f"{text}: {_some(names)}")]
+    return [("root", f"{text}: {some_of(names, limit=4)}")]
 
 
 def _streamed(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
@@ -120,13 +115,7 @@ def _streamed(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     if layout.policy.offload is None:
         return []
     is_per_layer = lambda x: isinstance(x, PerLayerState)
-    said = any(
-        map(is_per_layer, jax.tree.leaves(state.opt_state, is_leaf=is_per_layer))
-    )
-    reason = "optax's own treats numbers alone, as its names tell"
-    reason = "as per_layer says" if said else reason
+    said = map(is_per_layer, jax.tree.leaves(state.opt_state, is_leaf=is_per_layer))
+    known = "optax's own treats numbers alone, as its names tell"
+    reason = "as per_layer says" if any(said) else known
     return [("update", f"a layer of a Stack at a time: {reason}")]
-
-
-def _some(names: list[str]) -> str:
-    return some_of(names, limit=4)

@@ -48,7 +48,7 @@ class Trainer:
     Args:
       recipe: A file, or the name of a packaged recipe, as for `--config`; a module; or
         None, with the parts by keyword.
-      config: Keys to set over the recipe's, `{"optimizer.learning_rate": 1e-3}`;
+      config: Values of keys to set over the recipe's, `{"steps": 100}`;
         without a recipe, those that every recipe has. A `ConfigDict` is the whole
         config, with any keys of its own.
       workdir: The run's folder; by default runs/NAME-DATE-TIME.

@@ -194,7 +194,7 @@ def test_names_hold_for_every_mesh_and_policy():
 def test_large_shards_are_stored_in_parts_and_stacks_in_layers(
     state, abstract, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jshard.checkpoint.checkpointer._CHUNK", 64)
+    monkeypatch.setattr("jshard.checkpoint.stored_arrays._CHUNK", 64)
     save_steps(tmp_path, state, 1)
     check_equal(Checkpointer(tmp_path).restore(abstract), at_step(state, 1))
     layers = chunk_shape(tmp_path / "1", "params.layers.linear.kernel")
@@ -270,7 +270,7 @@ def test_writes_that_outlive_a_failed_save_leave_nothing(state, tmp_path, monkey
 
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr(
-            "jshard.checkpoint.checkpointer._wait_for_arrays", fail_and_go_on
+            "jshard.checkpoint.checkpointer.wait_for_arrays", fail_and_go_on
         )
         checkpointer.save(at_step(state, 1))
     writing[0].join()

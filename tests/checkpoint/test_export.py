@@ -21,7 +21,7 @@ from exports import (
     save,
 )
 from jshard import export
-from jshard.checkpoint import checkpointer, metadata
+from jshard.checkpoint import metadata, stored_arrays
 from jshard.hub.safetensors_read import is_safetensors, load_safetensors
 
 
@@ -66,7 +66,7 @@ def test_round_trip_is_bit_equal_on_any_mesh(run, shard_bytes, mesh, tmp_path):
 
 @pytest.mark.parametrize("chunk", [300, 2000])
 def test_chunks_smaller_than_a_layer_and_larger(chunk, run, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpointer, "_CHUNK", chunk)
+    monkeypatch.setattr(stored_arrays, "_CHUNK", chunk)
     state = run[1]
     export.export(save(tmp_path, state), tmp_path / "out", shard_bytes=3000)
     wanted = metadata.arrays_by_name(state)

@@ -136,11 +136,11 @@ def test_help_lists_the_options_and_ends_but_waits_for_a_recipes_keys(capsys):
     assert text == COMMAND.help()
     for row in (
         "usage: python -m jshard.try --config=FILE [OPTIONS]\n\nTries options.\n",
-        "  --workdir=DIR         a folder\n",
-        "  --rate=N              how fast; by default 0.5\n",
-        "  --dtype=int|float     of what; by default int\n",
-        "  --ema                 the averages\n",
-        "  --search[=TEXT]       knobs\n",
+        "  --workdir=DIR\n          a folder\n",
+        "  --rate=N\n          how fast; by default 0.5\n",
+        "  --dtype=int|float\n          of what; by default int\n",
+        "  --ema\n          the averages\n",
+        "  --search[=TEXT]\n          knobs\n",
         "\n\nA last remark.\n",
     ):
         assert row in text

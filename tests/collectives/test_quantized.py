@@ -153,3 +153,29 @@ def test_bytes_travel_forward_and_gradients_return_in_full(dtype):
     sent = {array.dtype: array.size for c in gathers for array in c.operands}
     assert sent == {"s8": 528, "f32": 3}
     assert sum(c.wire_bytes for c in gathers) == 7 * (528 + 3 * 4)
+
+
+# Products in float8: one scale for a tensor.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("largest", [1e-30, 0.7, 448.0, 1e30])
+def test_a_scale_is_a_power_of_two_that_the_largest_value_nearly_fills(dtype, largest):
+    scale = quantized.tensor_scale(jnp.float32(largest), dtype)
+    assert np.frexp(scale)[0] == 0.5
+    assert 0.5 <= largest / scale / float(jnp.finfo(dtype).max) < 1
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_stays_visible(bad):
+    x = jnp.ones(8).at[3].set(bad)
+    scale = quantized.tensor_scale(quantized.largest(x), jnp.float8_e4m3fn)
+    values = quantized.to_float8(x, scale, jnp.float8_e4m3fn)
+    assert not np.isfinite(values.astype(jnp.float32) * scale).any()
+
+
+def test_zeros_stay_zeros():
+    x = jnp.zeros(8)
+    scale = quantized.tensor_scale(quantized.largest(x), jnp.float8_e4m3fn)
+    values = quantized.to_float8(x, scale, jnp.float8_e4m3fn)
+    assert not np.any(values.astype(jnp.float32) * scale)

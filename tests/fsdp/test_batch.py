@@ -83,6 +83,7 @@ def largest_error(got: Any, want: Any) -> float:
     return max(jax.tree.leaves(differences))
 
 
+@pytest.mark.quick("sharded-plain", "as-given-accumulate", "sharded-deferred")
 @pytest.mark.parametrize(
     "policy",
     [

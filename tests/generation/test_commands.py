@@ -38,6 +38,7 @@ def train(folder: Path, *words: str, devices: int = 8) -> Path:
         "checkpoint.every": 2,
         "sample.length": 0,
         "data.path": REPOSITORY / "LICENSE",
+        "data.tokenizer": "",
     }
     words = (*(f"--config.{key}={value}" for key, value in keys.items()), *words)
     done = python("jshard.train", "--config=gpt.py", *words, cwd=folder, count=devices)

@@ -1,5 +1,6 @@
 """An encoder-decoder generates with caches what full forward passes say."""
 
+import functools
 from typing import Any
 
 import jax
@@ -42,9 +43,15 @@ def make_model(style: str = "v1.1", **changes: Any) -> T5:
     return model
 
 
+@functools.cache
+def generator() -> Generator:
+    """One for all tests that train and change nothing."""
+    return Generator(make_model())
+
+
 @jax.jit
-def logits_of(model, inputs, tokens):
-    return model(inputs, tokens)
+def logits_of(model, inputs, tokens, mask=None):
+    return model(inputs, tokens, mask)
 
 
 def greedy(model: T5, inputs: list[int], length: int) -> list[int]:
@@ -66,10 +73,10 @@ def test_decoding_gives_the_logits_of_the_full_forward(x64, style, stacked):
     rng = np.random.default_rng(0)
     inputs, tokens = rng.integers(0, VOCAB, (4, 11)), rng.integers(0, VOCAB, (4, 21))
     mask = np.arange(11) < [[11], [3], [0], [7]]  # one has nothing to read
-    want = model(inputs, tokens, mask)
+    want = logits_of(model, inputs, tokens, mask)
     model = model if stacked else without_stacks(model)
     decode = jax.jit(lambda model, *args: model.decode(*args))
-    cache, got = model.encode(inputs, mask, 24), []
+    cache, got = jax.jit(lambda model: model.encode(inputs, mask, 24))(model), []
     for start, stop in [(0, 1), (1, 2), (2, 13), (13, 14), (14, 21)]:
         positions = jnp.broadcast_to(jnp.arange(start, stop), (4, stop - start))
         logits, cache = decode(model, tokens[:, start:stop], positions, cache)
@@ -116,17 +123,17 @@ def test_a_recipes_sample_is_that_of_the_generator():
         inputs[row, : len(prompt)], mask[row, : len(prompt)] = prompt, True
     batch = {"inputs": inputs, "mask": mask, "seed": np.arange(4, dtype=np.uint32)}
     tokens = jax.jit(lambda m, b: answer_inputs(m, b, length=6))(model, batch)
-    want = Generator(model)(PROMPTS, length=6, sampling=Sampling(0))
+    want = generator()(PROMPTS, length=6, sampling=Sampling(0))
     assert tokens.tolist() == want
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("place", [0, 4])
 def test_a_stop_token_ends_its_row_alone(place):
-    generator = Generator(make_model())
     options: dict[str, Any] = {"length": 10, "sampling": Sampling(0)}
-    whole = generator(PROMPTS, **options)
+    whole = generator()(PROMPTS, **options)
     stop = whole[0][place]
-    stopped = generator(PROMPTS, **options, stop_tokens=[stop])
+    stopped = generator()(PROMPTS, **options, stop_tokens=[stop])
     for row, full in zip(stopped, whole, strict=True):
         assert row == full[: full.index(stop) if stop in full else None]
     assert len(stopped[0]) <= place

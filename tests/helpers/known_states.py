@@ -17,7 +17,6 @@ from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
-from jshard.layout.padding import exact_types
 
 FILES = {"description.json", "manifest.json", "state"}
 
@@ -52,7 +51,7 @@ def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
         return jax.random.wrap_key_data(made) if random else made
 
     arrays = metadata.arrays_by_name(abstract)
-    exact = metadata.arrays_by_name(exact_types(abstract))
+    exact = metadata.exact_by_name(abstract)
     return metadata.replace_arrays(
         abstract, {name: make(name, array) for name, array in arrays.items()}
     )
@@ -60,7 +59,7 @@ def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
 
 def check_state(state: jshard.TrainState, step: int) -> None:
     """Compares this process's shards bit for bit."""
-    exact = metadata.arrays_by_name(exact_types(state))
+    exact = metadata.exact_by_name(state)
     for name, array in metadata.arrays_by_name(state).items():
         full = padded(expected(name, exact[name], step), array)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

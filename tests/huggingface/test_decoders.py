@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_transformers import MARKS, V, logits_of, random_decoder
+from tiny_transformers import WARNINGS, V, logits_of, random_decoder
 
 from foreign_weights import check_logits, load, read_tensors, write_again
 from jshard.models import gpt_huggingface, llama_huggingface
@@ -17,7 +17,7 @@ from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 
 pytestmark = [
-    *MARKS,
+    WARNINGS,
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
 ]
 
@@ -122,6 +122,7 @@ def our_model(folder: Path, case: str) -> Any:
     return load(model, read_tensors(folder), the_map(case).tensors(keys))
 
 
+@pytest.mark.quick("gemma2")  # windows, soft caps, norms after layers
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(transformers, folder, tokens, case):
     want = their_logits(transformers, folder(case), tokens)
@@ -129,6 +130,7 @@ def test_logits_are_those_of_transformers(transformers, folder, tokens, case):
     check_logits(model, lambda model, tokens: model(tokens), tokens, want)
 
 
+@pytest.mark.quick("gemma2")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_written_loads_in_transformers(
     transformers, folder, tokens, case, tmp_path
@@ -139,6 +141,7 @@ def test_what_is_written_loads_in_transformers(
     np.testing.assert_array_equal(their_logits(transformers, tmp_path, tokens), want)
 
 
+@pytest.mark.quick("gemma2")
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gpt2"])
 def test_decoding_gives_the_logits_of_the_whole_text(folder, tokens, case):
     model = our_model(folder(case), case)

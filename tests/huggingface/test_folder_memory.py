@@ -28,7 +28,7 @@ def memory(what):
     return next(int(line.split()[1]) * 1024 for line in lines if what in line)
 """
 IMPORT = """
-from jshard.checkpoint import checkpointer as saving
+from jshard.checkpoint import stored_arrays as saving
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.hub.safetensors_read import load_safetensors
 from jshard.recipe.model_map import find_map

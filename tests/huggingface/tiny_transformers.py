@@ -8,10 +8,8 @@ import pytest
 from foreign_weights import randomize
 
 # For tests that run torch.
-MARKS = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own
-]
+WARNINGS = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+MARKS = [pytest.mark.slow, WARNINGS]
 V = 96
 SIZES = {
     "vocab_size": V,

@@ -113,6 +113,7 @@ def test_every_parameter_is_sharded_whatever_its_width():
         assert shapes == jax.tree.map(lambda x: (x.shape, x.sharding), state.params)
 
 
+@pytest.mark.quick("None", "all")
 @pytest.mark.parametrize("offload", [None, "optimizer", "all"])
 def test_padding_is_zero_after_every_step(offload):
     policy = dataclasses.replace(POLICY, offload=offload)
@@ -249,6 +250,7 @@ def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
     assert {sum(x.size for x in c.operands) for c in large} == {54 * 50}
 
 
+@pytest.mark.quick("float8_e4m3fn", "bfloat16")
 @pytest.mark.parametrize(
     "precision",
     [

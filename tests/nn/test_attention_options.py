@@ -294,6 +294,7 @@ def loss_fn(model, batch):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.quick("full", "dots")
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_blocks_in_a_sharded_step_follow_one_device_and_the_definition(
     remat, monkeypatch

@@ -99,6 +99,7 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
     return np.array(seen)
 
 
+@pytest.mark.quick("Stream", "Constant")
 @pytest.mark.parametrize("kind", [Stream, Constant, Split])
 def test_each_device_and_micro_batch_draws_noise_of_its_own(kind):
     noise = noise_of(kind, accumulate=2)  # an example each

@@ -115,12 +115,16 @@ def test_only_adapters_train_as_they_do_in_merged_kernels(x64):
     def loss(params):
         return loss_fn(merged(nnx.merge(graphdef, params, rest)), batch()).compute()
 
+    @jax.jit
+    def update(grads, opt_state, params):
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     step = fsdp.train_step(loss_fn, TX)
     for _ in range(3):
         state, metrics = step(state, fsdp.shard_batch(batch()))
         value, grads = loss(params)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = update(grads, opt_state, params)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
     leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
     check_close(leaves(state.params), leaves(params), 1e-5)  # float32

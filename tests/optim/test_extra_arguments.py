@@ -49,6 +49,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.quick("plateau-True", "polyak", "per-layer")
 @pytest.mark.parametrize(
     ("name", "scaled", "offload"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.plan.search.process_pool import Workers
+from jshard.plan.search.process_pool import run_tasks
 from jshard.plan.search.result_cache import default_folder, read_result, write_result
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +33,7 @@ COMMAND = [sys.executable, "-S", "-c", WORKER]
 
 def results(tasks, timeout=60.0):
     options = {"processes": 2, "timeout": timeout, "environment": dict(os.environ)}
-    with Workers(COMMAND, **options) as workers:
-        return dict(workers.run(tasks))
+    return dict(run_tasks(tasks, COMMAND, **options))
 
 
 def is_running(pid):
@@ -80,13 +79,12 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     pids.touch()
     script = f"""
         import os, signal
-        from jshard.plan.search.process_pool import Workers
+        from jshard.plan.search.process_pool import run_tasks
         # A shell's background jobs, which these tests may be, ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         tasks = [{{"sleep": {str(pids)!r}}}] * 2
         options = dict(processes=2, timeout=60, environment=dict(os.environ))
-        with Workers({COMMAND!r}, **options) as workers:
-            list(workers.run(tasks))
+        list(run_tasks(tasks, {COMMAND!r}, **options))
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],

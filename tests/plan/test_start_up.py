@@ -44,12 +44,17 @@ def test_traffic_of_the_note_is_that_of_the_compiled_program(replica, accumulate
     state = fsdp.abstract_state(make_model, OPTIMIZER)
     step = fsdp.train_step(loss_fn, OPTIMIZER)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
-    noted = traffic(step.trace(state, batch).jaxpr.jaxpr, dict(fsdp.mesh.shape))
+    jaxpr, sizes = step.trace(state, batch).jaxpr.jaxpr, dict(fsdp.mesh.shape)
+    noted = traffic(jaxpr, sizes)
     found = hlo.collectives(step.lower(state, batch).compile().as_text() or "")
     for kind in ("all-gather", "reduce-scatter"):
         compiled = [c for c in found if c.kind == kind and c.group > 1]
         count = sum(c.times * len(c.results) for c in compiled)
         assert count == noted[kind, "float32"].count > 0
+    if replica == 2:  # a host for each copy: only sums of gradients leave a host
+        between = traffic(jaxpr, sizes, {"replica": 1})
+        leaving = {kind for (kind, _), found in between.items() if found.network_bytes}
+        assert leaving == {"all-reduce"}
 
 
 def test_the_note_names_devices_sizes_what_is_replicated_and_why():

@@ -81,7 +81,7 @@ def test_a_turn_that_nobody_commits_is_an_error(project, capsys):
 
 
 def test_every_part_that_run_takes_is_of_the_turn():
-    assert "turn=$(<.ci/turn)\npart=$((turn % 8 + 1))/8\n" in RUN
+    assert "turn=$(<.ci/turn)\npart=$((turn % 12 + 1))/12\n" in RUN
     chosen = re.findall(r"--part=(\$part|.*/\S+)", RUN)
     assert len(chosen) == RUN.count("--part=") == 6
     for text in {*chosen} - {"$part"}:

@@ -66,12 +66,14 @@ def test_a_sharded_run_follows_one_device(x64, replica, remat):
     rows, tx, model = batch(16), optax.sgd(0.1), make_model()
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     losses = []
-    for _ in range(2):  # without jshard around it
 
-        def loss(params):
-            return bert.loss_fn(nnx.merge(graphdef, params, rest), rows).compute()
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_grads(params):  # without jshard around it
+        return bert.loss_fn(nnx.merge(graphdef, params, rest), rows).compute()
 
-        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    for _ in range(2):
+        value, grads = loss_and_grads(params)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         losses.append(value)
 
@@ -89,18 +91,21 @@ def test_a_sharded_run_follows_one_device(x64, replica, remat):
 def test_padding_is_not_seen_and_the_loss_is_that_of_the_logits(x64):
     model, rows = make_model(pooler=True), batch(4)
     ids = rows["segment_ids"]
-    logits = model(rows["inputs"], segment_ids_BT=ids)
+
+    @jax.jit
+    def outputs(tokens):  # logits, and the first token's features
+        return [f(tokens, segment_ids_BT=ids) for f in (model, model.pooled)]
+
+    logits, _ = outputs(rows["inputs"])
     assert logits.shape == (4, T, V)
     other: Any = np.where(ids > 0, rows["inputs"], 7)
-    for function in (model, model.pooled):
-        want = function(rows["inputs"], segment_ids_BT=ids)
-        got = function(other, segment_ids_BT=ids)
+    for want, got in zip(outputs(rows["inputs"]), outputs(other), strict=True):
         real = ids > 0 if want.ndim == 3 else slice(None)
         np.testing.assert_array_equal(got[real], want[real])
 
     chosen = jnp.take_along_axis(logits, rows["places"][..., None], axis=1)
     losses = optax.softmax_cross_entropy_with_integer_labels(chosen, rows["targets"])
-    mean = bert.loss_fn(model, rows)
+    mean = jax.jit(bert.loss_fn)(model, rows)
     assert parity.error(mean.total, jnp.sum(losses * rows["weights"])) <= 1e-12
     assert mean.count == rows["weights"].sum()
 

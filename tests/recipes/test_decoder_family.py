@@ -109,12 +109,14 @@ def test_a_sharded_run_follows_one_device(x64, family, mesh, remat):
 
     graphdef, params = nnx.split(model)
     losses = []
-    for _ in range(2):  # without jshard around it
 
-        def loss(params):
-            return loss_fn(nnx.merge(graphdef, params), batch).compute()
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_grads(params):  # without jshard around it
+        return loss_fn(nnx.merge(graphdef, params), batch).compute()
 
-        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    for _ in range(2):
+        value, grads = loss_and_grads(params)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         losses.append(value)
 

@@ -77,6 +77,10 @@ LINES = [
 ]
 
 
+def sample(text):
+    return {"step": 1, "eval_loss": None, "text": text}
+
+
 def test_samples_are_shown_as_training_went_on(tmp_path):
     page = write_run(tmp_path, LINES, {"generated": GENERATED})
     assert page.text["h3"] == [
@@ -170,14 +174,24 @@ def test_nothing_from_outside_becomes_markup(tmp_path):
     evil = write_run(
         tmp_path / EVIL.replace("/", ""),
         lines,
-        {"references": {EVIL: 2.0}, "start_up": EVIL, "recipe": EVIL},
+        {
+            "references": {EVIL: 2.0},
+            "start_up": EVIL,
+            "generated": [sample(EVIL)],
+            "recipe": EVIL,
+        },
         {EVIL: EVIL, "group": {EVIL: EVIL}},
     )
     harmless = re.sub(r"\W", "x", EVIL)
     plain = write_run(
         tmp_path / "run",
         [{k.replace(EVIL, harmless): v for k, v in line.items()} for line in lines],
-        {"references": {"x": 2.0}, "start_up": "x", "recipe": "x"},
+        {
+            "references": {"x": 2.0},
+            "start_up": "x",
+            "generated": [sample("x")],
+            "recipe": "x",
+        },
         {"x": "x", "group": {"x": "x"}},
     )
     assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]

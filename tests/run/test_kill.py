@@ -76,10 +76,10 @@ def check_kills(kills: int, command, folder: Path, seed: int = 0) -> None:
     assert found == sorted(p.name for p in (folder / "whole/checkpoints").iterdir())
 
 
-def test_two_kills_at_any_moment_lose_repeat_and_change_nothing(command, tmp_path):
-    check_kills(2, command, tmp_path)
+def test_a_kill_in_a_save_loses_repeats_and_changes_nothing(command, tmp_path):
+    check_kills(1, command, tmp_path, seed=1)
 
 
 @pytest.mark.slow
-def test_fifty_kills_at_any_moment_lose_repeat_and_change_nothing(command, tmp_path):
-    check_kills(50, command, tmp_path, seed=1)
+def test_twenty_kills_at_any_moment_lose_repeat_and_change_nothing(command, tmp_path):
+    check_kills(20, command, tmp_path, seed=1)

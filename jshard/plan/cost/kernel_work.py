@@ -2,7 +2,7 @@
 
 Kernels follow a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): the
 longer of their matrix products, at a share of the peak, and their memory traffic, at a
-share of the bandwidth, plus a launch. The constants are in ``training.hardware``.
+share of the bandwidth, plus a launch. The constants are in ``fit.hardware``.
 """
 
 import math

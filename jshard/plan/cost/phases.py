@@ -8,10 +8,10 @@ words are also scopes (``jshard.fsdp.scopes``), which a profile of the step show
 
 import bisect
 import collections
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from jshard.fsdp.scopes import LAYERS
 from jshard.plan.cost.timeline import COMPUTE, Event, Loops, Timeline
@@ -23,19 +23,12 @@ def _in_layers(event: Event) -> bool:
     return re.search(rf"(^|[/(]){LAYERS}([/)]|$)", event.source) is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """Layers of one direction in a row: those of a micro-batch.
+class _Run(NamedTuple):
+    """Layers of one direction in a row: those of a micro-batch."""
 
-    Attributes:
-      way: their direction.
-      batch: the loops over micro-batches that they are in, with their trips.
-      kernels: in order of time.
-    """
-
-    way: str
-    batch: Loops
-    kernels: list[Event]
+    way: str  # their direction
+    batch: Loops  # the loops over micro-batches that they are in, with their trips
+    kernels: list[Event]  # in order of time
 
     @property
     def start(self) -> float:
@@ -153,9 +146,8 @@ class Phases:
             ]
             middle = len(starts) // 2
             return (starts[middle - 1], starts[middle]) if middle else None
-        longest = max(
-            loops.values(), key=lambda trips: sum(b - a for a, b in trips.values())
-        )
+        lasts = lambda trips: sum(end - start for start, end in trips.values())
+        longest = max(loops.values(), key=lasts)
         start, end = longest[sorted(longest)[len(longest) // 2]]
         return start, end
 
@@ -207,14 +199,14 @@ def _layer_loops(timeline: Timeline) -> dict[str, str]:
 
     A loop in the scope of layers with both directions is one over micro-batches.
     """
-    ways: dict[str, dict[str, float]] = {}  # seconds by direction
+    seconds: dict[str, dict[str, float]] = {}  # by loop and direction
     for event in filter(_in_layers, timeline.events):
         if event.loops:
-            found = ways.setdefault(event.loops[-1][0], {})
+            found = seconds.setdefault(event.loops[-1][0], {})
             way = direction(event.source)
             found[way] = found.get(way, 0.0) + event.seconds
     return {
         name: max(found, key=found.__getitem__)
-        for name, found in ways.items()
+        for name, found in seconds.items()
         if max(found.values()) > 0.9 * sum(found.values())
     }

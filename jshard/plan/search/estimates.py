@@ -6,69 +6,47 @@ order the others are compiled.
 """
 
 import collections
-import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
-from jshard.fit.hardware import GPU, GPUS_A_HOST
+from jshard.fit.hardware import GPU, GPUS_A_HOST, overlapped
 from jshard.fsdp.mesh import EXPERT, TENSOR, names_of, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision
 from jshard.fsdp.state import TrainState
-from jshard.layout.capacity import state_bytes
+from jshard.layout.capacity import shard_bytes, state_bytes
 from jshard.layout.specs import is_sharded, layer_dims
-from jshard.plan.memory.breakdown import shard_bytes
 from jshard.plan.program import Program
 from jshard.plan.start_up import equations, product_flops
 
 
-@dataclasses.dataclass(frozen=True)
-class StateSize:
-    """The size of a state on one device.
+class StateSize(NamedTuple):
+    """The size of a state on one device."""
 
-    Attributes:
-      device: bytes of device memory.
-      host: bytes of host memory.
-      elements: of all sharded parameters, not divided by the shards.
-      stacked: those of Stacks.
-      layer: those of one layer of each Stack.
-      trained: bytes of all trained parameters, not divided by the shards.
-      trained_shards: bytes of their shards.
-    """
-
-    device: int
-    host: int
-    elements: int
-    stacked: int
-    layer: int
-    trained: int
-    trained_shards: int
+    device: int  # bytes of device memory
+    host: int  # bytes of host memory
+    elements: int  # of all sharded parameters, not divided by the shards
+    stacked: int  # those of Stacks
+    layer: int  # those of one layer of each Stack
+    trained: int  # bytes of all trained parameters, not divided by the shards
+    trained_shards: int  # bytes of their shards
 
 
-@dataclasses.dataclass(frozen=True)
-class Activity:
-    """What one trace reveals about all candidates with its remat policy.
+class Activity(NamedTuple):
+    """What one trace reveals about all candidates with its remat policy."""
 
-    Attributes:
-      flops: of a device's matrix products in a step.
-      saved: bytes of activations on a device at the peak, per example.
-      hosted: the same in host memory.
-    """
-
-    flops: float
-    saved: float
-    hosted: float
+    flops: float  # of a device's matrix products in a step
+    saved: float  # bytes of activations on a device at the peak, per example
+    hosted: float  # the same in host memory
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Seconds of a step, and bytes of device memory."""
 
     seconds: float
@@ -77,22 +55,20 @@ class Estimate:
 
 def state_size(state: TrainState) -> StateSize:
     """Measures an abstract state with shardings."""
-    device = state_bytes(state)
     elements = stacked = layer = 0
-    for params in (state.params, state.frozen):
-        for _, variable in nnx.to_flat_state(params):
-            x = variable.get_value()
-            if is_sharded(x.sharding.spec):
-                # Of what further axes split, a device gathers its part.
-                size = x.size // _parts(x.sharding)
-                elements += size
-                if dims := layer_dims(variable):
-                    stacked += size
-                    layer += size // math.prod(x.shape[:dims])
+    for _, variable in state.flat_params():
+        x = variable.get_value()
+        if is_sharded(x.sharding.spec):
+            # Of what further axes split, a device gathers its part.
+            size = x.size // _parts(x.sharding)
+            elements += size
+            if dims := layer_dims(variable):
+                stacked += size
+                layer += size // math.prod(x.shape[:dims])
     trained = jax.tree.leaves(state.params)
     return StateSize(
-        device,
-        sum(map(shard_bytes, jax.tree.leaves(state))) - device,
+        state_bytes(state),
+        state_bytes(state, on_host=True),
         elements,
         stacked,
         layer,
@@ -126,9 +102,6 @@ def memory_bound(size: StateSize, policy: Policy) -> int:
 
 def _narrowest(policy: Policy) -> int:
     """Returns the least bytes of an element of a gathered weight."""
-    overrides = policy.overrides.values()
-    precisions = [policy.precision]
-    precisions += [knobs["precision"] for knobs in overrides if "precision" in knobs]
 
     def itemsize(p: Precision) -> int:
         if p.products is not None:
@@ -136,7 +109,7 @@ def _narrowest(policy: Policy) -> int:
         named = [x for x in (p.param, p.gather, p.compute) if x is not None]
         return min([jnp.dtype(x).itemsize for x in named], default=1)
 
-    return min(map(itemsize, precisions))
+    return min(map(itemsize, policy.everywhere("precision").values()))
 
 
 def estimate(
@@ -188,14 +161,11 @@ def estimate(
     # parts of the examples, half of it beside products.
     others = mesh.shape.get(TENSOR, 1) - 1
     exchanged = 8 * others * inputs * examples / fast
-    reached = gpu.constants
-    busy = activity.flops / (reached.matmul * gpu.flops)
-    # Part of the shorter one is never hidden: the ends of a step.
-    seconds = max(busy, wire) + 0.1 * min(busy, wire) + exchanged / 2
+    seconds = overlapped(gpu.product_seconds(activity.flops), wire) + exchanged / 2
     # Activations are offloaded during the step, the optimizer's state around it.
-    seconds = max(seconds, 2 * activity.hosted * examples / reached.host_bus)
-    seconds += 2 * size.device / (reached.memory * gpu.bandwidth)
-    seconds += size.host / reached.host_bus
+    bus = gpu.constants.host_bus
+    seconds = max(seconds, 2 * activity.hosted * examples / bus)
+    seconds += gpu.memory_seconds(2 * size.device) + size.host / bus
     return Estimate(seconds, needed)
 
 
@@ -208,11 +178,10 @@ def _speed(group: int, gpu: GPU, in_host: int = GPUS_A_HOST) -> float:
 
 def activity(program: Program) -> Activity:
     """Measures a traced step that reshards its layers, so keeps no weights of them."""
-    config, jaxpr = program.job.config, program.traced.jaxpr.jaxpr
-    found = _activations(jaxpr)
+    config, found = program.job.config, _activations(program.jaxpr)
     examples = config.batch_size / program.mesh.size / config.policy.accumulate
     return Activity(
-        product_flops(jaxpr)[0],
+        product_flops(program.jaxpr)[0],
         (found["saved"] + found["layer"]) / examples,
         found["hosted"] / examples,
     )

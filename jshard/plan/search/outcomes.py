@@ -9,63 +9,42 @@ from jshard.plan.search.candidates import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of compiling a candidate.
-
-    Attributes:
-      candidate: what was compiled.
-      seconds: of a step.
-      exposed: seconds of the step in which kernels wait for collectives.
-      rate: tokens (or examples) per second on all devices.
-      mfu: model FLOPs utilisation, if the recipe states its FLOPs.
-      memory: bytes on one device.
-      host: bytes of host memory for one device.
-      usable: bytes of the card that a program may use.
-      cached: whether the result came from the cache.
-      error: why there are no figures; empty if there are.
-    """
+    """The result of compiling a candidate."""
 
     candidate: Candidate
-    seconds: float = 0.0
-    exposed: float = 0.0
-    rate: float = 0.0
-    mfu: float | None = None
-    memory: int = 0
-    host: int = 0
-    usable: int = 0
-    cached: bool = False
-    error: str = ""
+    seconds: float = 0.0  # of a step
+    exposed: float = 0.0  # seconds of it in which kernels wait for collectives
+    rate: float = 0.0  # tokens (or examples) per second on all devices
+    mfu: float | None = None  # if the recipe states its FLOPs
+    memory: int = 0  # bytes on one device
+    host: int = 0  # bytes of host memory for one device
+    usable: int = 0  # bytes of the card that a program may use
+    cached: bool = False  # whether the result came from the cache
+    error: str = ""  # why there are no figures
 
     @property
     def fits(self) -> bool:
         """Whether it compiled and fits the card."""
         return not self.error and self.memory <= self.usable
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it as data for JSON."""
+        return dataclasses.asdict(self) | {"fits": self.fits}
+
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The result of a search.
-
-    Attributes:
-      topology: as given.
-      unit: "tokens" or "examples".
-      usable: bytes of a card that a program may use.
-      outcomes: of the candidates that were compiled, in order of completion.
-      considered: the number of all candidates.
-      refused: invalid candidates, each with the reason.
-      too_large: candidates that cannot fit, each with a lower bound of its bytes.
-      untried: candidates beyond the limit.
-      warnings: for the user, without duplicates.
-    """
+    """The result of a search."""
 
     topology: str
-    unit: str
-    usable: int
-    outcomes: list[Outcome]
-    considered: int
-    refused: list[tuple[Candidate, str]]
-    too_large: list[tuple[Candidate, int]]
-    untried: list[Candidate]
-    warnings: list[str]
+    unit: str  # "tokens" or "examples"
+    usable: int  # bytes of a card that a program may use
+    outcomes: list[Outcome]  # of what was compiled, in order of completion
+    considered: int  # the number of all candidates
+    refused: list[tuple[Candidate, str]]  # invalid candidates, with the reason
+    too_large: list[tuple[Candidate, int]]  # with a lower bound of their bytes
+    untried: list[Candidate]  # beyond the limit
+    warnings: list[str]  # for the user, without duplicates
 
     @property
     def failed(self) -> list[Outcome]:
@@ -80,13 +59,9 @@ class Search:
     def as_dict(self) -> dict[str, Any]:
         """Returns the search as data for JSON."""
         return dataclasses.asdict(self) | {
-            "outcomes": list(map(_as_dict, self.outcomes)),
-            "pareto": list(map(_as_dict, self.best)),
+            "outcomes": [outcome.as_dict() for outcome in self.outcomes],
+            "pareto": [outcome.as_dict() for outcome in self.best],
         }
-
-
-def _as_dict(outcome: Outcome) -> dict[str, Any]:
-    return dataclasses.asdict(outcome) | {"fits": outcome.fits}
 
 
 def pareto(outcomes: Iterable[Outcome]) -> list[Outcome]:

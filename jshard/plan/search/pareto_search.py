@@ -6,6 +6,7 @@ are compiled in worker processes, and their schedules replayed, in the order of
 ``plan.search.acquisition``, up to a limit.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -39,7 +40,7 @@ from jshard.plan.search.estimates import (
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, Search
-from jshard.plan.search.process_pool import Workers
+from jshard.plan.search.process_pool import Replies, Task, run_tasks
 from jshard.plan.search.result_cache import default_folder
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
@@ -88,10 +89,7 @@ def search(
     gpu, number = parse(topology)
     gpu = dataclasses.replace(gpu, constants=find_constants(constants))
     mesh_devices = devices(topology)
-    with (
-        open_recipe(path) as recipe,
-        _workers(path, topology, constants) as workers,
-    ):
+    with open_recipe(path) as recipe:
         config = make_config(recipe, overrides)
 
         @functools.cache
@@ -105,19 +103,18 @@ def search(
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )
-        choice = Choice(promising, gpu.usable)
-        folder = str(default_folder())
-        tasks = (
-            {"settings": {**overrides, **candidate.settings}, "cache": folder}
-            for candidate in choice.first(limit)
-        )
-        outcomes, unit, told = [], "tokens", dict[str, None]()
-        for done, (index, reply) in enumerate(workers.run(tasks), start=1):
+    choice = Choice(promising, gpu.usable)
+    cache = str(default_folder())
+    tasks = (
+        {"settings": {**overrides, **candidate.settings}, "cache": cache}
+        for candidate in choice.first(limit)
+    )
+    outcomes, unit, told = [], "tokens", dict[str, None]()
+    with contextlib.closing(_compile(tasks, path, topology, constants)) as replies:
+        for done, (index, reply) in enumerate(replies, start=1):
+            error, figures = reply.get("error", ""), reply.get("figures", {})
             outcome = Outcome(
-                choice.chosen[index],
-                usable=gpu.usable,
-                error=reply.get("error", ""),
-                **reply.get("figures", {}),
+                choice.chosen[index], **figures, usable=gpu.usable, error=error
             )
             unit = reply.get("unit", unit)
             told |= dict.fromkeys(reply.get("warnings", ()))
@@ -140,13 +137,14 @@ def search(
     )
 
 
-def _workers(*arguments: str | Path) -> Workers:
+def _compile(tasks: Iterable[Task], *arguments: str | Path) -> Replies:
+    """Runs tasks in worker processes, as many as there are cores."""
     command = [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)]
     path = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     processes = os.cpu_count() or 1
-    return Workers(
-        command, processes=processes, timeout=TIMEOUT, environment=environment
+    return run_tasks(
+        tasks, command, processes=processes, timeout=TIMEOUT, environment=environment
     )
 
 
@@ -177,7 +175,7 @@ def _trace(
             program = trace(recipe, make_config(recipe, settings), topology)
     except Exception:
         return Activity(0.0, 0.0, 0.0), []
-    return activity(program), sorted({*names_in(program.traced.jaxpr.jaxpr)})
+    return activity(program), sorted({*names_in(program.jaxpr)})
 
 
 def _estimates(

@@ -9,77 +9,59 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+Task = dict[str, Any]
+# (index of the task, its reply) in order of completion.
+Replies = Generator[tuple[int, dict[str, Any]], None, None]
 
 
-class Workers:
-    """A pool of worker processes; a context manager that ends them all.
+def run_tasks(
+    tasks: Iterable[Task],
+    command: Sequence[str],
+    *,
+    processes: int,
+    timeout: float,
+    environment: dict[str, str],
+) -> Replies:
+    """Runs tasks, and yields their replies.
 
-    However the block ends, by Ctrl-C too, the processes and their children are killed.
+    Tasks are read lazily: the next one when a process is free. If the process dies or
+    the task takes too long, the reply is ``{"error": reason}``. However it ends, by
+    Ctrl-C too, the processes and their children are killed.
 
     Args:
+      tasks: any number of them.
       command: of a process that reads tasks and writes replies, one line of JSON each.
       processes: the most that run at a time, started when they are needed.
       timeout: seconds that one task may take.
       environment: of the processes.
     """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        processes: int,
-        timeout: float,
-        environment: dict[str, str],
-    ):
-        self.command, self.environment = command, environment
-        self.processes, self.timeout = processes, timeout
-        self.idle: list[_Process] = []
-        self.busy: dict[_Process, int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in (*self.idle, *self.busy):
-            process.end()
-
-    def run(
-        self, tasks: Iterable[dict[str, Any]]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields (index of the task, its reply) in order of completion.
-
-        Tasks are read lazily: the next one when a process is free. If the process dies
-        or the task takes too long, the reply is ``{"error": reason}``.
-        """
-        waiting = enumerate(tasks)
+    waiting, idle, busy = enumerate(tasks), list[_Process](), dict[_Process, int]()
+    try:
         while True:
-            free = self.processes - len(self.busy)
-            for index, task in itertools.islice(waiting, free):
-                if not self.idle:
-                    self.idle.append(_Process(self.command, self.environment))
-                process = self.idle.pop()
-                self.busy[process] = index
-                process.send(task, self.timeout)
-            if not self.busy:
+            for index, task in itertools.islice(waiting, processes - len(busy)):
+                process = idle.pop() if idle else _Process(command, environment)
+                busy[process] = index
+                process.send(task, timeout)
+            if not busy:
                 return
-            yield from self._replies()
-
-    def _replies(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Waits for a reply or a timeout; yields all replies that have come by then."""
-        patience = min(p.deadline for p in self.busy) - time.monotonic()
-        ready, _, _ = select.select(list(self.busy), [], [], max(patience, 0))
-        late = [p for p in self.busy if time.monotonic() >= p.deadline]
-        for process in ready or late:
-            reply = process.receive() if ready else None
-            if reply is not None:
-                self.idle.append(process)
-            else:
-                error = f"took longer than {self.timeout:.0f} s"
-                reply = {"error": process.cause_of_death() if ready else error}
-                process.end()
-            yield self.busy.pop(process), reply
+            patience = min(p.deadline for p in busy) - time.monotonic()
+            ready, _, _ = select.select(list(busy), [], [], max(patience, 0))
+            late = [p for p in busy if time.monotonic() >= p.deadline]
+            for process in ready or late:
+                reply = process.receive() if ready else None
+                if reply is not None:
+                    idle.append(process)
+                else:
+                    error = f"took longer than {timeout:.0f} s"
+                    reply = {"error": process.cause_of_death() if ready else error}
+                    process.end()
+                yield busy.pop(process), reply
+    finally:
+        for process in (*idle, *busy):
+            process.end()
 
 
 class _Process:
@@ -105,7 +87,7 @@ class _Process:
         """Lets ``select`` wait for a reply."""
         return self.replies.fileno()
 
-    def send(self, task: dict[str, Any], timeout: float) -> None:
+    def send(self, task: Task, timeout: float) -> None:
         """Sends a task. If the process is dead, ``receive`` returns None."""
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(task), file=self.tasks, flush=True)
