@@ -288,7 +288,7 @@ def test_a_run_whose_folder_is_deleted_fails_and_says_so(again, every, tmp_path)
         ({"seed": 1}, "seed 0 -> 1; .*--config.checkpoint.accept=seed"),
         ({"batch_size": 16}, "batch_size 8 -> 16"),
         (
-            {"model__width": 32, "checkpoint__accept": "model"},
+            {"model__width": 32, "checkpoint__accept": ("model",)},
             r"params.embed.embedding has shape \(64, 16\), not \(64, 32\)",
         ),
     ],
@@ -384,7 +384,9 @@ def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_
 ):
     monkeypatch.chdir(tmp_path)
     save_file({"head": np.zeros(3, np.float32)}, "other.safetensors")
-    given: dict[str, Any] = {k: str(v).format(whole=whole) for k, v in keys.items()}
+    given: dict[str, Any] = {
+        k: v.format(whole=whole) if isinstance(v, str) else v for k, v in keys.items()
+    }
     with pytest.raises(jshard.UserError, match=said):
         train(tmp_path, steps=1, **given)
     assert capsys.readouterr().out == ""

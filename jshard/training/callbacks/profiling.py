@@ -23,11 +23,7 @@ class Profile(AbstractContextManager):
     as that of steps. A trace that is open when the run ends, for whatever reason, is
     written. If it cannot be written, that costs a warning, not the run.
 
-    Args:
-      run: The run, whose folder gets the trace in its folder `profile`.
-      done: The number of steps that were made earlier, by a run that this one resumes.
-      throughput: The speed of steps.
-      display: Tells the user where the trace is.
+    `done` steps were made earlier, by a run that this one resumes.
 
     Attributes:
       note: What will be traced, for the start-up note; empty for nothing.

@@ -41,13 +41,7 @@ class Saving(AbstractContextManager):
     """Saves a run's states, and reports saves in the run's folder and display.
 
     On exit it waits for the last save. With `checkpoint.every=0` it saves nothing.
-
-    Args:
-      run: The run, with the state to save.
-      folder: Its folder.
-      display: Shows each save.
-      hooks: The user's, called once a save is complete.
-      frozen_from: What the frozen parameters were read from: they are not saved.
+    Frozen parameters are not saved if they were read from `frozen_from`.
     """
 
     def __init__(

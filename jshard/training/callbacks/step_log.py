@@ -27,13 +27,8 @@ class StepLog(AbstractContextManager):
     step. So they are read two steps later. On exit, whatever the reason, the lines that
     are missing are written.
 
-    Args:
-      run: The run.
-      done: The number of steps that were made earlier, by a run that this one resumes.
-      recipe: Its functions.
-      folder: Gets a line for each step.
-      display: Gets a line for the first step, the last, and every `log_every`th.
-      started: When the process started.
+    `done` steps were made earlier, by a run that this one resumes. `started` is when
+    the process started, as `time.time()`.
     """
 
     def __init__(
