@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
 
 def test_a_folder_in_place_of_the_report_is_told_before_the_training(tmp_path):
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(UserError, match=r"report\.html is a folder, in place of"):
+    with pytest.raises(UserError, match=r"report\.html is a folder where the report should be"):
         RunFolder(tmp_path, CONFIG)
     assert not (tmp_path / "metrics.jsonl").exists()
 
