@@ -34,17 +34,17 @@ SMALL = {
 
 
 def attention(
-    q_BTNH, k_BTKH, v_BTKH, *, is_causal: bool = True, implementation: str = "xla"
+    q_BTNH, k_BTKH, v_BTKH, *, scale: float, is_causal: bool, implementation: str
 ) -> jax.Array:
     """Head by head, in the dtype of its inputs (JAX's has its softmax in float32)."""
     assert is_causal
     assert implementation == "xla"
-    T, N, H = q_BTNH.shape[1:]
+    T, N, _ = q_BTNH.shape[1:]
     group = N // k_BTKH.shape[2]
     heads = []
     for n in range(N):
         q_BTH, k_BTH = q_BTNH[:, :, n], k_BTKH[:, :, n // group]
-        scores_BTS = q_BTH @ k_BTH.swapaxes(1, 2) / H**0.5
+        scores_BTS = q_BTH @ k_BTH.swapaxes(1, 2) * scale
         scores_BTS = jnp.where(jnp.tri(T, dtype=bool), scores_BTS, -jnp.inf)
         heads.append(jax.nn.softmax(scores_BTS) @ v_BTKH[:, :, n // group])
     return jnp.stack(heads, axis=2)
@@ -76,7 +76,14 @@ def plain_logits(params: Any, config: LlamaConfig, tokens_BT: jax.Array) -> jax.
         k = heads(h @ weights["k"]["kernel"], config.num_kv_heads)
         v = heads(h @ weights["v"]["kernel"], config.num_kv_heads)
         theta = config.rope_theta
-        y = attention(plain_rotate(q, theta), plain_rotate(k, theta), v)
+        y = attention(
+            plain_rotate(q, theta),
+            plain_rotate(k, theta),
+            v,
+            scale=q.shape[-1] ** -0.5,
+            is_causal=True,
+            implementation="xla",
+        )
         x = x + y.reshape(x.shape) @ weights["out"]["kernel"]
         h = norm(x, block["norm2"]["scale"])
         gate, up = h @ block["gate"]["kernel"], h @ block["up"]["kernel"]
