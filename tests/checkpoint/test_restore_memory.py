@@ -112,10 +112,8 @@ def test_a_run_starts_from_parameters_with_averages_in_every_memory(
                 np.testing.assert_array_equal(got[name], want[name])
     averaged = restore_parameters(tmp_path / "averages", make_state(target, 2))
     check_usable(target, averaged)
-    check_same = zip(
-        jax.tree.leaves(averaged.params),
-        jax.tree.leaves(saved.with_ema_params().params),
-        strict=True,
-    )
-    for a, b in check_same:
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    got, want = values(averaged), values(saved.with_ema_params())
+    names = [name for name in want if name.startswith("params.")]
+    assert names
+    for name in names:
+        np.testing.assert_array_equal(got[name], want[name])

@@ -64,7 +64,7 @@ def test_gpt2_124m_takes_steps_when_shrunk(tmp_path):
         "policy.accumulate": 2,
         "model.num_layers": 2,
         "model.width": 48,
-        "model.sequence_length": 16,
+        "model.sequence_length": 32,
         "model.vocab_size": 300,
         "sample.length": 2,
     }
