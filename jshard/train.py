@@ -68,7 +68,7 @@ def _train(argv: list[str]) -> None:
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
         workdir = arguments.workdir
-        keys = read_keys(recipe, arguments.config_keys)
+        keys = read_keys(recipe, arguments.config_keys, workdir)
         config = make_config(recipe, keys, workdir)
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()

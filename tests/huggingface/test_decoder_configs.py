@@ -1,12 +1,16 @@
 """config.json of the decoders, read and written without transformers."""
 
+import json
 from typing import Any
 
 import pytest
+from decoder_recipe import RECIPE
 
 import jshard
 from jshard.models import gpt_huggingface, llama_huggingface
 from jshard.models.llama import LlamaConfig
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config, read_keys
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -144,3 +148,14 @@ def test_another_gelu_of_gpt_2_is_a_users_error():
         gpt_huggingface.read_config(json)
     with pytest.raises(jshard.UserError, match="LlamaForCausalLM is not supported"):
         gpt_huggingface.read_config(LLAMA)
+
+
+def test_the_command_line_sets_keys_that_only_the_folder_has(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "decoder.py").write_text(RECIPE)
+    words = {"model.from": str(tmp_path), "model.sequence_length": "24"}
+    with open_recipe(tmp_path / "decoder.py") as recipe:
+        assert "sequence_length" not in recipe.get_config().model
+        config = make_config(recipe, read_keys(recipe, words))
+    assert config.model.sequence_length == 24
+    assert config.model.width == LLAMA["hidden_size"]
