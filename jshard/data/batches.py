@@ -4,8 +4,10 @@ import itertools
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -14,12 +16,14 @@ import numpy as np
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
+from jshard.data.stream_reader import PartReader, StreamReader, StreamState
 from jshard.errors import UserError
 from jshard.fsdp.batch import nearest
 
 # Decoding of images keeps every core busy; what is read does not depend on the number.
 _THREADS = max(4, os.cpu_count() or 1)
 _PREFETCHED = max(8, _THREADS)  # batches
+_PATIENCE = 5.0  # seconds for what is being read at the end of a run
 
 
 def batches(
@@ -31,7 +35,8 @@ def batches(
     process_index: int = 0,
     process_count: int = 1,
     num_threads: int = _THREADS,
-) -> Iterator[Any]:
+    state: StreamState | None = None,
+) -> Any:
     """Iterates over this process's part of global batches start_step..num_steps-1.
 
     Global batch s is examples [s*B, (s+1)*B) of `dataset`, and process p of P reads its
@@ -40,17 +45,20 @@ def batches(
 
     Args:
       dataset: Examples, trees of numpy arrays. Training data ends with `.repeat()`;
-        finite data must have enough examples for `num_steps`. A `Stream` is read and
-        skipped up to `start_step`, by every process, in its main thread.
+        finite data must have enough examples for `num_steps`. Of a `Stream`, each
+        process reads its parts; see `stream_reader`.
       batch_size: B, the global batch size, a multiple of `process_count`.
       start_step: The first step, counted from 0.
       num_steps: The step after the last.
       process_index: p.
       process_count: P.
-      num_threads: Threads that make batches ahead of time; 0 makes them on demand.
+      num_threads: Threads that make batches ahead of time, one for a `Stream`; 0 makes
+        them on demand.
+      state: Of a `Stream` before `start_step`; without it, it is read from its start.
 
     Returns:
-      An iterator over trees like the examples, with leaves stacked to [B/P, ...].
+      An iterator over trees like the examples, with leaves stacked to [B/P, ...]. That
+      of a `Stream` has `get_state`: the `StreamState` after the newest batch, or None.
 
     Raises:
       UserError: `dataset` has too few examples, its examples differ, or the batch size
@@ -60,9 +68,17 @@ def batches(
     if start_step < 0:
         raise UserError(f"start_step={start_step}: steps are counted from 0")
     if isinstance(dataset, Stream):
-        whole = dataset.batches(batch_size)
-        steps = itertools.islice(_full(whole, batch_size, num_steps), start_step, None)
-        return (_rows(batch, process_index, process_count) for batch in steps)
+        reader = StreamReader(
+            dataset,
+            state,
+            batch_size=batch_size,
+            start_step=start_step,
+            num_steps=num_steps,
+            process_index=process_index,
+            process_count=process_count,
+        )
+        ahead = _PREFETCHED if num_threads else 0
+        return grain.experimental.ThreadPrefetchDatasetIterator(reader, ahead)
     if len(dataset) < num_steps * batch_size:
         raise UserError(
             f"the dataset ends after {len(dataset)} examples, but {num_steps} steps of "
@@ -74,6 +90,53 @@ def batches(
     first = start_step * process_count + process_index
     local = local[first : num_steps * process_count : process_count]
     return iter(local.to_iter_dataset(grain.ReadOptions(num_threads, _PREFETCHED)))
+
+
+class Batch(NamedTuple):
+    """What a step trains on.
+
+    Attributes:
+      rows: This process's rows, a tree of arrays [B/P, ...].
+      state: Where the stream is after it, for a checkpoint; None for other data.
+      waited: Seconds until it was there.
+    """
+
+    rows: Any
+    state: StreamState | None
+    waited: float
+
+
+class TrainingBatches(Iterator[Batch]):
+    """The batches of a run, each with the state that goes with it.
+
+    Args:
+      read: What `batches` returned.
+      streams: Whether it is of a `Stream`, whose state only reading leads back to.
+    """
+
+    def __init__(self, read: Any, *, streams: bool):
+        self._read, self._streams = read, streams
+        self.first = self._next()  # read before the run begins, to check it
+        self._is_first = True
+
+    def __next__(self) -> Batch:
+        """Returns the next batch."""
+        if self._is_first:
+            self._is_first = False
+            return self.first
+        return self._next()
+
+    def _next(self) -> Batch:
+        began = time.perf_counter()
+        rows = next(self._read)
+        waited = time.perf_counter() - began
+        return Batch(rows, self._read.get_state() if self._streams else None, waited)
+
+    def close(self) -> None:
+        """Ends the threads that read ahead; a source that hangs is left behind."""
+        ending = threading.Thread(target=self._read.close, daemon=True)
+        ending.start()
+        ending.join(_PATIENCE)
 
 
 def eval_batches(
@@ -143,24 +206,12 @@ def eval_batches(
     return zip(factors, read, strict=True)
 
 
-def _full(whole: Iterator[Any], batch_size: int, num_steps: int) -> Iterator[Any]:
-    """Yields a stream's batches of all steps; a UserError if it ends before."""
-    for step in range(num_steps):
-        batch = next(whole, None)
-        if batch is None or count_rows(batch) < batch_size:
-            raise UserError(
-                f"the training data ends in step {step + 1} of {num_steps}: give data "
-                "that can be read again, such as a function that makes it, or lower "
-                "--config.steps"
-            )
-        yield batch
-
-
 def _padded(
     stream: Stream, batch_size: int, max_batches: int | None
 ) -> Iterator[tuple[float, Any]]:
     """Yields a finite stream's batches and factors, as `eval_batches` does."""
-    for batch in itertools.islice(stream.batches(batch_size), max_batches):
+    whole = PartReader(stream.cursor(0, 1), batch_size)
+    for batch in itertools.islice(whole, max_batches):
         padding = batch_size - count_rows(batch)
         last = jax.tree.map(lambda x: x[-1:], batch)
         weighs = _has_weights(batch)

@@ -9,7 +9,9 @@ import jax
 from jshard.cli.user_code import describe_user_error
 from jshard.config.run_config import Config
 from jshard.data.examples import count_rows, to_arrays
-from jshard.data.iterables import Stream, as_stream, has_items
+from jshard.data.iterables import Once, Stream, as_stream, has_items
+from jshard.data.places import Cursor
+from jshard.data.stream_reader import PartReader
 from jshard.errors import UserError
 
 Dataset: TypeAlias = grain.MapDataset | Stream
@@ -82,8 +84,14 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
 
 
 def first_example(data: Dataset) -> Any:
-    """Returns the first example of a dataset."""
-    return data.first_example() if isinstance(data, Stream) else data[0]
+    """Returns the first example of a dataset; a stream can still be read."""
+    if not isinstance(data, Stream):
+        return data[0]
+    source = data.open_part(0, 1)
+    if isinstance(source, Once):
+        source = source.first()
+    reader = PartReader(Cursor(data.kind, lambda: source, repeat=False), 1)
+    return jax.tree.map(lambda x: x[0], next(reader))
 
 
 def _is_columns(data: Any) -> bool:

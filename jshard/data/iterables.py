@@ -1,20 +1,24 @@
-"""Data that can only be read from its start: iterables, generators, DataLoaders.
+"""Streams: data that are read in their own order, not by number.
 
-Grain and everything else with items by number find the batch of a step at once. An
-iterable is read in its own order, which is its own affair to shuffle and to repeat
-exactly; a run that resumes reads it from the start again and skips what was seen.
+Grain's map-style datasets and everything else with items by number find the batch of a
+step at once. A stream's order is its own affair. How a batch and the stream's state get
+from here to a checkpoint: a `Cursor` (places.py) reads one part of a stream, a
+`StreamReader` (stream_reader.py) makes a process's rows of each batch of what its parts
+give, and the state after each batch travels with the batch (batches.py), until a
+checkpoint stores that of the newest step (stream_state.py).
 """
 
+import copy
 import dataclasses
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
-import numpy as np
 
-from jshard.data.examples import count_rows, stack, to_arrays
+from jshard.data.places import Cursor, is_torch, state_methods
 from jshard.errors import UserError
 
 _NO_SERIES = (Mapping, set, frozenset, str, bytes, tuple)  # of examples, all the same
@@ -52,56 +56,32 @@ class Stream:
 
     Attributes:
       kind: What it is, in words.
-      source: Starts at the beginning each time it is iterated over.
-      batched: Whether it gives batches, not examples.
+      open_part: From p and n to the p-th of n parts, to be read from its beginning.
+      divides: Whether it can be read in parts; if not, n is 1.
       repeat: Whether to start again at its end.
-      loses: What a run on it does without, in words.
+      loses: What a run on it does without, in words; empty for nothing.
     """
 
     kind: str
-    source: Iterable[Any]
-    batched: bool
+    open_part: Callable[[int, int], Any]
+    divides: bool
     repeat: bool
-    loses: str
+    loses: str = ""
 
-    def note(self, split: str) -> str:
-        """Says what the start-up note has to say, on one line."""
-        return f"{split} is {self.kind}: {self.loses}"
-
-    def first_example(self) -> Any:
-        """Returns the first example; an iterator keeps it."""
-        source = self.source
-        for item in source.first() if isinstance(source, Once) else source:
-            tree = _tree(item, self.batched)
-            return jax.tree.map(lambda x: x[0], tree) if self.batched else tree
-        raise UserError(f"data: {self.kind} has no examples")
-
-    def batches(self, size: int) -> Iterator[Any]:
-        """Yields batches of `size` examples; without `repeat` the last may be smaller.
-
-        Raises:
-          UserError: There are no examples, or they differ.
-        """
-        items = self._items()
-        return _cut(items, size) if self.batched else _stacked(items, size)
-
-    def _items(self) -> Iterator[Any]:
-        for epoch in itertools.count():
-            item = None
-            for item in self.source:
-                yield _tree(item, self.batched)
-            if item is None:
-                again = " when it is read again" if epoch else ""
-                raise UserError(f"data: {self.kind} has no examples{again}")
-            if not self.repeat:
-                return
+    def cursor(self, part: int, parts: int) -> Cursor:
+        """Returns the beginning of a part."""
+        return Cursor(
+            self.kind, lambda: self.open_part(part, parts), repeat=self.repeat
+        )
 
 
 def as_stream(data: Any, *, repeat: bool) -> Stream | None:
     """Makes a stream of an iterable without items by number; None of other objects.
 
-    A function without arguments makes the iterable each time it is read. PyTorch's
-    `DataLoader` gives batches, of any size; everything else examples.
+    A function makes the iterable each time it is read: of everything if it takes no
+    arguments, and of the part p of n if it takes these two. An `IterableDataset` of
+    Hugging Face is divided, too. PyTorch's loaders give batches, of any size;
+    everything else examples.
 
     Raises:
       UserError: It cannot be read as often as needed, or gives each process other
@@ -109,38 +89,33 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
     """
     if isinstance(data, (*_NO_SERIES, type)):
         return None
-    loader, iterable = _of_torch(data, "DataLoader"), _of_torch(data, "IterableDataset")
+    loader, iterable = is_torch(data, "DataLoader"), is_torch(data, "IterableDataset")
     if has_items(data) and not loader and not iterable:
         return None
-    again = "a run that resumes reads it from the start and skips what it has seen"
     if callable(data) and not hasattr(data, "__iter__"):
-        name, make = getattr(data, "__name__", type(data).__name__), cast(Any, data)
-        return Stream(
-            f"what {name}() makes", _Made(make), False, repeat, f"in its order; {again}"
-        )
+        return _of_function(data, repeat)
     if not isinstance(data, Iterable):
         return None
-    kind = f"a {type(data).__name__}"
-    if isinstance(data, Once | Iterator):
-        once = data if isinstance(data, Once) else Once(data)
-        kind = f"a {once.kind}"
-        if not repeat:
+    kind = _kind(data)
+    if _is_huggingface(data):
+        if data._distributed:
             raise UserError(
-                f"data: {kind} can be read once, and evaluations read it each time: "
-                "give a list, or a function that makes it"
+                "data: the IterableDataset was given to split_dataset_by_node: leave "
+                "that out, each process reads its part of it"
             )
-        loses = f"in its order, once, without a second epoch; {again}, if it is new"
-        return Stream(kind, once, False, False, loses)
-    loses = f"in its own order; {again}"
+        return Stream(kind, lambda p, n: part_of(data, p, n), True, repeat)
+    if isinstance(data, Once | Iterator):
+        return _of_iterator(data, repeat)
+    loses = ""
     if loader:
         _check_sampler(data)
-        kind = "a DataLoader of PyTorch"
-        if _shuffles_unseeded(data):
-            loses += (
-                ", in another order, as it shuffles without a generator; give it one, "
+        kind = f"{_kind(data)} of PyTorch"
+        if _shuffles_unseeded(data) and not state_methods(data):
+            loses = (
+                "in another order, as it shuffles without a generator; give it one, "
                 "or its dataset instead of it"
             )
-    return Stream(kind, data, loader, repeat, loses)
+    return Stream(kind, lambda p, n: data, False, repeat, loses)
 
 
 def has_items(data: Any) -> bool:
@@ -149,20 +124,73 @@ def has_items(data: Any) -> bool:
     return numbered and not isinstance(data, _NO_SERIES)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    """What a function makes, each time it is iterated over."""
+def part_of(dataset: Any, part: int, parts: int) -> Any:
+    """Returns a part of an `IterableDataset` of Hugging Face.
 
-    make: Callable[[], Iterable[Any]]
+    With at least as many files as parts, a part is every n-th file, and no other is
+    read. With fewer, it is every n-th example, and each process reads all files.
+    """
+    own = copy.deepcopy(dataset)  # what reads it keeps its state in it
+    if parts == 1:
+        return own
+    if own.num_shards >= parts:
+        return own.shard(parts, part, contiguous=False)
+    from datasets.distributed import (  # pyright: ignore[reportMissingImports]
+        split_dataset_by_node,
+    )
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.make())
+    return split_dataset_by_node(own, part, parts)
 
 
-def _of_torch(data: Any, name: str) -> bool:
-    """Returns whether an object is of a class of `torch.utils.data`."""
-    torch: Any = sys.modules.get("torch.utils.data")  # else it cannot be
-    return torch is not None and isinstance(data, getattr(torch, name))
+def _kind(data: Any) -> str:
+    name = type(data).__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _of_function(make: Any, repeat: bool) -> Stream:
+    name = getattr(make, "__name__", type(make).__name__)
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # one of C, without a signature
+        parameters = ()
+    needed = [
+        x.name
+        for x in parameters
+        if x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(needed) not in (0, 2):
+        raise UserError(
+            f"data: {name}({', '.join(needed)}) must take no arguments, or two: the "
+            "number of the part that it makes, from 0, and that of all parts"
+        )
+    open_part = make if needed else lambda p, n: make()
+    return Stream(f"what {name}() makes", open_part, bool(needed), repeat)
+
+
+def _of_iterator(data: Once | Iterator[Any], repeat: bool) -> Stream:
+    """Returns the stream of what is read once, or can be set back to its start."""
+    methods = state_methods(data)
+    if methods:
+        start = copy.deepcopy(methods[0]())
+
+        def rewound(part: int, parts: int) -> Any:
+            methods[1](copy.deepcopy(start))
+            return data
+
+        return Stream(_kind(data), rewound, False, repeat)
+    once = data if isinstance(data, Once) else Once(cast(Iterator[Any], data))
+    if not repeat:
+        raise UserError(
+            f"data: a {once.kind} can be read once, and evaluations read it each time: "
+            "give a list, or a function that makes it"
+        )
+    loses = "once, without a second epoch, if it is new"
+    return Stream(f"a {once.kind}", lambda p, n: once, False, False, loses)
+
+
+def _is_huggingface(data: Any) -> bool:
+    datasets: Any = sys.modules.get("datasets")
+    return datasets is not None and isinstance(data, datasets.IterableDataset)
 
 
 def _check_sampler(loader: Any) -> None:
@@ -182,43 +210,3 @@ def _shuffles_unseeded(loader: Any) -> bool:
     sampler = loader.sampler
     random = type(sampler).__name__ == "RandomSampler"
     return random and sampler.generator is None and loader.generator is None
-
-
-def _tree(item: Any, batched: bool) -> Any:
-    """Returns an item as arrays; PyTorch's collation makes lists of tuples."""
-    if batched and isinstance(item, list):
-        item = tuple(item)
-    return to_arrays(item)
-
-
-def _stacked(examples: Iterator[Any], size: int) -> Iterator[Any]:
-    while some := list(itertools.islice(examples, size)):
-        yield stack(some)
-
-
-def _cut(batches: Iterator[Any], size: int) -> Iterator[Any]:
-    """Joins and cuts batches to ones of `size` examples."""
-    waiting: list[Any] = []
-    count = 0
-    for batch in batches:
-        waiting.append(batch)
-        count += count_rows(batch)
-        while count >= size:
-            whole = _joined(waiting)
-            yield jax.tree.map(lambda x: x[:size], whole)
-            count -= size
-            waiting = [jax.tree.map(lambda x: x[size:], whole)] if count else []
-    if waiting:
-        yield _joined(waiting)
-
-
-def _joined(batches: list[Any]) -> Any:
-    if len(batches) == 1:
-        return batches[0]
-    try:
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-    except ValueError as error:
-        raise UserError(
-            "data: batches differ in structure or shapes, and cannot be joined to "
-            f"batch_size: {' '.join(str(error).split())}"
-        ) from error

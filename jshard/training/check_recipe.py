@@ -1,16 +1,17 @@
 """A recipe's data and functions, tried out before anything is written."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jshard.data.batches import batches
+from jshard.data.batches import TrainingBatches, batches
 from jshard.data.dataset import make_training_data, make_validation_data
 from jshard.data.iterables import Stream
+from jshard.data.stream_reader import describe
+from jshard.data.stream_state import read_state
 from jshard.fsdp.state import TrainState
 from jshard.recipe import contract
 from jshard.report.sample_pictures import prepare_pictures
@@ -38,19 +39,27 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     eval_data = make_validation_data(recipe.make_data, config)
     data = {"train": train_data, "validation": eval_data}
     _check_agreement(run, start, data)
-    following = batches(
-        train_data, start_step=start.step, num_steps=config.steps, **reader
-    )
     peers.at("reading the first batch", start.step)
-    first_batch = next(following)
+    streams = isinstance(train_data, Stream)
+    state = None
+    if streams and start.step:
+        state = run.stream_state if start.held else read_state(start.checkpoint)
+    read = batches(
+        train_data,
+        start_step=start.step,
+        num_steps=config.steps,
+        state=state,
+        **reader,
+    )
+    following = TrainingBatches(read, streams=streams)
+    first = following.first
     sample = contract.sample(recipe.sample, config)
     pictures = contract.sample_images(recipe.sample_images, config)
     checked = RecipeFunctions(
-        first_batch=first_batch,
-        batches=itertools.chain([first_batch], following),
+        batches=following,
         learning_rate=contract.learning_rate(recipe.learning_rate, config),
         throughput=Throughput(
-            first_batch,
+            first.rows,
             job.fsdp.mesh,
             contract.flops_per_token(recipe.flops_per_token, config),
         ),
@@ -61,9 +70,9 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             recipe.references if jax.process_index() == 0 else None, config
         ),
         find_cause=_cause_finder(run, train_data),
-        note="; ".join(
-            x.note(split) for split, x in data.items() if isinstance(x, Stream)
-        ),
+        note=describe("train", train_data, first.state, reader["process_count"])
+        if isinstance(train_data, Stream)
+        else "",
     )
     check_loggers(config)
     if config.checkpoint.every:

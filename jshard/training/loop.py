@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import jax
 
@@ -83,6 +83,7 @@ def train(
         Profile(run, start.step, recipe.throughput, display) as profile,
         StepLog(run, start.step, recipe, folder, display, started) as log,
         run.peers.telling(),
+        closing(recipe.batches) as batches,  # ends the threads that read ahead
     ):
         samples = Samples(run, recipe, folder, display)
         evaluation = Evaluation(run, recipe, log, folder, display, hooks, samples)
@@ -94,18 +95,18 @@ def train(
         )
         _make_state(run, start, source, display)
 
-        step, batches = start.step, recipe.batches
+        step, following = start.step, iter(batches)
         if start.unevaluated:
             evaluation.evaluate(step)
-            batches = () if hooks.ends_after(step) else batches
+            following = iter(()) if hooks.ends_after(step) else following
         recipe.throughput.restart()
-        for step, batch in enumerate(batches, start.step + 1):
+        for step, batch in enumerate(following, start.step + 1):
             stopping.before_step(step)
             profile.before_step(step)
             run.peers.at("step" if step > start.step + 1 else "compiling", step)
             metrics = run.train_step(step, batch)
             run.peers.at("computing", step)
-            log.after_step(step, metrics)
+            log.after_step(step, metrics, batch.waited)
             profile.after_step(step)
             display.after_step(step, metrics)
             saving.report()
@@ -149,7 +150,7 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     """Describes a step, what was chosen, and what data cannot do."""
     job = run.job
     note = describe(
-        job.fsdp, run.abstract_state, recipe.first_batch, job.train_step, run.hosts
+        job.fsdp, run.abstract_state, recipe.batches.first.rows, job.train_step, run.hosts
     )
     more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
     return "\n".join([note, *(f"{k:<16}{text}" for k, text in more.items() if text)])

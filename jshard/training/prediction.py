@@ -11,6 +11,7 @@ import numpy as np
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
+from jshard.data.stream_reader import PartReader
 from jshard.errors import UserError
 from jshard.fsdp.mesh import rows_of_process
 from jshard.training.prepared_run import PreparedRun
@@ -81,7 +82,7 @@ def _batches(
                 f"predict: {data.kind} cannot be divided over processes: give data "
                 "with items by number"
             )
-        for batch in data.batches(size):
+        for batch in PartReader(data.cursor(0, 1), size):
             count = count_rows(batch)
             rows = np.minimum(np.arange(size), count - 1)  # repeats the last
             yield jax.tree.map(lambda x, rows=rows: x[rows], batch), count

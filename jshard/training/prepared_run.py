@@ -9,6 +9,9 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.config.run_config import Config
+from jshard.data.batches import Batch
+from jshard.data.stream_reader import StreamState
+from jshard.data.stream_state import state_files
 from jshard.distributed import Peers
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
@@ -36,6 +39,8 @@ class PreparedRun:
       hosts: The host of each process, if known.
       state: The newest state; None before there is one. A step that fails takes the
         state with it, and leaves deleted arrays.
+      stream_state: Where the training data are after the step of `state`, if they are a
+        stream with a state.
     """
 
     job: Job
@@ -46,6 +51,7 @@ class PreparedRun:
     experts: str
     hosts: Sequence[int] | None
     state: Any = None
+    stream_state: StreamState | None = None
 
     @property
     def config(self) -> Config:
@@ -83,15 +89,23 @@ class PreparedRun:
             self.state = source.restore(self.abstract_state)
         return source
 
-    def train_step(self, step: int, batch: Any) -> Mapping[str, jax.Array]:
+    def train_step(self, step: int, batch: Batch) -> Mapping[str, jax.Array]:
         """Trains on this process's part of a batch; does not wait for the devices.
 
         Returns the metrics of the step.
         """
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
-            sharded = self.job.fsdp.shard_batch(batch)
+            sharded = self.job.fsdp.shard_batch(batch.rows)
             self.state, metrics = self.job.train_step(self.state, sharded)
+        self.stream_state = batch.state
         return metrics
+
+    def files_to_save(self) -> dict[str, str]:
+        """Returns what a checkpoint of `state` stores beside it: texts by file name.
+
+        All processes call it after the same step, and get the same.
+        """
+        return state_files(self.stream_state)
 
     def reader(self) -> dict[str, int]:
         """Returns the arguments of `batches` that select this process's part."""

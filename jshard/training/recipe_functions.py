@@ -1,9 +1,10 @@
 """A recipe's data and functions, ready for the steps of a run."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jshard.data.batches import TrainingBatches
 from jshard.fsdp.state import TrainState
 from jshard.training.throughput import Throughput
 
@@ -13,8 +14,7 @@ class RecipeFunctions:
     """What a recipe gives a run for its steps.
 
     Attributes:
-      first_batch: This process's part of the first batch.
-      batches: Its parts of all batches, the first included.
+      batches: This process's parts of all batches.
       evaluate: From a state to the metrics of an evaluation; None without.
       sample: From a state to a text; None without.
       pictures: From a state to pictures for the report; None without.
@@ -22,11 +22,10 @@ class RecipeFunctions:
       throughput: Measures the speed of steps.
       references: Losses to compare the evaluation's with, by name.
       find_cause: Returns why the loss of a step is not finite, or "".
-      note: What data lose that can only be read from their start; empty for none.
+      note: How a stream of training data is read; empty for other data.
     """
 
-    first_batch: Any
-    batches: Iterable[Any]
+    batches: TrainingBatches
     evaluate: Callable[[TrainState], dict[str, float]] | None
     sample: Callable[[TrainState], str] | None
     pictures: Callable[[TrainState], Any] | None

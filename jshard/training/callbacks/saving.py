@@ -96,7 +96,7 @@ class Saving(AbstractContextManager):
                 state,
                 metrics={**metrics, **(evaluated or {})},
                 config=self._folder.config,
-                files={METRICS: self._folder.metrics()},
+                files={METRICS: self._folder.metrics(), **self._run.files_to_save()},
                 frozen_from=self._frozen_from
                 if jax.tree.leaves(state.frozen)
                 else None,

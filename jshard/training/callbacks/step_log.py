@@ -49,11 +49,16 @@ class StepLog(AbstractContextManager):
         self._times: list[float] = []  # of the steps since the display's last line
         self._newest: dict[str, float] = {}
 
-    def after_step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Adds a step that was dispatched; waits until only two are under way."""
+    def after_step(
+        self, step: int, metrics: Mapping[str, jax.Array], data_wait: float = 0.0
+    ) -> None:
+        """Adds a step that was dispatched; waits until only two are under way.
+
+        `data_wait` is how many seconds it waited for its batch.
+        """
         for x in metrics.values():
             x.copy_to_host_async()
-        self._under_way.append((step, metrics, {}))
+        self._under_way.append((step, metrics, {"data_wait": data_wait}))
         if len(self._under_way) > UNDER_WAY:
             self._write(1)
 
