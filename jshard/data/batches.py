@@ -35,8 +35,7 @@ def batches(
     process_index: int = 0,
     process_count: int = 1,
     num_threads: int = _THREADS,
-    state: StreamState | None = None,
-) -> Any:
+) -> grain.DatasetIterator:
     """Iterates over this process's part of global batches start_step..num_steps-1.
 
     Global batch s is examples [s*B, (s+1)*B) of `dataset`, and process p of P reads its
@@ -54,11 +53,9 @@ def batches(
       process_count: P.
       num_threads: Threads that make batches ahead of time, one for a `Stream`; 0 makes
         them on demand.
-      state: Of a `Stream` before `start_step`; without it, it is read from its start.
 
     Returns:
-      An iterator over trees like the examples, with leaves stacked to [B/P, ...]. That
-      of a `Stream` has `get_state`: the `StreamState` after the newest batch, or None.
+      An iterator over trees like the examples, with leaves stacked to [B/P, ...].
 
     Raises:
       UserError: `dataset` has too few examples, its examples differ, or the batch size
@@ -70,15 +67,13 @@ def batches(
     if isinstance(dataset, Stream):
         reader = StreamReader(
             dataset,
-            state,
             batch_size=batch_size,
             start_step=start_step,
             num_steps=num_steps,
             process_index=process_index,
             process_count=process_count,
         )
-        ahead = _PREFETCHED if num_threads else 0
-        return grain.experimental.ThreadPrefetchDatasetIterator(reader, ahead)
+        return _read_ahead(reader, _PREFETCHED if num_threads else 0)
     if len(dataset) < num_steps * batch_size:
         raise UserError(
             f"the dataset ends after {len(dataset)} examples, but {num_steps} steps of "
@@ -110,13 +105,22 @@ class TrainingBatches(Iterator[Batch]):
     """The batches of a run, each with the state that goes with it.
 
     Args:
-      read: What `batches` returned.
-      streams: Whether it is of a `Stream`, whose state only reading leads back to.
+      dataset: The training data.
+      state: Of a `Stream`, before `start_step`; None reads it from its start.
+      **options: Those of `batches`.
+
+    Attributes:
+      first: The first batch, which is read at once.
     """
 
-    def __init__(self, read: Any, *, streams: bool):
-        self._read, self._streams = read, streams
-        self.first = self._next()  # read before the run begins, to check it
+    def __init__(self, dataset: Dataset, state: StreamState | None, **options: int):
+        self._streams = isinstance(dataset, Stream)
+        if isinstance(dataset, Stream):
+            reader = StreamReader(dataset, state, **options)
+            self._read: Any = _read_ahead(reader, _PREFETCHED)
+        else:
+            self._read = batches(dataset, **options)
+        self.first = self._next()
         self._is_first = True
 
     def __next__(self) -> Batch:
@@ -204,6 +208,11 @@ def eval_batches(
         **process,
     )
     return zip(factors, read, strict=True)
+
+
+def _read_ahead(reader: StreamReader, count: int) -> grain.DatasetIterator:
+    """Reads batches in a thread, each with the state after it."""
+    return grain.experimental.ThreadPrefetchDatasetIterator(reader, count)
 
 
 def _padded(

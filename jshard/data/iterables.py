@@ -98,7 +98,7 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
         return None
     kind = _kind(data)
     if _is_huggingface(data):
-        if data._distributed:
+        if getattr(data, "_distributed", None):
             raise UserError(
                 "data: the IterableDataset was given to split_dataset_by_node: leave "
                 "that out, each process reads its part of it"
@@ -153,11 +153,10 @@ def _of_function(make: Any, repeat: bool) -> Stream:
         parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):  # one of C, without a signature
         parameters = ()
-    needed = [
-        x.name
-        for x in parameters
-        if x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    positional = [
+        x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
     ]
+    needed = [x.name for x in positional if x.default is x.empty]
     if len(needed) not in (0, 2):
         raise UserError(
             f"data: {name}({', '.join(needed)}) must take no arguments, or two: the "

@@ -129,7 +129,7 @@ class StreamReader(Iterator[Any]):
         state: StreamState | None = None,
         *,
         batch_size: int,
-        start_step: int = 0,
+        start_step: int,
         num_steps: int,
         process_index: int = 0,
         process_count: int = 1,
@@ -269,16 +269,17 @@ def _difference(one: Any, other: Any, path: str = "") -> str:
     """Returns where two states have other keys, or other numbers of dicts; or ""."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if one.keys() != other.keys():
-            return f"{path or 'its keys'}: {sorted(map(str, one.keys() ^ other.keys()))}"
+            return (
+                f"{path or 'its keys'}: {sorted(map(str, one.keys() ^ other.keys()))}"
+            )
         pairs = [(one[key], other[key], f"{path}[{key!r}]") for key in one]
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
         if not any(isinstance(x, Mapping) for x in (*one, *other)):
             return ""
         if len(one) != len(other):
             return f"{path}: {len(one)}, not {len(other)}"
-        pairs = [
-            (x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(one, other, strict=True))
-        ]
+        paths = [f"{path}[{i}]" for i in range(len(one))]
+        pairs = list(zip(one, other, paths, strict=True))
     else:
         return ""  # values change, and what is None may be something later
     return next(filter(None, (_difference(*pair) for pair in pairs)), "")

@@ -200,6 +200,10 @@ def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]
             results[f"{_title(name).lower()}, median"] = format_count(speed)
     if (utilisation := median("mfu")) is not None:
         results["MFU, median"] = f"{utilisation:.1%}"
+    waits, times = series.get("data_wait", ()), series.get("step_time", ())
+    if waits and times:
+        share = sum(x for _, x in waits) / sum(x for _, x in times)
+        results["of the time of steps waited for data"] = f"{min(share, 1):.1%}"
     if (blocked := median("checkpoint_blocked")) is not None:
         name = "held up training for a save, median"
         if step_time := median("step_time"):
@@ -235,7 +239,8 @@ def _duration(seconds: float) -> str:
 
 def _title(name: str) -> str:
     name = name.replace("_per_second", " per second").replace("_", " ")
-    return {"mfu": "MFU", "grad norm": "Gradient norm"}.get(name, name.capitalize())
+    named = {"mfu": "MFU", "grad norm": "Gradient norm", "data wait": "Waited for data"}
+    return named.get(name, name.capitalize())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -40,18 +40,13 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     data = {"train": train_data, "validation": eval_data}
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
-    streams = isinstance(train_data, Stream)
-    state = None
-    if streams and start.step:
-        state = run.stream_state if start.held else read_state(start.checkpoint)
-    read = batches(
+    following = TrainingBatches(
         train_data,
+        run.stream_state if start.held else read_state(start.checkpoint),
         start_step=start.step,
         num_steps=config.steps,
-        state=state,
         **reader,
     )
-    following = TrainingBatches(read, streams=streams)
     first = following.first
     sample = contract.sample(recipe.sample, config)
     pictures = contract.sample_images(recipe.sample_images, config)
@@ -118,8 +113,9 @@ def _cause_finder(run: PreparedRun, data: Any) -> Callable[[int], str]:
         """Reads the batch of a step again, and looks for tokens out of range."""
         if isinstance(data, Stream):
             return ""  # it has gone by
-        again = {"start_step": step - 1, "num_steps": step, "num_threads": 0}
-        (batch,) = batches(data, **run.reader(), **again)
+        (batch,) = batches(
+            data, start_step=step - 1, num_steps=step, num_threads=0, **run.reader()
+        )
         return beyond_vocabulary(batch, model)
 
     return find_cause

@@ -149,9 +149,8 @@ def _find_start(run: PreparedRun) -> Start | None:
 def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     """Describes a step, what was chosen, and what data cannot do."""
     job = run.job
-    note = describe(
-        job.fsdp, run.abstract_state, recipe.batches.first.rows, job.train_step, run.hosts
-    )
+    first = recipe.batches.first.rows
+    note = describe(job.fsdp, run.abstract_state, first, job.train_step, run.hosts)
     more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
     return "\n".join([note, *(f"{k:<16}{text}" for k, text in more.items() if text)])
 

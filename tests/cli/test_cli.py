@@ -55,7 +55,7 @@ def test_a_line_of_metrics_says_what_its_step_did_and_how_fast(finished):
     first, second, *_, last, evaluation, checkpoint = metrics
     names = ["step", "time", "loss", "grad_norm", "learning_rate", "examples_seen"]
     assert list(first) == [*names, "time_to_first_step"]
-    assert list(second) == [*names, "step_time", "examples_per_second"]
+    assert list(second) == [*names, "step_time", "examples_per_second", "data_wait"]
     assert list(evaluation) == ["step", "time", "eval_loss"]
     saved = ["checkpoint_blocked", "checkpoint_write_time", "checkpoint_bytes"]
     assert list(checkpoint) == ["step", "time", *saved]

@@ -54,11 +54,13 @@ class StepLog(AbstractContextManager):
     ) -> None:
         """Adds a step that was dispatched; waits until only two are under way.
 
-        `data_wait` is how many seconds it waited for its batch.
+        `data_wait` is how many seconds it waited for its batch; the first step's was
+        read before the run began.
         """
         for x in metrics.values():
             x.copy_to_host_async()
-        self._under_way.append((step, metrics, {"data_wait": data_wait}))
+        more = {} if step == self._first else {"data_wait": data_wait}
+        self._under_way.append((step, metrics, more))
         if len(self._under_way) > UNDER_WAY:
             self._write(1)
 
