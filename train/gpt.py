@@ -16,12 +16,16 @@ from ml_collections import ConfigDict
 import jshard
 from jshard.config.keys import Key
 from jshard.data.text.bigram import bigram_reference
+from jshard.data.text.streamed_text import streamed_text
 from jshard.data.text.text_data import text_data
 from jshard.data.tokenizers.tokenizer import PYTHON, load_tokenizer
 from jshard.generation import continue_prompts
 from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
+
+# Keys of data that are streamed, which recipes that change each text do not take.
+STREAMED = ("dataset", "config", "split", "validation_rows", "shuffle_rows")
 
 
 def get_config() -> ConfigDict:
@@ -74,6 +78,26 @@ def get_config() -> ConfigDict:
                 ),
                 "mixture": Key(
                     "", "several sources instead of data.path: PATH:WEIGHT,PATH:WEIGHT"
+                ),
+                "dataset": Key(
+                    "",
+                    "instead of data.path: a dataset of Hugging Face by name, or a "
+                    "folder that its load_dataset reads, streamed; or several, "
+                    "NAME:WEIGHT,NAME:WEIGHT",
+                ),
+                "config": Key("", "configuration of data.dataset"),
+                "split": Key("train", "split of data.dataset to train on"),
+                "validation_rows": Key(
+                    1000,
+                    "rows of data.dataset to validate on: of its split 'validation', "
+                    "or else held out of its first file; 0 is none",
+                    at_least=0,
+                ),
+                "shuffle_rows": Key(
+                    1000,
+                    "rows of data.dataset to read and shuffle at a time; 0 keeps the "
+                    "order",
+                    at_least=0,
                 ),
                 "tokenizer": Key(
                     PYTHON,
@@ -154,6 +178,8 @@ def loss_fn(model, batch):
 
 
 def make_data(config, split):
+    if config.data.get("dataset"):
+        return _streamed(config, split)
     return text_data(
         config.data.path,
         split,
@@ -170,10 +196,31 @@ def make_data(config, split):
     )
 
 
+def _streamed(config, split):
+    data = config.data
+    if data.path or data.mixture:
+        raise jshard.UserError("data.dataset stands instead of data.path and .mixture")
+    return streamed_text(
+        data.dataset,
+        split,
+        sequence_length=config.model.sequence_length,
+        seed=config.seed,
+        config=data.config,
+        train_split=data.split,
+        validation_rows=data.validation_rows,
+        shuffle_rows=data.shuffle_rows,
+        vocab_size=config.model.vocab_size,
+        tokenizer=data.tokenizer,
+        text_key=data.text_key,
+        pack=data.pack,
+        max_segments=data.max_segments,
+    )
+
+
 def references(config):
     """Returns the loss of a bigram model of tokens on the evaluation data."""
     data = config.data
-    if not config.eval_every or data.mixture or data.pack:
+    if not config.eval_every or data.mixture or data.get("dataset") or data.pack:
         return {}
     windows = config.eval_batches * config.batch_size
     return bigram_reference(

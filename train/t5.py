@@ -61,7 +61,7 @@ def get_config() -> ConfigDict:
     }
     data = config.data
     data.tokenizer = ""
-    for key in ("mixture", "pack", "max_segments"):
+    for key in ("mixture", "pack", "max_segments", *gpt.STREAMED):
         del data[key]
     data.sequence_length = Key(96, "tokens of a text before its gaps", at_least=2)
     data.noise = Key(0.15, "share of the tokens to take out", above=0, below=1)

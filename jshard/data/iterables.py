@@ -130,15 +130,13 @@ def part_of(dataset: Any, part: int, parts: int) -> Any:
     With at least as many files as parts, a part is every n-th file, and no other is
     read. With fewer, it is every n-th example, and each process reads all files.
     """
-    own = copy.deepcopy(dataset)  # what reads it keeps its state in it
-    if parts == 1:
-        return own
-    if own.num_shards >= parts:
-        return own.shard(parts, part, contiguous=False)
+    if dataset.num_shards >= parts:
+        return dataset.shard(parts, part, contiguous=False)
     from datasets.distributed import (  # pyright: ignore[reportMissingImports]
         split_dataset_by_node,
     )
 
+    own = dataset.shard(1, 0)  # what reads a dataset keeps its state in it
     return split_dataset_by_node(own, part, parts)
 
 

@@ -1,0 +1,325 @@
+"""Text of Hugging Face's datasets, tokenized and laid out while it is streamed."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from grain.experimental import (
+    BestFitPackIterDataset,
+    ConcatThenSplitIterDataset,
+    FlatMapIterDataset,
+    FlatMapTransform,
+    WindowShuffleIterDataset,
+)
+
+from jshard.data.iterables import Stream, part_of
+from jshard.data.mixture import mix, parse_mixture
+from jshard.data.places import Cursor
+from jshard.data.text.encoded import Document
+from jshard.data.text.packing import packed_rows
+from jshard.data.text.token_files import Piece
+from jshard.data.text.windows import windows
+from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from jshard.errors import RunFailed, UserError, some_of
+from jshard.formatting import one_line
+
+_BINS = 64  # rows that are packed at a time
+_VALIDATION = "validation"  # a dataset's split, and that of a run
+
+
+def streamed_text(
+    dataset: str,
+    split: str,
+    *,
+    sequence_length: int,
+    seed: int,
+    config: str = "",
+    train_split: str = "train",
+    validation_rows: int = 1000,
+    shuffle_rows: int = 1000,
+    vocab_size: int | None = None,
+    tokenizer: str = "",
+    text_key: str = "text",
+    pack: bool = False,
+    max_segments: int = 0,
+) -> Stream | grain.MapDataset | None:
+    """Returns windows or packed rows of T = sequence_length tokens, like `text_data`.
+
+    Each process streams and tokenizes its files (see `part_of`), again and again, with
+    the files in another order from the second epoch on. Rows for validation are read
+    at once and kept.
+
+    Args:
+      dataset: The name of a dataset of Hugging Face, or a folder of Parquet, JSONL,
+        WebDataset or what else its `load_dataset` reads; or several by weight,
+        "NAME:WEIGHT,NAME:WEIGHT".
+      split: "train", a `Stream`, or "validation".
+      sequence_length: T, in tokens.
+      seed: Determines the order.
+      config: The dataset's configuration, if it has several.
+      train_split: The dataset's split to train on.
+      validation_rows: How many rows to validate on, of the split "validation"; if the
+        dataset has none, the first ones of its first file, which are not trained on. 0
+        is none.
+      shuffle_rows: How many rows to read, and then to shuffle, at a time; 0 keeps the
+        order. A run that resumes reads at most so many again.
+      vocab_size: The tokenizer must not have more tokens.
+      tokenizer: As for `text_data`.
+      text_key: The column of the text; rows without it can be chats, with "messages".
+      pack: Whether to pack whole documents, by best fit among 64 rows.
+      max_segments: As for `text_data`.
+
+    Raises:
+      UserError: The dataset, its configuration, split or column does not exist, or an
+        argument is invalid.
+    """
+    weights = {dataset: 1.0}
+    if ":" in dataset and not Path(dataset).exists():
+        weights = parse_mixture(dataset)
+    encode = _Encoder(load_tokenizer(tokenizer, vocab_size), text_key, pack)
+    splits = {name: _load(name, config) for name in weights}
+    for name, found in splits.items():
+        if train_split not in found:
+            raise UserError(
+                f"data.dataset={name}: has no split {train_split!r}; set data.split to "
+                f"one of {some_of(sorted(found))}"
+            )
+        _check_column(name, found[train_split], text_key)
+    T = sequence_length
+    if split == _VALIDATION:
+        if not validation_rows:
+            return None
+        held_out = {
+            name: _held_out(found, train_split, validation_rows)
+            for name, found in splits.items()
+        }
+        pieces = {
+            name: _piece(name, list(itertools.chain(*map(encode, rows))), encode)
+            for name, rows in held_out.items()
+        }
+        made = {
+            name: packed_rows(
+                [piece], T, max_segments=max_segments, vocab_size=vocab_size
+            )
+            if pack
+            else windows([piece], T, pad=True, vocab_size=vocab_size)
+            for name, piece in pieces.items()
+        }
+        return mix(made, weights)
+
+    def of_part(name: str, part: int, parts: int) -> grain.IterDataset:
+        skipped = 0 if _VALIDATION in splits[name] else validation_rows
+        rows = splits[name][train_split]
+        read: grain.IterDataset = _Rows(
+            name, lambda: _part(rows, skipped, part, parts)
+        )
+        if shuffle_rows:
+            read = WindowShuffleIterDataset(
+                read, window_size=shuffle_rows, seed=(seed + part) % 2**31
+            )
+        documents = FlatMapIterDataset(read, _Places(encode, T if pack else 0))
+        return _packed(documents, T, max_segments) if pack else _cut(documents, T)
+
+    def open_part(part: int, parts: int) -> grain.IterDataset:
+        read = [of_part(name, part, parts) for name in weights]
+        return grain.IterDataset.mix(read, list(weights.values()))
+
+    about = f"{dataset}{f', {config}' if config else ''}, split {train_split}"
+    return Stream(f"the dataset {about}", open_part, divides=True, repeat=True)
+
+
+@functools.lru_cache(maxsize=16)  # for both splits
+def _load(name: str, config: str) -> Mapping[str, Any]:
+    """Returns the splits of a dataset, each an `IterableDataset`."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"data.dataset={name}: needs Hugging Face's datasets: pip install "
+            "'jshard[datasets]'"
+        ) from error
+    try:
+        found: Any = datasets.load_dataset(name, config or None, streaming=True)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"data.dataset={name}{f', data.config={config}' if config else ''}: "
+            f"{one_line(str(error).strip())}"
+        ) from error
+    return found
+
+
+def _check_column(name: str, rows: Any, text_key: str) -> None:
+    columns = rows.column_names or next(iter(part_of(rows, 0, 1)), {})
+    if text_key not in columns and "messages" not in columns:
+        raise UserError(
+            f"data.dataset={name}: has no column {text_key!r}; set data.text_key to "
+            f"one of {some_of(list(map(str, columns)))}"
+        )
+
+
+def _part(rows: Any, skipped: int, part: int, parts: int) -> Any:
+    """Returns a part of the rows without the first ones of the first file."""
+    if not skipped:
+        return part_of(rows, part, parts)
+    if rows.num_shards < parts:  # then each part reads all files
+        return part_of(rows.skip(skipped), part, parts)
+    own = part_of(rows, part, parts)
+    return own if part else own.skip(skipped)
+
+
+def _held_out(
+    splits: Mapping[str, Any], train_split: str, count: int
+) -> Iterator[Mapping[str, Any]]:
+    if _VALIDATION in splits:
+        return iter(part_of(splits[_VALIDATION], 0, 1).take(count))
+    rows = splits[train_split]
+    return iter(part_of(rows, 0, rows.num_shards).take(count))
+
+
+class _Rows(grain.IterDataset):
+    """The rows of a part of a dataset, without an end."""
+
+    def __init__(self, name: str, open_rows: Callable[[], Any]):
+        super().__init__()
+        self._name, self._open = name, open_rows
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _RowIterator(self._name, Cursor(self._name, self._open, repeat=True))
+
+
+class _RowIterator(grain.DatasetIterator):
+    def __init__(self, name: str, cursor: Cursor):
+        super().__init__()
+        self._name, self._cursor = name, cursor
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._cursor)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise RunFailed(
+                f"data.dataset={self._name}: cannot be read: {one_line(str(error))}"
+            ) from error
+
+    def get_state(self) -> Any:
+        return self._cursor.state()
+
+    def set_state(self, state: Any) -> None:
+        self._cursor.restore(state)
+
+
+class _Encoder:
+    """Makes documents of a row: none, if its text is empty, or one."""
+
+    def __init__(self, tokenizer: Tokenizer, text_key: str, pack: bool):
+        self.tokenizer = tokenizer
+        self._text_key, self._pack = text_key, pack
+
+    def __call__(self, row: Mapping[str, Any]) -> list[Document]:
+        text = row.get(self._text_key)
+        if text is None and "messages" in row:
+            return [self._chat(row)]
+        if not isinstance(text, str):
+            raise UserError(
+                f"data.dataset: {self._text_key!r} of a row is a "
+                f"{type(text).__name__}, not a text; set data.text_key to one of "
+                f"{some_of(sorted(row))}"
+            )
+        if not text:
+            return []
+        return [Document(Path(), self.tokenizer.encode_documents([text])[0])]
+
+    def _chat(self, row: Mapping[str, Any]) -> Document:
+        if not self._pack or not isinstance(self.tokenizer, FileTokenizer):
+            raise UserError(
+                "data.dataset: chats are packed as whole documents, by the template of "
+                "a tokenizer: set data.pack=True, and data.tokenizer to the model's "
+                "folder"
+            )
+        return Document(
+            Path(), *load_chat(self.tokenizer).encode(row, "data.dataset, a row")
+        )
+
+
+class _Places(FlatMapTransform):
+    """Makes what is packed of a row: tokens, or the places of at most T of them."""
+
+    def __init__(self, encode: _Encoder, T: int):
+        self._encode, self._T = encode, T
+
+    def flat_map(self, element: Any) -> list[dict[str, np.ndarray]]:
+        documents = self._encode(element)
+        if not self._T:
+            return [{"tokens": x.tokens.astype(np.int32)} for x in documents]
+        found = []
+        for document in documents:
+            tokens = document.tokens.astype(np.int32)
+            trained = document.trained
+            weights = np.ones(len(tokens)) if trained is None else np.asarray(trained)
+            all_places = {
+                "inputs": tokens[:-1],
+                "targets": tokens[1:],
+                "weights": weights[1:].astype(np.float32),
+            }
+            for first in range(0, len(tokens) - 1, self._T):
+                some = slice(first, first + self._T)
+                found.append({name: x[some] for name, x in all_places.items()})
+        return found
+
+
+def _packed(
+    documents: grain.IterDataset, T: int, max_segments: int
+) -> grain.IterDataset:
+    rows = BestFitPackIterDataset(
+        documents,
+        length_struct={"inputs": T, "targets": T, "weights": T},
+        num_packing_bins=_BINS,
+        max_sequences_per_bin=max(max_segments - 1, 0) or None,
+    )
+    return rows.map(
+        lambda row: {
+            "inputs": row["inputs"],
+            "targets": row["targets"],
+            "weights": row["weights"],
+            "segment_ids": row["inputs_segment_ids"].astype(np.int32),
+            "positions": row["inputs_positions"].astype(np.int32),
+        }
+    )
+
+
+def _cut(documents: grain.IterDataset, T: int) -> grain.IterDataset:
+    """Returns windows of T+1 tokens, one after the other, across documents."""
+    rows = ConcatThenSplitIterDataset(documents, length_struct={"tokens": T + 1})
+    return rows.map(
+        lambda row: {
+            "inputs": row["tokens"][:-1],
+            "targets": row["tokens"][1:],
+            "weights": np.ones(T, np.float32),
+        }
+    )
+
+
+def _piece(name: str, documents: list[Document], encode: _Encoder) -> Piece:
+    """Returns the tokens of all documents, as of one file."""
+    if sum(len(x.tokens) for x in documents) < 2:
+        raise UserError(f"data.dataset={name}: has no text for validation")
+    tokens = np.concatenate([x.tokens for x in documents])
+    ends = np.cumsum([len(x.tokens) for x in documents])
+    trained = None
+    if documents[0].trained is not None:
+        trained = np.concatenate([np.asarray(x.trained) for x in documents])
+    return Piece(
+        Path(name),
+        name,
+        0,
+        len(tokens),
+        load=lambda: tokens,
+        ends=lambda: ends,
+        trained=None if trained is None else lambda: trained,
+    )
