@@ -110,7 +110,7 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
     if loader:
         _check_sampler(data)
         kind = f"{_kind(data)} of PyTorch"
-        if _shuffles_unseeded(data) and not state_methods(data):
+        if _shuffles_unseeded(data):
             loses = (
                 "in another order, as it shuffles without a generator; give it one, "
                 "or its dataset instead of it"

@@ -46,22 +46,27 @@ class Cursor(Iterator[Any]):
 
     def __init__(self, kind: str, open_source: Callable[[], Any], *, repeat: bool):
         self._kind, self._open, self._repeat = kind, open_source, repeat
-        self._epoch = 0
+        self._epoch, self._seed = 0, 0
         self._begin(None)
 
     def _begin(self, state: Any) -> None:
         """Opens the source, where a state says or at its beginning."""
         source = self._open()
-        if hasattr(source, "set_epoch"):  # of `datasets`, for another order
-            source.set_epoch(self._epoch)
+        for one in (source, getattr(source, "dataset", None)):  # a loader's
+            if hasattr(one, "set_epoch"):  # of `datasets`, for another order
+                one.set_epoch(self._epoch)
+        self.batched = is_torch(source, "DataLoader")
         methods = None if hasattr(source, "__next__") else state_methods(source)
+        if methods and self.batched and source.generator is not None:
+            # Its state has the order of an epoch, but not that of the next one.
+            self._seed = self._seed or source.generator.initial_seed()
+            source.generator.manual_seed(self._seed + self._epoch)
         if methods and state is not None:
             methods[1](copy.deepcopy(state))
         self._items = iter(source)
         if not methods and (methods := state_methods(self._items)):
             if state is not None:
                 methods[1](copy.deepcopy(state))
-        self.batched = is_torch(source, "DataLoader")
         self.resumes = methods is not None
         self._get = methods and methods[0]
         self._began_at, self._moved = state, False

@@ -83,7 +83,7 @@ def make_data(config, split):
     return data.seed(config.seed).shuffle().repeat()
 """
 
-TIMES = ("time", "per_second", "checkpoint_")
+TIMES = ("time", "per_second", "data_wait", "checkpoint_")
 
 
 def read_metrics(workdir: Path) -> list[dict]:

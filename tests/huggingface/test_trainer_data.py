@@ -7,6 +7,7 @@ import pytest
 from jshard.data.batches import batches, eval_batches
 from jshard.data.dataset import as_dataset
 from jshard.data.iterables import Stream
+from jshard.data.stream_reader import describe
 from jshard.errors import UserError
 
 torch = pytest.importorskip("torch")
@@ -59,11 +60,13 @@ def test_a_loader_is_read_in_its_order_whatever_its_batches(size):
 def test_a_loader_says_what_it_loses():
     unseeded = as_dataset(td.DataLoader(Rows(), shuffle=True), 0, repeat=True)
     assert isinstance(unseeded, Stream)
-    assert "shuffles without a generator" in unseeded.note("train")
+    assert "shuffles without a generator" in describe("train", unseeded, None, 1)
     seeded = torch.Generator().manual_seed(0)
     loader = td.DataLoader(Rows(), shuffle=True, generator=seeded)
-    note = as_dataset(loader, 0, repeat=True).note("train")  # type: ignore[union-attr]
-    assert "train is a DataLoader of PyTorch: in its own order" in note
+    stream = as_dataset(loader, 0, repeat=True)
+    assert isinstance(stream, Stream)
+    note = describe("train", stream, None, 1)
+    assert "train is a DataLoader of PyTorch: without a state" in note
     assert "without a generator" not in note
 
 

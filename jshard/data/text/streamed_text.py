@@ -115,9 +115,7 @@ def streamed_text(
     def of_part(name: str, part: int, parts: int) -> grain.IterDataset:
         skipped = 0 if _VALIDATION in splits[name] else validation_rows
         rows = splits[name][train_split]
-        read: grain.IterDataset = _Rows(
-            name, lambda: _part(rows, skipped, part, parts)
-        )
+        read: grain.IterDataset = _Rows(name, lambda: _part(rows, skipped, part, parts))
         if shuffle_rows:
             read = WindowShuffleIterDataset(
                 read, window_size=shuffle_rows, seed=(seed + part) % 2**31
