@@ -52,7 +52,7 @@ class Cursor(Iterator[Any]):
     def _begin(self, state: Any) -> None:
         """Opens the source, where a state says or at its beginning."""
         source = self._open()
-        for one in (source, getattr(source, "dataset", None)):  # a loader's
+        for one in (source, getattr(source, "dataset", source)):  # a loader's
             if hasattr(one, "set_epoch"):  # of `datasets`, for another order
                 one.set_epoch(self._epoch)
         self.batched = is_torch(source, "DataLoader")

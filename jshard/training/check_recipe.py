@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 
 from jshard.data.batches import TrainingBatches, batches
-from jshard.data.dataset import make_training_data, make_validation_data
+from jshard.data.dataset import Dataset, make_training_data, make_validation_data
 from jshard.data.iterables import Stream
-from jshard.data.stream_reader import describe
+from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
 from jshard.fsdp.state import TrainState
 from jshard.recipe import contract
@@ -40,9 +40,10 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     data = {"train": train_data, "validation": eval_data}
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
+    saved = run.stream_state if start.held else read_state(start.checkpoint)
     following = TrainingBatches(
         train_data,
-        run.stream_state if start.held else read_state(start.checkpoint),
+        saved,
         start_step=start.step,
         num_steps=config.steps,
         **reader,
@@ -65,9 +66,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             recipe.references if jax.process_index() == 0 else None, config
         ),
         find_cause=_cause_finder(run, train_data),
-        note=describe("train", train_data, first.state, reader["process_count"])
-        if isinstance(train_data, Stream)
-        else "",
+        note=_note(train_data, saved, first.state, start, reader["process_count"]),
     )
     check_loggers(config)
     if config.checkpoint.every:
@@ -76,6 +75,21 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             run.workdir, trained if config.checkpoint.restore else abstract_state
         )
     return checked
+
+
+def _note(
+    data: Dataset,
+    saved: StreamState | None,
+    state: StreamState | None,
+    start: Start,
+    processes: int,
+) -> str:
+    """Says how a stream is read; "" of other data."""
+    if not isinstance(data, Stream):
+        return ""
+    lost = "; the checkpoint has no state of it: it was read from its start"
+    skipped = start.step and state and not saved
+    return describe("train", data, state, processes) + (lost if skipped else "")
 
 
 def _check_agreement(run: PreparedRun, start: Start, data: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Streams go on where they were: bit for bit, on any number of processes."""
 
 import copy
+import importlib.util
 import itertools
 import threading
 import time
@@ -15,6 +16,7 @@ from jshard.data.dataset import as_dataset, first_example
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import FILE, read_state, state_files
+from jshard.data.text.streamed_text import streamed_text
 from jshard.errors import UserError
 
 ROWS = [{"x": i, "y": [i, -i]} for i in range(23)]
@@ -380,3 +382,9 @@ def test_the_note_says_how_it_is_read():
         "second epoch, if it is new; without a state: a run that resumes reads it from "
         "the start and skips what it has seen"
     )
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("datasets")), reason="it is here")
+def test_without_the_library_of_datasets_a_line_says_what_to_install():
+    with pytest.raises(UserError, match=r"pip install 'jshard\[datasets\]'"):
+        streamed_text("org/text", "train", sequence_length=8, seed=0)

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,12 @@ STREAM = """    if split == "validation":
 
     return rows
 """
-KEYS = {"steps": STEPS, "eval_every": 0, "model__noise": 0, "checkpoint__every": 4}
+KEYS: dict[str, Any] = {
+    "steps": STEPS,
+    "eval_every": 0,
+    "model__noise": 0,
+    "checkpoint__every": 4,
+}
 WORDS = [f"--config.{k.replace('__', '.')}={v}" for k, v in KEYS.items()]
 
 
@@ -101,7 +107,8 @@ def test_killed_processes_go_on_where_they_were(count, undisturbed, tmp_path):
 
 
 def test_a_stream_goes_on_in_this_process_bit_for_bit(tmp_path, monkeypatch):
-    recipe, keys = streamed(RECIPE), KEYS | {"steps": 8}
+    recipe = streamed(RECIPE)
+    keys: dict[str, Any] = KEYS | {"steps": 8}
     run = train(tmp_path, recipe=recipe, **keys)
     whole = read_metrics(run)
     shutil.rmtree(run / "checkpoints" / "8")

@@ -1,7 +1,9 @@
 """Streams of `datasets` and torchdata go on where they were, and are divided."""
 
+import io
 import json
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +123,7 @@ def test_it_is_divided_and_the_number_of_processes_may_change(
 
 
 def test_what_is_divided_already_is_refused(folder):
-    from datasets.distributed import split_dataset_by_node
-
+    split_dataset_by_node = datasets.distributed.split_dataset_by_node
     with pytest.raises(UserError, match="leave that out, each process reads its part"):
         as_dataset(split_dataset_by_node(rows_of(folder), 0, 2), 0, repeat=True)
 
@@ -206,9 +207,30 @@ def test_a_mixture_takes_turns_by_weight(folder, tmp_path):
     assert counts == 8  # of 32
 
 
-def test_each_file_is_read_by_one_process_alone(folder):
+def copy_as(kind: str, folder: Path, to: Path) -> str:
+    """Writes the files of a folder as others; returns the column of the text."""
+    for file in sorted(folder.iterdir()):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        if kind == "parquet":
+            datasets.Dataset.from_list(rows).to_parquet(to / f"{file.stem}.parquet")
+            continue
+        with tarfile.open(to / f"{file.stem}.tar", "w") as tar:
+            for row in rows:
+                info = tarfile.TarInfo(f"{row['n']:03}.txt")
+                data = row["text"].encode()
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return "text" if kind == "parquet" else "txt"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "webdataset"])
+def test_each_file_is_read_by_one_process_alone(kind, folder, tmp_path):
+    options = dict(OPTIONS)
+    if kind != "jsonl":
+        options["text_key"] = copy_as(kind, folder, tmp_path)
+        folder = tmp_path
     for part, files in enumerate(({0, 2, 4}, {1, 3})):
-        stream = streamed_text(str(folder), "train", **OPTIONS)
+        stream = streamed_text(str(folder), "train", **options)
         read = training(stream, process_index=part, process_count=2)
         found = re.findall(r"file (\d) row", texts(read))
         assert {*map(int, found)} == files
@@ -220,10 +242,8 @@ def test_a_split_named_validation_is_validated_on(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(line * 20)
     validation: Any = streamed_text(str(tmp_path), "validation", **OPTIONS)
     assert b"validation" in bytes(validation[0]["inputs"].astype(np.uint8))
-    assert (
-        streamed_text(str(tmp_path), "validation", **OPTIONS | {"validation_rows": 0})
-        is None
-    )
+    none: dict[str, Any] = OPTIONS | {"validation_rows": 0}
+    assert streamed_text(str(tmp_path), "validation", **none) is None
 
 
 @pytest.mark.parametrize(
