@@ -81,23 +81,18 @@ def get_config() -> ConfigDict:
                 ),
                 "dataset": Key(
                     "",
-                    "instead of data.path: a dataset of Hugging Face by name, or a "
-                    "folder that its load_dataset reads, streamed; or several, "
-                    "NAME:WEIGHT,NAME:WEIGHT",
+                    "Hugging Face dataset, or a folder, to stream instead of "
+                    "data.path; or NAME:WEIGHT,NAME:WEIGHT",
                 ),
                 "config": Key("", "configuration of data.dataset"),
-                "split": Key("train", "split of data.dataset to train on"),
+                "split": Key("train", "split of data.dataset"),
                 "validation_rows": Key(
                     1000,
-                    "rows of data.dataset to validate on: of its split 'validation', "
-                    "or else held out of its first file; 0 is none",
+                    "rows of its split 'validation', or held out of its first file",
                     at_least=0,
                 ),
                 "shuffle_rows": Key(
-                    1000,
-                    "rows of data.dataset to read and shuffle at a time; 0 keeps the "
-                    "order",
-                    at_least=0,
+                    1000, "rows of it to shuffle at a time; 0 is none", at_least=0
                 ),
                 "tokenizer": Key(
                     PYTHON,
