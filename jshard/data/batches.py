@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -117,9 +118,13 @@ class TrainingBatches(Iterator[Batch]):
         self._streams = isinstance(dataset, Stream)
         if isinstance(dataset, Stream):
             reader = StreamReader(dataset, state, **options)
-            self._read: Any = _read_ahead(reader, _PREFETCHED)
+            read: Any = _read_ahead(reader, _PREFETCHED)
         else:
-            self._read = batches(dataset, **options)
+            read = batches(dataset, **options)
+        # Grain's iterators end their threads when they are deleted, and fail to once
+        # Python has taken its modules apart.
+        self._read = [read]
+        weakref.finalize(self, self._read.clear)
         self.first = self._next()
         self._is_first = True
 
@@ -131,16 +136,22 @@ class TrainingBatches(Iterator[Batch]):
         return self._next()
 
     def _next(self) -> Batch:
+        (read,) = self._read
         began = time.perf_counter()
-        rows = next(self._read)
+        rows = next(read)
         waited = time.perf_counter() - began
-        return Batch(rows, self._read.get_state() if self._streams else None, waited)
+        return Batch(rows, read.get_state() if self._streams else None, waited)
 
     def close(self) -> None:
         """Ends the threads that read ahead; a source that hangs is left behind."""
-        ending = threading.Thread(target=self._read.close, daemon=True)
+        ending = threading.Thread(target=self._end, daemon=True)
         ending.start()
         ending.join(_PATIENCE)
+
+    def _end(self) -> None:
+        for read in self._read:
+            read.close()
+        self._read.clear()
 
 
 def eval_batches(

@@ -155,7 +155,9 @@ class StreamReader(Iterator[Any]):
         self._rows = slice(begin, begin + rows)
         self.resumes = all(x.resumes for x in self._readers.values())
         self._restored: StreamState | None = None
-        if state and self.resumes:
+        if state and not self.resumes:
+            raise self._of_another(f"{state.kind} with a state, which these lack")
+        if state:
             self.set_state(state)
         else:
             self._step = 0

@@ -319,6 +319,11 @@ def mixed(*weights: float) -> grain.IterDataset:
         ),
         (
             lambda: lambda: Counted(),
+            lambda: lambda: iter(ROWS),
+            "with a state, which these lack",
+        ),
+        (
+            lambda: lambda: Counted(),
             lambda: lambda: Shorter(),
             "of another form (its keys: ['at', 'more', 'place'])",
         ),
