@@ -106,6 +106,11 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
         return Stream(kind, lambda p, n: part_of(data, p, n), True, repeat)
     if isinstance(data, Once | Iterator):
         return _of_iterator(data, repeat)
+    if getattr(getattr(data, "_shard_options", None), "shard_count", 1) > 1:
+        raise UserError(
+            "data: the DataLoader of Grain gives each process other examples: give "
+            "NoSharding() for its shards, or a function (part, parts) that makes it"
+        )
     loses = ""
     if loader:
         _check_sampler(data)

@@ -15,6 +15,7 @@ from jshard.config.overrides import override
 from jshard.config.run_config import Config, check, complete, flatten
 from jshard.config.shared_keys import REQUIRED, SHARED
 from jshard.data.iterables import Once
+from jshard.data.places import state_methods
 from jshard.errors import UserError
 from jshard.formatting import did_you_mean
 from jshard.recipe.contract import ARGUMENTS, check_signature
@@ -53,7 +54,9 @@ def recipe_of_parts(
         raise UserError(f"Trainer: unknown argument {unknown[0]!r}{hint}")
     functions = {name: parts[name] for name in _FUNCTIONS if name in parts}
     data = {
-        split: Once(value) if isinstance(value, Iterator) else value
+        split: Once(value)
+        if isinstance(value, Iterator) and not state_methods(value)
+        else value
         for split in SPLITS
         if (value := parts.get(f"{split}_data")) is not None
     }

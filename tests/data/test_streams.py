@@ -344,6 +344,14 @@ def test_a_state_of_another_source_is_one_line(of, given, said):
 
 
 def test_what_cannot_be_stored_or_divided_is_one_line(tmp_path):
+    sharded = grain.DataLoader(
+        data_source=ROWS,
+        sampler=grain.samplers.IndexSampler(
+            len(ROWS), grain.sharding.ShardOptions(0, 2), num_epochs=1
+        ),
+    )
+    with pytest.raises(UserError, match="the DataLoader of Grain gives each process"):
+        open_stream(sharded)
     state = StreamState("a thing", 1, {0: {"lock": threading.Lock()}})
     with pytest.raises(UserError, match="the state of a thing has a lock, which"):
         state_files(state)
