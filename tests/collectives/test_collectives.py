@@ -49,7 +49,6 @@ def test_layers_without_a_loop_run_the_collectives_of_a_loop(prefetch, remat):
 
 
 @pytest.mark.quick(
-    "full-True-1-1-False",
     "dots-False-1-8-True",
     "none-False-4-2-False",
     "names-True-1-1-False",
