@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1130,
     "surface": 540,
     "plan": 4520,
-    "training": 12170,
+    "training": 12200,
     "checkpoint": 2970,
     "generation": 895,
     "start-up note": 385,
