@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata
+from jshard.checkpoint.buckets import arrays as bucket
 from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load
 from jshard.errors import UserError, some_of
@@ -126,6 +127,7 @@ def find_damage(folder: Path) -> str:
     """
     process, count = jax.process_index(), jax.process_count()
     problems = manifest.verify(folder, process, count)
+    problems = problems or bucket.find_damage(folder, process, count)
     if count > 1:
         everywhere = multihost_utils.process_allgather(np.int32(len(problems)))
         if not problems and everywhere.any():
