@@ -30,7 +30,9 @@ from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata, step_folders
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.buckets.arrays import address
 from jshard.checkpoint.buckets.mirror import temporary_folder
+from jshard.checkpoint.buckets.objects import BucketError, Overtaken
 from jshard.checkpoint.buckets.saves import BucketSaves
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.save_failures import (
@@ -59,6 +61,7 @@ class Save:
       took: Seconds until the checkpoint was complete.
       size: Its bytes.
       error: Why the save failed, on one line; empty if it succeeded.
+      overtaken: Whether it failed because a run that was started later saves there.
     """
 
     step: int
@@ -66,6 +69,7 @@ class Save:
     took: float
     size: int = 0
     error: str = ""
+    overtaken: bool = False
 
 
 def log(save: Save) -> None:
@@ -122,7 +126,7 @@ class Checkpointer:
         self._report = report
         self._saving: threading.Thread | None = None
         if is_bucket(folder):
-            self.folder = local or temporary_folder()
+            self.folder = local or temporary_folder(str(folder))
             self._bucket = BucketSaves(str(folder), self.folder)
             return
         orbax.silence()
@@ -172,7 +176,9 @@ class Checkpointer:
         content = metadata.describe(state, config=config or {}, metrics=metrics or {})
         if frozen_from is not None:
             sums = frozen.bit_sums(state)
-            content = frozen.left_out(content, frozen_from.absolute(), sums)
+            source = address(frozen_from)  # of a copy
+            where = source.url if source else frozen_from.absolute()
+            content = frozen.left_out(content, where, sums)
         folder = self.folder / f"{step}{SAVING}"
         arrays = metadata.arrays_by_name(state)
         arrays = {name: arrays[name] for name in content["arrays"]}
@@ -186,14 +192,14 @@ class Checkpointer:
         blocked = time.perf_counter() - start
 
         def finish() -> None:
-            size, problem = 0, ""
+            size, problem, overtaken = 0, "", False
             try:
                 size = complete()
             except Exception as error:
-                problem = _why(error)
+                problem, overtaken = _why(error), isinstance(error, Overtaken)
                 self._give_up(folder)
             took = time.perf_counter() - start
-            self._report(Save(step, blocked, took, size, problem))
+            self._report(Save(step, blocked, took, size, problem, overtaken))
 
         # Not a daemon: a program waits for its last checkpoint before it exits.
         self._saving = threading.Thread(target=finish, name=f"save-{step}")
@@ -355,8 +361,10 @@ def _on_first(action: Callable[[], None]) -> None:
 
 def _why(error: BaseException) -> str:
     """Returns the root cause of an error on one line."""
-    while error.__cause__ is not None:
+    while error.__cause__ is not None and not isinstance(error, BucketError):
         error = error.__cause__
+    if isinstance(error, BucketError):
+        return str(error)
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         if os.strerror(number) in str(error):  # inside TensorStore's long message
             return os.strerror(number)

@@ -130,11 +130,11 @@ def read_arrays(folder: Path) -> dict[str, Any]:
     """
     try:
         arrays = read_json(folder / FILE)["arrays"]
-        objects = {path: bytes.fromhex(x).hex() for path, x in arrays["objects"].items()}
+        objects = arrays["objects"]
         return {
             "url": str(arrays["url"]),
             "bytes": int(arrays["bytes"]),
-            "objects": objects,
+            "objects": {path: bytes.fromhex(x).hex() for path, x in objects.items()},
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ManifestError(f"{FILE} is damaged") from error

@@ -184,13 +184,13 @@ def check(
             casts[stored_dtype, dtype] = casts.get((stored_dtype, dtype), 0) + 1
     if problems:
         raise UserError(
-            f"checkpoint {folder} is of another model or optimizer: "
+            f"checkpoint {bucket.shown(folder)} is of another model or optimizer: "
             f"{some_of(problems, '; ')}"
         )
     for (stored_dtype, dtype), count in casts.items():
         warnings.warn(
-            f"{count} arrays of checkpoint {folder} are read as {dtype}, saved as "
-            f"{stored_dtype}",
+            f"{count} arrays of checkpoint {bucket.shown(folder)} are read as {dtype}, "
+            f"saved as {stored_dtype}",
             stacklevel=3,
         )
 

@@ -100,9 +100,10 @@ class Command:
         A value follows its option after `=` or as the next word.
 
         Returns:
-          The options' values by name; Paths for paths, but not for URLs. `config.KEY` is `config_keys`,
-          the text of each key: only the recipe knows their types. `help` is whether the
-          recipe's keys are asked for, too; without a recipe, `--help` ends the process.
+          The options' values by name; Paths for paths, but not for URLs. `config.KEY`
+          is `config_keys`, the text of each key: only the recipe knows their types.
+          `help` is whether the recipe's keys are asked for, too; without a recipe,
+          `--help` ends the process.
 
         Raises:
           UserError: An option is unknown, missing, or has no value or a bad one.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jshard.errors import UserError
 
-
 BUCKETS = ("gs", "s3")  # schemes of URLs that runs may have
 
 

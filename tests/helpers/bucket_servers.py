@@ -1,14 +1,12 @@
 """Servers of object stores on loopback, each in a process of its own."""
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 

@@ -1,1 +1,1 @@
-"""Runs in buckets (``gs://``, ``s3://``): their objects, arrays, saves and local copy."""
+"""Runs in buckets (``gs://``, ``s3://``): objects, arrays, saves, local copy."""

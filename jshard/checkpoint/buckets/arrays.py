@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
@@ -61,7 +62,7 @@ def on_host(arrays: Mapping[str, jax.Array]) -> Shards:
 
 
 def _without_key(array: jax.Array) -> jax.Array:
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(array) if is_key else array
 
 
@@ -240,6 +241,12 @@ def find_damage(folder: Path, index: int, count: int) -> list[str]:
     return step.changed(share, moved=arrays["url"] != step.url)
 
 
+def shown(folder: Path) -> str:
+    """Returns what to call a step's folder: for a local copy, the URL."""
+    step = address(folder)
+    return step.url if step else str(folder)
+
+
 def database(step: Objects) -> dict[str, Any]:
     """Returns the database of a step's arrays; chunks that adjoin are read at once."""
     return _database(step, ARRAYS) | {
@@ -309,7 +316,7 @@ def _bytes(reads: tuple[str, _Reads]) -> int:
 
 def _read(stored: Any, wanted: Any) -> _Reads:
     """Starts to read this process's shards of an array, by their index."""
-    is_key = jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     shape = stored.shape if is_key else wanted.shape
     shards: _Reads = {}
     for index in wanted.sharding.addressable_devices_indices_map(shape).values():
@@ -329,16 +336,14 @@ def _read(stored: Any, wanted: Any) -> _Reads:
 
 def _on_devices(wanted: Any, values: Mapping[Any, np.ndarray]) -> jax.Array:
     """Returns an array of shards, each on its device and in its memory."""
-    is_key = jax.dtypes.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     shape = wanted.shape
     if is_key:
         shape += next(iter(values.values())).shape[-1:]
     cast = values if is_key else {i: x.astype(wanted.dtype) for i, x in values.items()}
 
     def shard(index: Any) -> np.ndarray:
-        return cast[
-            tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
-        ]
+        return cast[tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))]
 
     array = jax.make_array_from_callback(shape, wanted.sharding, shard)
     return jax.random.wrap_key_data(array) if is_key else array

@@ -5,6 +5,7 @@ arrays are read from the bucket (``arrays.address``).
 """
 
 import atexit
+import re
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,11 @@ from jshard.checkpoint import manifest, step_folders
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.buckets import step_list
 from jshard.checkpoint.buckets.arrays import ADDRESS
-from jshard.checkpoint.buckets.objects import BucketError, Objects
+from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
+from jshard.checkpoint.step_folders import CHECKPOINTS
 from jshard.cli.paths import is_bucket
 from jshard.errors import UserError
 
-CHECKPOINTS = "checkpoints"
 _RUN = ("config.json", "notes.json", "metrics.jsonl")  # what a resumed run reads
 _PICTURES = "samples/"
 _THREADS = 8
@@ -32,8 +33,7 @@ def on_disk(path: str | Path) -> Path:
     """
     if not is_bucket(path):
         return Path(path).expanduser()
-    objects = Objects(str(path))
-    local = temporary_folder()
+    objects, local = Objects(str(path), AT_START), temporary_folder(str(path))
     try:
         if objects.read(manifest.FILE)[0] is not None:
             step = local / objects.url.rpartition("/")[2].partition("-")[0]
@@ -46,9 +46,10 @@ def on_disk(path: str | Path) -> Path:
     raise UserError(f"{path} holds no checkpoint")
 
 
-def temporary_folder() -> Path:
-    """Returns a new folder, which is deleted when the process exits."""
-    local = Path(tempfile.mkdtemp(prefix="jshard-"))
+def temporary_folder(url: str) -> Path:
+    """Returns a new folder for a URL, which is deleted when the process exits."""
+    name = re.sub(r"\W+", "-", url)[:100]
+    local = Path(tempfile.mkdtemp(prefix=f"jshard-{name}-"))
     atexit.register(shutil.rmtree, local, ignore_errors=True)
     return local
 

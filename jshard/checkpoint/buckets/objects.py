@@ -6,17 +6,27 @@ retries and conditional writes.
 
 import errno
 import functools
+import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import tensorstore
 
-
 MISSING = b"\x02"  # the generation of an object that does not exist
-# About a minute and a half in all, before a save or a start fails.
-_RETRIES = {"max_retries": 10, "initial_delay": "250ms", "max_delay": "20s"}
+
+
+def _repeating(retries: int) -> dict[str, Any]:
+    options = {"max_retries": retries, "initial_delay": "250ms", "max_delay": "20s"}
+    return {"s3_request_retries": options, "gcs_request_retries": options}
+
+
+CONTEXT = _repeating(10)  # for about a minute and a half, before a save fails
+AT_START = _repeating(6)  # for a quarter of a minute, while a user waits
+_SILENCE = 10.0  # seconds
+_BYTE = slice(0, 1)
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _T = TypeVar("_T")
@@ -27,6 +37,9 @@ class BucketError(OSError):
 
     def __init__(self, text: str, url: str):
         super().__init__(errno.EIO, text, url)
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 class Overtaken(BucketError):
@@ -41,17 +54,19 @@ class Objects:
 
     Args:
       url: "s3://bucket/path" or "gs://bucket/path".
+      context: TensorStore's options: how often a request is repeated.
 
     Attributes:
       url: Without a slash at its end.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, context: Mapping[str, Any] = CONTEXT):
         self.url = url.rstrip("/")
+        self._context = context
 
     def below(self, path: str) -> "Objects":
         """Returns the objects below a path."""
-        return Objects(f"{self.url}/{path}")
+        return Objects(f"{self.url}/{path}", self._context)
 
     def spec(self, path: str = "") -> dict[str, Any]:
         """Returns TensorStore's key-value store of what is below a path."""
@@ -59,7 +74,7 @@ class Objects:
         bucket, _, prefix = rest.partition("/")
         if scheme == "gs":
             return {"driver": "gcs", "bucket": bucket, "path": prefix}
-        spec = {"driver": "s3", "bucket": bucket, "path": prefix}
+        spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": prefix}
         if endpoint := _first(_ENDPOINTS):  # MinIO, Ceph, R2, ...
             region = _first(_REGIONS) or "us-east-1"
             spec |= {"endpoint": endpoint, "aws_region": region}
@@ -135,15 +150,24 @@ class Objects:
     @functools.cached_property
     def _store(self) -> Any:
         return self._wait(
-            tensorstore.KvStore.open(self.spec(), context=tensorstore.Context(CONTEXT))
+            tensorstore.KvStore.open(
+                self.spec(), context=tensorstore.Context(dict(self._context))
+            )
         )
 
     def _wait(self, future: Any) -> Any:
-        return explained(self.url, future.result)
+        late = threading.Timer(_SILENCE, _say_late, [self.url])
+        late.start()
+        try:
+            return explained(self.url, future.result)
+        finally:
+            late.cancel()
 
 
-CONTEXT = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
-_BYTE = slice(0, 1)
+def _say_late(url: str) -> None:
+    logging.getLogger("jshard").warning(
+        "no answer from the server of %s for %g s: trying again", url, _SILENCE
+    )
 
 
 def explained(url: str, action: Callable[[], _T]) -> _T:
@@ -161,8 +185,7 @@ def reason(error: Exception) -> str:
         "bucket",
         r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|"
         r"UNAUTHENTICATED|http_response_code='401'": "the credentials are not valid",
-        r"AccessDenied|PERMISSION_DENIED|http_response_code='403'": "access denied: the "
-        "credentials do not allow it",
+        r"AccessDenied|PERMISSION_DENIED|http_response_code='403'": "access denied",
         r"[Cc]redentials": "no credentials were found",
         r"CURL error|[Cc]ould not connect|[Cc]ouldn't connect|retry attempts failed":
             "the server cannot be reached",

@@ -11,8 +11,8 @@ Processes communicate through JAX's coordination service.
 import dataclasses
 import json
 import logging
-import shutil
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ class BucketSaves:
                 self._list = StepList(self._objects)
                 fetch_steps(self._objects, local)
                 found = {path.partition("/")[0] for path in self._objects.paths()}
-                self._delete({x for x in found if "-" in x} - {*self._list.names.values()})
+                complete = self._list.names.values()
+                self._delete({name for name in found if "-" in name} - {*complete})
             except BucketError as error:
                 problem = f"cannot write checkpoints to {url}: {error.strerror}"
         if multihost_utils.broadcast_one_to_all(np.int32(bool(problem))):
@@ -105,6 +106,8 @@ class BucketSaves:
         process, count = jax.process_index(), jax.process_count()
         there = self._objects.below(attempt.name)
         try:
+            if process == 0:
+                self._list.check()
             arrays.write(there, attempt.shards, process, count)
             own = (x.nbytes for _, own in attempt.shards.values() for _, x in own)
             mine = {
