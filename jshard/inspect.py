@@ -54,9 +54,8 @@ def _inspect(argv: list[str]) -> None:
         else:
             folder = checkpoints_folder(path)
             folders = [step_folder(folder, step) for step in find_steps(folder)]
-            show(
-                f"{folder if path == arguments.PATH else arguments.PATH}: {len(folders)} checkpoints, the newest is shown"
-            )
+            where = arguments.PATH if is_bucket(arguments.PATH) else folder
+            show(f"{where}: {len(folders)} checkpoints, the newest is shown")
             problems = _show_all(folders, full=arguments.full)
             if problems and not arguments.verify:
                 what = f"{len(problems)} of {len(folders)} checkpoints cannot be shown"
