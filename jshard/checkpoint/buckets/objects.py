@@ -106,7 +106,10 @@ class Objects:
         """
         self._wait(self._store.write(path, content, if_equal=instead_of))
         # Read, because a write that succeeded may have been repeated, and then failed.
-        if self.read(path)[0] != content:
+        found, _ = self.read(path)
+        if found is None:  # a missing bucket fails conditions, too: this says it
+            self.write(path, content)
+        elif found != content:
             raise Overtaken(f"{path} was replaced by another process", self.url)
 
     def generations(self, paths: Iterable[str]) -> dict[str, str]:
