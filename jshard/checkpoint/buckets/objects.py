@@ -184,8 +184,8 @@ def explained(url: str, action: Callable[[], _T]) -> _T:
 def reason(error: Exception) -> str:
     """Returns what a user can act on, of TensorStore's long message."""
     known = {
-        r"NoSuchBucket|bucket does not exist|bucket.*not found": "there is no such "
-        "bucket",
+        r"NoSuchBucket|bucket does not exist|NOT_FOUND": "there is no "
+        "such bucket",
         r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|"
         r"UNAUTHENTICATED|http_response_code='401'": "the credentials are not valid",
         r"AccessDenied|PERMISSION_DENIED|http_response_code='403'": "access denied",
