@@ -70,7 +70,7 @@ def check_objects(server: Server, run: str) -> None:
 
 
 def test_thirty_kills_at_any_moment_change_nothing(server, tmp_path):
-    kills, steps, chance = 30, 150, random.Random(1)
+    kills, steps, chance = 30, 400, random.Random(1)
     whole = undisturbed(tmp_path, steps)
     words = (f"--config.steps={steps}", f"--workdir={server.url}/run")
     killed, saved, went_on = 0, 0, 0
@@ -79,8 +79,8 @@ def test_thirty_kills_at_any_moment_change_nothing(server, tmp_path):
         log = tmp_path / f"{attempt}.log"
         if killed < kills:
             # Steps take a moment and saves longer: most kills come in one.
-            wait_for(log, r"^step ", process, chance.randrange(1, 8))
-            time.sleep(chance.uniform(0, 0.2))
+            wait_for(log, r"^step ", process, 1)
+            time.sleep(chance.uniform(0, 1.0))
             process.kill()
         code = process.wait(300)
         output = log.read_text()
@@ -94,7 +94,7 @@ def test_thirty_kills_at_any_moment_change_nothing(server, tmp_path):
         if code == 0:
             break
     assert killed == kills
-    assert went_on > kills / 3
+    assert went_on > kills / 2
     assert copied_metrics(server, "run", tmp_path / "run") == read_metrics(whole)
     check_objects(server, "run")
 

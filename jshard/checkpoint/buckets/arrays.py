@@ -204,8 +204,8 @@ _DATABASE = {  # as Orbax has it
 
 
 def _database(step: Objects, path: str) -> dict[str, Any]:
-    base = step.spec(path)
-    return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
+    pool = "cache_pool#ocdbt"
+    return {"driver": "ocdbt", "base": step.spec(path), "cache_pool": pool}
 
 
 _CONTEXT = {**CONTEXT, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}}
@@ -287,7 +287,7 @@ def load(step: Objects, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         name, shards = reads.popleft()
         for _, read in shards.values():
             read.result()
-        values = {index: out for index, (out, _) in shards.items()}
+        values = {ranges: out for ranges, (out, _) in shards.items()}
         loaded[name] = _on_devices(wanted[name], values)
 
     try:
@@ -298,8 +298,7 @@ def load(step: Objects, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         while reads:
             load_next()
     except ValueError as error:
-        damaged = re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", str(error))
-        if damaged:
+        if re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", str(error)):
             raise UserError(
                 f"checkpoint {step.url} is damaged: an array of it has another checksum"
             ) from error
@@ -340,10 +339,12 @@ def _on_devices(wanted: Any, values: Mapping[Any, np.ndarray]) -> jax.Array:
     shape = wanted.shape
     if is_key:
         shape += next(iter(values.values())).shape[-1:]
-    cast = values if is_key else {i: x.astype(wanted.dtype) for i, x in values.items()}
+    else:
+        values = {i: x.astype(wanted.dtype, copy=False) for i, x in values.items()}
 
     def shard(index: Any) -> np.ndarray:
-        return cast[tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))]
+        ranges = (x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
+        return values[tuple(ranges)]
 
     array = jax.make_array_from_callback(shape, wanted.sharding, shard)
     return jax.random.wrap_key_data(array) if is_key else array
