@@ -47,6 +47,7 @@ class Knob:
         config, fit an int32 or a float32.
       below: An exclusive upper bound.
       noun: What a value of `kind` is, like "a number of layers".
+      bucket: Whether a path may be in a bucket: s3://BUCKET/PATH.
       more: What it does and costs, in sentences, for the docstring of its class.
     """
 
@@ -61,6 +62,7 @@ class Knob:
     at_most: float | None = None
     below: float | None = None
     noun: str = ""
+    bucket: bool = False
     more: str = ""
 
     def __post_init__(self):

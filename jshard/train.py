@@ -27,6 +27,7 @@ from jshard.config.run_config import complete
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
+from jshard.run.bucket import open_workdir
 
 COMMAND = Command(
     "train",
@@ -34,8 +35,8 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "workdir": Option(
-            None, "the run's folder; by default runs/RECIPE-DATE-TIME", kind=Path,
-            shown="DIR",
+            None, "the run's folder, or s3://BUCKET/PATH or gs://BUCKET/PATH; by "
+            "default runs/RECIPE-DATE-TIME", kind=Path, shown="DIR", bucket=True,
         ),
         **cluster.OPTIONS,
     },
@@ -69,19 +70,19 @@ def _train(argv: list[str]) -> None:
             return
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
-        workdir = arguments.workdir
-        keys = read_keys(recipe, arguments.config_keys, workdir)
-        config = make_config(recipe, keys, workdir)
+        folder, bucket = open_workdir(arguments.workdir)
+        keys = read_keys(recipe, arguments.config_keys, folder)
+        config = make_config(recipe, keys, folder)
         make_cpu_devices(config.mesh.cpu_devices)
         several = len(set(peers.hosts)) > 1
-        cache_compilations(workdir if several else None)
+        cache_compilations(folder if several and bucket is None else None)
         starting = time.time()
         start_devices()
         waited = {"joining": joined - joining, "devices": time.time() - starting}
         # A slow import, left until the mistakes above have been reported.
         from jshard.training.trainer import Trainer
 
-        trainer = Trainer(recipe, config=config, workdir=workdir, peers=peers)
+        trainer = Trainer(recipe, config=config, workdir=bucket or folder, peers=peers)
         waited["imports"] = time.time() - started - sum(waited.values())
         trainer.fit(started=started, waited=waited, keeps_state=False)
 

@@ -6,6 +6,7 @@ parameters, which is read again, with a number for each array that shows whether
 source has changed.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.checkpoint import metadata
+from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.described import FROZEN_FROM as KEY
 from jshard.cpu.order import in_order
 from jshard.errors import UserError, some_of
@@ -31,10 +33,13 @@ def is_frozen(name: str) -> bool:
 def source_of(folder: Path) -> Path | None:
     """Returns where the frozen parameters of a checkpoint are, if not in it."""
     about = metadata.read(folder)
-    return Path(about[KEY]["path"]) if KEY in about else None
+    return _on_disk(about[KEY]["path"]) if KEY in about else None
 
 
-def left_out(content: dict[str, Any], source: Path, sums: dict[str, str]) -> dict:
+_on_disk = functools.cache(on_disk)  # the copy of a step in a bucket
+
+
+def left_out(content: dict[str, Any], source: Path | str, sums: dict[str, str]) -> dict:
     """Returns metadata of a checkpoint without frozen parameters.
 
     Args:

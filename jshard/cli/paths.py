@@ -6,21 +6,37 @@ from pathlib import Path
 
 from jshard.errors import UserError
 
+BUCKETS = ("gs", "s3")  # schemes of URLs that runs may have
 
-def check_path(name: str, path: str | Path) -> None:
-    """Raises a UserError if no file can have a path, which was given as `name`."""
-    if problem := path_problem(path):
+
+def is_bucket(path: str | Path) -> bool:
+    """Returns whether a path is the URL of something in a bucket."""
+    return isinstance(path, str) and path.startswith(tuple(f"{x}://" for x in BUCKETS))
+
+
+def check_path(name: str, path: str | Path, *, bucket: bool = False) -> None:
+    """Raises a UserError if no file can have a path, which was given as `name`.
+
+    With `bucket`, it may be the URL of something in a bucket.
+    """
+    if problem := path_problem(path, bucket=bucket):
         raise UserError(f"{name}={path}: {problem}")
 
 
-def path_problem(path: str | Path) -> str:
-    """Returns why no file can have this path, as "is too long"; empty if one can."""
+def path_problem(path: str | Path, *, bucket: bool = False) -> str:
+    """Returns why no file can have this path, as "is too long"; empty if one can.
+
+    With `bucket`, it may be the URL of something in a bucket.
+    """
+    if bucket and is_bucket(path):
+        fine = re.fullmatch(r"[a-z0-9]+://[\w.-]{3,}(/[^/\0]+)+/?", str(path))
+        return "" if fine else "must be like s3://BUCKET/PATH"
     slashes = ":/" if isinstance(path, Path) else "://"  # a Path has dropped one
     text = str(path)
     if re.match(rf"[A-Za-z][A-Za-z0-9+.-]+{slashes}", text):
         return (
-            "is a URL, and jshard reads and writes files alone: copy what it needs to "
-            "a disk, or mount the bucket, and give the path there"
+            "is a URL, which this cannot be: copy what it needs to a disk, and give "
+            "the path there (runs and their checkpoints can be at gs:// and s3://)"
         )
     if "\0" in text:
         return "holds a zero byte, which no path does"

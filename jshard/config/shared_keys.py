@@ -75,6 +75,7 @@ DEFAULTS = {
         "start from these parameters: a run's folder, a checkpoint, safetensors, or a "
         "Hugging Face folder",
         kind=Path,
+        bucket=True,
     ),
     "checkpoint.restore_optimizer": Knob(
         False, "restore the optimizer state from there, too"

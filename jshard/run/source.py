@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jshard.checkpoint import frozen
+from jshard.checkpoint.buckets.arrays import shown
+from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import restore_state
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
@@ -61,7 +63,7 @@ class Source:
     def message(self) -> str:
         """Says what a new run starts from; "" for initial values."""
         read = filter(None, (self.path, self.adapters))
-        found = " and ".join(map(str, read))
+        found = " and ".join(map(shown, read))
         return f"starting from the parameters of {found}" if found else ""
 
 
@@ -83,7 +85,7 @@ def find_source(
       UserError: Something is missing, or of another model.
     """
     recipe, given = job.recipe, job.config.checkpoint
-    path = Path(given.restore).expanduser() if given.restore else None
+    path = on_disk(given.restore) if given.restore else None
     if checkpoint is not None:
         recorded = frozen.source_of(checkpoint)
         if recorded and not path and not recorded.exists():

@@ -19,7 +19,7 @@ from jshard.trained.trained_model import TrainedModel, open_model
 MODEL_OPTIONS = {
     "model": Option(
         None, "a run's folder, a checkpoint, or a Hugging Face folder", kind=Path,
-        required=True, shown="RUN_OR_DIR",
+        required=True, shown="RUN_OR_DIR", bucket=True,
     ),
     "config": Option(
         None, "the model's recipe, if it is not where the run says", kind=str,

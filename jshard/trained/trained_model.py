@@ -13,6 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.checkpoint import frozen, metadata
+from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
@@ -192,7 +193,7 @@ class TrainedModel:
 
 @contextmanager
 def open_model(
-    path: Path,
+    path: str | Path,
     recipe: str | None = None,
     dtype: str | None = None,
     *,
@@ -215,7 +216,7 @@ def open_model(
       UserError: There is no model, or it is of an unknown architecture, or has no
         averages.
     """
-    path = path.expanduser()
+    path = on_disk(path)
     if is_huggingface(path):
         _check_averages(path, not ema)
         _check_base(path, None, base)
