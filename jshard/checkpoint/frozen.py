@@ -28,13 +28,16 @@ def is_frozen(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def source_of(folder: Path) -> Path | None:
-    """Returns where the frozen parameters of a checkpoint are, if not in it."""
+def source_of(folder: Path) -> str | None:
+    """Returns where the frozen parameters of a checkpoint are, if not in it.
+
+    That is a path, or a name on the Hugging Face Hub with its commit.
+    """
     about = metadata.read(folder)
-    return Path(about[KEY]["path"]) if KEY in about else None
+    return about[KEY]["path"] if KEY in about else None
 
 
-def left_out(content: dict[str, Any], source: Path, sums: dict[str, str]) -> dict:
+def left_out(content: dict[str, Any], source: str, sums: dict[str, str]) -> dict:
     """Returns metadata of a checkpoint without frozen parameters.
 
     Args:
@@ -44,7 +47,7 @@ def left_out(content: dict[str, Any], source: Path, sums: dict[str, str]) -> dic
     """
     arrays = content["arrays"]
     kept = {name: entry for name, entry in arrays.items() if not is_frozen(name)}
-    return content | {"arrays": kept, KEY: {"path": str(source), "bit_sums": sums}}
+    return content | {"arrays": kept, KEY: {"path": source, "bit_sums": sums}}
 
 
 def bit_sums(state: TrainState) -> dict[str, str]:

@@ -79,7 +79,7 @@ def train(
     with (
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         _open_folder(run, start) as folder,
-        Saving(run, folder, display, hooks, source.path) as saving,
+        Saving(run, folder, display, hooks, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
         StepLog(run, start.step, recipe, folder, display, started) as log,
         run.peers.telling(),

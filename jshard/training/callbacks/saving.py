@@ -50,7 +50,7 @@ class Saving(AbstractContextManager):
         folder: RunFolder,
         display: ProgressDisplay,
         hooks: Hooks,
-        frozen_from: Path | None = None,
+        frozen_from: Path | str | None = None,
     ):
         options = run.config.checkpoint
         self._run, self._hooks = run, hooks
