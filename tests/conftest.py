@@ -23,6 +23,10 @@ if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Mistyped paths may be names on the Hugging Face Hub, which no test asks but those that
+# bring a hub of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Programs of tests run for milliseconds, but XLA's newer code generator takes long to
 # make them. Since JAX 0.11 there is no other, and README's commands, which
 # .ci/run runs too, compile as users do.

@@ -45,7 +45,8 @@ def make_config(
         folder of a known architecture.
     """
     config = _defaults(recipe, overrides, workdir)
-    override(config, overrides, recipe.name)
+    rest = {key: value for key, value in overrides.items() if key != SOURCE}
+    override(config, rest, recipe.name)
     pin_names(config, workdir)
     check(config)
     return config
@@ -84,12 +85,12 @@ def _pinned(
         # No run, or one that is reported when it is resumed.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             recorded = flatten(read_json(workdir / "config.json"))
-    pinned: dict[str, str] = {}
-    for key, knob in declared.items():
-        if knob.hub and values.get(key):
-            known = (recorded.get(key), *pinned.values())  # one commit in all keys
-            pinned[key] = pin(values[key], knob.hub, known)
-    return pinned
+    names = {key: values[key] for key in values if key in declared}
+    names = {key: text for key, text in names.items() if text and declared[key].hub}
+    for key, text in names.items():
+        known = (recorded.get(key), *names.values())  # a name is one commit in all keys
+        names[key] = pin(text, declared[key].hub, known)
+    return names
 
 
 def _defaults(recipe: Recipe, given: Mapping[str, Any], workdir: Path | None) -> Config:

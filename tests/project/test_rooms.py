@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1130,
+    "commands": 1135,
     "surface": 540,
     "plan": 4520,
-    "training": 11240,
-    "checkpoint": 2970,
+    "training": 11295,
+    "checkpoint": 3425,
     "generation": 895,
     "start-up note": 385,
     "fsdp": 1505,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "collectives": 475,
     "layout": 1510,
     "distributed": 1720,
-    "cli": 630,
+    "cli": 635,
     "compat": 800,
     "parallel": 545,
-    "ground": 1445,
+    "ground": 1450,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10

@@ -6,6 +6,7 @@ hf://datasets/ORG/NAME@REVISION/PATH is a file or a folder of a dataset.
 """
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -13,6 +14,7 @@ from urllib.parse import quote, unquote
 from jshard.errors import UserError
 
 COMMIT = re.compile(r"@([0-9a-f]{40})(?=/|$)")
+_BAD = re.compile(r"--|\.\.")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(
     rf"(?P<scheme>hf:/{{1,2}}(?P<datasets>datasets/)?)?(?P<repository>{_PART}/{_PART})"
@@ -55,7 +57,8 @@ def parse(text: str | Path, kind: str = "model") -> Name | None:
       UserError: It begins with hf:// and is no such name.
     """
     match = _NAME.fullmatch(str(text))
-    if match and re.search(r"--|\.\.", match["repository"]):  # the Hub has none such
+    # The Hub has no others.
+    if match and (len(match["repository"]) > 96 or _BAD.search(match["repository"])):
         match = None
     if match and match["path"] and not match["datasets"]:  # a model is a whole
         match = None
@@ -66,7 +69,7 @@ def parse(text: str | Path, kind: str = "model") -> Name | None:
                 "hf://ORG/MODEL@REVISION or hf://datasets/ORG/DATASET@REVISION/PATH"
             )
         return None
-    if not match["scheme"] and (kind == "dataset" or Path(text).exists()):
+    if not match["scheme"] and (kind == "dataset" or os.path.exists(text)):
         return None
     if (found := "dataset" if match["datasets"] else "model") != kind:
         names = "hf://datasets/ORG/NAME" if kind == "dataset" else "ORG/NAME"
