@@ -8,7 +8,7 @@ from typing import Any
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.untrusted import read_json
-from jshard.errors import UserError
+from jshard.errors import UserError, some_of
 from jshard.hub.online.download import cached, download, local_path
 from jshard.hub.online.failures import lacks
 from jshard.hub.online.names import parse
@@ -49,8 +49,9 @@ def model_path(text: str | Path) -> Path:
     files = weight_files(folder)
     if not cached(name, files):
         download(name, files, f"{len(files)} file{'s' * (len(files) > 1)} of weights")
-    if not is_safetensors(folder):
-        raise lacks(name, f"{SINGLE} or {INDEX}")
+    if missing := [file for file in files if not (folder / file).exists()]:
+        none = missing == [SINGLE]
+        raise lacks(name, f"{SINGLE} or {INDEX}" if none else some_of(missing))
     return folder
 
 

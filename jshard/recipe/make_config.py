@@ -21,9 +21,12 @@ def read_keys(
 ) -> dict[str, Any]:
     """Converts words of the command line, by dotted key, to values for `make_config`.
 
+    Names on the Hugging Face Hub get their commits here, once for all that follows.
+
     Raises:
       UserError: A key is unknown or has an impossible value.
     """
+    words = {**words, **pin_words(recipe, words, workdir)}
     return read_words(_defaults(recipe, words, workdir), words, recipe.name)
 
 

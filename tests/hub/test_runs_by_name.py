@@ -38,11 +38,12 @@ PROMPT = ("--prompt=The quick", "--length=4", "--temperature=0", "--format=jsonl
 
 
 class Hub(LoopbackHub):
-    """A hub, and commands of jshard that use it, in a folder."""
+    """A hub with a model, and commands of jshard that use it, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
+        self.commit = self.add("org/tiny", make_llama(folder / "made", files=2))
         self.variables = os.environ | self.environment(folder / "hf")
         self.variables["PYTHONPATH"] = str(Path(__file__).parents[2])
 
@@ -65,9 +66,7 @@ class Hub(LoopbackHub):
 
 @pytest.fixture
 def hub(tmp_path):
-    make_llama(tmp_path / "made", files=2)
     with Hub(tmp_path) as hub:
-        hub.commit = hub.add("org/tiny", tmp_path / "made")
         yield hub
 
 

@@ -63,9 +63,9 @@ def local_path(text: str | Path, files: Sequence[str]) -> Path:
 
 
 def cached_path(text: str | Path) -> Path:
-    """Returns a local path, or that of a name in the cache, where nothing may be."""
+    """Returns a local path, or where the cache has a pinned name, if it does."""
     name = parse(text)
-    return Path(text).expanduser() if name is None else _folder(name)
+    return _folder(name) if name and name.commit else Path(text).expanduser()
 
 
 def data_path(text: str | Path) -> Path:
