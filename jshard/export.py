@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from jshard.checkpoint import frozen, metadata
+from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
 from jshard.cli.command import run_command
 from jshard.cli.options import CHECKPOINT, Command, Option
@@ -78,7 +79,7 @@ def _export(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
     use_cpu()
     export(
-        arguments.PATH,
+        on_disk(arguments.PATH),
         arguments.output,
         format=arguments.format,
         recipe=arguments.config,

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint import manifest, metadata
+from jshard.checkpoint.buckets.arrays import address, shown
+from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.described import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import run_command
 from jshard.cli.options import CHECKPOINT, Command, Option
+from jshard.cli.paths import is_bucket
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.config.run_config import flatten
@@ -43,7 +46,7 @@ def main() -> None:
 def _inspect(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
     use_cpu()
-    path = arguments.PATH
+    path = on_disk(arguments.PATH)
     try:
         if is_step(path):
             folders = [path]
@@ -51,7 +54,8 @@ def _inspect(argv: list[str]) -> None:
         else:
             folder = checkpoints_folder(path)
             folders = [step_folder(folder, step) for step in find_steps(folder)]
-            show(f"{folder}: {len(folders)} checkpoints, the newest is shown")
+            where = arguments.PATH if is_bucket(arguments.PATH) else folder
+            show(f"{where}: {len(folders)} checkpoints, the newest is shown")
             problems = _show_all(folders, full=arguments.full)
             if problems and not arguments.verify:
                 what = f"{len(problems)} of {len(folders)} checkpoints cannot be shown"
@@ -89,7 +93,7 @@ def _verify(folders: list[Path]) -> None:
             damage = find_damage(folder)
         except UserError as error:  # a newer jshard wrote it
             damage = str(error)
-        show(one_line(f"{folder}: {damage or 'intact'}"))
+        show(one_line(f"{shown(folder)}: {damage or 'intact'}"))
         damaged += bool(damage)
     if damaged:
         raise UserError(f"{damaged} of {len(folders)} checkpoints damaged")
@@ -99,10 +103,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], str, int]:
     """Returns a checkpoint's metadata, its size as text and its number of files."""
     try:
         about, files = metadata.read(folder), manifest.read(folder)
+        elsewhere = manifest.read_arrays(folder) if address(folder) else {}
     except manifest.ManifestError as error:
         raise UserError(f"checkpoint {folder} is damaged: {error}") from error
-    size = sum(file["bytes"] for file in files.values())
-    return about, format_bytes(size), len(files)
+    size = sum(file["bytes"] for file in files.values()) + elsewhere.get("bytes", 0)
+    return about, format_bytes(size), len(files) + len(elsewhere.get("objects", ()))
 
 
 def describe(folder: Path, *, full: bool = False) -> str:
@@ -117,7 +122,7 @@ def describe(folder: Path, *, full: bool = False) -> str:
     about, size, files = _read(folder)
     mesh = " x ".join(f"{axis} {n}" for axis, n in about["mesh"].items())
     rows = {
-        "checkpoint": str(folder),
+        "checkpoint": shown(folder),
         "step": f"{about['step']}, saved {about['created']}",
         "size": f"{size} in {files} files",
         "written by": ", ".join(f"{k} {v}" for k, v in about["versions"].items()),

@@ -49,6 +49,7 @@ class Knob:
       hub: Which names on the Hugging Face Hub a `Path` may be instead: "model" or
         "dataset".
       noun: What a value of `kind` is, like "a number of layers".
+      bucket: Whether a path may be in a bucket: s3://BUCKET/PATH.
       more: What it does and costs, in sentences, for the docstring of its class.
     """
 
@@ -64,6 +65,7 @@ class Knob:
     below: float | None = None
     hub: str = ""
     noun: str = ""
+    bucket: bool = False
     more: str = ""
 
     def __post_init__(self):

@@ -28,6 +28,7 @@ from jshard.config.run_config import complete
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
+from jshard.run.bucket import open_workdir
 
 COMMAND = Command(
     "train",
@@ -35,8 +36,8 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "workdir": Option(
-            None, "the run's folder; by default runs/RECIPE-DATE-TIME", kind=Path,
-            shown="DIR",
+            None, "the run's folder, or s3://BUCKET/PATH or gs://BUCKET/PATH; by "
+            "default runs/RECIPE-DATE-TIME", kind=Path, shown="DIR", bucket=True,
         ),
         **cluster.OPTIONS,
     },
@@ -68,18 +69,19 @@ def _train(argv: list[str]) -> None:
             return
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
-        words, workdir = arguments.config_keys, arguments.workdir
-        names = pin_words(recipe, words, workdir) if peers.index == 0 else {}
+        folder, bucket = open_workdir(arguments.workdir)
+        words = arguments.config_keys
+        names = pin_words(recipe, words, folder) if peers.index == 0 else {}
         words |= json.loads(peers.publish("names", json.dumps(names)))
-        keys = read_keys(recipe, words, workdir)
-        config = make_config(recipe, keys, workdir)
+        keys = read_keys(recipe, words, folder)
+        config = make_config(recipe, keys, folder)
         make_cpu_devices(config.mesh.cpu_devices)
         cache_compilations()
         start_devices()
         # A slow import, left until the mistakes above have been reported.
         from jshard.training.trainer import Trainer
 
-        trainer = Trainer(recipe, config=config, workdir=workdir, peers=peers)
+        trainer = Trainer(recipe, config=config, workdir=bucket or folder, peers=peers)
         trainer.fit(started=_process_start(), keeps_state=False)
 
 

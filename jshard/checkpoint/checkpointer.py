@@ -12,10 +12,8 @@ in ``save_failures``.
 """
 
 import dataclasses
-import errno
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,20 +24,25 @@ from typing import Any, Self
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata, step_folders
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.buckets.arrays import address
+from jshard.checkpoint.buckets.mirror import temporary_folder
+from jshard.checkpoint.buckets.objects import Overtaken
+from jshard.checkpoint.buckets.saves import BucketSaves
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.save_failures import (
     FAILED_ELSEWHERE,
     give_up,
+    on_first,
     wait_for_arrays,
     wait_until,
+    why,
 )
 from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, start_saving
-from jshard.cli.paths import check_path
+from jshard.cli.paths import check_path, is_bucket
 from jshard.compat import orbax
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState, check_kept
@@ -57,6 +60,7 @@ class Save:
       took: Seconds until the checkpoint was complete.
       size: Its bytes.
       error: Why the save failed, on one line; empty if it succeeded.
+      overtaken: Whether it failed because a run that was started later saves there.
     """
 
     step: int
@@ -64,6 +68,7 @@ class Save:
     took: float
     size: int = 0
     error: str = ""
+    overtaken: bool = False
 
 
 def log(save: Save) -> None:
@@ -83,16 +88,17 @@ class Checkpointer:
     for up to 20 minutes; ``jax.distributed.shutdown()`` at exit ends that wait.
 
     Args:
-      folder: Created if it does not exist.
+      folder: Created if it does not exist; may be the URL of one in a bucket.
       keep: The number of newest checkpoints to keep.
       keep_every: Also keep the steps that are multiples of this; 0 keeps none.
       best: Also keep the checkpoint with the best value of this metric, among those
         saved with it; empty keeps none.
       highest: Whether the highest value is the best, rather than the lowest.
       report: Called with the ``Save`` when a save has ended, in another thread.
+      local: For a URL, where its small files are kept; by default a temporary folder.
 
     Raises:
-      UserError: The folder cannot be written, or is a URL.
+      UserError: The folder cannot be written.
     """
 
     def __init__(
@@ -104,21 +110,27 @@ class Checkpointer:
         best: str = "",
         highest: bool = False,
         report: Callable[[Save], None] = log,
+        local: Path | None = None,
     ):
         if keep < 1 or keep_every < 0:
             raise UserError(
                 f"Checkpointer: keep={keep} must be at least 1, and "
                 f"keep_every={keep_every} at least 0"
             )
-        check_path("Checkpointer: folder", folder)
+        check_path("Checkpointer: folder", folder, bucket=True)
+        self._bucket = None
         self.folder = Path(folder).absolute()
         self._keep, self._keep_every = keep, keep_every
         self._best, self._highest = best, highest
         self._report = report
         self._saving: threading.Thread | None = None
+        if is_bucket(folder):
+            self.folder = local or temporary_folder(str(folder))
+            self._bucket = BucketSaves(str(folder), self.folder)
+            return
         orbax.silence()
         try:
-            _on_first(self._tidy)
+            on_first(self._tidy)
         except OSError as error:
             raise UserError(
                 f"cannot write checkpoints to {self.folder}: {error.strerror}"
@@ -165,37 +177,61 @@ class Checkpointer:
         if frozen_from is not None:
             sums = frozen.bit_sums(state)
             if isinstance(frozen_from, Path):
-                frozen_from = str(frozen_from.absolute())
+                source = address(frozen_from)  # of a copy
+                frozen_from = source.url if source else str(frozen_from.absolute())
             content = frozen.left_out(content, frozen_from, sums)
         folder = self.folder / f"{step}{SAVING}"
         arrays = metadata.arrays_by_name(state)
-        arrays = unflatten_dict(
-            {name: arrays[name] for name in content["arrays"]}, sep="."
-        )
+        arrays = {name: arrays[name] for name in content["arrays"]}
         try:
-            _on_first(lambda: self._make(folder))
-            response = start_saving(folder, arrays, content["arrays"])
+            complete = self._start(folder, arrays, content, files or {})
         except Exception as error:  # training continues, whatever failed
-            give_up(folder)
+            self._give_up(folder)
             blocked = time.perf_counter() - start
-            self._report(Save(step, blocked, blocked, error=_why(error)))
+            self._report(Save(step, blocked, blocked, error=why(error)))
             return
         blocked = time.perf_counter() - start
 
         def finish() -> None:
-            size, problem = 0, ""
+            size, problem, overtaken = 0, "", False
             try:
-                wait_for_arrays(response, folder)
-                size = self._complete(folder, {"step": step, **content}, files or {})
+                size = complete()
             except Exception as error:
-                problem = _why(error)
-                give_up(folder)
+                problem, overtaken = why(error), isinstance(error, Overtaken)
+                self._give_up(folder)
             took = time.perf_counter() - start
-            self._report(Save(step, blocked, took, size, problem))
+            self._report(Save(step, blocked, took, size, problem, overtaken))
 
         # Not a daemon: a program waits for its last checkpoint before it exits.
         self._saving = threading.Thread(target=finish, name=f"save-{step}")
         self._saving.start()
+
+    def _start(
+        self,
+        folder: Path,
+        arrays: Mapping[str, Any],
+        content: dict[str, Any],
+        texts: Mapping[str, str],
+    ) -> Callable[[], int]:
+        """Starts a save; returns what completes it, and returns its bytes."""
+        step = int(folder.stem)
+        if (bucket := self._bucket) is not None:
+            attempt = bucket.start(step, arrays)
+            about = {"step": step, **content}
+            return lambda: bucket.complete(attempt, about, texts, self._expired)
+        on_first(lambda: self._make(folder))
+        nested = unflatten_dict(arrays, sep=".")
+        response = start_saving(folder, nested, content["arrays"])
+
+        def complete() -> int:
+            wait_for_arrays(response, folder)
+            return self._complete(folder, {"step": step, **content}, texts)
+
+        return complete
+
+    def _give_up(self, folder: Path) -> None:
+        if self._bucket is None:
+            give_up(folder)
 
     def _make(self, folder: Path) -> None:
         """Creates a save's folder: if Orbax fails to, other processes wait minutes."""
@@ -250,21 +286,25 @@ class Checkpointer:
     # Keeping.
 
     def _retain(self, newest: int) -> None:
-        steps = [step for step in self.steps() if step <= newest]
+        folders = {step: step_folder(self.folder, step) for step in self.steps()}
+        for step in self._expired(folders, newest):
+            step_folders.delete(folders[step])
+
+    def _expired(self, folders: Mapping[int, Path], newest: int) -> list[int]:
+        """Returns the steps to delete, given the folders of all that are complete."""
+        steps = sorted(step for step in folders if step <= newest)
         kept = set(steps[-self._keep :])
         if self._keep_every:
             kept |= {step for step in steps if step % self._keep_every == 0}
         if self._best:
-            kept |= self._best_step(steps)
-        for step in sorted(set(steps) - kept):
-            step_folders.delete(step_folder(self.folder, step))
+            kept |= self._best_step({step: folders[step] for step in steps})
+        return sorted(set(steps) - kept)
 
-    def _best_step(self, steps: list[int]) -> set[int]:
+    def _best_step(self, folders: Mapping[int, Path]) -> set[int]:
         """Returns the step with the best metric, if any has it."""
         found = {}
-        for step in steps:
+        for step, folder in folders.items():
             with suppress(OSError, ValueError):  # the metadata is damaged
-                folder = step_folder(self.folder, step)
                 metrics = metadata.read(folder)["metrics"]
                 if np.isfinite(metrics.get(self._best, np.nan)):
                     found[step] = metrics[self._best]
@@ -292,6 +332,8 @@ class Checkpointer:
           UserError: There is no checkpoint, none is intact, or it was written for
             another model or by a newer jshard.
         """
+        if self._bucket is not None:
+            self._bucket.refresh()
         if step is None:
             return restore_state(newest_intact(self.folder), abstract)
         found = self.steps()
@@ -303,26 +345,3 @@ class Checkpointer:
         if damage := find_damage(folder):
             raise UserError(f"checkpoint {folder} is damaged: {damage}")
         return restore_state(folder, abstract)
-
-
-def _on_first(action: Callable[[], None]) -> None:
-    """Runs ``action`` on process 0; if it raises OSError, all processes raise it."""
-    code = 0
-    if jax.process_index() == 0:
-        try:
-            action()
-        except OSError as error:
-            code = error.errno or errno.EIO
-    code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
-    if code:
-        raise OSError(code, os.strerror(code))
-
-
-def _why(error: BaseException) -> str:
-    """Returns the root cause of an error on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        if os.strerror(number) in str(error):  # inside TensorStore's long message
-            return os.strerror(number)
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

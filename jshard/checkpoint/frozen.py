@@ -31,7 +31,8 @@ def is_frozen(name: str) -> bool:
 def source_of(folder: Path) -> str | None:
     """Returns where the frozen parameters of a checkpoint are, if not in it.
 
-    That is a path, or a name on the Hugging Face Hub with its commit.
+    That is a path, the URL of a step in a bucket, or a name on the Hugging Face Hub
+    with its commit.
     """
     about = metadata.read(folder)
     return about[KEY]["path"] if KEY in about else None

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,17 @@ def checksum(
     return _hash(folder, _share(sizes, index, count))
 
 
-def write(folder: Path, files: dict[str, Any]) -> None:
-    """Writes the manifest of a step from the checksums of all its files."""
+def write(
+    folder: Path, files: dict[str, Any], arrays: Mapping[str, Any] | None = None
+) -> None:
+    """Writes the manifest of a step from the checksums of all its files.
+
+    For arrays in a bucket, ``arrays`` has their "url", "bytes" and "objects": what
+    identifies each object, by path.
+    """
     content = {"format": FORMAT, "files": dict(sorted(files.items()))}
+    if arrays:
+        content["arrays"] = arrays
     replace_file(folder / FILE, json.dumps(content, indent=1))
 
 
@@ -112,6 +120,24 @@ def read(folder: Path) -> dict[str, Any]:
         f"{folder} was written by a newer jshard (format {content['format']}; "
         f"this one reads up to {FORMAT}): upgrade jshard"
     )
+
+
+def read_arrays(folder: Path) -> dict[str, Any]:
+    """Returns the ``arrays`` of ``write``.
+
+    Raises:
+      ManifestError: It is missing or damaged.
+    """
+    try:
+        arrays = read_json(folder / FILE)["arrays"]
+        objects = arrays["objects"]
+        return {
+            "url": str(arrays["url"]),
+            "bytes": int(arrays["bytes"]),
+            "objects": {path: bytes.fromhex(x).hex() for path, x in objects.items()},
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{FILE} is damaged") from error
 
 
 def _checked(file: Any) -> dict[str, Any]:

@@ -9,12 +9,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata
-from jshard.checkpoint.step_folders import REPLACED, find_steps, step_folder
+from jshard.checkpoint.buckets import arrays as bucket
+from jshard.checkpoint.step_folders import (
+    CHECKPOINTS,
+    REPLACED,
+    find_steps,
+    step_folder,
+)
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 
-CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
 
 
@@ -38,7 +43,7 @@ def find_step(path: Path) -> Path:
     """
     if is_step(path):
         if damage := find_damage(path):
-            raise UserError(f"checkpoint {path} is damaged: {damage}")
+            raise UserError(f"checkpoint {bucket.shown(path)} is damaged: {damage}")
         return path
     return newest_intact(checkpoints_folder(path))
 
@@ -126,6 +131,7 @@ def find_damage(folder: Path) -> str:
     """
     process, count = jax.process_index(), jax.process_count()
     problems = manifest.verify(folder, process, count)
+    problems = problems or bucket.find_damage(folder, process, count)
     if count > 1:
         everywhere = multihost_utils.process_allgather(np.int32(len(problems)))
         if not problems and everywhere.any():

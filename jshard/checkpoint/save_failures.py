@@ -4,6 +4,8 @@ A process whose save fails removes the file ``.sound`` in the folder of the save
 others check for it while they wait, because Orbax would wait 20 minutes for a process.
 """
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jshard.checkpoint import step_folders
+from jshard.checkpoint.buckets.objects import BucketError
 from jshard.checkpoint.step_folders import SOUND
 
 FAILED_ELSEWHERE = "the save failed on another process"
@@ -61,3 +66,28 @@ def wait_until(condition: Callable[[], bool], folder: Path) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"another process did not finish within {_PATIENCE} s")
         time.sleep(_POLL)
+
+
+def on_first(action: Callable[[], None]) -> None:
+    """Runs ``action`` on process 0; if it raises OSError, all processes raise it."""
+    code = 0
+    if jax.process_index() == 0:
+        try:
+            action()
+        except OSError as error:
+            code = error.errno or errno.EIO
+    code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def why(error: BaseException) -> str:
+    """Returns the root cause of an error on one line."""
+    while error.__cause__ is not None and not isinstance(error, BucketError):
+        error = error.__cause__
+    if isinstance(error, BucketError):
+        return str(error)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if os.strerror(number) in str(error):  # inside TensorStore's long message
+            return os.strerror(number)
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

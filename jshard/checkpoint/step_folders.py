@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jshard.checkpoint.atomic import sync_folder
 
+CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"
 SOUND = ".sound"  # a file in a save's folder, removed when any process fails
 

@@ -12,8 +12,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import metadata
+from jshard.checkpoint.buckets import arrays as bucket
 from jshard.checkpoint.described import STORED_SHAPE
-from jshard.compat.orbax import open_array
+from jshard.compat.orbax import open_array, open_in_database
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
@@ -143,7 +144,10 @@ def open_stored(folder: Path, about: Mapping[str, Any], name: str, context: Any)
     """
     described = about["arrays"][name]
     try:
-        store = open_array(folder / ARRAYS, name, context)
+        if (step := bucket.address(folder)) is not None:
+            store = open_in_database(bucket.database(step), name, context)
+        else:
+            store = open_array(folder / ARRAYS, name, context)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(
             f"cannot read {name} of {folder}, which was intact a moment ago: has the "
@@ -180,13 +184,13 @@ def check(
             casts[stored_dtype, dtype] = casts.get((stored_dtype, dtype), 0) + 1
     if problems:
         raise UserError(
-            f"checkpoint {folder} is of another model or optimizer: "
+            f"checkpoint {bucket.shown(folder)} is of another model or optimizer: "
             f"{some_of(problems, '; ')}"
         )
     for (stored_dtype, dtype), count in casts.items():
         warnings.warn(
-            f"{count} arrays of checkpoint {folder} are read as {dtype}, saved as "
-            f"{stored_dtype}",
+            f"{count} arrays of checkpoint {bucket.shown(folder)} are read as {dtype}, "
+            f"saved as {stored_dtype}",
             stacklevel=3,
         )
 
@@ -196,6 +200,8 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
 
     Padding is zeros, stored and read: there may be more or less of it.
     """
+    if (step := bucket.address(folder)) is not None:
+        return bucket.load(step, wanted)
     context = ocp.Context()
     stored = metadata.read(folder)["arrays"]
     context.array.loading.enable_padding_and_truncation = True

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jshard.cli.paths import path_problem
+from jshard.cli.paths import is_bucket, path_problem
 from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.formatting import did_you_mean
@@ -51,7 +51,7 @@ class Option(Knob):
 # What the commands read that compute nothing.
 CHECKPOINT = Option(
     None, "a run's folder, a folder of checkpoints, or one checkpoint", kind=Path,
-    required=True,
+    required=True, bucket=True,
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def check_value(name: str, value: Any, knob: Knob, given: Any = None) -> None:
     """
     problem = knob.problem(value)
     if not problem and knob.kind is Path and not knob.is_special(value):
-        problem = path_problem(value, hub=bool(knob.hub))
+        problem = path_problem(value, bucket=knob.bucket, hub=bool(knob.hub))
     if problem:
         raise UserError(f"--{name}={value if given is None else given}: {problem}")
 
@@ -100,9 +100,10 @@ class Command:
         A value follows its option after `=` or as the next word.
 
         Returns:
-          The options' values by name; Paths for paths. `config.KEY` is `config_keys`,
-          the text of each key: only the recipe knows their types. `help` is whether the
-          recipe's keys are asked for, too; without a recipe, `--help` ends the process.
+          The options' values by name; Paths for paths, but not for URLs. `config.KEY`
+          is `config_keys`, the text of each key: only the recipe knows their types.
+          `help` is whether the recipe's keys are asked for, too; without a recipe,
+          `--help` ends the process.
 
         Raises:
           UserError: An option is unknown, missing, or has no value or a bad one.
@@ -124,7 +125,8 @@ class Command:
             value = option.bare
             if text is not None or value is None:
                 value = read_value(name, _text(label, text, rest, option), option)
-                value = Path(value) if option.kind is Path else value
+                if option.kind is Path and not (option.bucket and is_bucket(value)):
+                    value = Path(value)
             found[name] = (*found.get(name, ()), value) if option.repeats else value
         if wants_help and not ("config" in found and "config.KEY" in found):
             show(self.help(), end="")

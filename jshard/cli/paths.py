@@ -6,26 +6,42 @@ from pathlib import Path
 
 from jshard.errors import UserError
 
+BUCKETS = ("gs", "s3")  # schemes of URLs that runs may have
 
-def check_path(name: str, path: str | Path, *, hub: bool = False) -> None:
-    """Raises a UserError if no file can have a path, which was given as `name`."""
-    if problem := path_problem(path, hub=hub):
+
+def is_bucket(path: str | Path) -> bool:
+    """Returns whether a path is the URL of something in a bucket."""
+    return isinstance(path, str) and path.startswith(tuple(f"{x}://" for x in BUCKETS))
+
+
+def check_path(
+    name: str, path: str | Path, *, bucket: bool = False, hub: bool = False
+) -> None:
+    """Raises a UserError if no file can have a path, which was given as `name`.
+
+    The arguments are those of `path_problem`.
+    """
+    if problem := path_problem(path, bucket=bucket, hub=hub):
         raise UserError(f"{name}={path}: {problem}")
 
 
-def path_problem(path: str | Path, *, hub: bool = False) -> str:
+def path_problem(path: str | Path, *, bucket: bool = False, hub: bool = False) -> str:
     """Returns why no file can have this path, as "is too long"; empty if one can.
 
-    With ``hub`` it may begin with hf://, too, as names on the Hugging Face Hub do.
+    With `bucket`, it may be the URL of something in a bucket; with `hub`, it may begin
+    with hf://, as names on the Hugging Face Hub do.
     """
+    if bucket and is_bucket(path):
+        fine = re.fullmatch(r"[a-z0-9]+://[\w.-]{3,}(/[^/\0]+)+/?", str(path))
+        return "" if fine else "must be like s3://BUCKET/PATH"
     slashes = ":/" if isinstance(path, Path) else "://"  # a Path has dropped one
     text = str(path)
     if hub and text.startswith("hf:/"):
         return ""
     if re.match(rf"[A-Za-z][A-Za-z0-9+.-]+{slashes}", text):
         return (
-            "is a URL, and jshard reads and writes files alone: copy what it needs to "
-            "a disk, or mount the bucket, and give the path there"
+            "is a URL, which this cannot be: copy what it needs to a disk, and give "
+            "the path there (runs and their checkpoints can be at gs:// and s3://)"
         )
     if "\0" in text:
         return "holds a zero byte, which no path does"

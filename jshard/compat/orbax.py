@@ -34,12 +34,13 @@ def open_array(folder: Path, name: str, context: Any = None) -> Any:
     database = next(folder.glob("*/manifest.ocdbt"), None)
     if database is None:
         raise FileNotFoundError(f"no OCDBT database in {folder}")
-    kvstore = {
-        "driver": "ocdbt",
-        "base": {"driver": "file", "path": f"{database.parent}/"},
-        "path": f"{name}/",
-    }
-    spec = {"driver": "zarr3", "kvstore": kvstore}
+    base = {"driver": "file", "path": f"{database.parent}/"}
+    return open_in_database({"driver": "ocdbt", "base": base}, name, context)
+
+
+def open_in_database(database: dict[str, Any], name: str, context: Any = None) -> Any:
+    """Like ``open_array``, of an OCDBT database anywhere: its TensorStore spec."""
+    spec = {"driver": "zarr3", "kvstore": database | {"path": f"{name}/"}}
     return tensorstore.open(spec, read=True, context=context).result()
 
 

@@ -74,7 +74,7 @@ DEFAULTS = {
         "",
         "start from these parameters: a run's folder, a checkpoint, safetensors, or a "
         "Hugging Face folder or name",
-        kind=Path, hub="model",
+        kind=Path, bucket=True, hub="model",
     ),
     "checkpoint.restore_optimizer": Knob(
         False, "restore the optimizer state from there, too"

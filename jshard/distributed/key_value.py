@@ -30,6 +30,10 @@ class KeyValueStore:
             f"{self._folder}/{key}", round(timeout * 1000)
         )
 
+    def clear(self) -> None:
+        """Removes all values of this name."""
+        self._client.key_value_delete(f"{self._folder}/")
+
     def all_in(self, folder: str) -> dict[str, str]:
         """Returns the values under `folder/`, by the rest of their keys."""
         found = self._client.key_value_dir_get(f"{self._folder}/{folder}/")

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jshard.checkpoint import frozen
+from jshard.checkpoint.buckets.arrays import shown
 from jshard.checkpoint.restore import restore_state
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
-from jshard.hub.huggingface_folder import model_path
+from jshard.hub.huggingface_folder import is_somewhere, model_path
 from jshard.hub.online.download import local_path
 from jshard.hub.online.names import parse
 from jshard.hub.parameters import (
@@ -65,8 +66,8 @@ class Source:
 
     def message(self) -> str:
         """Says what a new run starts from; "" for initial values."""
-        read = filter(None, (self.frozen_from, self.adapters))
-        found = " and ".join(map(str, read))
+        read = [path for path in (self.frozen_from, self.adapters) if path]
+        found = " and ".join(shown(x) if isinstance(x, Path) else x for x in read)
         return f"starting from the parameters of {found}" if found else ""
 
 
@@ -91,7 +92,7 @@ def find_source(
     text = given.restore
     if checkpoint is not None:
         recorded = frozen.source_of(checkpoint)
-        if recorded and not text and not (parse(recorded) or Path(recorded).exists()):
+        if recorded and not text and not is_somewhere(recorded):
             raise UserError(
                 f"{checkpoint} has the trained parameters alone, and {recorded}, with "
                 "the others, does not exist: give the folder that has them with "

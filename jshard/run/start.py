@@ -58,6 +58,7 @@ def find_start(
     peers: Peers,
     abstract_state: TrainState | None = None,
     held: int | None = None,
+    shown: str = "",
 ) -> Start:
     """Finds the run's newest complete checkpoint, without writing anything.
 
@@ -73,12 +74,13 @@ def find_start(
       abstract_state: What is to be restored, to find changes of the config that make
         it another model's, which cannot be accepted.
       held: The step of the state that each process holds, if there is one.
+      shown: What to call the folder; by default its path.
 
     Raises:
       UserError: The folder cannot be read, the config changes what is trained, no
         checkpoint is complete any more, or a process does not see it.
     """
-    folder = workdir / CHECKPOINTS
+    folder, shown = workdir / CHECKPOINTS, shown or str(workdir)
     changes: Changes = {}
 
     def obstacle() -> str:
@@ -97,9 +99,9 @@ def find_start(
         checkpoint = find_newest(folder)
         start = Start()
         if peers.index == 0 and checkpoint:
-            start = _resume(workdir, config, changes, checkpoint)
+            start = _resume(workdir, config, changes, checkpoint, shown)
         elif peers.index == 0:
-            start = _start_again(workdir, config)
+            start = _start_again(workdir, config, shown)
         if peers.index == 0 and held is not None and held >= start.step:
             start = _hold(workdir, config, start, held)
         if peers.index == 0 and start.step:
@@ -113,12 +115,14 @@ def find_start(
     return dataclasses.replace(start, checkpoint=checkpoint, **decided)
 
 
-def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -> Start:
+def _resume(
+    workdir: Path, config: Config, changes: Changes, checkpoint: Path, shown: str
+) -> Start:
     step = int(checkpoint.stem)  # the name may have a suffix
     found = read_metrics(workdir)
     metrics, gone = _metrics_up_to(checkpoint, step, found)
     messages = [
-        f"resuming {workdir} after step {step}",
+        f"resuming {shown} after step {step}",
         describe_changes(changes),
         _describe_missing_checkpoints(workdir / CHECKPOINTS, found),
         gone,
@@ -202,21 +206,21 @@ def _span(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _start_again(workdir: Path, config: Config) -> Start:
+def _start_again(workdir: Path, config: Config, shown: str) -> Start:
     """A new run, or one that ended before its first checkpoint."""
     metrics = read_metrics(workdir)
     if not metrics:
         return Start()
     if any("checkpoint_bytes" in line for line in metrics):
         raise UserError(
-            f"the checkpoints of {workdir} are missing: put them back in "
-            f"{workdir / CHECKPOINTS}, or give another --workdir"
+            f"the checkpoints of {shown} are missing: put them back in "
+            f"{shown}/{CHECKPOINTS}, or give another --workdir"
         )
     old = read_config(workdir)
     if not old.get("checkpoint", {}).get("every"):
         return Start()  # the run never saved: RunFolder refuses to overwrite it
     changes = changed_keys(old, config)
     check_changes(changes, config.checkpoint.accept)
-    message = f"{workdir} has no checkpoint yet: starting again from step 1"
+    message = f"{shown} has no checkpoint yet: starting again from step 1"
     changed = describe_changes(changes)
     return Start(resumes=True, message="; ".join(filter(None, (message, changed))))

@@ -20,7 +20,7 @@ from jshard.trained.trained_model import TrainedModel, open_model
 MODEL_OPTIONS = {
     "model": Option(
         None, "a run's folder, a checkpoint, or a Hugging Face folder or name",
-        kind=Path, hub="model", required=True, shown="RUN_OR_DIR",
+        kind=Path, bucket=True, hub="model", required=True, shown="RUN_OR_DIR",
     ),
     "config": Option(
         None, "the model's recipe, if it is not where the run says", kind=str,

@@ -24,9 +24,13 @@ from jshard.fsdp.mesh import make_mesh
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision, own_dtype, set_compute_dtype
 from jshard.fsdp.state import TrainState
-from jshard.hub.huggingface_folder import is_huggingface, model_path, read_config
+from jshard.hub.huggingface_folder import (
+    is_huggingface,
+    is_somewhere,
+    model_path,
+    read_config,
+)
 from jshard.hub.online.download import cached_path
-from jshard.hub.online.names import parse
 from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.recipe import contract
 from jshard.recipe.build import Job
@@ -194,7 +198,7 @@ class TrainedModel:
 
 @contextmanager
 def open_model(
-    path: Path | str,
+    path: str | Path,
     recipe: str | None = None,
     dtype: str | None = None,
     *,
@@ -252,7 +256,7 @@ def _check_base(path: Path, recorded: str | None, base: Path | None) -> None:
     if recorded is None and base is not None:
         raise UserError(f"--base={base}: {path} has all of its weights")
     found = base or recorded
-    if found is not None and not (parse(found) or Path(found).exists()):
+    if found is not None and not is_somewhere(found):
         raise UserError(
             f"{path} has the trained weights alone, and {found}, with the others, does "
             "not exist: give the folder that has them with --base=DIR"

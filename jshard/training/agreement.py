@@ -89,7 +89,7 @@ def _differences(mine: Facts, theirs: Facts) -> str:
 def facts_of(
     recipe: Recipe,
     config: Config,
-    workdir: Path,
+    workdir: str,
     start: Start,
     state: Any,
     datasets: Mapping[str, Any],
@@ -100,7 +100,7 @@ def facts_of(
     """
     checkpoint = start.checkpoint.name if start.checkpoint else "none"
     return {
-        "--workdir": {"": str(workdir)},
+        "--workdir": {"": workdir},
         "config": {key: repr(value) for key, value in flatten(config).items()},
         "package": versions(),
         "code": _code(recipe),

@@ -66,7 +66,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
         ),
     )
     check_loggers(config)
-    if config.checkpoint.every:
+    if config.checkpoint.every and run.bucket is None:
         trained = dataclasses.replace(abstract_state, frozen=nnx.State({}))
         check_room(
             run.workdir, trained if config.checkpoint.restore else abstract_state
@@ -79,10 +79,10 @@ def _check_agreement(run: PreparedRun, start: Start, data: Mapping[str, Any]) ->
     if run.peers.count == 1:
         return
     facts = facts_of(
-        run.job.recipe, run.config, run.workdir, start, run.abstract_state, data
+        run.job.recipe, run.config, run.shown, start, run.abstract_state, data
     )
     agree(run.peers, facts)
-    if run.config.checkpoint.every:
+    if run.config.checkpoint.every and run.bucket is None:
         check_shared(run.peers, run.workdir / "logs")
 
 

@@ -11,6 +11,7 @@ from jshard.config.run_config import Config
 from jshard.distributed import Peers
 from jshard.formatting import format_duration, one_line
 from jshard.plan.start_up import describe
+from jshard.run.bucket import Copying
 from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
@@ -78,14 +79,16 @@ def train(
     source = run.restore(start)
     with (
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
+        Copying(run.bucket, jax.process_index()) as copying,
         _open_folder(run, start) as folder,
-        Saving(run, folder, display, hooks, source.frozen_from) as saving,
+        Saving(run, folder, display, hooks, copying, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
         StepLog(run, start.step, recipe, folder, display, started) as log,
         run.peers.telling(),
     ):
         samples = Samples(run, recipe, folder, display)
         evaluation = Evaluation(run, recipe, log, folder, display, hooks, samples)
+        copying.start()
         stopping.listen()
         display.references = recipe.references
         display.say("\n".join(filter(None, (start.message, note, profile.note))))
@@ -124,7 +127,7 @@ def train(
         saving.at_end(step)
         hooks.at_end()
     took = format_duration(time.time() - started)
-    display.say(one_line(f"done in {took}, report: {run.workdir / 'report.html'}"))
+    display.say(one_line(f"done in {took}, report: {run.shown}/report.html"))
 
 
 def _find_start(run: PreparedRun) -> Start | None:
@@ -137,11 +140,13 @@ def _find_start(run: PreparedRun) -> Start | None:
         return start
     if first:
         finish_folder(run.workdir)
+        with Copying(run.bucket, jax.process_index()):
+            pass  # the report
     if not start.held:
         run.state = None  # the folder's is newer
     why = f", stopped: {start.stopped}" if start.stopped else ""
     steps = f"step {start.step} of {run.config.steps}"
-    show(f"nothing to do: {run.workdir} is at {steps}{why}")
+    show(f"nothing to do: {run.shown} is at {steps}{why}")
     return None
 
 

@@ -18,6 +18,7 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import check_capacity
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.definition import Recipe
+from jshard.run.bucket import RunInBucket
 from jshard.run.source import Source, find_source
 from jshard.run.start import Start, find_start
 
@@ -34,6 +35,7 @@ class PreparedRun:
       chosen: What was chosen by memory and why; empty if nothing was open.
       experts: The same, of `mesh.expert`, which is chosen by traffic.
       hosts: The host of each process, if known.
+      bucket: The run in a bucket, of which the folder is a copy.
       state: The newest state; None before there is one. A step that fails takes the
         state with it, and leaves deleted arrays.
     """
@@ -45,12 +47,18 @@ class PreparedRun:
     chosen: str
     experts: str
     hosts: Sequence[int] | None
+    bucket: RunInBucket | None = None
     state: Any = None
 
     @property
     def config(self) -> Config:
         """The job's config."""
         return self.job.config
+
+    @property
+    def shown(self) -> str:
+        """The run's folder as the user gave it."""
+        return self.bucket.url if self.bucket else str(self.workdir)
 
     @property
     def fitted_on(self) -> str:
@@ -65,8 +73,15 @@ class PreparedRun:
     def find_start(self) -> Start:
         """Finds where the run starts, without writing anything."""
         held = int(self.state.step) if self.alive() else None
+        if self.bucket is not None:
+            self.bucket.refresh()
         return find_start(
-            self.workdir, self.config, self.peers, self.abstract_state, held
+            self.workdir,
+            self.config,
+            self.peers,
+            self.abstract_state,
+            held,
+            shown=self.shown,
         )
 
     def restore(self, start: Start) -> Source:
@@ -108,6 +123,7 @@ def prepare_run(
     peers: Peers,
     mesh: Mesh | None = None,
     policy: Policy | None = None,
+    bucket: RunInBucket | None = None,
 ) -> PreparedRun:
     """Prepares a run; nothing is allocated or written.
 
@@ -118,6 +134,7 @@ def prepare_run(
       peers: All processes; each calls this.
       mesh: By default that of the config.
       policy: By default that of the config.
+      bucket: The run in a bucket, of which the folder is a copy.
 
     Raises:
       UserError: The config asks for something impossible.
@@ -145,4 +162,4 @@ def prepare_run(
         job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
     state = job.abstract_state()
     check_capacity(state, job.fsdp.mesh.local_devices)
-    return PreparedRun(job, state, workdir, peers, chosen, experts, hosts)
+    return PreparedRun(job, state, workdir, peers, chosen, experts, hosts, bucket)

@@ -14,7 +14,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.cli.paths import check_path
 from jshard.config.policy_keys import write_policy
 from jshard.config.run_config import Config
 from jshard.data.dataset import as_dataset
@@ -26,6 +25,7 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.report.run_report import REPORT, read_metrics
+from jshard.run.bucket import RunInBucket, open_workdir
 from jshard.training.callbacks.evaluation import prepare_evaluation
 from jshard.training.callbacks.hooks import Hook, Hooks
 from jshard.training.loop import displayed, train
@@ -51,7 +51,8 @@ class Trainer:
       config: Values of keys to set over the recipe's, `{"steps": 100}`;
         without a recipe, those that every recipe has. A `ConfigDict` is the whole
         config, with any keys of its own.
-      workdir: The run's folder; by default runs/NAME-DATE-TIME.
+      workdir: The run's folder, or its URL in a bucket; by default
+        runs/NAME-DATE-TIME.
       mesh: By default that of `config.mesh`.
       policy: By default that of `config.policy`.
       on_step: A hook, or several, called after each step with `(trainer, step,
@@ -70,7 +71,7 @@ class Trainer:
 
     Attributes:
       config: The run's config, with every shared key; not to be changed.
-      workdir: The run's folder.
+      workdir: The run's folder; for a URL, the local copy of it.
 
     Raises:
       UserError: An argument is unknown, missing or impossible.
@@ -81,7 +82,7 @@ class Trainer:
         recipe: Any = None,
         *,
         config: Any = None,
-        workdir: str | Path | None = None,
+        workdir: str | Path | RunInBucket | None = None,
         mesh: Mesh | None = None,
         policy: Policy | None = None,
         on_step: Hook | list[Hook] | tuple[Hook, ...] = (),
@@ -101,9 +102,7 @@ class Trainer:
         self._recipe, self._imports = recipe_of_parts(recipe, parts)
         self._is_within = False
         with self._within():
-            if workdir:
-                check_path("workdir", workdir)
-            path = Path(workdir) if workdir else None
+            path, self._bucket = open_workdir(workdir or None)
             self.config: Config = config_of(self._recipe, config, path)
         if mesh is not None:
             shape = check_mesh(mesh).shape
@@ -282,6 +281,7 @@ class Trainer:
                 self._peers,
                 self._mesh,
                 self._policy,
+                self._bucket,
             )
             self.config = self._run.config  # what was open is chosen
         return self._run

@@ -91,7 +91,7 @@ def facts(tmp_path):
             data = data or recipe.make_data(whole, "train")
             state = {"w": jax.ShapeDtypeStruct((3,), dtype)}
             return facts_of(
-                recipe, whole, tmp_path, start or Start(), state, {"train": data}
+                recipe, whole, str(tmp_path), start or Start(), state, {"train": data}
             )
 
     return make

@@ -15,6 +15,7 @@ from jshard.errors import RunFailed, UserError
 from jshard.formatting import format_bytes
 from jshard.fsdp.state import TrainState
 from jshard.report.run_report import METRICS
+from jshard.run.bucket import Copying
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.training.callbacks.hooks import Hooks
@@ -50,23 +51,25 @@ class Saving(AbstractContextManager):
         folder: RunFolder,
         display: ProgressDisplay,
         hooks: Hooks,
+        copying: Copying,
         frozen_from: Path | str | None = None,
     ):
         options = run.config.checkpoint
         self._run, self._hooks = run, hooks
-        self._folder, self._display = folder, display
+        self._folder, self._display, self._copying = folder, display, copying
         self._frozen_from = frozen_from
         self._ended: queue.SimpleQueue[Save] = queue.SimpleQueue()
         self._failed: Save | None = None  # the last save, if it failed
         self._checkpointer = None
         if options.every:
             self._checkpointer = Checkpointer(
-                folder.path / CHECKPOINTS,
+                run.bucket.checkpoints if run.bucket else folder.path / CHECKPOINTS,
                 keep=options.keep,
                 keep_every=options.keep_every,
                 best=options.best,
                 highest=options.best_is == "highest",
                 report=self._ended.put,
+                local=folder.path / CHECKPOINTS,
             )
 
     def after_step(
@@ -107,6 +110,9 @@ class Saving(AbstractContextManager):
         while not self._ended.empty():
             save = self._ended.get()
             self._failed = save if save.error else None
+            if save.overtaken:
+                self._copying.stop()
+                raise RunFailed(f"{save.error}: this one ends")
             if save.error:
                 self._display.say(
                     f"checkpoint of step {save.step} failed, training continues: "
@@ -124,6 +130,7 @@ class Saving(AbstractContextManager):
                 f"{format_bytes(save.size)} in {save.took:.1f} s, held up training "
                 f"{save.blocked * 1e3:.0f} ms"
             )
+            self._copying.after_save()
             returned = self._hooks.call("on_checkpoint", save.step, values)
             self._folder.log(save.step, returned)
 

@@ -68,7 +68,7 @@ class Stopping(AbstractContextManager):
             raise Interrupted(f"{why}, and checkpoint.every=0 saves nothing{kept}")
         saving.save(step, log)
         saving.at_end(step)
-        again = f"run the same command with --workdir={self._run.workdir} to resume"
+        again = f"run the same command with --workdir={self._run.shown} to resume"
         raise Preempted(
             f"{why}: saved; {'fit() goes on' if self._keeps_state else again}"
         )

@@ -1,0 +1,1 @@
+"""Runs in buckets (``gs://``, ``s3://``): objects, arrays, saves, local copy."""

@@ -1,0 +1,109 @@
+"""The local copy of what is small in a bucket: a run without its arrays.
+
+All who read a run or a checkpoint read this copy like one on a disk, except that the
+arrays are read from the bucket (``arrays.address``).
+"""
+
+import atexit
+import re
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jshard.checkpoint import manifest, step_folders
+from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.buckets import step_list
+from jshard.checkpoint.buckets.arrays import ADDRESS
+from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
+from jshard.checkpoint.step_folders import CHECKPOINTS
+from jshard.cli.paths import is_bucket
+from jshard.errors import UserError
+
+_RUN = ("config.json", "notes.json", "metrics.jsonl")  # what a resumed run reads
+_PICTURES = "samples/"
+_THREADS = 8
+
+
+def on_disk(path: str | Path) -> Path:
+    """Returns a path, or for a URL the local copy of the run or checkpoint there.
+
+    Raises:
+      UserError: There is no checkpoint, or the bucket cannot be read.
+    """
+    if not is_bucket(path):
+        return Path(path).expanduser()
+    objects, local = Objects(str(path), AT_START), temporary_folder(str(path))
+    try:
+        if objects.read(manifest.FILE)[0] is not None:
+            step = local / objects.url.rpartition("/")[2].partition("-")[0]
+            _fetch_step(objects, step)
+            return step
+        if fetch_run(objects, local) or fetch_steps(objects, local):
+            return local
+    except BucketError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    raise UserError(f"{path} holds no checkpoint")
+
+
+def temporary_folder(url: str) -> Path:
+    """Returns a new folder for a URL, which is deleted when the process exits."""
+    name = re.sub(r"\W+", "-", url)[:100]
+    local = Path(tempfile.mkdtemp(prefix=f"jshard-{name}-"))
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    return local
+
+
+def fetch_run(run: Objects, local: Path) -> bool:
+    """Copies a run's small files and those of its checkpoints to a local folder.
+
+    Returns:
+      Whether it has checkpoints.
+    """
+    for name in (*_RUN, *run.paths(_PICTURES)):
+        content, _ = run.read(name)
+        if content is not None and not (local / name).exists():
+            (local / name).parent.mkdir(exist_ok=True)
+            (local / name).write_bytes(content)
+    return fetch_steps(run.below(CHECKPOINTS), local / CHECKPOINTS)
+
+
+def fetch_steps(checkpoints: Objects, local: Path) -> bool:
+    """Makes the steps in a local folder those below a URL, without their arrays.
+
+    Returns:
+      Whether there are any.
+    """
+    names = step_list.read(checkpoints) or {}
+    for step in step_folders.find_steps(local):
+        if step not in names:
+            shutil.rmtree(step_folders.step_folder(local, step))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        fetched = [
+            pool.submit(_fetch_step, checkpoints.below(name), local / str(step))
+            for step, name in names.items()
+        ]
+    for one in fetched:
+        one.result()
+    return bool(names)
+
+
+def _fetch_step(step: Objects, local: Path) -> None:
+    """Copies the small files that the manifest names, whatever is missing of them."""
+    address = local / ADDRESS
+    if address.exists() and address.read_text(encoding="utf-8") == step.url:
+        return
+    shutil.rmtree(local, ignore_errors=True)
+    local.mkdir(parents=True)
+    content, _ = step.read(manifest.FILE)
+    if content is not None:
+        (local / manifest.FILE).write_bytes(content)
+        try:
+            names = manifest.read(local)
+        except (manifest.ManifestError, UserError):  # said by whoever restores it
+            names = {}
+        for name in names:
+            content, _ = step.read(name)
+            if content is not None:
+                (local / name).write_bytes(content)
+    replace_file(address, step.url)  # last: the copy is complete

@@ -1,0 +1,144 @@
+"""A run in a bucket: written in a local folder, and copied while it trains."""
+
+import warnings
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from jshard.checkpoint.buckets.mirror import (
+    CHECKPOINTS,
+    fetch_run,
+    fetch_steps,
+    temporary_folder,
+)
+from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
+from jshard.cli.paths import check_path, is_bucket
+from jshard.errors import RunFailed, UserError
+from jshard.run.background import Background
+
+
+class RunInBucket:
+    """The run at a URL, and its local folder, which has all of it but arrays.
+
+    Attributes:
+      url: Of the run.
+      path: The local folder, which is deleted when the process exits.
+
+    Raises:
+      UserError: The bucket cannot be read.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.path = temporary_folder(url)
+        self._objects = Objects(url)
+        self._copied: dict[str, tuple[int, int]] = {}  # time and size by path
+        try:
+            fetch_run(Objects(url, AT_START), self.path)
+        except BucketError as error:
+            raise UserError(f"cannot read --workdir={url}: {error.strerror}") from error
+
+    @property
+    def checkpoints(self) -> str:
+        """The URL of the run's checkpoints."""
+        return f"{self.url}/{CHECKPOINTS}"
+
+    def refresh(self) -> None:
+        """Copies the small files of checkpoints that are not in the folder yet."""
+        try:
+            fetch_steps(Objects(self.checkpoints), self.path / CHECKPOINTS)
+        except BucketError as error:
+            raise UserError(f"cannot read {self.url}: {error.strerror}") from error
+
+    def copy(self, below: str = "") -> None:
+        """Copies files that have changed to the bucket; checkpoints are there already.
+
+        Args:
+          below: The subfolder to copy; "" is all.
+
+        Raises:
+          BucketError: It cannot be written.
+        """
+        for file in sorted((self.path / below).rglob("*")):
+            name = file.relative_to(self.path).as_posix()
+            if name.startswith((".", f"{CHECKPOINTS}/")) or "/." in name:
+                continue
+            if file.is_file():
+                status = file.stat()
+                version = status.st_mtime_ns, status.st_size
+                if self._copied.get(name) != version:
+                    self._objects.write(name, file.read_bytes())
+                    self._copied[name] = version
+
+
+def open_workdir(
+    workdir: str | Path | RunInBucket | None,
+) -> tuple[Path | None, RunInBucket | None]:
+    """Returns the local folder of what is given as `--workdir`, and a run in a bucket.
+
+    Raises:
+      UserError: It can be neither, or the bucket cannot be read.
+    """
+    if workdir is None:
+        return None, None
+    if not isinstance(workdir, RunInBucket):
+        check_path("workdir", workdir, bucket=True)
+        if not is_bucket(workdir):
+            return Path(workdir), None
+        workdir = RunInBucket(str(workdir))
+    return workdir.path, workdir
+
+
+class Copying(AbstractContextManager):
+    """Copies a run's files to its bucket, if it is in one, and on exit the last ones.
+
+    Process 0 copies all files, the others their logs.
+
+    Raises:
+      RunFailed: The last files cannot be copied.
+    """
+
+    def __init__(self, bucket: RunInBucket | None, process: int):
+        self._bucket, self._below = bucket, "logs" if process else ""
+        self._stopped = bucket is None
+        self._thread = Background(self._try, 0.0, "copy") if bucket else None
+
+    def start(self) -> None:
+        """Copies the first files, to find out before the first step if that fails."""
+        if self._bucket is not None:
+            try:
+                self._bucket.copy(self._below)
+            except BucketError as error:
+                raise UserError(
+                    f"cannot write --workdir={self._bucket.url}: {error.strerror}"
+                ) from error
+
+    def after_save(self) -> None:
+        """Starts to copy what has changed."""
+        if self._thread is not None:
+            self._thread.put(None)
+
+    def stop(self) -> None:
+        """Leaves the bucket as it is, for another run has it now."""
+        self._stopped = True
+
+    def _try(self, _: list[Any]) -> None:
+        assert self._bucket is not None
+        try:
+            if not self._stopped:
+                self._bucket.copy(self._below)
+        except BucketError as error:
+            warnings.warn(f"cannot copy the run's files yet: {error}", stacklevel=2)
+
+    def __exit__(self, kind: Any = None, *exception: object) -> None:
+        if self._thread is not None:
+            self._thread.close()
+        if self._bucket is None or self._stopped:
+            return
+        try:
+            self._bucket.copy(self._below)
+        except BucketError as error:
+            text = f"the run's last files cannot be copied: {error}"
+            if kind is None:
+                raise RunFailed(text) from error
+            warnings.warn(text, stacklevel=2)
