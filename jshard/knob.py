@@ -46,6 +46,8 @@ class Knob:
       at_most: The largest value. A bounded number without this and `below` must, in a
         config, fit an int32 or a float32.
       below: An exclusive upper bound.
+      hub: Which names on the Hugging Face Hub a `Path` may be instead: "model" or
+        "dataset".
       noun: What a value of `kind` is, like "a number of layers".
       bucket: Whether a path may be in a bucket: s3://BUCKET/PATH.
       more: What it does and costs, in sentences, for the docstring of its class.
@@ -61,6 +63,7 @@ class Knob:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    hub: str = ""
     noun: str = ""
     bucket: bool = False
     more: str = ""

@@ -16,11 +16,12 @@ COMMAND = Command(
     {
         "PATH": Option(
             (), "a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
-            "these; records are texts or chats", kind=Path, required=True, repeats=True,
+            "these; records are texts or chats", kind=Path, hub="dataset",
+            required=True, repeats=True,
         ),
         "tokenizer": Option(
-            None, "a tokenizer.json of Hugging Face's tokenizers, or a folder with one",
-            kind=Path, required=True,
+            None, "a tokenizer.json of Hugging Face's tokenizers, or a folder or "
+            "Hugging Face name with one", kind=Path, hub="model", required=True,
         ),
         "output": Option(
             None, "the folder to write to; new, or of the same command that did not "

@@ -8,6 +8,7 @@ Exit codes:
   130, 143: Ctrl-C or SIGTERM ended the process before anything could be saved.
 """
 
+import json
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ from jshard.config.overrides import RECIPE_OPTIONS, keys_help
 from jshard.config.run_config import complete
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.recipe.make_config import make_config, read_keys
+from jshard.recipe.make_config import make_config, pin_words, read_keys
 from jshard.run.bucket import open_workdir
 
 COMMAND = Command(
@@ -71,7 +72,10 @@ def _train(argv: list[str]) -> None:
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
         folder, bucket = open_workdir(arguments.workdir)
-        keys = read_keys(recipe, arguments.config_keys, folder)
+        words = arguments.config_keys
+        names = pin_words(recipe, words, folder) if peers.index == 0 else {}
+        words |= json.loads(peers.publish("names", json.dumps(names)))
+        keys = read_keys(recipe, words, folder)
         config = make_config(recipe, keys, folder)
         make_cpu_devices(config.mesh.cpu_devices)
         several = len(set(peers.hosts)) > 1

@@ -25,6 +25,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # No test reads the lines of Python that a program names; to find them takes time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
+# Mistyped paths may be names on the Hugging Face Hub, which no test asks but those that
+# bring a hub of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Programs of tests run for milliseconds, but XLA's newer code generator takes long to
 # make them. Since JAX 0.11 there is no other, and README's commands, which
 # .ci/run runs too, compile as users do.

@@ -75,6 +75,7 @@ def get_config() -> ConfigDict:
                     "text, JSONL, Parquet, or .bin files of tokens: a file or folder; "
                     "by default the source of Python's standard library",
                     kind=Path,
+                    hub="dataset",
                 ),
                 "mixture": Key(
                     "", "several sources instead of data.path: PATH:WEIGHT,PATH:WEIGHT"
@@ -96,9 +97,10 @@ def get_config() -> ConfigDict:
                 ),
                 "tokenizer": Key(
                     PYTHON,
-                    "tokenizer.json, or a folder with it; python is 1024 pieces of "
-                    "source code, and '' is bytes",
+                    "tokenizer.json, or a folder or Hugging Face name with it; python "
+                    "is 1024 pieces of source code, and '' is bytes",
                     kind=Path,
+                    hub="model",
                 ),
                 "text_key": Key("text", "name of the text in JSONL and Parquet"),
                 "token_dtype": Key(

@@ -149,7 +149,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         config: Mapping[str, Any] | None = None,
         files: Mapping[str, str] | None = None,
-        frozen_from: Path | None = None,
+        frozen_from: Path | str | None = None,
     ) -> None:
         """Starts to save a state; returns once the state may be donated.
 
@@ -162,7 +162,8 @@ class Checkpointer:
           config: Any JSON values, for the metadata.
           files: Texts that process 0 stores in the checkpoint, by file name.
           frozen_from: What the frozen parameters were read from: they are left out of
-            the checkpoint, which names that path. None saves them.
+            the checkpoint, which names that path, or a name on the Hugging Face Hub,
+            which is a str. None saves them.
 
         Raises:
           UserError: The state was donated to a train step.
@@ -175,9 +176,10 @@ class Checkpointer:
         content = metadata.describe(state, config=config or {}, metrics=metrics or {})
         if frozen_from is not None:
             sums = frozen.bit_sums(state)
-            source = address(frozen_from)  # of a copy
-            where = source.url if source else frozen_from.absolute()
-            content = frozen.left_out(content, where, sums)
+            if isinstance(frozen_from, Path):
+                source = address(frozen_from)  # of a copy
+                frozen_from = source.url if source else str(frozen_from.absolute())
+            content = frozen.left_out(content, frozen_from, sums)
         folder = self.folder / f"{step}{SAVING}"
         arrays = metadata.arrays_by_name(state)
         arrays = {name: arrays[name] for name in content["arrays"]}

@@ -111,7 +111,7 @@ def _check_frozen(entry: Any) -> None:
     path, sums = entry.get("path"), entry.get("bit_sums")
     if not isinstance(path, str) or not path or not _is_unicode(path):
         raise ValueError(f"{FROZEN_FROM} has no path")
-    if problem := path_problem(path, bucket=True):
+    if problem := path_problem(path, bucket=True, hub=True):
         raise ValueError(f"the path of {FROZEN_FROM} {problem}")
     fine = isinstance(sums, dict) and all(
         isinstance(x, str) and len(x.split()) == 2 for x in sums.values()

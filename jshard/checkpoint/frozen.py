@@ -6,7 +6,6 @@ parameters, which is read again, with a number for each array that shows whether
 source has changed.
 """
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.checkpoint import metadata
-from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.described import FROZEN_FROM as KEY
 from jshard.cpu.order import in_order
 from jshard.errors import UserError, some_of
@@ -30,16 +28,17 @@ def is_frozen(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def source_of(folder: Path) -> Path | None:
-    """Returns where the frozen parameters of a checkpoint are, if not in it."""
+def source_of(folder: Path) -> str | None:
+    """Returns where the frozen parameters of a checkpoint are, if not in it.
+
+    That is a path, the URL of a step in a bucket, or a name on the Hugging Face Hub
+    with its commit.
+    """
     about = metadata.read(folder)
-    return _on_disk(about[KEY]["path"]) if KEY in about else None
+    return about[KEY]["path"] if KEY in about else None
 
 
-_on_disk = functools.cache(on_disk)  # the copy of a step in a bucket
-
-
-def left_out(content: dict[str, Any], source: Path | str, sums: dict[str, str]) -> dict:
+def left_out(content: dict[str, Any], source: str, sums: dict[str, str]) -> dict:
     """Returns metadata of a checkpoint without frozen parameters.
 
     Args:
@@ -49,7 +48,7 @@ def left_out(content: dict[str, Any], source: Path | str, sums: dict[str, str]) 
     """
     arrays = content["arrays"]
     kept = {name: entry for name, entry in arrays.items() if not is_frozen(name)}
-    return content | {"arrays": kept, KEY: {"path": str(source), "bit_sums": sums}}
+    return content | {"arrays": kept, KEY: {"path": source, "bit_sums": sums}}
 
 
 def bit_sums(state: TrainState) -> dict[str, str]:

@@ -62,7 +62,7 @@ def check_value(name: str, value: Any, knob: Knob, given: Any = None) -> None:
     """
     problem = knob.problem(value)
     if not problem and knob.kind is Path and not knob.is_special(value):
-        problem = path_problem(value, bucket=knob.bucket)
+        problem = path_problem(value, bucket=knob.bucket, hub=bool(knob.hub))
     if problem:
         raise UserError(f"--{name}={value if given is None else given}: {problem}")
 

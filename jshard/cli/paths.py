@@ -14,25 +14,30 @@ def is_bucket(path: str | Path) -> bool:
     return isinstance(path, str) and path.startswith(tuple(f"{x}://" for x in BUCKETS))
 
 
-def check_path(name: str, path: str | Path, *, bucket: bool = False) -> None:
+def check_path(
+    name: str, path: str | Path, *, bucket: bool = False, hub: bool = False
+) -> None:
     """Raises a UserError if no file can have a path, which was given as `name`.
 
-    With `bucket`, it may be the URL of something in a bucket.
+    The arguments are those of `path_problem`.
     """
-    if problem := path_problem(path, bucket=bucket):
+    if problem := path_problem(path, bucket=bucket, hub=hub):
         raise UserError(f"{name}={path}: {problem}")
 
 
-def path_problem(path: str | Path, *, bucket: bool = False) -> str:
+def path_problem(path: str | Path, *, bucket: bool = False, hub: bool = False) -> str:
     """Returns why no file can have this path, as "is too long"; empty if one can.
 
-    With `bucket`, it may be the URL of something in a bucket.
+    With `bucket`, it may be the URL of something in a bucket; with `hub`, it may begin
+    with hf://, as names on the Hugging Face Hub do.
     """
     if bucket and is_bucket(path):
         fine = re.fullmatch(r"[a-z0-9]+://[\w.-]{3,}(/[^/\0]+)+/?", str(path))
         return "" if fine else "must be like s3://BUCKET/PATH"
     slashes = ":/" if isinstance(path, Path) else "://"  # a Path has dropped one
     text = str(path)
+    if hub and text.startswith("hf:/"):
+        return ""
     if re.match(rf"[A-Za-z][A-Za-z0-9+.-]+{slashes}", text):
         return (
             "is a URL, which this cannot be: copy what it needs to a disk, and give "

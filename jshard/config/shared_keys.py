@@ -73,15 +73,14 @@ DEFAULTS = {
     "checkpoint.restore": Knob(
         "",
         "start from these parameters: a run's folder, a checkpoint, safetensors, or a "
-        "Hugging Face folder",
-        kind=Path,
-        bucket=True,
+        "Hugging Face folder or name",
+        kind=Path, bucket=True, hub="model",
     ),
     "checkpoint.restore_optimizer": Knob(
         False, "restore the optimizer state from there, too"
     ),
     "checkpoint.adapters": Knob(
-        "", "start from the LoRA adapters in this PEFT folder", kind=Path
+        "", "start from the LoRA adapters in this PEFT folder", kind=Path, hub="model"
     ),
     "checkpoint.accept": Knob(
         (), "keys or groups that may differ from those of the resumed run: A,B"

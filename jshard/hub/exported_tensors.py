@@ -16,7 +16,7 @@ from jshard.checkpoint.stored_arrays import open_stored
 from jshard.errors import UserError, some_of
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
-from jshard.hub.huggingface_folder import is_huggingface
+from jshard.hub.huggingface_folder import is_huggingface, model_path
 from jshard.hub.merged_adapters import SIDES, Adapter, adapters
 from jshard.hub.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.hub.tensor_names import Index, tensor_names
@@ -148,7 +148,7 @@ class Exported:
 
     def _left_out(self, places: Places, written: Tensors) -> Tensors:
         """Lists the tensors that are in the files of a pretrained model alone."""
-        source = Path(self.about[frozen.KEY]["path"])
+        source = model_path(self.about[frozen.KEY]["path"])
         if not is_huggingface(source):
             reason = "is no Hugging Face folder: export it first"
             if not source.exists():

@@ -1,14 +1,22 @@
 """Hugging Face's folders: config.json, tokenizer files, and what tells them apart."""
 
+import dataclasses
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint import metadata
+from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.untrusted import read_json
-from jshard.errors import UserError
+from jshard.cli.paths import is_bucket
+from jshard.errors import UserError, some_of
+from jshard.hub.online.download import cached, download, local_path
+from jshard.hub.online.failures import lacks
+from jshard.hub.online.names import parse
+from jshard.hub.safetensors_file import weight_files
 from jshard.hub.safetensors_read import is_safetensors
+from jshard.hub.safetensors_write import INDEX, SINGLE
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER = (
@@ -23,6 +31,36 @@ TOKENIZER = (
 )
 _TIMM = "architecture"  # transformers has "architectures"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def model_path(text: str | Path) -> Path:
+    """Returns a local path, or the folder in the cache of a model on the Hub.
+
+    Args:
+      text: A path; the URL of a checkpoint in a bucket, for its local copy; or a name,
+        of which the cache gets config, tokenizer and weights.
+
+    Raises:
+      UserError: There is no such name, it has no safetensors, or the Hub does not
+        answer.
+      RunFailed: The disk is full.
+    """
+    if (name := parse(text)) is None:
+        return on_disk(text)
+    folder = local_path(text, (CONFIG, GENERATION, *TOKENIZER, INDEX))
+    name = dataclasses.replace(name, commit=folder.name)
+    files = weight_files(folder)
+    if not cached(name, files):
+        download(name, files, f"{len(files)} file{'s' * (len(files) > 1)} of weights")
+    if missing := [file for file in files if not (folder / file).exists()]:
+        none = missing == [SINGLE]
+        raise lacks(name, f"{SINGLE} or {INDEX}" if none else some_of(missing))
+    return folder
+
+
+def is_somewhere(text: str | Path) -> bool:
+    """Returns whether a path exists; a URL or a name is asked for when it is read."""
+    return is_bucket(text) or parse(text) is not None or Path(text).exists()
 
 
 def is_huggingface(path: Path) -> bool:

@@ -21,6 +21,7 @@ from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
+from jshard.hub.online.names import parse
 from jshard.hub.tensor_names import Layers, tensor_names
 from jshard.nn.lora import ALPHA
 
@@ -92,10 +93,12 @@ def write_config(
     given = about["config"].get("checkpoint")
     model = given.get("restore") if isinstance(given, dict) else None
     model = model if isinstance(model, str) and model else None
+    name = parse(model) if model else None
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model,
+        "base_model_name_or_path": name.repository if name else model,
+        "revision": name and name.commit,
         "r": entry["shape"][-1],
         "lora_alpha": entry[ALPHA],
         "lora_dropout": 0.0,

@@ -96,16 +96,25 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     }
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Returns the names of a model's files: those of its index, or the single one."""
+    index = folder / INDEX
+    if not index.exists():
+        return [SINGLE]
+    try:
+        files = sorted(set(read_json(index)["weight_map"].values()))
+        for file in files:
+            path_inside(folder, file)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"cannot read {index}: {error!r}") from error
+    return files
+
+
 def _files(path: Path) -> list[Path]:
     """Returns the files of a model; raises UserError if there are none."""
-    index = path / INDEX
-    if index.exists():
-        try:
-            files = set(read_json(index)["weight_map"].values())
-            # Links are followed: Hugging Face's cache consists of them.
-            return [path_inside(path, file) for file in sorted(files)]
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise UserError(f"cannot read {index}: {error!r}") from error
+    if (path / INDEX).exists():
+        # Links are followed: Hugging Face's cache consists of them.
+        return [path_inside(path, file) for file in weight_files(path)]
     file = path / SINGLE if path.is_dir() else path
     if not file.exists():
         raise UserError(f"there is no {file}" + f" and no {INDEX}" * path.is_dir())

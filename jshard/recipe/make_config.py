@@ -1,11 +1,17 @@
 """The config of a run: its recipe's, with what the user sets."""
 
+import contextlib
+import functools
 from collections.abc import Mapping
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
+from jshard.checkpoint.untrusted import read_json
 from jshard.config.overrides import override, read_words
-from jshard.config.run_config import Config, check, complete
+from jshard.config.run_config import Config, check, complete, declarations, flatten
+from jshard.hub.online.download import pin
+from jshard.knob import Knob
 from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import SOURCE, require_map, take_architecture
 
@@ -15,9 +21,12 @@ def read_keys(
 ) -> dict[str, Any]:
     """Converts words of the command line, by dotted key, to values for `make_config`.
 
+    Names on the Hugging Face Hub get their commits here, once for all that follows.
+
     Raises:
       UserError: A key is unknown or has an impossible value.
     """
+    words = {**words, **pin_words(recipe, words, workdir)}
     return read_words(_defaults(recipe, words, workdir), words, recipe.name)
 
 
@@ -27,7 +36,7 @@ def make_config(
     """Returns a recipe's config with overrides applied, complete and checked.
 
     `model.from` sets the keys of the architecture first, so that those that are given
-    win.
+    win. Names on the Hugging Face Hub get the commits that they stand for.
 
     Args:
       recipe: The recipe.
@@ -39,9 +48,52 @@ def make_config(
         folder of a known architecture.
     """
     config = _defaults(recipe, overrides, workdir)
-    override(config, overrides, recipe.name)
+    rest = {key: value for key, value in overrides.items() if key != SOURCE}
+    override(config, rest, recipe.name)
+    pin_names(config, workdir)
     check(config)
     return config
+
+
+def pin_names(config: Config, workdir: Path | None) -> None:
+    """Adds to names on the Hugging Face Hub in a config the commits they stand for.
+
+    Those that a run in the folder has recorded stay, so that it is resumed with them.
+
+    Raises:
+      UserError: There is no such name, or the Hub does not answer.
+    """
+    pinned = _pinned(flatten(config), declarations(config), workdir)
+    for key, value in pinned.items():
+        *groups, name = key.split(".")
+        functools.reduce(getitem, groups, config)[name] = value
+
+
+def pin_words(
+    recipe: Recipe, words: Mapping[str, str], workdir: Path | None
+) -> dict[str, str]:
+    """Returns those words that may be names on the Hub, as `pin_names` sets them.
+
+    For process 0 of a job: the others are to take the same commits, and not to ask.
+    """
+    declared = declarations(complete(recipe.get_config(), recipe.name))
+    return _pinned(words, declared, workdir)
+
+
+def _pinned(
+    values: Mapping[str, Any], declared: Mapping[str, Knob], workdir: Path | None
+) -> dict[str, str]:
+    recorded: Mapping[str, Any] = {}
+    if workdir is not None:
+        # No run, or one that is reported when it is resumed.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            recorded = flatten(read_json(workdir / "config.json"))
+    names = {key: values[key] for key in values if key in declared}
+    names = {key: text for key, text in names.items() if text and declared[key].hub}
+    for key, text in names.items():
+        known = (recorded.get(key), *names.values())  # a name is one commit in all keys
+        names[key] = pin(text, declared[key].hub, known)
+    return names
 
 
 def _defaults(recipe: Recipe, given: Mapping[str, Any], workdir: Path | None) -> Config:
@@ -52,10 +104,12 @@ def _defaults(recipe: Recipe, given: Mapping[str, Any], workdir: Path | None) ->
     """
     config = complete(recipe.get_config(), recipe.name)
     if SOURCE in given:
-        folder = str(given[SOURCE])
-        why = f"--config.{SOURCE}={folder} names a Hugging Face folder"
-        mapped = require_map(recipe.map_of(Path(folder)), recipe.name, why)
-        override(config, {SOURCE: folder}, recipe.name)
-        if folder:
-            take_architecture(config, mapped, workdir)
+        source = str(given[SOURCE])
+        why = f"--config.{SOURCE}={source} names a Hugging Face folder"
+        require_map(recipe.huggingface or recipe.timm, recipe.name, why)
+        override(config, {SOURCE: source}, recipe.name)
+        if source:
+            pin_names(config, workdir)
+            map_of = lambda path: require_map(recipe.map_of(path), recipe.name, why)
+            take_architecture(config, map_of, workdir)
     return config

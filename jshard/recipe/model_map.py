@@ -25,12 +25,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jshard.checkpoint.untrusted import read_json
-from jshard.cli.paths import path_problem
 from jshard.config.keys import Key
 from jshard.config.run_config import Config, declarations
 from jshard.errors import UserError, some_of
 from jshard.hub import huggingface_folder as folders
 from jshard.hub.file_tensor import FileTensor
+from jshard.hub.online.download import cached_path, local_path
 from jshard.knob import Knob
 
 FROM = "from"  # the key in the group `model`
@@ -61,8 +61,10 @@ def declare_source(get_config: Callable[[], Config]) -> Callable[[], Config]:
             with config.unlocked():
                 config.model[FROM] = Key(
                     "",
-                    "take the architecture from this Hugging Face folder's config.json",
+                    "take the architecture from the config.json of this Hugging Face "
+                    "folder or name",
                     kind=Path,
+                    hub="model",
                 )
         return config
 
@@ -90,24 +92,27 @@ def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_architecture(
-    config: Config, huggingface: types.ModuleType, workdir: Path | None
+    config: Config, map_of: Callable[[Path], types.ModuleType], workdir: Path | None
 ) -> None:
     """Sets the keys `model.*` as the folder that `model.from` names says.
 
     Where the folder is gone, a run that is resumed takes them from its own config.
 
+    Args:
+      config: The config, with a path or a pinned name as `model.from`.
+      map_of: Returns the recipe's map of a folder.
+      workdir: The run's folder, if there may be a run to resume.
+
     Raises:
       UserError: The folder cannot be read, or holds another architecture.
     """
-    folder = config.model[FROM]
-    if problem := path_problem(folder):
-        raise UserError(f"--config.{SOURCE}={folder}: {problem}")
-    path = Path(folder).expanduser()
-    found = None
+    source = config.model[FROM]
+    path, found = cached_path(source), None
     if workdir is not None and not (path / folders.CONFIG).exists():
-        found = _recorded(workdir, folder)
+        found = _recorded(workdir, source)
     if found is None:
-        found = read_architecture(path, huggingface)
+        path = local_path(source, (folders.CONFIG,))
+        found = read_architecture(path, map_of(path))
     declared = declarations(config)
     for key, value in found.items():
         _check_type(declared.get(f"model.{key}"), key, value, path)
@@ -148,11 +153,11 @@ def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[st
         raise UserError(f"{folder / folders.CONFIG}: {error}") from error
 
 
-def _recorded(workdir: Path, folder: str) -> dict[str, Any] | None:
+def _recorded(workdir: Path, source: str) -> dict[str, Any] | None:
     """Returns the `model.*` keys of the run in a folder, if from the same source."""
     try:
         model = read_json(workdir / "config.json")["model"]
-        if model.pop(FROM, None) == folder:
+        if model.pop(FROM, None) == source:
             return model
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass  # no run, or one that is reported when it is resumed
@@ -195,7 +200,7 @@ def find_map(
     theirs = read_architecture(path, required)
     model = model_of(config.to_dict())
     source = config.model[FROM]
-    if not source or Path(source).expanduser().resolve() != path.resolve():
+    if not source or cached_path(source).resolve() != path.resolve():
         ours = required.read_config(required.write_config(model))
         differences = [
             f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"

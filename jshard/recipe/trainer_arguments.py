@@ -21,7 +21,7 @@ from jshard.formatting import did_you_mean
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.definition import Recipe, recipe_of, split_path
 from jshard.recipe.load import find_recipe, load_recipe, own_folder
-from jshard.recipe.make_config import make_config
+from jshard.recipe.make_config import make_config, pin_names
 
 SPLITS = ("train", "validation", "test")
 _FUNCTIONS = tuple(name for name in ARGUMENTS if name != "get_config")
@@ -112,6 +112,7 @@ def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
         return make_config(recipe, flatten(config or {}), workdir)
     else:
         whole = _only_shared_keys(flatten(config or {}), recipe.name)
+    pin_names(whole, workdir)
     check(whole)
     return whole
 

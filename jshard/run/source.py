@@ -6,12 +6,14 @@ from pathlib import Path
 
 from jshard.checkpoint import frozen
 from jshard.checkpoint.buckets.arrays import shown
-from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import restore_state
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
+from jshard.hub.huggingface_folder import is_somewhere, model_path
+from jshard.hub.online.download import local_path
+from jshard.hub.online.names import parse
 from jshard.hub.parameters import (
     ParameterSource,
     find_parameters,
@@ -28,19 +30,21 @@ class Source:
 
     Attributes:
       parameters: Of a pretrained model; None starts with initial values.
+      name: Its name on the Hugging Face Hub, with the commit; "" if it has none.
       adapters: A folder of PEFT's, if the adapters are read from one.
       checkpoint: The run's own checkpoint, if it is resumed: only the parameters that
         it leaves out are read.
     """
 
     parameters: ParameterSource | None
+    name: str = ""
     adapters: Path | None = None
     checkpoint: Path | None = None
 
     @property
-    def path(self) -> Path | None:
-        """A step's folder or safetensors files, if parameters are read from one."""
-        return self.parameters and self.parameters.path
+    def frozen_from(self) -> Path | str | None:
+        """A step's folder, safetensors or a name, if parameters are read from one."""
+        return self.parameters and (self.name or self.parameters.path)
 
     def restore(self, abstract_state: TrainState) -> TrainState:
         """Returns the state of the run's checkpoint."""
@@ -62,8 +66,8 @@ class Source:
 
     def message(self) -> str:
         """Says what a new run starts from; "" for initial values."""
-        read = filter(None, (self.path, self.adapters))
-        found = " and ".join(map(shown, read))
+        read = [path for path in (self.frozen_from, self.adapters) if path]
+        found = " and ".join(shown(x) if isinstance(x, Path) else x for x in read)
         return f"starting from the parameters of {found}" if found else ""
 
 
@@ -85,18 +89,19 @@ def find_source(
       UserError: Something is missing, or of another model.
     """
     recipe, given = job.recipe, job.config.checkpoint
-    path = on_disk(given.restore) if given.restore else None
+    text = given.restore
     if checkpoint is not None:
         recorded = frozen.source_of(checkpoint)
-        if recorded and not path and not recorded.exists():
+        if recorded and not text and not is_somewhere(recorded):
             raise UserError(
                 f"{checkpoint} has the trained parameters alone, and {recorded}, with "
                 "the others, does not exist: give the folder that has them with "
                 "--config.checkpoint.restore=DIR"
             )
-        path = recorded and (path or recorded)
-    parameters = None
-    if path is not None:
+        text = recorded and (text or recorded)
+    parameters, name = None, ""
+    if text:
+        path, name = model_path(text), str(parse(text) or "")
         parameters = find_parameters(
             path,
             abstract_state,
@@ -105,9 +110,9 @@ def find_source(
         )
     adapters = None
     if given.adapters and checkpoint is None:
-        adapters = Path(given.adapters).expanduser()
+        adapters = local_path(given.adapters, (peft.CONFIG, peft.TENSORS))
         peft.check_adapters(adapters, abstract_state, _map_of(job, adapters))
-    return Source(parameters, adapters, checkpoint)
+    return Source(parameters, name, adapters, checkpoint)
 
 
 def _map_of(job: Job, adapters: Path) -> Mapping[str, FileTensor]:

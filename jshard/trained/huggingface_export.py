@@ -11,6 +11,7 @@ from jshard.config.run_config import flatten
 from jshard.errors import UserError
 from jshard.hub import huggingface_folder as folders
 from jshard.hub.file_tensor import FileTensor
+from jshard.hub.online.download import cached_path
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.model_map import SOURCE, model_of, require_map
 
@@ -101,8 +102,8 @@ def _sources(config: Mapping[str, Any]) -> list[Path]:
     flat = flatten(config)
     given = map(flat.get, ("data.tokenizer", "checkpoint.restore", SOURCE))
     texts = [text for text in given if isinstance(text, str) and text]
-    texts = [text for text in texts if not path_problem(text)]
-    paths = [Path(text).expanduser() for text in texts]
+    texts = [text for text in texts if not path_problem(text, hub=True)]
+    paths = [cached_path(text) for text in texts]
     found = [path.parent if path.is_file() else path for path in paths]
     return list(dict.fromkeys(found))  # often the same
 

@@ -14,19 +14,21 @@ from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.distributed.heartbeat import SILENCE
+from jshard.hub.online.download import pin
 from jshard.trained.trained_model import TrainedModel, open_model
 
 MODEL_OPTIONS = {
     "model": Option(
-        None, "a run's folder, a checkpoint, or a Hugging Face folder", kind=Path,
-        required=True, shown="RUN_OR_DIR", bucket=True,
+        None, "a run's folder, a checkpoint, or a Hugging Face folder or name",
+        kind=Path, bucket=True, hub="model", required=True, shown="RUN_OR_DIR",
     ),
     "config": Option(
         None, "the model's recipe, if it is not where the run says", kind=str,
         shown="RECIPE",
     ),
     "tokenizer": Option(
-        None, "by default the run's, or that in the Hugging Face folder", kind=Path
+        None, "by default the run's, or that in the Hugging Face folder", kind=Path,
+        hub="model",
     ),
     "dtype": Option(
         None, "of weights and computation; by default the run's own, and float32 for a "
@@ -37,7 +39,7 @@ MODEL_OPTIONS = {
     ),
     "base": Option(
         None, "where the weights are that a run of adapters did not train, if they "
-        "have moved", kind=Path, shown="DIR",
+        "have moved", kind=Path, hub="model", shown="DIR",
     ),
     **cluster.OPTIONS,
 }  # fmt: skip
@@ -61,15 +63,17 @@ def started(arguments: SimpleNamespace) -> Iterator[TrainedModel]:
     platform = choose_platform()
     cache_compilations()
     with contextlib.ExitStack() as stack:
+        path = str(arguments.model)
         if job is not None:
             peers = stack.enter_context(join(job))
             peers.limit(SILENCE, 0)  # a long text is one phase
+            path = peers.publish("model", pin(path) if peers.index == 0 else "")
         start_devices()
         if platform:
             note(platform)
         model = stack.enter_context(
             open_model(
-                arguments.model,
+                path,
                 arguments.config,
                 arguments.dtype,
                 ema=arguments.ema,

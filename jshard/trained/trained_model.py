@@ -13,7 +13,6 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
@@ -25,7 +24,13 @@ from jshard.fsdp.mesh import make_mesh
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision, own_dtype, set_compute_dtype
 from jshard.fsdp.state import TrainState
-from jshard.hub.huggingface_folder import is_huggingface, read_config
+from jshard.hub.huggingface_folder import (
+    is_huggingface,
+    is_somewhere,
+    model_path,
+    read_config,
+)
+from jshard.hub.online.download import cached_path
 from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.recipe import contract
 from jshard.recipe.build import Job
@@ -86,7 +91,7 @@ class TrainedModel:
             return load_tokenizer(self.path, vocab_size)
         own = self.config.get("data", {}).get("tokenizer", "")
         named = own in ("", PYTHON)
-        if self.base is not None and not named and not Path(own).expanduser().exists():
+        if self.base is not None and not named and not cached_path(own).exists():
             own = self.base  # it was beside the weights that have moved
         return load_tokenizer(own, vocab_size)
 
@@ -204,7 +209,7 @@ def open_model(
 
     Args:
       path: A run's folder, a folder of checkpoints, one checkpoint, or a Hugging Face
-        folder.
+        folder or name.
       recipe: The recipe, if it is not where the run says, or for a Hugging Face folder
         one with another map.
       dtype: Of the weights and of the computation; by default the run's own, and
@@ -216,7 +221,7 @@ def open_model(
       UserError: There is no model, or it is of an unknown architecture, or has no
         averages.
     """
-    path = on_disk(path)
+    path = model_path(path)
     if is_huggingface(path):
         _check_averages(path, not ema)
         _check_base(path, None, base)
@@ -246,12 +251,12 @@ def open_model(
         )
 
 
-def _check_base(path: Path, recorded: Path | None, base: Path | None) -> None:
+def _check_base(path: Path, recorded: str | None, base: Path | None) -> None:
     """Raises a UserError if parameters that a checkpoint lacks are not there."""
     if recorded is None and base is not None:
         raise UserError(f"--base={base}: {path} has all of its weights")
     found = base or recorded
-    if found is not None and not found.exists():
+    if found is not None and not is_somewhere(found):
         raise UserError(
             f"{path} has the trained weights alone, and {found}, with the others, does "
             "not exist: give the folder that has them with --base=DIR"

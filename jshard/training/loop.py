@@ -87,7 +87,7 @@ def train(
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         Copying(run.bucket, jax.process_index()) as copying,
         _open_folder(run, start) as folder,
-        Saving(run, folder, display, hooks, copying, source.path) as saving,
+        Saving(run, folder, display, hooks, copying, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
         StepLog(run, start.step, recipe, folder, display, started) as log,
         run.peers.telling(),

@@ -258,10 +258,13 @@ class LoopbackHub:
 
     def _search(self, kind: str, query: Mapping[str, list[str]]) -> list[Any]:
         (text,) = query.get("search", [""])
+        (author,) = query.get("author", [""])
         return [
             self._listed(kind, name)
             for kind_of, name in self._repositories
-            if kind_of == kind and text.lower() in name.lower()
+            if kind_of == kind
+            and text.lower() in name.lower()
+            and name.startswith(f"{author}/" if author else "")
         ]
 
     def _file(

@@ -18,6 +18,7 @@ from jshard.data.text.records import with_records
 from jshard.data.text.token_files import TOKENS, Piece, map_tokens, reading
 from jshard.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from jshard.errors import UserError
+from jshard.hub.online.download import data_path
 
 # Tests, tables and third-party code, and files that differ between installations of
 # the same Python version.
@@ -52,8 +53,8 @@ def split_corpus(
     tokenizer = tokenizer or ByteTokenizer()
     if path == "":
         return _split_stdlib(validation_fraction, tokenizer)
-    check_path("data.path", path)
-    root = Path(path).expanduser()
+    check_path("data.path", path, hub=True)
+    root = data_path(path)
     files, folder = _listed(root)
     token_files = [file for file in files if file.suffix == TOKENS]
     if token_files:
@@ -88,7 +89,7 @@ def split_corpus(
 
 def corpus_files(path: Path) -> list[tuple[Path, str]]:
     """Returns the files with text or records at a path, and their names there."""
-    root = path.expanduser()
+    root = data_path(path)
     files, folder = _listed(root)
     if tokens := [file for file in files if file.suffix == TOKENS]:
         raise UserError(f"{tokens[0]}: holds tokens already; give text or records")

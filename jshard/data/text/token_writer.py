@@ -47,6 +47,7 @@ from jshard.data.text.token_files import (
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import RunFailed, UserError
+from jshard.hub.online.download import pin
 
 ABOUT = "tokens.json"
 PART_BYTES = 2**26
@@ -72,7 +73,7 @@ class _Part(NamedTuple):
 
 def write_token_files(
     inputs: Sequence[Path],
-    tokenizer: Path,
+    tokenizer: Path | str,
     output: Path,
     *,
     text_key: str = "text",
@@ -89,7 +90,7 @@ def write_token_files(
 
     Args:
       inputs: Files or folders, as for `text_data`.
-      tokenizer: A `tokenizer.json`, or a folder with one.
+      tokenizer: A `tokenizer.json`, or a folder or a Hugging Face name with one.
       output: A folder; new, empty, or left by the same call when it was killed.
       text_key: The text of a record.
       workers: Processes that tokenize.
@@ -99,6 +100,7 @@ def write_token_files(
       UserError: The inputs or the tokenizer cannot be read, or `output` holds something
         else.
     """
+    tokenizer = pin(str(tokenizer))
     loaded = load_tokenizer(tokenizer)
     files = dict(found for path in inputs for found in corpus_files(path))
     parts = _plan(files, part_bytes)
@@ -119,7 +121,7 @@ def write_token_files(
         return
     missing = [part for part in parts if _find(folder, part.name) is None]
     write = functools.partial(
-        _write_part, folder=folder, tokenizer=str(tokenizer), text_key=text_key
+        _write_part, folder=folder, tokenizer=tokenizer, text_key=text_key
     )
     started = time.perf_counter()
     with _progress(parts, missing) as advance:

@@ -12,6 +12,7 @@ from jshard.checkpoint import untrusted
 from jshard.cli.paths import check_path
 from jshard.data.tokenizers.byte_pieces import PieceTokenizer, python_pieces
 from jshard.errors import UserError
+from jshard.hub.online.download import local_path
 
 BYTE_VOCAB = 256
 PYTHON = "python"  # the name of the pieces that come with jshard
@@ -152,14 +153,15 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     """Returns the tokenizer of a file, or of a folder with a `tokenizer.json`.
 
     Args:
-      path: "" for bytes, "python" for pieces of Python. Loaded once a process.
+      path: "" for bytes, "python" for pieces of Python; or a name on the Hugging Face
+        Hub. Loaded once a process.
       vocab_size: If given, all but bytes must not have more tokens.
 
     Raises:
       UserError: `path` holds no tokenizer or a larger one, or the `tokenizers` library
         is missing.
     """
-    check_path("data.tokenizer", path)
+    check_path("data.tokenizer", path, hub=True)
     tokenizer = _load(str(path))
     if path and vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -177,7 +179,7 @@ def _load(path: str) -> Tokenizer:
         return ByteTokenizer()
     if path == PYTHON:
         return python_pieces()
-    file = Path(path).expanduser()
+    file = local_path(path, (FILE, *_NAMING, *_NUMBERING, "chat_template.jinja"))
     if file.is_dir():
         file /= FILE
     if not file.is_file():

@@ -52,7 +52,7 @@ class Saving(AbstractContextManager):
         display: ProgressDisplay,
         hooks: Hooks,
         copying: Copying,
-        frozen_from: Path | None = None,
+        frozen_from: Path | str | None = None,
     ):
         options = run.config.checkpoint
         self._run, self._hooks = run, hooks
