@@ -70,6 +70,13 @@ DEFAULTS = {
     "checkpoint.best_is": Knob(
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
+    "checkpoint.local": Knob(
+        0, "steps between two copies in the hosts' memory, from which a job restarts "
+        "if a process or a host is lost; 0 is never", at_least=0,
+    ),
+    "checkpoint.local_dir": Knob(
+        "/dev/shm", "folder for these copies, of each host's own", kind=Path
+    ),
     "checkpoint.restore": Knob(
         "",
         "start from these parameters: a run's folder, a checkpoint, safetensors, or a "

@@ -1,12 +1,14 @@
-"""Where a run starts: at its first step, or after a checkpoint in its folder."""
+"""Where a run starts: at its first step, after a checkpoint, or from local copies."""
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from jshard.checkpoint.frozen import source_of
+from jshard.checkpoint.local import Found, LocalCopies
 from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config
@@ -24,6 +26,7 @@ from jshard.run.resume import (
 )
 
 STOPPED = "stopped"  # the note of a run that a hook ended
+RUN = "run"  # the note that tells a run from another one in the same folder
 _Line: TypeAlias = Mapping[str, Any]
 
 
@@ -38,6 +41,10 @@ class Start:
       metrics: The run's lines of metrics up to `step`; None if it starts at 0.
       unevaluated: Whether the evaluation due at `step` was not made.
       held: Whether to go on from the state that the processes hold.
+      local: Whether to go on from local copies, which are newer than checkpoints.
+      texts: What this process kept with its local copy, by name.
+      run: Tells the run from another one in the same folder.
+      number: How many times the run was started before.
       stopped: Why the run is done at `step`, as a hook asked; empty if it is not.
       message: What to tell the user; empty for a new run.
     """
@@ -48,6 +55,10 @@ class Start:
     metrics: Sequence[Mapping[str, Any]] | None = None
     unevaluated: bool = False
     held: bool = False
+    local: bool = False
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    run: str = ""
+    number: int = 0
     stopped: str = ""
     message: str = ""
 
@@ -58,10 +69,12 @@ def find_start(
     peers: Peers,
     abstract_state: TrainState | None = None,
     held: int | None = None,
+    copies: LocalCopies | None = None,
 ) -> Start:
     """Finds the run's newest complete checkpoint, without writing anything.
 
-    A state that the processes hold is preferred, unless the checkpoint is newer.
+    A state that the processes hold is preferred, unless the checkpoint is newer, and
+    so are local copies: then no checkpoint is read.
 
     Process 0 decides, because a network disk may show older contents to the others.
     Those help to verify the checkpoint, and get neither metrics nor message.
@@ -73,6 +86,7 @@ def find_start(
       abstract_state: What is to be restored, to find changes of the config that make
         it another model's, which cannot be accepted.
       held: The step of the state that each process holds, if there is one.
+      copies: The run's local copies, if it makes them.
 
     Raises:
       UserError: The folder cannot be read, the config changes what is trained, no
@@ -91,32 +105,64 @@ def find_start(
         return ""
 
     try:
-        if peers.index == 0 and find_steps(folder):
+        known, numbers = _identity(workdir) if peers.index == 0 else ("", [])
+        found = Found()
+        if copies is not None:
+            steps = find_steps(folder) if peers.index == 0 else []
+            told = json.dumps([known, numbers, max([1, *steps])])
+            known, numbers, least = json.loads(peers.publish("run", told))
+            found = copies.find(known, numbers, least)
+        if peers.index == 0 and (find_steps(folder) or found.step):
             changes = changed_keys(read_config(workdir), config)
             check_changes(changes, config.checkpoint.accept, obstacle)
-        checkpoint = find_newest(folder)
+        checkpoint = None if found.step else find_newest(folder)
         start = Start()
         if peers.index == 0 and checkpoint:
             start = _resume(workdir, config, changes, checkpoint)
+        elif peers.index == 0 and found.step:
+            start = _go_on_locally(workdir, config, changes, found)
         elif peers.index == 0:
             start = _start_again(workdir, config)
         if peers.index == 0 and held is not None and held >= start.step:
             start = _hold(workdir, config, start, held)
         if peers.index == 0 and start.step:
             start = dataclasses.replace(start, stopped=_stopped(workdir, config, start))
+        if peers.index == 0:
+            start = _numbered(start, known, numbers, found.note)
     except OSError as error:
         where = error.filename or workdir
         raise UserError(f"cannot read {where}: {error.strerror}") from error
-    names = ("step", "resumes", "unevaluated", "held", "stopped")
+    names = (
+        "step", "resumes", "unevaluated", "held", "local", "run", "number", "stopped",
+    )  # fmt: skip
     decided = json.dumps({name: getattr(start, name) for name in names})
     decided = json.loads(peers.publish("start", decided))
-    return dataclasses.replace(start, checkpoint=checkpoint, **decided)
+    return dataclasses.replace(
+        start, checkpoint=checkpoint, texts=found.texts, **decided
+    )
+
+
+def _identity(workdir: Path) -> tuple[str, list[int]]:
+    """Returns what tells the run from others, and after which steps it was resumed."""
+    notes = workdir / "notes.json"
+    if not notes.exists() or not read_metrics(workdir):
+        return "", []
+    known = read_object(notes, "repair or remove it")
+    return known.get(RUN, ""), known.get("resumed", [])
+
+
+def _numbered(start: Start, known: str, numbers: Sequence[int], note: str) -> Start:
+    """Adds which run this is, how often it was started, and a note for the user."""
+    run = known if start.resumes and known else secrets.token_hex(8)
+    number = len(numbers) + 1 if start.resumes else 0
+    message = "; ".join(filter(None, (start.message, note)))
+    return dataclasses.replace(start, run=run, number=number, message=message)
 
 
 def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -> Start:
     step = int(checkpoint.stem)  # the name may have a suffix
     found = read_metrics(workdir)
-    metrics, gone = _metrics_up_to(checkpoint, step, found)
+    metrics, gone = _metrics_up_to(step, found, read_metrics(checkpoint))
     messages = [
         f"resuming {workdir} after step {step}",
         describe_changes(changes),
@@ -135,14 +181,36 @@ def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -
     )
 
 
+def _go_on_locally(
+    workdir: Path, config: Config, changes: Changes, found: Found
+) -> Start:
+    step = found.step or 0
+    kept = map(json.loads, found.texts.get(METRICS, "").splitlines())
+    metrics, gone = _metrics_up_to(step, read_metrics(workdir), list(kept))
+    messages = [
+        f"resuming {workdir} after step {step}, from the copies on the hosts",
+        describe_changes(changes),
+        gone,
+    ]
+    return Start(
+        step,
+        resumes=True,
+        metrics=metrics,
+        unevaluated=_unevaluated(config, step, metrics),
+        local=True,
+        message="; ".join(filter(None, messages)),
+    )
+
+
 def _hold(workdir: Path, config: Config, start: Start, step: int) -> Start:
     if step == start.step:
-        return dataclasses.replace(start, held=True)
+        return dataclasses.replace(start, held=True, local=False)
     metrics = [line for line in read_metrics(workdir) if line["step"] <= step]
     return dataclasses.replace(
         start,
         step=step,
         held=True,
+        local=False,
         resumes=bool(metrics),
         metrics=metrics,
         unevaluated=_unevaluated(config, step, metrics),
@@ -168,21 +236,20 @@ def _stopped(workdir: Path, config: Config, start: Start) -> str:
 
 
 def _metrics_up_to(
-    checkpoint: Path, step: int, found: Sequence[_Line]
+    step: int, found: Sequence[_Line], kept: Sequence[_Line]
 ) -> tuple[list[_Line], str]:
-    """Returns the lines up to a checkpoint, and a message if some were missing.
+    """Returns the lines up to a step, and a message if some were missing.
 
-    A checkpoint has a copy of the lines up to its step.
+    A checkpoint or local copy has `kept` those up to its step.
     """
     found = [line for line in found if line["step"] <= step]
-    kept = read_metrics(checkpoint)
     there, known = ({json.dumps(line) for line in lines} for lines in (found, kept))
     gone = [line["step"] for line in kept if json.dumps(line) not in there]
     if gone:
         more = [line for line in found if json.dumps(line) not in known]
         message = (
             f"{METRICS} lacked lines of {_span(min(gone), max(gone))}: restored from "
-            "the checkpoint"
+            "the copy saved with the state"
         )
         return sorted(kept + more, key=lambda line: line["step"]), message
     last = max((line["step"] for line in found if "loss" in line), default=0)

@@ -18,6 +18,7 @@ from jshard.run.source import Source
 from jshard.run.start import Start
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
+from jshard.training.callbacks.local_saving import LocalSaving
 from jshard.training.callbacks.profiling import Profile
 from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.saving import Saving
@@ -79,6 +80,7 @@ def train(
     with (
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         _open_folder(run, start) as folder,
+        LocalSaving(run, start, folder, display) as local,
         Saving(run, folder, display, hooks, source.path) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
         StepLog(run, start.step, recipe, folder, display, started) as log,
@@ -114,6 +116,7 @@ def train(
             evaluated = evaluation.after_step(step)
             ends = hooks.ends_after(step, agree=log.logs(step) or bool(evaluated))
             saving.after_step(step, log, evaluated, ends=ends)
+            local.after_step(step, log, ends=ends)
             if ends:
                 break
             run.peers.at("data", step)
@@ -137,6 +140,8 @@ def _find_start(run: PreparedRun) -> Start | None:
         return start
     if first:
         finish_folder(run.workdir)
+    if run.copies is not None:
+        run.copies.delete()
     if not start.held:
         run.state = None  # the folder's is newer
     why = f", stopped: {start.stopped}" if start.stopped else ""
@@ -152,6 +157,8 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
         job.fsdp, run.abstract_state, recipe.first_batch, job.train_step, run.hosts
     )
     more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
+    if run.copies is not None:
+        more["local copies"] = run.copies.describe(run.config.checkpoint.local)
     return "\n".join([note, *(f"{k:<16}{text}" for k, text in more.items() if text)])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jshard.checkpoint.local import LocalCopies
 from jshard.config.run_config import Config
 from jshard.distributed import Peers
 from jshard.fit.expert_choice import with_experts
@@ -34,6 +35,7 @@ class PreparedRun:
       chosen: What was chosen by memory and why; empty if nothing was open.
       experts: The same, of `mesh.expert`, which is chosen by traffic.
       hosts: The host of each process, if known.
+      copies: Of the state on the hosts, if `checkpoint.local` asks for them.
       state: The newest state; None before there is one. A step that fails takes the
         state with it, and leaves deleted arrays.
     """
@@ -45,6 +47,7 @@ class PreparedRun:
     chosen: str
     experts: str
     hosts: Sequence[int] | None
+    copies: LocalCopies | None
     state: Any = None
 
     @property
@@ -66,7 +69,12 @@ class PreparedRun:
         """Finds where the run starts, without writing anything."""
         held = int(self.state.step) if self.alive() else None
         return find_start(
-            self.workdir, self.config, self.peers, self.abstract_state, held
+            self.workdir,
+            self.config,
+            self.peers,
+            self.abstract_state,
+            held,
+            self.copies,
         )
 
     def restore(self, start: Start) -> Source:
@@ -78,7 +86,11 @@ class PreparedRun:
         if start.held:
             return source
         self.state = None  # never two at once
-        if start.checkpoint:
+        if start.local:
+            assert self.copies is not None
+            self.peers.at("restoring", start.step)
+            self.state = self.copies.restore(start.step)
+        elif start.checkpoint:
             self.peers.at("restoring", start.step)
             self.state = source.restore(self.abstract_state)
         return source
@@ -145,4 +157,8 @@ def prepare_run(
         job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
     state = job.abstract_state()
     check_capacity(state, job.fsdp.mesh.local_devices)
-    return PreparedRun(job, state, workdir, peers, chosen, experts, hosts)
+    copies = None
+    if config.checkpoint.local:
+        root = Path(config.checkpoint.local_dir).expanduser()
+        copies = LocalCopies(root, workdir, state, peers)
+    return PreparedRun(job, state, workdir, peers, chosen, experts, hosts, copies)

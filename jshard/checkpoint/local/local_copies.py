@@ -1,0 +1,363 @@
+"""Copies of a state in the memory of the hosts, and a start from them.
+
+Every process copies the shards of its devices to a file of its own, and sends what no
+other host has to a process of the next host. All that happens in a thread; it ends with
+an agreement of all processes that the copy is whole, and only then is the one before
+removed. So of each step's copy that was agreed upon, all parts are there twice.
+"""
+
+import dataclasses
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jshard.checkpoint.local import copy_files
+from jshard.checkpoint.local.copy_files import Label
+from jshard.checkpoint.local.exchange import Exchange
+from jshard.checkpoint.local.pieces import (
+    Key,
+    assemble,
+    copy_shards,
+    divide,
+    neighbors,
+)
+from jshard.distributed import Peers
+from jshard.errors import RunFailed, UserError
+from jshard.formatting import format_bytes
+from jshard.fsdp.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """The outcome of a copy.
+
+    Attributes:
+      step: The step that was copied.
+      waited: Seconds that `keep` waited for the copy before.
+      blocked: Seconds that it took to copy the shards from the devices.
+      took: Seconds until the copy was whole.
+      size: The bytes of this process's shards.
+      error: Why the copy failed in some process, on one line; empty if it did not.
+    """
+
+    step: int
+    waited: float
+    blocked: float
+    took: float
+    size: int
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The newest copy that a run can start from.
+
+    Attributes:
+      step: The state's; None if there is none.
+      texts: What this process kept with it, by name.
+      note: Why copies that are there are not used; empty if there is nothing to say.
+    """
+
+    step: int | None = None
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+
+class LocalCopies:
+    """The local copies of a run, as one of its processes sees them.
+
+    Args:
+      root: The folder for copies, of each host's own: in memory, or on a disk.
+      workdir: The run's folder.
+      abstract: The run's state.
+      peers: All processes; each calls every method, at the same steps.
+
+    Raises:
+      UserError: The folder cannot be used, or has not enough room.
+    """
+
+    def __init__(self, root: Path, workdir: Path, abstract: TrainState, peers: Peers):
+        self._abstract, self._peers = abstract, peers
+        self._root, self._workdir = root, workdir
+        self._folder = copy_files.make_folder(root, workdir)
+        self._division = divide(abstract, peers.hosts)
+        self._neighbors = neighbors(peers.hosts)
+        self._size = self._division.sizes[peers.index]
+        self._check_room()
+        several = peers.count > 1
+        self._exchange = Exchange(peers, self._folder) if several else None
+        # Of the step that `find` found: who has a copy of each process's, of what size.
+        self._copies: Mapping[int, list[tuple[int, int]]] = {}
+        self._thread: threading.Thread | None = None
+
+    # Where the files are.
+
+    def _check_room(self) -> None:
+        needed = 0
+        for process in self._of_this_host():
+            received = (self._division.alone[p] for p in self._received_by(process))
+            needed += 2 * (self._division.sizes[process] + sum(received))
+        disk = shutil.disk_usage(self._folder)
+        if needed > disk.free + copy_files.used(self._folder):
+            raise UserError(
+                f"checkpoint.local: the copies take {format_bytes(needed)} on each "
+                f"host, and {self._folder.parent} has {format_bytes(disk.free)} left: "
+                "make room (a container's /dev/shm is small by default), or give a "
+                "folder of each host's own by --config.checkpoint.local_dir=DIR"
+            )
+
+    def _of_this_host(self) -> list[int]:
+        hosts = self._peers.hosts
+        here = hosts[self._peers.index]
+        return [process for process, host in enumerate(hosts) if host == here]
+
+    def _received_by(self, process: int) -> list[int]:
+        return [p for p, to in enumerate(self._neighbors) if to == process]
+
+    def describe(self, every: int) -> str:
+        """Returns a line for the user: where copies are, and what they protect from."""
+        own, index = format_bytes(self._size), self._peers.index
+        where = f"every {every} steps in {self._folder}, 2 x {own} a process"
+        if self._neighbors[index] is None:
+            return f"{where}; for killed processes: one host has no neighbor"
+        sent = self._division.alone[index]
+        if not sent:
+            return f"{where}; for a lost host: its replicas have the same"
+        return f"{where} and 2 x {format_bytes(sent)} for its neighbor; for a lost host"
+
+    # Copying.
+
+    def keep(
+        self,
+        state: TrainState,
+        run: str,
+        start: int,
+        texts: Mapping[str, str],
+        report: Callable[[Copy], None],
+    ) -> None:
+        """Starts to copy a state; returns once the state may be donated.
+
+        Waits for the copy before it. A copy that fails is reported and never raised.
+
+        Args:
+          state: The state of all processes.
+          run: Identifies the run.
+          start: How many times it had been started before.
+          texts: What this process keeps besides.
+          report: Called with the outcome, in another thread.
+        """
+        step, own = int(state.step), self._peers.index
+        began = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter() - began
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        pieces, problem = self._division.files[own], ""
+        data = np.zeros(0, np.uint8)
+        try:
+            data = copy_files.create(self._folder, own, step, self._size)
+            copy_shards(state, pieces, data)
+        except OSError as error:
+            problem = _why(error)
+        blocked = time.perf_counter() - began
+
+        def label(size: int) -> Label:
+            sums = copy_files.sums(data[:size], pieces.values())
+            digest = self._division.digest
+            return Label(run, start, digest, own, step, size, sums, texts)
+
+        def finish() -> None:
+            nonlocal problem
+            try:
+                if not problem:
+                    copy_files.seal(self._folder, label(self._size))
+                    self._send(label)
+            except OSError as error:
+                problem = _why(error)
+            try:
+                problems = self._peers.share_again("local copies", problem)
+            except jax.errors.JaxRuntimeError:
+                return  # the job ends
+            failed = [f"process {i}: {text}" for i, text in enumerate(problems) if text]
+            self._retire(step, is_whole=not failed)
+            took = time.perf_counter() - began
+            error = failed[0] if failed else ""
+            report(Copy(step, waited, blocked, took, self._size, error))
+
+        # A daemon: if a process has died, the others wait for it in vain.
+        self._thread = threading.Thread(target=finish, name="local-copy", daemon=True)
+        self._thread.start()
+
+    def _send(self, label: Callable[[int], Label]) -> None:
+        own = self._peers.index
+        to = self._neighbors[own]
+        if to is not None:
+            assert self._exchange is not None
+            self._exchange.send(to, label(self._division.alone[own]), self._folder)
+
+    def _retire(self, step: int, *, is_whole: bool) -> None:
+        """Removes the copies before a whole one, or the parts of one that is not."""
+        own, others = self._peers.index, self._of_this_host()
+        theirs = {
+            p for process in others for p in [process, *self._received_by(process)]
+        }
+        theirs -= {own, *self._received_by(own)}
+        for owner, found in copy_files.listed(self._folder):
+            old = found < step if is_whole else found == step
+            if old and owner not in theirs:
+                copy_files.drop(self._folder, owner, found, reuse=owner == own)
+
+    def wait(self) -> None:
+        """Waits for the copy in progress, if any."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def delete(self) -> None:
+        """Removes all copies of the run, which is over; waits for the last first."""
+        self.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Starting from copies.
+
+    def find(self, run: str, starts: Sequence[int], least: int) -> Found:
+        """Finds the newest copy that is whole, wherever its parts are.
+
+        Args:
+          run: Identifies the run; empty finds no copies.
+          starts: The steps after which the run was started again so far. A later step
+            of a start before it is not the run's any more.
+          least: The smallest step that is of use.
+        """
+        copy_files.make_folder(self._root, self._workdir)  # `delete` removed it
+        kept, foreign = [], 0
+        for label in copy_files.labels(self._folder):
+            last = min(starts[label.start :], default=label.step)
+            if label.run != run or label.step > last:
+                continue
+            if label.division == self._division.digest:
+                kept.append(label)
+            else:
+                foreign = max(foreign, label.step)
+        copy_files.tidy(self._folder, kept)
+        mine = [[label.owner, label.step, label.size] for label in kept]
+        told = self._peers.share("local copies", json.dumps([mine, foreign]))
+        tables, foreigners = zip(*map(json.loads, told), strict=True)
+        steps = {step for table in tables for _, step, _ in table}
+        note = ""
+        if max(foreigners) >= max(least, 1, *steps):
+            note = f"copies of step {max(foreigners)} on the hosts are of another mesh"
+        for step in sorted(steps, reverse=True):
+            if step < least:
+                break
+            damaged = self._damaged(step, kept)
+            told = self._peers.share(f"local copies of {step}", json.dumps(damaged))
+            self._copies = {p: [] for p in range(self._peers.count)}
+            for holder, (table, bad) in enumerate(zip(tables, told, strict=True)):
+                for owner, of, size in table:
+                    if of == step and [owner, size] not in json.loads(bad):
+                        self._copies[owner].append((holder, size))
+            missing = [p for p in self._copies if not self._is_whole(p)]
+            if not missing:
+                return Found(step, self._label(step, kept).texts, note)
+            bad = "" if all(map("[]".__eq__, told)) else " or damaged"
+            note = note or (
+                f"the copy of step {step} on the hosts is not used: the part of "
+                f"process {missing[0]} is lost{bad}"
+            )
+        return Found(note=note)
+
+    def _damaged(self, step: int, kept: Sequence[Label]) -> list[tuple[int, int]]:
+        """Verifies the copies of a step that are here; returns owners and sizes."""
+        found = []
+        for label in kept:
+            if label.step == step:
+                data = copy_files.read(self._folder, label.owner, step)
+                pieces = self._division.files[label.owner].values()
+                if copy_files.sums(data, pieces) != label.sums:
+                    found.append((label.owner, label.size))
+        return found
+
+    def _is_whole(self, process: int) -> bool:
+        """Whether all that a process needs is somewhere: its texts, and its pieces."""
+        copies, size = self._copies[process], self._division.sizes[process]
+        if (process, size) in copies:
+            return True
+        keys = self._division.files[process]
+        return bool(copies) and all(self._source(process, key) for key in keys)
+
+    def _source(self, process: int, key: Key) -> tuple[int, int] | None:
+        """Returns who has a piece that a process needs, and in whose file."""
+        for owner in (process, *self._copies):
+            piece = self._division.files[owner].get(key)
+            fitting = [
+                holder
+                for holder, size in self._copies[owner]
+                if piece is not None and piece.start + piece.size <= size
+            ]
+            if fitting:
+                return process if process in fitting else fitting[0], owner
+        return None
+
+    def _label(self, step: int, kept: Sequence[Label]) -> Label:
+        own = self._peers.index
+        for label in kept:
+            if (label.owner, label.step) == (own, step):
+                return label
+        holder, _ = self._copies[own][0]
+        assert self._exchange is not None
+        try:
+            return self._exchange.label(holder, own, step)
+        except OSError as error:
+            raise self._failed(holder, error) from error
+
+    def restore(self, step: int) -> TrainState:
+        """Returns the state of the copy that was found.
+
+        Raises:
+          RunFailed: A part cannot be fetched from another host.
+        """
+        own, parts = self._peers.index, {}
+        wanted: dict[tuple[int, int], list[Key]] = {}
+        for key in self._division.files[own]:
+            source = self._source(own, key)
+            assert source is not None
+            wanted.setdefault(source, []).append(key)
+        for (holder, owner), keys in wanted.items():
+            for key, data in self._read(holder, owner, step, keys):
+                parts[key] = data
+        return assemble(self._abstract, parts.__getitem__)
+
+    def _read(
+        self, holder: int, owner: int, step: int, keys: Sequence[Key]
+    ) -> Iterator[tuple[Key, np.ndarray]]:
+        pieces = [self._division.files[owner][key] for key in keys]
+        if holder == self._peers.index:
+            data = copy_files.read(self._folder, owner, step)
+            for key, piece in zip(keys, pieces, strict=True):
+                yield key, data[piece.start : piece.start + piece.size]
+            return
+        assert self._exchange is not None
+        try:
+            yield from zip(
+                keys, self._exchange.fetch(holder, owner, step, pieces), strict=True
+            )
+        except OSError as error:
+            raise self._failed(holder, error) from error
+
+    def _failed(self, holder: int, error: OSError) -> RunFailed:
+        return RunFailed(
+            f"process {self._peers.index} cannot fetch its copy from process {holder}: "
+            f"{_why(error)}; to start from the newest checkpoint instead, remove "
+            f"{self._folder} on all hosts"
+        )
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
