@@ -25,7 +25,10 @@ def address_of_process(index: int) -> str:
     For process 0 it is what they were given, for others the address of the interface
     towards process 0. Tested and used as ``client``; if it breaks, so do local copies.
     """
-    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    coordinator = distributed.global_state.coordinator_address
+    if coordinator is None:
+        raise RuntimeError("jax.distributed.initialize comes first")
+    host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
     if index == 0:
         return host

@@ -251,7 +251,7 @@ def _metrics_up_to(
             f"{METRICS} lacked lines of {_span(min(gone), max(gone))}: restored from "
             "the copy saved with the state"
         )
-        return sorted(kept + more, key=lambda line: line["step"]), message
+        return sorted([*kept, *more], key=lambda line: line["step"]), message
     last = max((line["step"] for line in found if "loss" in line), default=0)
     if last < step:  # every saved step is logged
         return found, f"{METRICS} lacks {_span(last + 1, step)}: they are lost"

@@ -10,7 +10,7 @@ import secrets
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,9 @@ class Exchange:
         return connection
 
 
-def _receive(into: Any, data: np.ndarray) -> None:
+def _receive(into: Callable[[memoryview], int], data: np.ndarray) -> None:
     """Fills an array with the bytes of a connection."""
-    rest = memoryview(data)
+    rest = data.data
     while rest:
         count = into(rest)
         if not count:
@@ -128,9 +128,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
 class _Request(socketserver.StreamRequestHandler):
     timeout = _PATIENCE
-    server: _Server
 
     def handle(self) -> None:
+        assert isinstance(self.server, _Server)
         token = self.rfile.readline(_LONGEST_TOKEN).strip().decode()
         if not hmac.compare_digest(token, self.server.token):
             return  # a stranger

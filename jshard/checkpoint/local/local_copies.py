@@ -203,10 +203,9 @@ class LocalCopies:
 
     def _retire(self, step: int, *, is_whole: bool) -> None:
         """Removes the copies before a whole one, or the parts of one that is not."""
-        own, others = self._peers.index, self._of_this_host()
-        theirs = {
-            p for process in others for p in [process, *self._received_by(process)]
-        }
+        own = self._peers.index
+        theirs = {*self._of_this_host()}  # of other processes of this host, which do it
+        theirs |= {owner for p in theirs for owner in self._received_by(p)}
         theirs -= {own, *self._received_by(own)}
         for owner, found in copy_files.listed(self._folder):
             old = found < step if is_whole else found == step

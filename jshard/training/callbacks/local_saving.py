@@ -53,7 +53,7 @@ class LocalSaving(AbstractContextManager):
             )
 
     def _report(self) -> None:
-        """Shows the first copy, those that failed, and the first that was waited for."""
+        """Shows the first copy, the first that steps waited for, and failed ones."""
         while not self._ended.empty():
             copy = self._ended.get()
             if copy.error:
