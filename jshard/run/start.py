@@ -42,7 +42,8 @@ class Start:
       unevaluated: Whether the evaluation due at `step` was not made.
       held: Whether to go on from the state that the processes hold.
       local: Whether to go on from local copies, which are newer than checkpoints.
-      texts: What this process kept with its local copy, by name.
+      texts: The folder of what was saved besides arrays: the checkpoint's, or one with
+        what this process had kept with its local copy. None starts with nothing.
       run: Tells the run from another one in the same folder.
       number: How many times the run was started before.
       stopped: Why the run is done at `step`, as a hook asked; empty if it is not.
@@ -56,7 +57,7 @@ class Start:
     unevaluated: bool = False
     held: bool = False
     local: bool = False
-    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    texts: Path | None = None
     run: str = ""
     number: int = 0
     stopped: str = ""
@@ -97,9 +98,9 @@ def find_start(
 
     def obstacle() -> str:
         """Why the newest checkpoint, which is not verified, does not fit the state."""
-        if abstract_state is not None:
+        if abstract_state is not None and (steps := find_steps(folder)):
             try:
-                check_fits(step_folder(folder, find_steps(folder)[-1]), abstract_state)
+                check_fits(step_folder(folder, steps[-1]), abstract_state)
             except (UserError, ValueError) as error:
                 return str(error)
         return ""
@@ -118,9 +119,11 @@ def find_start(
         checkpoint = None if found.step else find_newest(folder)
         start = Start()
         if peers.index == 0 and checkpoint:
-            start = _resume(workdir, config, changes, checkpoint)
-        elif peers.index == 0 and found.step:
-            start = _go_on_locally(workdir, config, changes, found)
+            step = int(checkpoint.stem)  # the name may have a suffix
+            start = _resume(workdir, config, changes, step, checkpoint)
+        elif peers.index == 0 and found.step and found.texts:
+            step, local = found.step, True
+            start = _resume(workdir, config, changes, step, found.texts, local)
         elif peers.index == 0:
             start = _start_again(workdir, config)
         if peers.index == 0 and held is not None and held >= start.step:
@@ -137,15 +140,14 @@ def find_start(
     )  # fmt: skip
     decided = json.dumps({name: getattr(start, name) for name in names})
     decided = json.loads(peers.publish("start", decided))
-    return dataclasses.replace(
-        start, checkpoint=checkpoint, texts=found.texts, **decided
-    )
+    texts = checkpoint or found.texts
+    return dataclasses.replace(start, checkpoint=checkpoint, texts=texts, **decided)
 
 
 def _identity(workdir: Path) -> tuple[str, list[int]]:
-    """Returns what tells the run from others, and after which steps it was resumed."""
+    """Returns what tells the run from others, and the steps it was resumed after."""
     notes = workdir / "notes.json"
-    if not notes.exists() or not read_metrics(workdir):
+    if not notes.exists():
         return "", []
     known = read_object(notes, "repair or remove it")
     return known.get(RUN, ""), known.get("resumed", [])
@@ -159,45 +161,31 @@ def _numbered(start: Start, known: str, numbers: Sequence[int], note: str) -> St
     return dataclasses.replace(start, run=run, number=number, message=message)
 
 
-def _resume(workdir: Path, config: Config, changes: Changes, checkpoint: Path) -> Start:
-    step = int(checkpoint.stem)  # the name may have a suffix
+def _resume(
+    workdir: Path,
+    config: Config,
+    changes: Changes,
+    step: int,
+    texts: Path,
+    local: bool = False,
+) -> Start:
     found = read_metrics(workdir)
-    metrics, gone = _metrics_up_to(step, found, read_metrics(checkpoint))
+    metrics, gone = _metrics_up_to(texts, step, found)
+    missing = _describe_missing_checkpoints(workdir / CHECKPOINTS, found)
     messages = [
-        f"resuming {workdir} after step {step}",
+        f"resuming {workdir} after step {step}" + ", from the hosts' copies" * local,
         describe_changes(changes),
-        _describe_missing_checkpoints(workdir / CHECKPOINTS, found),
+        missing * (not local),
         gone,
     ]
-    if config.checkpoint.restore and not source_of(checkpoint):
+    if config.checkpoint.restore and not local and not source_of(texts):
         messages.append("checkpoint.restore is for new runs: ignored")
     return Start(
         step,
-        checkpoint,
         resumes=True,
+        local=local,
         metrics=metrics,
         unevaluated=_unevaluated(config, step, metrics),
-        message="; ".join(filter(None, messages)),
-    )
-
-
-def _go_on_locally(
-    workdir: Path, config: Config, changes: Changes, found: Found
-) -> Start:
-    step = found.step or 0
-    kept = map(json.loads, found.texts.get(METRICS, "").splitlines())
-    metrics, gone = _metrics_up_to(step, read_metrics(workdir), list(kept))
-    messages = [
-        f"resuming {workdir} after step {step}, from the copies on the hosts",
-        describe_changes(changes),
-        gone,
-    ]
-    return Start(
-        step,
-        resumes=True,
-        metrics=metrics,
-        unevaluated=_unevaluated(config, step, metrics),
-        local=True,
         message="; ".join(filter(None, messages)),
     )
 
@@ -236,13 +224,14 @@ def _stopped(workdir: Path, config: Config, start: Start) -> str:
 
 
 def _metrics_up_to(
-    step: int, found: Sequence[_Line], kept: Sequence[_Line]
+    texts: Path, step: int, found: Sequence[_Line]
 ) -> tuple[list[_Line], str]:
     """Returns the lines up to a step, and a message if some were missing.
 
-    A checkpoint or local copy has `kept` those up to its step.
+    A checkpoint or a local copy has those up to its step, in the folder `texts`.
     """
     found = [line for line in found if line["step"] <= step]
+    kept = read_metrics(texts)
     there, known = ({json.dumps(line) for line in lines} for lines in (found, kept))
     gone = [line["step"] for line in kept if json.dumps(line) not in there]
     if gone:

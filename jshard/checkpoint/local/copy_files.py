@@ -24,7 +24,7 @@ from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.local.pieces import THREADS, Piece
 from jshard.errors import UserError
 
-_BYTES, _LABEL, _SPARE = ".bytes", ".json", "spare"
+_BYTES, _LABEL, _SPARE, _TEXTS = ".bytes", ".json", "spare", "texts"
 _FORGOTTEN = 86_400.0  # seconds without a new copy, after which another run's go
 
 
@@ -160,6 +160,16 @@ def open_bytes(folder: Path, owner: int, step: int) -> Any:
     return _path(folder, owner, step, _BYTES).open("rb")
 
 
+def unpack(folder: Path, owner: int, texts: Mapping[str, str]) -> Path:
+    """Writes the texts of a copy as files; returns their folder."""
+    place = folder / str(owner) / _TEXTS
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for name, text in texts.items():
+        (place / name).write_text(text, encoding="utf-8")
+    return place
+
+
 def drop(folder: Path, owner: int, step: int, *, reuse: bool = False) -> None:
     """Removes a copy; its pages stay for the next one if they are to be reused."""
     _path(folder, owner, step, _LABEL).unlink(missing_ok=True)
@@ -172,7 +182,7 @@ def tidy(folder: Path, kept: Iterable[Label]) -> None:
     """Removes all but some copies, and what has no label."""
     known = {(str(label.owner), str(label.step)) for label in kept}
     for path in folder.glob("*/*"):
-        if (path.parent.name, path.stem) not in known:
+        if (path.parent.name, path.stem) not in known and path.is_file():
             path.unlink(missing_ok=True)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jshard.checkpoint.local import copy_files
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.exchange import Exchange
+from jshard.checkpoint.local.holders import Holders
 from jshard.checkpoint.local.pieces import (
     Key,
     assemble,
@@ -60,12 +61,12 @@ class Found:
 
     Attributes:
       step: The state's; None if there is none.
-      texts: What this process kept with it, by name.
+      texts: A folder with what this process kept besides.
       note: Why copies that are there are not used; empty if there is nothing to say.
     """
 
     step: int | None = None
-    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    texts: Path | None = None
     note: str = ""
 
 
@@ -92,8 +93,7 @@ class LocalCopies:
         self._check_room()
         several = peers.count > 1
         self._exchange = Exchange(peers, self._folder) if several else None
-        # Of the step that `find` found: who has a copy of each process's, of what size.
-        self._copies: Mapping[int, list[tuple[int, int]]] = {}
+        self._found: Holders | None = None  # of the copy that `find` found
         self._thread: threading.Thread | None = None
 
     # Where the files are.
@@ -257,14 +257,18 @@ class LocalCopies:
                 break
             damaged = self._damaged(step, kept)
             told = self._peers.share(f"local copies of {step}", json.dumps(damaged))
-            self._copies = {p: [] for p in range(self._peers.count)}
+            copies: dict[int, list[tuple[int, int]]]
+            copies = {owner: [] for owner in range(self._peers.count)}
             for holder, (table, bad) in enumerate(zip(tables, told, strict=True)):
                 for owner, of, size in table:
                     if of == step and [owner, size] not in json.loads(bad):
-                        self._copies[owner].append((holder, size))
-            missing = [p for p in self._copies if not self._is_whole(p)]
+                        copies[owner].append((holder, size))
+            self._found = Holders(self._division, copies)
+            missing = self._found.missing()
             if not missing:
-                return Found(step, self._label(step, kept).texts, note)
+                texts = self._label(step, kept).texts
+                own = self._peers.index
+                return Found(step, copy_files.unpack(self._folder, own, texts), note)
             bad = "" if all(map("[]".__eq__, told)) else " or damaged"
             note = note or (
                 f"the copy of step {step} on the hosts is not used: the part of "
@@ -283,34 +287,14 @@ class LocalCopies:
                     found.append((label.owner, label.size))
         return found
 
-    def _is_whole(self, process: int) -> bool:
-        """Whether all that a process needs is somewhere: its texts, and its pieces."""
-        copies, size = self._copies[process], self._division.sizes[process]
-        if (process, size) in copies:
-            return True
-        keys = self._division.files[process]
-        return bool(copies) and all(self._source(process, key) for key in keys)
-
-    def _source(self, process: int, key: Key) -> tuple[int, int] | None:
-        """Returns who has a piece that a process needs, and in whose file."""
-        for owner in (process, *self._copies):
-            piece = self._division.files[owner].get(key)
-            fitting = [
-                holder
-                for holder, size in self._copies[owner]
-                if piece is not None and piece.start + piece.size <= size
-            ]
-            if fitting:
-                return process if process in fitting else fitting[0], owner
-        return None
-
     def _label(self, step: int, kept: Sequence[Label]) -> Label:
         own = self._peers.index
         for label in kept:
             if (label.owner, label.step) == (own, step):
                 return label
-        holder, _ = self._copies[own][0]
+        assert self._found is not None
         assert self._exchange is not None
+        holder, _ = self._found.copies[own][0]
         try:
             return self._exchange.label(holder, own, step)
         except OSError as error:
@@ -322,15 +306,12 @@ class LocalCopies:
         Raises:
           RunFailed: A part cannot be fetched from another host.
         """
-        own, parts = self._peers.index, {}
-        wanted: dict[tuple[int, int], list[Key]] = {}
-        for key in self._division.files[own]:
-            source = self._source(own, key)
-            assert source is not None
-            wanted.setdefault(source, []).append(key)
-        for (holder, owner), keys in wanted.items():
-            for key, data in self._read(holder, owner, step, keys):
-                parts[key] = data
+        assert self._found is not None
+        parts = {
+            key: data
+            for source, keys in self._found.sources(self._peers.index).items()
+            for key, data in self._read(*source, step, keys)
+        }
         return assemble(self._abstract, parts.__getitem__)
 
     def _read(
