@@ -71,11 +71,11 @@ DEFAULTS = {
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
     "checkpoint.local": Knob(
-        0, "steps between two copies in the hosts' memory, from which a job restarts "
-        "if a process or a host is lost; 0 is never", at_least=0,
+        0, "steps between two copies on the hosts, for lost ones; 0 is never",
+        at_least=0,
     ),
     "checkpoint.local_dir": Knob(
-        "/dev/shm", "folder for these copies, of each host's own", kind=Path
+        "/dev/shm", "folder of each host's own for these copies", kind=Path
     ),
     "checkpoint.restore": Knob(
         "",

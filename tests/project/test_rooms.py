@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1130,
+    "commands": 1135,
     "surface": 540,
     "plan": 4520,
-    "training": 11240,
-    "checkpoint": 2970,
+    "training": 11390,
+    "checkpoint": 3920,
     "generation": 895,
     "start-up note": 385,
     "fsdp": 1505,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "cpu": 380,
     "collectives": 475,
     "layout": 1510,
-    "distributed": 1720,
+    "distributed": 1750,
     "cli": 630,
     "compat": 800,
     "parallel": 545,
