@@ -160,5 +160,5 @@ def prepare_run(
     copies = None
     if config.checkpoint.local:
         root = Path(config.checkpoint.local_dir).expanduser()
-        copies = LocalCopies(root, workdir, state, peers)
+        copies = LocalCopies(root, str(workdir.absolute()), state, peers)
     return PreparedRun(job, state, workdir, peers, chosen, experts, hosts, copies)

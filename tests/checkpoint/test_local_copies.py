@@ -32,7 +32,7 @@ def copies_of(
     folder: Path, fsdp: jshard.FSDP, model: Any = Model, tx=OPTIMIZER, **options
 ):
     abstract = fsdp.abstract_state(model, tx, **options)
-    return LocalCopies(folder, folder / "run", abstract, Peers())
+    return LocalCopies(folder, str(folder / "run"), abstract, Peers())
 
 
 def keep(copies: LocalCopies, state: jshard.TrainState, *steps: int, start=0):

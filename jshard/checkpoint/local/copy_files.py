@@ -65,14 +65,18 @@ class Label:
             raise ValueError("no label of a local copy") from error
 
 
-def make_folder(root: Path, workdir: Path) -> Path:
+def make_folder(root: Path, name: str) -> Path:
     """Makes the folder for the copies of a run, and removes other runs' forgotten ones.
+
+    Args:
+      root: Where it is made.
+      name: The run's absolute path, or its URL.
 
     Raises:
       UserError: It cannot be made, or is another user's.
     """
     user = os.getuid()
-    key = hashlib.sha256(os.fsencode(workdir.absolute())).hexdigest()[:12]
+    key = hashlib.sha256(os.fsencode(name)).hexdigest()[:12]
     folder = root / f"jshard-{user}-{key}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

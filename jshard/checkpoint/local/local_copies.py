@@ -75,7 +75,7 @@ class LocalCopies:
 
     Args:
       root: The folder for copies, of each host's own: in memory, or on a disk.
-      workdir: The run's folder.
+      name: The absolute path of the run's folder, or its URL.
       abstract: The run's state.
       peers: All processes; each calls every method, at the same steps.
 
@@ -83,10 +83,10 @@ class LocalCopies:
       UserError: The folder cannot be used, or has not enough room.
     """
 
-    def __init__(self, root: Path, workdir: Path, abstract: TrainState, peers: Peers):
+    def __init__(self, root: Path, name: str, abstract: TrainState, peers: Peers):
         self._abstract, self._peers = abstract, peers
-        self._root, self._workdir = root, workdir
-        self._folder = copy_files.make_folder(root, workdir)
+        self._root, self._name = root, name
+        self._folder = copy_files.make_folder(root, name)
         self._division = divide(abstract, peers.hosts)
         self._neighbors = neighbors(peers.hosts)
         self._size = self._division.sizes[peers.index]
@@ -234,7 +234,7 @@ class LocalCopies:
             of a start before it is not the run's any more.
           least: The smallest step that is of use.
         """
-        copy_files.make_folder(self._root, self._workdir)  # `delete` removed it
+        copy_files.make_folder(self._root, self._name)  # `delete` removed it
         kept, foreign = [], 0
         for label in copy_files.labels(self._folder):
             last = min(starts[label.start :], default=label.step)
@@ -249,9 +249,10 @@ class LocalCopies:
         told = self._peers.share("local copies", json.dumps([mine, foreign]))
         tables, foreigners = zip(*map(json.loads, told), strict=True)
         steps = {step for table in tables for _, step, _ in table}
-        note = ""
+        notes = []  # why the first of the copies that are of no use is not used
         if max(foreigners) >= max(least, 1, *steps):
-            note = f"copies of step {max(foreigners)} on the hosts are of another mesh"
+            newest = max(foreigners)
+            notes.append(f"copies of step {newest} on the hosts are of another mesh")
         for step in sorted(steps, reverse=True):
             if step < least:
                 break
@@ -268,13 +269,14 @@ class LocalCopies:
             if not missing:
                 texts = self._label(step, kept).texts
                 own = self._peers.index
-                return Found(step, copy_files.unpack(self._folder, own, texts), note)
-            bad = "" if all(map("[]".__eq__, told)) else " or damaged"
-            note = note or (
+                # A newer one may not have been complete when the job ended.
+                return Found(step, copy_files.unpack(self._folder, own, texts))
+            bad = " or damaged" if any(map(json.loads, told)) else ""
+            notes.append(
                 f"the copy of step {step} on the hosts is not used: the part of "
                 f"process {missing[0]} is lost{bad}"
             )
-        return Found(note=note)
+        return Found(note="".join(notes[:1]))
 
     def _damaged(self, step: int, kept: Sequence[Label]) -> list[tuple[int, int]]:
         """Verifies the copies of a step that are here; returns owners and sizes."""
