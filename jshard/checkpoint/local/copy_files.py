@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
@@ -99,8 +99,8 @@ def make_folder(root: Path, name: str) -> Path:
     return folder
 
 
-def create(folder: Path, owner: int, step: int, size: int) -> np.ndarray:
-    """Returns the writable bytes of a new copy, which has no label yet.
+def create(folder: Path, owner: int, step: int, size: int) -> BinaryIO:
+    """Opens the bytes of a new copy, which has no label yet.
 
     Raises:
       OSError: There is no room.
@@ -109,22 +109,25 @@ def create(folder: Path, owner: int, step: int, size: int) -> np.ndarray:
     path.parent.mkdir(exist_ok=True)
     with suppress(FileNotFoundError):
         path.with_name(_SPARE).rename(path)
-    with path.open("ab") as file:
-        file.truncate(size)
-        if size:
-            # Otherwise a full disk would end the process by SIGBUS as it writes.
-            os.posix_fallocate(file.fileno(), 0, size)
-    return np.memmap(path, np.uint8, "r+", shape=(size,)) if size else _nothing()
+    path.touch()
+    file = path.open("r+b", buffering=0)
+    file.truncate(size)
+    return file
+
+
+def write(file: BinaryIO, start: int, data: np.ndarray) -> None:
+    """Writes bytes; several threads may. Raises OSError if there is no room."""
+    rest = data.data
+    while rest:  # a memory map would be slower, and end the process on a full disk
+        count = os.pwrite(file.fileno(), rest, start)
+        rest, start = rest[count:], start + count
 
 
 def read(folder: Path, owner: int, step: int) -> np.ndarray:
     """Returns the bytes of a copy, which are read as they are used."""
     path = _path(folder, owner, step, _BYTES)
-    return np.memmap(path, np.uint8, "r") if path.stat().st_size else _nothing()
-
-
-def _nothing() -> np.ndarray:
-    return np.zeros(0, np.uint8)
+    empty = not path.stat().st_size
+    return np.zeros(0, np.uint8) if empty else np.memmap(path, np.uint8, "r")
 
 
 def sums(data: np.ndarray, pieces: Iterable[Piece]) -> list[int]:
@@ -159,7 +162,7 @@ def listed(folder: Path) -> list[tuple[int, int]]:
     return sorted((int(path.parent.name), int(path.stem)) for path in paths)
 
 
-def open_bytes(folder: Path, owner: int, step: int) -> Any:
+def open_bytes(folder: Path, owner: int, step: int) -> BinaryIO:
     """Opens the bytes of a copy, to be sent."""
     return _path(folder, owner, step, _BYTES).open("rb")
 

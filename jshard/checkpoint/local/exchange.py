@@ -25,6 +25,7 @@ from jshard.distributed.job import LOOPBACK
 
 _PATIENCE = 60.0  # seconds without a byte
 _LONGEST_TOKEN = 100
+_BLOCK = 1 << 20  # bytes
 
 
 class Exchange:
@@ -154,6 +155,9 @@ class _Request(socketserver.StreamRequestHandler):
                     self.wfile.write(label.text().encode() + b"\n")
 
     def _keep(self, label: Label, folder: Path) -> None:
-        data = copy_files.create(folder, label.owner, label.step, label.size)
-        _receive(self.rfile.readinto, data)
+        with copy_files.create(folder, label.owner, label.step, label.size) as file:
+            for start in range(0, label.size, _BLOCK):
+                data = np.empty(min(_BLOCK, label.size - start), np.uint8)
+                _receive(self.rfile.readinto, data)
+                copy_files.write(file, start, data)
         copy_files.seal(folder, label)

@@ -7,6 +7,7 @@ removed. So of each step's copy that was agreed upon, all parts are there twice.
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 import threading
@@ -159,16 +160,16 @@ class LocalCopies:
         jax.block_until_ready(state)
         began = time.perf_counter()
         pieces, problem = self._division.files[own], ""
-        data = np.zeros(0, np.uint8)
         try:
-            data = copy_files.create(self._folder, own, step, self._size)
-            copy_shards(state, pieces, data)
+            with copy_files.create(self._folder, own, step, self._size) as file:
+                copy_shards(state, pieces, functools.partial(copy_files.write, file))
         except OSError as error:
             problem = _why(error)
         blocked = time.perf_counter() - began
 
         def label(size: int) -> Label:
-            sums = copy_files.sums(data[:size], pieces.values())
+            data = copy_files.read(self._folder, own, step)[:size]
+            sums = copy_files.sums(data, pieces.values())
             digest = self._division.digest
             return Label(run, start, digest, own, step, size, sums, texts)
 

@@ -114,9 +114,11 @@ def neighbors(hosts: Sequence[int]) -> list[int | None]:
 
 
 def copy_shards(
-    state: TrainState, pieces: Mapping[Key, Piece], target: np.ndarray
+    state: TrainState,
+    pieces: Mapping[Key, Piece],
+    write: Callable[[int, np.ndarray], None],
 ) -> None:
-    """Copies the shards of this process's devices to the bytes of a file."""
+    """Calls `write(start, bytes)` for the shards of this process's devices."""
     shards: dict[Key, jax.Array] = {}
     for name, x in _raw_arrays(state).items():
         for shard in x.addressable_shards:
@@ -127,8 +129,7 @@ def copy_shards(
         # An array keeps the values that were read from it. So another one is read, of
         # the same buffer.
         x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
-        raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        target[piece.start : piece.start + piece.size] = raw
+        write(piece.start, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(copy, pieces))
@@ -187,7 +188,8 @@ def _is_key(x: Any) -> bool:
 
 def _generator(dtype: Any) -> str:
     """Returns the generator of typed keys, by which their numbers become keys again."""
-    keys = {name: jax.random.key(0, impl=name) for name in _RANDOM}
+    make = jax.random.key
+    keys = {x: jax.eval_shape(lambda x=x: make(0, impl=x)) for x in _RANDOM}
     return next(name for name, key in keys.items() if key.dtype == dtype)
 
 
