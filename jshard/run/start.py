@@ -106,11 +106,12 @@ def find_start(
         return ""
 
     try:
-        known, numbers = _identity(workdir) if peers.index == 0 else ("", [])
-        found = Found()
+        found, known, numbers = Found(), "", []
         if copies is not None:
-            steps = find_steps(folder) if peers.index == 0 else []
-            told = json.dumps([known, numbers, max([1, *steps])])
+            told = ""
+            if peers.index == 0:
+                least = max([1, *find_steps(folder)])
+                told = json.dumps([*_identity(workdir), least])
             known, numbers, least = json.loads(peers.publish("run", told))
             found = copies.find(known, numbers, least)
         if peers.index == 0 and (find_steps(folder) or found.step):
@@ -130,7 +131,7 @@ def find_start(
             start = _hold(workdir, config, start, held)
         if peers.index == 0 and start.step:
             start = dataclasses.replace(start, stopped=_stopped(workdir, config, start))
-        if peers.index == 0:
+        if peers.index == 0 and copies is not None:
             start = _numbered(start, known, numbers, found.note)
     except OSError as error:
         where = error.filename or workdir
@@ -171,11 +172,11 @@ def _resume(
 ) -> Start:
     found = read_metrics(workdir)
     metrics, gone = _metrics_up_to(texts, step, found)
-    missing = _describe_missing_checkpoints(workdir / CHECKPOINTS, found)
+    folder = workdir / CHECKPOINTS
     messages = [
         f"resuming {workdir} after step {step}" + ", from the hosts' copies" * local,
         describe_changes(changes),
-        missing * (not local),
+        "" if local else _describe_missing_checkpoints(folder, found),
         gone,
     ]
     if config.checkpoint.restore and not local and not source_of(texts):

@@ -251,7 +251,7 @@ def interrupted(folder: Path, **keys) -> Path:
 
 def test_a_run_goes_on_from_its_copy_and_removes_it_at_the_end(tmp_path, capsys):
     whole = train(tmp_path, "whole", steps=12, eval_every=0)
-    run = interrupted(tmp_path)
+    run = interrupted(tmp_path, checkpoint__every=50)  # before its first checkpoint
     keys = {"checkpoint__local": 3, "checkpoint__local_dir": str(tmp_path)}
     assert len(list(tmp_path.glob("jshard-*/0/9.json"))) == 1
     (run / "metrics.jsonl").write_text(
