@@ -60,7 +60,9 @@ def _train(argv: list[str]) -> None:
     if job is not None and not has_parent():
         sys.exit(supervise(job, [sys.executable, *sys.orig_argv[1:]]))
     platform = choose_platform()
+    started, joining = _process_start(), time.time()
     with join(job) as peers, open_recipe(path) as recipe:
+        joined = time.time()
         if arguments.help:
             config = complete(recipe.get_config(), recipe.name)
             show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
@@ -71,13 +73,17 @@ def _train(argv: list[str]) -> None:
         keys = read_keys(recipe, arguments.config_keys, workdir)
         config = make_config(recipe, keys, workdir)
         make_cpu_devices(config.mesh.cpu_devices)
-        cache_compilations()
+        several = len(set(peers.hosts)) > 1
+        cache_compilations(workdir if several else None)
+        starting = time.time()
         start_devices()
+        waited = {"joining": joined - joining, "devices": time.time() - starting}
         # A slow import, left until the mistakes above have been reported.
         from jshard.training.trainer import Trainer
 
         trainer = Trainer(recipe, config=config, workdir=workdir, peers=peers)
-        trainer.fit(started=_process_start(), keeps_state=False)
+        waited["imports"] = time.time() - started - sum(waited.values())
+        trainer.fit(started=started, waited=waited, keeps_state=False)
 
 
 def _process_start() -> float:

@@ -22,6 +22,8 @@ if os.environ.get("JSHARD_TEST_PLATFORM") != "gpu":
     # installed CUDA plugin from looking for GPUs.
     jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
+# No test reads the lines of Python that a program names; to find them takes time.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # Programs of tests run for milliseconds, but XLA's newer code generator takes long to
 # make them. Since JAX 0.11 there is no other, and README's commands, which

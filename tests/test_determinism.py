@@ -15,7 +15,7 @@ import jshard
 from jshard.models.gpt import GPT, GPTConfig
 
 MESHES = ((1, 1), (1, 2), (1, 8), (2, 4), (4, 2), (8, 1))  # replica, fsdp
-EXAMPLES, WIDTH, LAYERS, STEPS = 32, 16, 3, 2
+EXAMPLES, WIDTH, LAYERS, STEPS = 16, 16, 3, 2
 BITS = 2.0 ** np.arange(WIDTH)  # 16 mask values as a number, exact in fp32
 
 
@@ -103,7 +103,7 @@ def plain_masks() -> np.ndarray:
 @pytest.mark.quick("(2, 4)")
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),
-    [((1, 1), 1), ((1, 8), 2), ((2, 4), 4)],
+    [((1, 1), 1), ((1, 8), 2), ((2, 4), 2)],
     ids=str,
 )
 def test_dropout_masks_are_those_of_the_plain_model(plain_masks, mesh, accumulate):
@@ -112,7 +112,7 @@ def test_dropout_masks_are_those_of_the_plain_model(plain_masks, mesh, accumulat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_dropout_masks_are_the_same_on_every_mesh_and_accumulation(
     plain_masks, mesh, accumulate
@@ -122,7 +122,7 @@ def test_dropout_masks_are_the_same_on_every_mesh_and_accumulation(
 
 
 def test_every_step_place_and_example_has_a_mask_of_its_own(plain_masks):
-    # 2 x 7 x 32 masks of 16 bits: by chance one or two pairs agree, never many.
+    # 2 x 7 x 16 masks of 16 bits: by chance one or two pairs agree, never many.
     assert plain_masks.shape == (STEPS, LAYERS + 4, EXAMPLES)
     assert len(np.unique(plain_masks)) > plain_masks.size - 6
 
@@ -180,7 +180,7 @@ def train(fsdp: jshard.FSDP) -> tuple[Any, list]:
     return fsdp.fetch(state), metrics
 
 
-def test_the_same_seed_gives_bitwise_the_same_run_twice():
+def test_the_same_seed_gives_bitwise_the_same_run_twice(compiled_once):
     first, second = (train(make_fsdp(2, 4, accumulate=2)) for _ in range(2))
     chex.assert_trees_all_equal(first, second)
 

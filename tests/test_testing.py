@@ -65,6 +65,7 @@ def check(make, policy=None, **mesh):
     check_step(fsdp, lambda rngs: Model(make, rngs), loss_fn, {"x": x})
 
 
+@pytest.mark.quick("tensor", "accumulate")
 @pytest.mark.parametrize(
     ("policy", "mesh"),
     [

@@ -12,6 +12,8 @@ from jshard.cli.quiet import has_accelerator, has_cuda_plugin, start_devices
 from jshard.compat.plugin_log import FAILED
 from jshard.errors import UserError
 
+COMPILED = "compiled"  # programs in the folder of a run on several hosts
+
 
 def choose_platform() -> str:
     """Selects the CPU on machines without an accelerator.
@@ -63,10 +65,18 @@ def make_cpu_devices(count: int) -> None:
         ) from error
 
 
-def cache_compilations() -> None:
-    """Turns on JAX's persistent compilation cache, if its folder can be written."""
+def cache_compilations(run: Path | None = None) -> None:
+    """Turns on JAX's persistent compilation cache, if its folder can be written.
+
+    Process 0 alone writes there, so a job of several hosts needs one that all of them
+    see: otherwise all but the first compile again at each start.
+
+    Args:
+      run: The folder of a run on several hosts, which keeps its programs itself; None
+        keeps them in the user's cache.
+    """
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-    folder = Path(given or "~/.cache/jshard/xla")
+    folder = Path(given or (run / COMPILED if run else "~/.cache/jshard/xla"))
     try:
         if "://" not in given:  # JAX itself writes to buckets
             folder = folder.expanduser()

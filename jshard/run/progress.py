@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +14,7 @@ from jshard.run.live_line import LiveLine
 
 _STEPS = ("step", "computing", "data")  # the phases between steps
 _LONG = 2.0  # seconds from which on one of these is shown
+_NAMED = 0.3  # seconds from which on a part of the start is named
 
 
 class ProgressDisplay:
@@ -26,12 +28,19 @@ class ProgressDisplay:
     Args:
       steps: The number of steps of the run.
       enabled: False shows nothing, as in all processes but the first.
+      waited: Seconds that the process has spent so far, by what it did.
 
     Attributes:
       references: Losses to show beside the evaluation's, by name.
     """
 
-    def __init__(self, steps: int, *, enabled: bool = True):
+    def __init__(
+        self,
+        steps: int,
+        *,
+        enabled: bool = True,
+        waited: Mapping[str, float] = types.MappingProxyType({}),
+    ):
         self.references: Mapping[str, float] = {}
         self._steps = steps
         self._enabled = enabled
@@ -42,7 +51,7 @@ class ProgressDisplay:
         self._started = deque[tuple[int, Mapping[str, Any]]](maxlen=8)  # steps after it
         self._phase, self._since = "", time.monotonic()
         self._before_first = True  # step of this process
-        self._waits: dict[str, float] = {}  # seconds by phase, before it
+        self._waits = dict(waited)  # seconds by phase, before it
         self._step_time: float | None = None
         self._speed = self._evaluation = ""
         self._line = LiveLine(steps, self._newest)
@@ -120,9 +129,9 @@ class ProgressDisplay:
         return [*parts, *filter(None, [self._evaluation])]
 
     def _waited(self) -> str:
-        """Returns what took most of the time until the first step."""
-        longest = sorted(self._waits.items(), key=lambda wait: -wait[1])[:3]
-        parts = [f"{name} {seconds:.1f}" for name, seconds in longest if seconds >= 0.5]
+        """Returns what took the time until the first step, in order."""
+        long = {name: x for name, x in self._waits.items() if x >= _NAMED}
+        parts = [f"{name} {seconds:.1f}" for name, seconds in long.items()]
         return f" ({', '.join(parts)})" if parts else ""
 
     def _newest(self) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """One training run: from a recipe to metrics, checkpoints, a sample and a report."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import jax
@@ -30,9 +30,15 @@ from jshard.training.recipe_functions import RecipeFunctions
 
 
 @contextmanager
-def displayed(config: Config, peers: Peers) -> Iterator[ProgressDisplay]:
-    """Shows a run's progress within it, and what its first process waits for."""
-    with ProgressDisplay(config.steps, enabled=peers.index == 0) as display:
+def displayed(
+    config: Config, peers: Peers, waited: Mapping[str, float]
+) -> Iterator[ProgressDisplay]:
+    """Shows a run's progress within it, and what its first process waits for.
+
+    `waited` has the seconds that the process has spent so far, by what it did.
+    """
+    first = peers.index == 0
+    with ProgressDisplay(config.steps, enabled=first, waited=waited) as display:
         peers.shown = display.at
         try:
             yield display
@@ -159,6 +165,9 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
     if run.copies is not None:
         more["local copies"] = run.copies.describe(run.config.checkpoint.local)
+    if run.peers.count > 1 and jax.default_backend() == "cpu":
+        # Its keys of programs differ between processes on CPUs, as on no GPU.
+        more["cache"] = "JAX caches CPU programs of process 0: the others compile again"
     return "\n".join([note, *(f"{k:<16}{text}" for k, text in more.items() if text)])
 
 

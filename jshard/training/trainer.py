@@ -3,7 +3,7 @@
 import html
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -123,7 +123,11 @@ class Trainer:
         self._steps: dict[Any, Callable[..., Any]] = {}  # compiled once
 
     def fit(
-        self, *, started: float | None = None, keeps_state: bool = True
+        self,
+        *,
+        started: float | None = None,
+        waited: Mapping[str, float] | None = None,
+        keeps_state: bool = True,
     ) -> "Trainer":
         """Trains to `config.steps`, from the newest checkpoint or the state at hand.
 
@@ -135,6 +139,7 @@ class Trainer:
         Args:
           started: When the process started, for the time to the first step; by default
             now.
+          waited: The seconds since then, by what they went to.
           keeps_state: Whether the state is still wanted if a signal ends the run.
 
         Raises:
@@ -148,7 +153,7 @@ class Trainer:
         started = started or time.time()
         with self._within(), self._peers.watching():
             hooks = Hooks(self, self._peers, **self._hooks)
-            with displayed(self.config, self._peers) as display:
+            with displayed(self.config, self._peers, waited or {}) as display:
                 train(
                     self._ready(),
                     display,

@@ -99,11 +99,16 @@ def test_the_same_seed_gives_bitwise_the_same_metrics_and_another_seed_others(
     assert first != other
 
 
-@pytest.mark.quick("words0")
+def test_a_cpu_run_has_as_many_devices_as_the_recipe_says(finished):
+    _, workdir = finished
+    notes = json.loads((workdir / "notes.json").read_text())
+    assert notes["references"] == {"devices": 2}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "env", "devices"),
     [
-        ([], {}, 2),  # as get_config says
         (["--config.mesh.cpu_devices=4"], {}, 4),
         ([], {"JAX_NUM_CPU_DEVICES": "1"}, 1),
         ([], {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, 1),
@@ -119,19 +124,25 @@ def test_a_cpu_run_has_as_many_devices_as_it_is_told(
     assert notes["references"] == {"devices": devices}
 
 
-def test_help_lists_the_recipes_keys_and_trains_nothing(train, tmp_path):
-    run = train(tmp_path, "--config=tiny.py", "--help")
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "--config.nan_at_step=0\n" in run.stdout
+@pytest.fixture(scope="module")
+def helped(train, tmp_path_factory):
+    """The help of a packaged recipe, in a folder that has its own models."""
+    folder = tmp_path_factory.mktemp("helped")
+    (folder / "models").mkdir()
+    (folder / "models/__init__.py").touch()
+    (folder / "models/gpt.py").write_text("raise ImportError('the wrong models')")
+    return train(folder, "--config=gpt.py", "--help"), folder
+
+
+def test_help_lists_the_recipes_keys_and_trains_nothing(helped):
+    run, folder = helped
+    assert "--config.model.num_heads=" in run.stdout
     assert "--config.mesh.fsdp=-1\n" in run.stdout
-    assert not (tmp_path / "runs").exists()
+    assert not (folder / "runs").exists()
 
 
-def test_a_packaged_recipe_runs_in_a_folder_that_has_its_own_models(train, tmp_path):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/__init__.py").touch()
-    (tmp_path / "models/gpt.py").write_text("raise ImportError('the wrong models')")
-    run = train(tmp_path, "--config=gpt.py", "--help")
+def test_a_packaged_recipe_runs_in_a_folder_that_has_its_own_models(helped):
+    run, _ = helped
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -167,7 +178,7 @@ def test_a_gpu_plugin_is_not_heard_of_on_a_machine_without_a_gpu(train, tmp_path
 # Bad input: exit 2, and one line.
 
 
-@pytest.mark.quick("words1", "words6")
+@pytest.mark.quick("words1")
 @pytest.mark.parametrize(
     ("words", "said"),
     [

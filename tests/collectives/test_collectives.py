@@ -49,7 +49,6 @@ def test_layers_without_a_loop_run_the_collectives_of_a_loop(prefetch, remat):
 
 
 @pytest.mark.quick(
-    "full-True-1-1-False",
     "dots-False-1-8-True",
     "none-False-4-2-False",
     "names-True-1-1-False",
@@ -72,6 +71,7 @@ def test_each_unit_gathers_once_a_pass_and_scatters_once(case, plain):
     check_counts(policy, reads, replica=case["replica"], plain=plain)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("replica", [1, 2])
 def test_replicated_parameters_are_only_all_reduced(replica):
     # Norms and the bias of "up" are; the accumulated gradient travels once.
@@ -113,6 +113,7 @@ def test_evaluation_gathers_once_and_scatters_nothing():
     assert counted(hlo.collectives(compiled.as_text())) == want
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("replica", [1, 2])
 def test_wire_bytes_are_those_of_the_parameters_and_nothing_else(replica):
     fsdp = make_fsdp(policies(remat="full"), replica=replica)

@@ -77,7 +77,7 @@ def asked(policy: jshard.Policy, kind: str) -> set[str]:
 # Groups.
 
 
-@pytest.mark.quick("(2,4)-full", "(1,2)-none")
+@pytest.mark.quick("(2,4)-full")
 @every_pair(
     mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
     remat=("full", "names", "none"),
@@ -155,7 +155,7 @@ def test_the_backward_gathers_the_root_again_when_it_is_resharded(
 # Deferred scatters.
 
 
-@pytest.mark.quick("full-True-1-1-False", "none-True-2")
+@pytest.mark.quick("none-True-2")
 @every_pair(
     remat=("full", "none"),
     reshard_after_forward=(True, False, 1),

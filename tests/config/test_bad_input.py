@@ -134,8 +134,8 @@ def test_training_refuses_them_before_anything_starts(name, refused):
     rng = random.Random(name)
     with config_of(name) as config:
         declared = declarations(config)
-    for key, declaration in declared.items():
-        if bad := bad_values(declaration):
+    for key in rng.sample(sorted(declared), len(declared) // 4):  # above, all keys
+        if bad := bad_values(declared[key]):
             words = [f"--config={name}", f"--config.{key}={rng.choice(bad)}"]
             refused(jshard.train, words, f"--config.{key}=")
         wrong = misspelt(key, rng)
@@ -160,8 +160,8 @@ def test_the_planner_refuses_the_same(refused):
     rng = random.Random(0)
     with config_of("llama.py:3-8b") as config:
         declared = declarations(config)
-    for key, declaration in declared.items():
-        if bad := bad_values(declaration):
+    for key in rng.sample(sorted(declared), len(declared) // 4):
+        if bad := bad_values(declared[key]):
             setting = f"--config.{key}={rng.choice(bad)}"
             words = ["--config=llama.py:3-8b", "--topology=h100:8", setting]
             refused(jshard.plan.__main__, words, f"--config.{key}=")

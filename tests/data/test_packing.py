@@ -161,8 +161,8 @@ def check_losses(kind, config, folder):
     def loss_alone(model):
         return model.loss(inputs, targets, weights.astype(float)).total
 
-    one, one_grad = nnx.value_and_grad(packed_loss)(packed)
-    other, other_grad = nnx.value_and_grad(loss_alone)(model)
+    one, one_grad = nnx.jit(nnx.value_and_grad(packed_loss))(packed)
+    other, other_grad = nnx.jit(nnx.value_and_grad(loss_alone))(model)
     np.testing.assert_allclose(one, other, rtol=1e-12)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9),

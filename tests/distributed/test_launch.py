@@ -154,8 +154,9 @@ def rsh(tmp_path) -> str:
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_with_the_hosts_that_are_left(rsh, tmp_path):
+def test_a_job_goes_on_with_the_hosts_that_are_left(rsh, tmp_path, monkeypatch):
     """Host names are addresses of this machine: all of 127.0.0.0/8 is."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     write_recipe(tmp_path, slowly)
     hosts = [f"127.0.0.{number}" for number in range(1, 5)]
     options = [f"--hosts={','.join(hosts)}", f"--rsh={rsh}", "--max_restarts=1"]
@@ -171,6 +172,8 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(rsh, tmp_path):
     mesh = re.findall(r"^mesh .*", job.out.read_text(), re.MULTILINE)
     assert "4 x cpu: replica 1 x fsdp 4; 4 hosts" in mesh[0]
     assert "2 x cpu: replica 1 x fsdp 2; 2 hosts" in mesh[1]
+    assert list((tmp_path / "run/compiled").glob("jit_train_step-*"))
+    assert job.out.read_text().count("the others compile again") == 2
     steps = [line["step"] for line in read_metrics(tmp_path / "run")]
     assert steps == list(range(1, STEPS + 1))
 

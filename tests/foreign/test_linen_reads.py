@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import jshard
 from compare import BOUND, EXAMPLES, STEPS
-from parity import make_mesh
+from parity import make_mesh, make_update
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -116,7 +116,7 @@ def test_what_is_read_outside_of_its_unit_is_the_full_value(mesh, module):
     state = fsdp.init(wrapped(module), TX)
     step = fsdp.train_step(loss_fn, TX)
     plain = nnx.to_pure_dict(fsdp.fetch(state.params))
-    opt_state = TX.init(plain)
+    update, opt_state = make_update(TX), TX.init(plain)
 
     @jax.jit
     @jax.value_and_grad
@@ -128,8 +128,7 @@ def test_what_is_read_outside_of_its_unit_is_the_full_value(mesh, module):
         tokens = rng.integers(0, V, (EXAMPLES, T))
         state, metrics = step(state, fsdp.shard_batch(tokens))
         want, grads = loss(plain, tokens)
-        updates, opt_state = TX.update(grads, opt_state, plain)
-        plain = optax.apply_updates(plain, updates)
+        plain, opt_state = update(grads, opt_state, plain)
         np.testing.assert_allclose(metrics["loss"], want, rtol=BOUND)
     got = nnx.to_pure_dict(fsdp.fetch(state.params))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jshard
 from jshard.plan.start_up import describe
+from parity import make_update
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -56,17 +57,18 @@ def loss_fn(model: nnx.Module, batch: dict[str, Any]) -> Any:
 def reference(tx: Any, **extra: str) -> tuple[list[float], Any]:
     """Losses and parameters of one device, with JAX and optax alone."""
     graphdef, params = nnx.split(make_plain())
-    opt_state, losses = tx.init(params), []
+    update, opt_state, losses = make_update(tx), tx.init(params), []
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(params: Any, batch: dict[str, Any]) -> jax.Array:
         model = nnx.merge(graphdef, params)
         return batch["weight"] * totals(model, batch) / EXAMPLES
 
     for batch in batches():
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = loss(params, batch)
         given = dict.fromkeys(extra, value)
-        updates, opt_state = tx.update(grads, opt_state, params, **given)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = update(grads, opt_state, params, **given)
         losses.append(float(value))
     return losses, params
 

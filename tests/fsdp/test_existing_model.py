@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from parity import make_mesh
+from parity import make_mesh, make_update
 from runs import check_close, loss_fn
 from zoo_layers import WIDTH, Residual, example, make_stack
 
@@ -185,7 +185,7 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     assert len(jax.tree.leaves(state.params)) == 6
 
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
-    opt_state = TX.init(params)
+    update, opt_state = make_update(TX), TX.init(params)
 
     @jax.jit
     @jax.value_and_grad
@@ -196,8 +196,7 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     for _ in range(3):
         state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
         want, grads = loss(params)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = update(grads, opt_state, params)
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-9)
     leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
     check_close(leaves(fsdp.fetch(state.params)), leaves(params), 1e-9)

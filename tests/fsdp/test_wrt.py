@@ -11,6 +11,7 @@ from flax import nnx
 
 import jshard
 from jshard.plan.start_up import describe
+from parity import make_update
 from runs import check_close, loss_fn
 from zoo_layers import WIDTH, Dense, example, make_stack
 
@@ -83,7 +84,7 @@ def test_what_wrt_selects_trains_as_on_one_device(wrt):
     fsdp = make_fsdp()
     state = fsdp.init(Model, TX, wrt=wrt)
     graphdef, params, rest = nnx.split(Model(nnx.Rngs(jax.random.key(0))), wrt, ...)
-    opt_state = TX.init(params)
+    update, opt_state = make_update(TX), TX.init(params)
 
     @jax.jit
     def run(params, rest):
@@ -98,8 +99,7 @@ def test_what_wrt_selects_trains_as_on_one_device(wrt):
     for _ in range(3):
         state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
         (value, rest), grads = run(params, rest)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = update(grads, opt_state, params)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-9)
     leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
     check_close(leaves(state.params), leaves(params), 1e-9)

@@ -1,5 +1,6 @@
 """Decoding with a cache: the same tokens as full forward passes, on any mesh."""
 
+import functools
 from typing import Any
 
 import chex
@@ -35,6 +36,12 @@ def make_model(**changes) -> GPT:
     scaled = jax.tree.map(lambda x: x * 8, nnx.state(model, nnx.Param))
     nnx.update(model, scaled)
     return model
+
+
+@functools.cache
+def one_generator() -> Generator:
+    """One for all tests that train and change nothing."""
+    return Generator(make_model())
 
 
 @jax.jit
@@ -88,8 +95,7 @@ def test_the_cache_is_updated_in_place(stacked):
 
 
 def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
-    model = make_model()
-    generator = Generator(model)
+    model, generator = make_model(), one_generator()
     together = generator(PROMPTS, length=10, sampling=Sampling(0))
     assert together == [greedy(model, prompt, 10) for prompt in PROMPTS]
     alone = [generator([p], length=10, sampling=Sampling(0))[0] for p in PROMPTS]
@@ -101,7 +107,7 @@ def test_sharded_and_divided_prompts_give_the_same():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
     state = fsdp.from_model(make_model(), optax.identity())
     options = {"length": 7, "sampling": Sampling(0.9, top_k=20), "seed": 5}
-    one = Generator(make_model())(PROMPTS, **options)
+    one = one_generator()(PROMPTS, **options)
     sharded = Generator.sharded(fsdp, state)(PROMPTS, **options)
     divided = Generator(make_model(), jax.devices()[:3])(PROMPTS, **options)
     assert sharded == one
@@ -114,12 +120,12 @@ def test_a_recipes_sample_is_that_of_the_generator():
     tokens = jax.jit(lambda m, p: continue_prompts(m, p, length=6))(model, prompts)
     np.testing.assert_array_equal(tokens[:, :3], prompts["tokens"])
     rows = prompts["tokens"].tolist()
-    want = Generator(model)(rows, length=6, sampling=Sampling(0.8), seed=4)
+    want = one_generator()(rows, length=6, sampling=Sampling(0.8), seed=4)
     assert tokens[:, 3:].tolist() == want
 
 
 def test_a_stop_token_ends_its_row_alone():
-    generator = Generator(make_model())
+    generator = one_generator()
     options = {"length": 10, "sampling": Sampling(0)}
     whole = generator(PROMPTS, **options)
     stop = whole[0][3]
@@ -140,7 +146,7 @@ def test_long_prompts_are_read_in_parts_and_the_context_ends_a_text(monkeypatch)
 
 
 def test_streaming_gives_the_same_tokens_one_at_a_time():
-    generator = Generator(make_model())
+    generator = one_generator()
     parts = list(generator.stream(PROMPTS[:1], length=5, sampling=Sampling(0), chunk=1))
     assert [part.shape for part in parts] == [(1, 1)] * 5
     whole = generator(PROMPTS[:1], length=5, sampling=Sampling(0))
@@ -194,7 +200,7 @@ def test_layers_do_what_their_stack_does():
 )
 def test_prompts_that_cannot_be_continued_are_a_users_error(prompts, message):
     with pytest.raises(jshard.UserError, match=message):
-        jshard.generate(make_model(), prompts)
+        one_generator()(prompts)
 
 
 def test_a_model_without_a_cache_is_a_users_error():

@@ -167,6 +167,17 @@ def optimizer(name: str, per_layer: Callable = lambda tx: tx) -> Any:
     return optax.chain(optax.clip_by_global_norm(CLIP), tx)
 
 
+def make_update(tx: Any) -> Callable[..., tuple[Any, Any]]:
+    """Jitted: (gradients, optimizer state, parameters) to new parameters and state."""
+
+    @jax.jit
+    def update(grads: Any, opt_state: Any, params: Any, **extra: Any) -> Any:
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), opt_state
+
+    return update
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a training run left: metrics of every step, and its end by path."""
@@ -194,10 +205,10 @@ def by_path(state: nnx.State) -> dict[tuple, Any]:
 @functools.cache
 def plain_steps(variant: Variant, units: bool) -> tuple[nnx.State, nnx.State, Callable]:
     """(trained parameters, all other state, jitted value and gradients)."""
-    graphdef, params, rest = nnx.split(
-        Plain(variant, rngs=nnx.Rngs(0)), trained(variant), ...
-    )
-    initial = by_path(nnx.state(initial_model(variant, units)))
+    abstract = nnx.eval_shape(lambda: Plain(variant, rngs=nnx.Rngs(0)))
+    graphdef, params, rest = nnx.split(abstract, trained(variant), ...)
+    # Outside a mesh, jshard's model has the initial values that it has on any.
+    initial = by_path(nnx.state(make_model(variant, units)(nnx.Rngs(0))))
     for state in (params, rest):
         for path, variable in nnx.to_flat_state(state):
             variable.set_value(initial.pop(path))
@@ -213,12 +224,6 @@ def plain_steps(variant: Variant, units: bool) -> tuple[nnx.State, nnx.State, Ca
     return params, rest, jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-def initial_model(variant: Variant, units: bool) -> nnx.Module:
-    """The model as jshard initialises it, on one device."""
-    fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:1]))
-    return fsdp.model(fsdp.init(make_model(variant, units), optax.identity()))
-
-
 def make_model(variant: Variant, units: bool) -> Callable[[nnx.Rngs], nnx.Module]:
     return lambda rngs: (Plain if units else Sharded)(variant, rngs=rngs)
 
@@ -230,16 +235,11 @@ def reference(variant: Variant, name: str, units: bool = False) -> Run:
     tx = optimizer(name)
     opt_state = tx.init(params)
 
-    @jax.jit
-    def update(grads: nnx.State, opt_state: Any, params: nnx.State) -> Any:
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(grads)
-
-    history = []
+    update, norm_of, history = make_update(tx), jax.jit(optax.tree.norm), []
     for batch in batches(variant):
         (loss, (means, rest)), grads = value_and_grad(params, rest, batch)
-        params, opt_state, norm = update(grads, opt_state, params)
-        history.append({"loss": loss, "grad_norm": norm} | means)
+        history.append({"loss": loss, "grad_norm": norm_of(grads)} | means)
+        params, opt_state = update(grads, opt_state, params)
     metrics = _stack(history)
     assert metrics["grad_norm"].max() > CLIP, "clipping never acted"
     frozen = nnx.filter_state(rest, nnx.Param)

@@ -1,6 +1,7 @@
 """Parameters that the shards do not divide are sharded, and nobody sees the padding."""
 
 import dataclasses
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -62,6 +63,12 @@ def fsdp_on(*mesh: int, policy: jshard.Policy = POLICY) -> jshard.FSDP:
     return jshard.FSDP(jshard.make_mesh(replica=replica, devices=devices), policy)
 
 
+@functools.cache
+def trained_on_six(offload: str | None) -> jshard.TrainState:
+    """A state that tests only read."""
+    return trained(fsdp_on(1, 6, policy=dataclasses.replace(POLICY, offload=offload)))
+
+
 def trained(fsdp: jshard.FSDP, steps: int = 2) -> jshard.TrainState:
     state, step = fsdp.init(Model, OPTIMIZER), fsdp.train_step(loss_fn, OPTIMIZER)
     ids = np.arange(12 * fsdp.mesh.size).reshape(-1, 4) % VOCABULARY
@@ -116,9 +123,7 @@ def test_every_parameter_is_sharded_whatever_its_width():
 @pytest.mark.quick("None", "all")
 @pytest.mark.parametrize("offload", [None, "optimizer", "all"])
 def test_padding_is_zero_after_every_step(offload):
-    policy = dataclasses.replace(POLICY, offload=offload)
-    fsdp = fsdp_on(1, 6, policy=policy)
-    found = [v for v in variables(trained(fsdp)) if padding_now(v)]
+    found = [v for v in variables(trained_on_six(offload)) if padding_now(v)]
     assert len(found) > 20  # parameters, moments and averages
     for variable in found:
         padding = padding_now(variable)
@@ -130,8 +135,7 @@ def test_padding_is_zero_after_every_step(offload):
 
 
 def test_models_and_fetched_values_are_exact():
-    fsdp = fsdp_on(1, 6)
-    state = trained(fsdp)
+    fsdp, state = fsdp_on(1, 6), trained_on_six(None)
     abstract = fsdp.abstract_state(Model, OPTIMIZER)
     want = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
     for tree in (
@@ -250,6 +254,17 @@ def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
     assert {sum(x.size for x in c.operands) for c in large} == {54 * 50}
 
 
+@functools.cache
+def losses(**knobs) -> list[float]:
+    fsdp = fsdp_on(1, 6, policy=jshard.Policy(min_shard_elements=0, **knobs))
+    state, step = fsdp.init(Model, OPTIMIZER), fsdp.train_step(loss_fn, OPTIMIZER)
+    ids, found = np.arange(48).reshape(-1, 4) % VOCABULARY, []
+    for _ in range(5):
+        state, metrics = step(state, fsdp.shard_batch(ids))
+        found.append(float(metrics["loss"]))
+    return found
+
+
 @pytest.mark.quick("float8_e4m3fn", "bfloat16")
 @pytest.mark.parametrize(
     "precision",
@@ -261,22 +276,9 @@ def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
     ids=lambda precision: precision["gather"],
 )
 def test_narrow_gathers_and_scatters_of_padded_shards(precision):
-    def losses(policy: jshard.Policy) -> list[float]:
-        fsdp = fsdp_on(1, 6, policy=policy)
-        state, step = fsdp.init(Model, OPTIMIZER), fsdp.train_step(loss_fn, OPTIMIZER)
-        ids, found = np.arange(48).reshape(-1, 4) % VOCABULARY, []
-        for _ in range(5):
-            state, metrics = step(state, fsdp.shard_batch(ids))
-            found.append(float(metrics["loss"]))
-        return found
-
-    exact = losses(jshard.Policy(min_shard_elements=0))
-    narrow = jshard.Policy(
-        min_shard_elements=0,
-        reshard_after_forward=2,
-        precision=jshard.Precision(**precision),
-    )
-    np.testing.assert_allclose(losses(narrow), exact, rtol=2e-2)
+    exact = losses()
+    narrow = losses(reshard_after_forward=2, precision=jshard.Precision(**precision))
+    np.testing.assert_allclose(narrow, exact, rtol=2e-2)
     assert exact[-1] < 0.9 * exact[0]
 
 

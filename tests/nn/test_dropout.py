@@ -99,7 +99,7 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
     return np.array(seen)
 
 
-@pytest.mark.quick("Stream", "Constant")
+@pytest.mark.quick("Stream")  # the test below has the constant
 @pytest.mark.parametrize("kind", [Stream, Constant, Split])
 def test_each_device_and_micro_batch_draws_noise_of_its_own(kind):
     noise = noise_of(kind, accumulate=2)  # an example each
@@ -109,6 +109,6 @@ def test_each_device_and_micro_batch_draws_noise_of_its_own(kind):
 
 
 def test_a_key_that_is_never_replaced_draws_the_same_in_every_step():
-    noise = noise_of(Constant)
+    noise = noise_of(Constant, accumulate=2)  # an example each
     np.testing.assert_array_equal(noise[1:], noise[:-1])
-    assert len(np.unique(noise[0])) == 4 * 8  # a number for each place and device
+    assert len(np.unique(noise[0])) == noise[0].size

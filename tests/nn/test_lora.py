@@ -12,6 +12,7 @@ from flax import nnx
 import hlo
 import jshard
 from decoder import REMATS, Decoder, Sizes, check_counts, lower_step, make_fsdp
+from parity import make_update
 from runs import check_close
 
 TX = optax.adamw(1e-2)
@@ -108,17 +109,12 @@ def test_only_adapters_train_as_they_do_in_merged_kernels(x64):
     graphdef, params, rest = nnx.split(
         make(nnx.Rngs(jax.random.key(0))), nnx.LoRAParam, ...
     )
-    opt_state = TX.init(params)
+    update, opt_state = make_update(TX), TX.init(params)
 
     @jax.jit
     @jax.value_and_grad
     def loss(params):
         return loss_fn(merged(nnx.merge(graphdef, params, rest)), batch()).compute()
-
-    @jax.jit
-    def update(grads, opt_state, params):
-        updates, opt_state = TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
 
     step = fsdp.train_step(loss_fn, TX)
     for _ in range(3):

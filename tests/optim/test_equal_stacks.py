@@ -93,12 +93,12 @@ def reference(params: nnx.State, tx: Any) -> dict[tuple, Any]:
             x = apply(layers[key], x)
         return jnp.sum(x**2) / rows
 
+    gradients, update = jax.jit(jax.grad(loss)), parity.make_update(tx)
     states = {key: tx.init(layer) for key, layer in layers.items()}
     for x in batches():
-        grads = jax.jit(jax.grad(loss))(layers, x)
+        grads = gradients(layers, x)
         for key in layers:
-            updates, states[key] = tx.update(grads[key], states[key], layers[key])
-            layers[key] = optax.apply_updates(layers[key], updates)
+            layers[key], states[key] = update(grads[key], states[key], layers[key])
     return layers
 
 

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from parity import make_update
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -70,14 +71,16 @@ def test_value_is_the_loss_of_the_global_batch(name, scaled, offload):
     graphdef, params = nnx.split(fsdp.model(state))
     params = jax.tree.map(np.asarray, params)
     step, opt_state = fsdp.train_step(loss_fn, tx), tx.init(params)
+    update = make_update(tx)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, x):
+        return jnp.sum(nnx.merge(graphdef, params)(x) ** 2) / EXAMPLES
+
     for x in batches():
-
-        def loss(params, x=x):
-            return jnp.sum(nnx.merge(graphdef, params)(x) ** 2) / EXAMPLES
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        params = optax.apply_updates(params, updates)
+        value, grads = loss(params, x)
+        params, opt_state = update(grads, opt_state, params, value=value)
         state, metrics = step(state, fsdp.shard_batch(x))
         assert abs(metrics["loss"] / value - 1) < 1e-9
     for got, want in zip(

@@ -176,6 +176,7 @@ TALL = optax.contrib.MuonDimensionNumbers((0, 1), 2)
 CUBES = lambda params: jax.tree.map(lambda p: TALL if p.ndim == 3 else None, params)
 
 
+@pytest.mark.quick("adaptive", "numbers", "masked", "chained")
 @pytest.mark.parametrize(
     "tx",
     [
@@ -187,6 +188,7 @@ CUBES = lambda params: jax.tree.map(lambda p: TALL if p.ndim == 3 else None, par
         optax.masked(optax.contrib.muon(1e-2, beta=0.5), matrices),
         optax.chain(optax.clip(0.1), optax.contrib.muon(1e-2, ns_steps=3)),
     ],
+    ids="muon adaptive aol dion numbers masked chained".split(),
 )
 def test_muon_on_whole_layers_is_muon_with_the_same_state(tx):
     shapes = {"tall": (5, 3), "wide": (4, 6), "cube": (2, 3, 4), "bias": (5,)}

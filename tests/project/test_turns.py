@@ -81,11 +81,13 @@ def test_a_turn_that_nobody_commits_is_an_error(project, capsys):
 
 
 def test_every_part_that_run_takes_is_of_the_turn():
-    assert "turn=$(<.ci/turn)\npart=$((turn % 12 + 1))/12\n" in RUN
+    assert "turn=$(<.ci/turn)\npart=$((turn % 24 + 1))/24\n" in RUN
     chosen = re.findall(r"--part=(\$part|.*/\S+)", RUN)
     assert len(chosen) == RUN.count("--part=") == 6
     for text in {*chosen} - {"$part"}:
         assert re.fullmatch(r"\$\(\(turn % (\d) \+ 1\)\)/\1", text)
+    # And each of four turns has one of the stages that are long.
+    assert sorted(re.findall(r"if in_turn (\d) 4; then", RUN)) == ["0", "1", "2", "3"]
     assert RUN.index("turns.py raise") > RUN.rindex("--part=")  # passes alone count
 
 

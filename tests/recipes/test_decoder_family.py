@@ -89,7 +89,7 @@ def packed_batch(rows: int, T: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.quick("balanced-2x3", "gemma-1x7")
+@pytest.mark.quick("balanced-2x3")
 @pytest.mark.parametrize(
     ("mesh", "remat"),
     [

@@ -15,11 +15,11 @@ from jshard.models.images import classification_loss, normalize
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.models.resnet import ResNet, ResNetConfig
 from jshard.models.vit import ViT, ViTConfig
-from parity import make_mesh
+from parity import make_mesh, make_update
 
-CLASSES, SIZE, STEPS = 5, 16, 3
+CLASSES, SIZE, STEPS = 5, 16, 2
 TX = optax.sgd(0.05, momentum=0.9)
-SMALL: dict[str, Any] = {"stem": 8, "depths": (1, 3), "widths": (16, 32)}
+SMALL: dict[str, Any] = {"stem": 8, "depths": (1, 2), "widths": (16, 32)}
 # Not `float`, which promotes weakly: batch statistics would be float32.
 TYPES: dict[str, Any] = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 MODELS = {
@@ -80,11 +80,10 @@ def plain_run(kind: str) -> tuple[Any, Any, Any]:
             nnx.state(module, nnx.Not(nnx.Param)), accuracies["accuracy"].compute()
         )  # fmt: skip
 
-    opt_state, history = TX.init(params), []
+    update, opt_state, history = make_update(TX), TX.init(params), []
     for batch in batches():
         (value, (rest, accuracy)), grads = loss(params, rest, batch)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        params: Any = optax.apply_updates(params, updates)
+        params, opt_state = update(grads, opt_state, params)
         history.append((value, accuracy))
     return history, params, nnx.filter_state(rest, nnx.BatchStat)
 

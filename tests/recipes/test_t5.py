@@ -58,6 +58,7 @@ def plain(model: T5) -> T5:
     for side in ("encoder", "decoder"):
         stack = getattr(copy, side)
         graphdef, state = nnx.split(stack)
+        state = jax.device_get(state)
         number = len(jax.tree.leaves(state)[0])
         made = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(number)]
         layers = [nnx.merge(graphdef, one) for one in made]

@@ -104,7 +104,8 @@ def test_the_live_line_has_the_newest_step_whose_loss_is_there(terminal):
 def test_before_the_first_step_it_shows_what_is_waited_for(terminal, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("jshard.run.progress.time.monotonic", lambda: clock[0])
-    with terminal() as shown, ProgressDisplay(20) as display:
+    waited = {"joining": 0.1, "imports": 2.5}
+    with terminal() as shown, ProgressDisplay(20, waited=waited) as display:
         for phase, seconds in (("reading the first batch", 4), ("compiling", 33)):
             display.at(phase, 0)
             clock[0] += seconds
@@ -118,7 +119,8 @@ def test_before_the_first_step_it_shows_what_is_waited_for(terminal, monkeypatch
     assert re.search("step 0/20 .* reading the first batch 4 s", found)
     assert re.search("step 0/20 .* compiling 33 s", found)
     assert (
-        "step 1/20  after 40.0 s (compiling 33.0, reading the first batch 4.0)" in found
+        "step 1/20  after 40.0 s (imports 2.5, reading the first batch 4.0, "
+        "compiling 33.0)" in found
     )
     assert "computing 1 s" not in found
 

@@ -37,6 +37,7 @@ class Curved(nnx.Module):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.quick("{'prefetch'")
 @pytest.mark.parametrize(
     "knobs",
     [{}, {"prefetch": True, "remat": "dots", "reshard_after_forward": 2}],

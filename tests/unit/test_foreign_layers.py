@@ -215,8 +215,8 @@ LAYERS = [
 ]
 
 
-@pytest.mark.quick(
-    "Lstm", "ScanByName", "Loops", "While", "Branches", "CustomVjp", "CustomJvp", "Nnx"
+@pytest.mark.quick(  # an LSTM is in the classifier below
+    "ScanByName", "Loops", "While", "Branches", "CustomVjp", "CustomJvp", "Nnx"
 )
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda m: m.__name__)
 def test_loops_branches_and_derivatives_may_begin_with_constants(layer):

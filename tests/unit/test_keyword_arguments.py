@@ -73,7 +73,7 @@ def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetc
     def loss(params):
         return jnp.sum(loop(params, batch) ** 2) / EXAMPLES
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     outside = make_model(nnx.Rngs(0))
     nnx.update(outside, nnx.State(params))
     assert abs(jnp.sum(outside(batch) ** 2) / EXAMPLES - value) < 1e-9

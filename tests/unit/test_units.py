@@ -15,7 +15,7 @@ from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
 
 
-@pytest.mark.quick("Aux", "UnitInStack", "Gathered", "SharedParameters", "States")
+@pytest.mark.quick("UnitInStack", "Gathered", "SharedParameters", "States")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("model", zoo.MODELS, ids=lambda m: m.__name__)
 def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
