@@ -14,10 +14,10 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1135,
+    "commands": 1145,
     "surface": 540,
     "plan": 4520,
-    "training": 11390,
+    "training": 11410,
     "checkpoint": 3935,
     "generation": 895,
     "start-up note": 385,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "collectives": 475,
     "layout": 1510,
     "distributed": 1750,
-    "cli": 630,
+    "cli": 640,
     "compat": 800,
     "parallel": 545,
     "ground": 1445,
