@@ -1,8 +1,8 @@
 """Starts a job's processes: `python -m jshard.launch --num_processes=4 -- --config=F`.
 
 On this machine, or one on each of several hosts, by ssh. The hosts share a file system.
-If the job fails, all processes are restarted from its last checkpoint, on fewer hosts
-if need be and allowed.
+If the job fails, all processes are restarted from its last checkpoint, with spare hosts
+in the places of dead ones, or on fewer if need be and allowed.
 
 `--command=generate` and `--command=perplexity` start these instead of `jshard.train`.
 
@@ -72,6 +72,9 @@ COMMAND = Command(
         "hosts": Option(
             None, "where to run; by default this machine", kind=str, shown="A,B,..."
         ),
+        "spare_hosts": Option(
+            None, "to take the places of dead hosts", kind=str, shown="A,B,...",
+        ),
         "rsh": Option(RSH, "to reach a host", shown="COMMAND"),
         "port": Option(
             None, "port of the coordinator; by default any", kind=int, at_least=1,
@@ -106,7 +109,8 @@ def parse(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     """
     cut = argv.index("--") if "--" in argv else len(argv)
     options, words = COMMAND.parse(argv[:cut]), argv[cut + 1 :]
-    options.hosts = _hosts(options.hosts)
+    options.hosts = _hosts("hosts", options.hosts)
+    options.spare_hosts = _hosts("spare_hosts", options.spare_hosts)
     options.rsh = _rsh(options.rsh)
     trains = options.command == TRAIN
     if trains and not any(word.startswith("--config") for word in words):
@@ -140,13 +144,13 @@ def parse(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     return options, words
 
 
-def _hosts(text: str | None) -> list[str]:
+def _hosts(option: str, text: str | None) -> list[str]:
     """Returns the names in "A,B,..."."""
     hosts = [] if text is None else text.split(",")
     for host in hosts:
         if not re.fullmatch(r"[^\s-]\S{0,254}", host):
             raise UserError(
-                f"--hosts={text}: {host!r} is not a host name; must be A,B,... or "
+                f"--{option}={text}: {host!r} is not a host name; must be A,B,... or "
                 "USER@A,..."
             )
     return hosts
@@ -314,10 +318,13 @@ class Launcher:
 
     def _find_hosts(self) -> list[str]:
         """Returns the hosts that still run a command; raises RunFailed if too few."""
-        answering = [host for host in self._hosts if self._answers(host)]
-        missing = [host for host in self._hosts if host not in answering]
+        missing = [host for host in self._hosts if not self._answers(host)]
         if missing:
             _say(f"no answer from {', '.join(missing)}")
+        unused = (x for x in self._options.spare_hosts if x not in self._hosts)
+        spares = filter(self._answers, unused)  # asked when one is needed
+        places = [next(spares, "") if x in missing else x for x in self._hosts]
+        answering = list(filter(None, places))
         if len(answering) < self._options.min_hosts:
             raise RunFailed(
                 f"{len(answering)} of {len(self._hosts)} hosts answer, and --min_hosts="

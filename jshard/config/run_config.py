@@ -146,6 +146,8 @@ def check(config: Config) -> None:
         for key in ("eval_every", "checkpoint.every"):
             if not flat[key]:
                 refuse("checkpoint.best", f"needs --config.{key} above 0")
+    if checkpoint.local and not checkpoint.every:
+        refuse("checkpoint.local", "needs --config.checkpoint.every above 0")
     if checkpoint.restore_optimizer:
         if not checkpoint.restore:
             problem = "from where? give --config.checkpoint.restore too"

@@ -70,6 +70,13 @@ DEFAULTS = {
     "checkpoint.best_is": Knob(
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
+    "checkpoint.local": Knob(
+        0, "steps between two copies on the hosts, for lost ones; 0 is never",
+        at_least=0,
+    ),
+    "checkpoint.local_dir": Knob(
+        "/dev/shm", "folder of each host's own for these copies", kind=Path
+    ),
     "checkpoint.restore": Knob(
         "",
         "start from these parameters: a run's folder, a checkpoint, safetensors, or a "

@@ -52,6 +52,13 @@ class Peers:
         """
         return [text]
 
+    def share_again(self, name: str, text: str) -> list[str]:
+        """Returns the text of every process; for a name that is shared repeatedly.
+
+        It may be called in a thread, a name always in the same.
+        """
+        return [text]
+
     def publish(self, name: str, text: str) -> str:
         """Returns process 0's text; otherwise like `share`."""
         return text

@@ -1,12 +1,14 @@
-"""Where a run starts: at its first step, or after a checkpoint in its folder."""
+"""Where a run starts: at its first step, after a checkpoint, or from local copies."""
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from jshard.checkpoint.frozen import source_of
+from jshard.checkpoint.local import Found, LocalCopies
 from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config
@@ -24,6 +26,7 @@ from jshard.run.resume import (
 )
 
 STOPPED = "stopped"  # the note of a run that a hook ended
+RUN = "run"  # the note that tells a run from another one in the same folder
 _Line: TypeAlias = Mapping[str, Any]
 
 
@@ -38,6 +41,11 @@ class Start:
       metrics: The run's lines of metrics up to `step`; None if it starts at 0.
       unevaluated: Whether the evaluation due at `step` was not made.
       held: Whether to go on from the state that the processes hold.
+      local: Whether to go on from local copies, which are newer than checkpoints.
+      texts: The folder of what was saved besides arrays: the checkpoint's, or one with
+        what this process had kept with its local copy. None starts with nothing.
+      run: Tells the run from another one in the same folder.
+      number: How many times the run was started before.
       stopped: Why the run is done at `step`, as a hook asked; empty if it is not.
       message: What to tell the user; empty for a new run.
     """
@@ -48,6 +56,10 @@ class Start:
     metrics: Sequence[Mapping[str, Any]] | None = None
     unevaluated: bool = False
     held: bool = False
+    local: bool = False
+    texts: Path | None = None
+    run: str = ""
+    number: int = 0
     stopped: str = ""
     message: str = ""
 
@@ -58,11 +70,13 @@ def find_start(
     peers: Peers,
     abstract_state: TrainState | None = None,
     held: int | None = None,
+    copies: LocalCopies | None = None,
     shown: str = "",
 ) -> Start:
     """Finds the run's newest complete checkpoint, without writing anything.
 
-    A state that the processes hold is preferred, unless the checkpoint is newer.
+    A state that the processes hold is preferred, unless the checkpoint is newer, and
+    so are local copies: then no checkpoint is read.
 
     Process 0 decides, because a network disk may show older contents to the others.
     Those help to verify the checkpoint, and get neither metrics nor message.
@@ -74,6 +88,7 @@ def find_start(
       abstract_state: What is to be restored, to find changes of the config that make
         it another model's, which cannot be accepted.
       held: The step of the state that each process holds, if there is one.
+      copies: The run's local copies, if it makes them.
       shown: What to call the folder; by default its path.
 
     Raises:
@@ -85,54 +100,95 @@ def find_start(
 
     def obstacle() -> str:
         """Why the newest checkpoint, which is not verified, does not fit the state."""
-        if abstract_state is not None:
+        if abstract_state is not None and (steps := find_steps(folder)):
             try:
-                check_fits(step_folder(folder, find_steps(folder)[-1]), abstract_state)
+                check_fits(step_folder(folder, steps[-1]), abstract_state)
             except (UserError, ValueError) as error:
                 return str(error)
         return ""
 
     try:
-        if peers.index == 0 and find_steps(folder):
+        found, known, numbers = Found(), "", []
+        if copies is not None:
+            told = ""
+            if peers.index == 0:
+                least = max([1, *find_steps(folder)])
+                told = json.dumps([*_identity(workdir), least])
+            known, numbers, least = json.loads(peers.publish("run", told))
+            found = copies.find(known, numbers, least)
+        if peers.index == 0 and (find_steps(folder) or found.step):
             changes = changed_keys(read_config(workdir), config)
             check_changes(changes, config.checkpoint.accept, obstacle)
-        checkpoint = find_newest(folder)
+        checkpoint = None if found.step else find_newest(folder)
         start = Start()
         if peers.index == 0 and checkpoint:
-            start = _resume(workdir, config, changes, checkpoint, shown)
+            step = int(checkpoint.stem)  # the name may have a suffix
+            start = _resume(workdir, config, changes, step, checkpoint, shown)
+        elif peers.index == 0 and found.step and found.texts:
+            start = _resume(
+                workdir, config, changes, found.step, found.texts, shown, local=True
+            )
         elif peers.index == 0:
             start = _start_again(workdir, config, shown)
         if peers.index == 0 and held is not None and held >= start.step:
             start = _hold(workdir, config, start, held)
         if peers.index == 0 and start.step:
             start = dataclasses.replace(start, stopped=_stopped(workdir, config, start))
+        if peers.index == 0 and copies is not None:
+            start = _numbered(start, known, numbers, found.note)
     except OSError as error:
         where = error.filename or workdir
         raise UserError(f"cannot read {where}: {error.strerror}") from error
-    names = ("step", "resumes", "unevaluated", "held", "stopped")
+    names = (
+        "step", "resumes", "unevaluated", "held", "local", "run", "number", "stopped",
+    )  # fmt: skip
     decided = json.dumps({name: getattr(start, name) for name in names})
     decided = json.loads(peers.publish("start", decided))
-    return dataclasses.replace(start, checkpoint=checkpoint, **decided)
+    texts = checkpoint or found.texts
+    return dataclasses.replace(start, checkpoint=checkpoint, texts=texts, **decided)
+
+
+def _identity(workdir: Path) -> tuple[str, list[int]]:
+    """Returns what tells the run from others, and the steps it was resumed after."""
+    notes = workdir / "notes.json"
+    if not notes.exists():
+        return "", []
+    known = read_object(notes, "repair or remove it")
+    return known.get(RUN, ""), known.get("resumed", [])
+
+
+def _numbered(start: Start, known: str, numbers: Sequence[int], note: str) -> Start:
+    """Adds which run this is, how often it was started, and a note for the user."""
+    run = known if start.resumes and known else secrets.token_hex(8)
+    number = len(numbers) + 1 if start.resumes else 0
+    message = "; ".join(filter(None, (start.message, note)))
+    return dataclasses.replace(start, run=run, number=number, message=message)
 
 
 def _resume(
-    workdir: Path, config: Config, changes: Changes, checkpoint: Path, shown: str
+    workdir: Path,
+    config: Config,
+    changes: Changes,
+    step: int,
+    texts: Path,
+    shown: str,
+    local: bool = False,
 ) -> Start:
-    step = int(checkpoint.stem)  # the name may have a suffix
     found = read_metrics(workdir)
-    metrics, gone = _metrics_up_to(checkpoint, step, found)
+    metrics, gone = _metrics_up_to(texts, step, found)
+    folder = workdir / CHECKPOINTS
     messages = [
-        f"resuming {shown} after step {step}",
+        f"resuming {shown} after step {step}" + ", from the hosts' copies" * local,
         describe_changes(changes),
-        _describe_missing_checkpoints(workdir / CHECKPOINTS, found),
+        "" if local else _describe_missing_checkpoints(folder, found),
         gone,
     ]
-    if config.checkpoint.restore and not source_of(checkpoint):
+    if config.checkpoint.restore and not local and not source_of(texts):
         messages.append("checkpoint.restore is for new runs: ignored")
     return Start(
         step,
-        checkpoint,
         resumes=True,
+        local=local,
         metrics=metrics,
         unevaluated=_unevaluated(config, step, metrics),
         message="; ".join(filter(None, messages)),
@@ -141,12 +197,13 @@ def _resume(
 
 def _hold(workdir: Path, config: Config, start: Start, step: int) -> Start:
     if step == start.step:
-        return dataclasses.replace(start, held=True)
+        return dataclasses.replace(start, held=True, local=False)
     metrics = [line for line in read_metrics(workdir) if line["step"] <= step]
     return dataclasses.replace(
         start,
         step=step,
         held=True,
+        local=False,
         resumes=bool(metrics),
         metrics=metrics,
         unevaluated=_unevaluated(config, step, metrics),
@@ -172,23 +229,23 @@ def _stopped(workdir: Path, config: Config, start: Start) -> str:
 
 
 def _metrics_up_to(
-    checkpoint: Path, step: int, found: Sequence[_Line]
+    texts: Path, step: int, found: Sequence[_Line]
 ) -> tuple[list[_Line], str]:
-    """Returns the lines up to a checkpoint, and a message if some were missing.
+    """Returns the lines up to a step, and a message if some were missing.
 
-    A checkpoint has a copy of the lines up to its step.
+    A checkpoint or a local copy has those up to its step, in the folder `texts`.
     """
     found = [line for line in found if line["step"] <= step]
-    kept = read_metrics(checkpoint)
+    kept = read_metrics(texts)
     there, known = ({json.dumps(line) for line in lines} for lines in (found, kept))
     gone = [line["step"] for line in kept if json.dumps(line) not in there]
     if gone:
         more = [line for line in found if json.dumps(line) not in known]
         message = (
             f"{METRICS} lacked lines of {_span(min(gone), max(gone))}: restored from "
-            "the checkpoint"
+            "the copy saved with the state"
         )
-        return sorted(kept + more, key=lambda line: line["step"]), message
+        return sorted([*kept, *more], key=lambda line: line["step"]), message
     last = max((line["step"] for line in found if "loss" in line), default=0)
     if last < step:  # every saved step is logged
         return found, f"{METRICS} lacks {_span(last + 1, step)}: they are lost"

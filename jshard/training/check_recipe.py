@@ -40,7 +40,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     data = {"train": train_data, "validation": eval_data}
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
-    saved = run.stream_state if start.held else read_state(start.checkpoint)
+    saved = run.stream_state if start.held else read_state(start.texts)
     following = TrainingBatches(
         train_data,
         saved,

@@ -19,6 +19,7 @@ from jshard.run.source import Source
 from jshard.run.start import Start
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
+from jshard.training.callbacks.local_saving import LocalSaving
 from jshard.training.callbacks.profiling import Profile
 from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.saving import Saving
@@ -87,6 +88,7 @@ def train(
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         Copying(run.bucket, jax.process_index()) as copying,
         _open_folder(run, start) as folder,
+        LocalSaving(run, start, folder, display) as local,
         Saving(run, folder, display, hooks, copying, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
         StepLog(run, start.step, recipe, folder, display, started) as log,
@@ -124,6 +126,7 @@ def train(
             evaluated = evaluation.after_step(step)
             ends = hooks.ends_after(step, agree=log.logs(step) or bool(evaluated))
             saving.after_step(step, log, evaluated, ends=ends)
+            local.after_step(step, log, ends=ends)
             if ends:
                 break
             run.peers.at("data", step)
@@ -149,6 +152,8 @@ def _find_start(run: PreparedRun) -> Start | None:
         finish_folder(run.workdir)
         with Copying(run.bucket, jax.process_index()):
             pass  # the report
+    if run.copies is not None:
+        run.copies.delete()
     if not start.held:
         run.state = None  # the folder's is newer
     why = f", stopped: {start.stopped}" if start.stopped else ""
@@ -163,6 +168,8 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     first = recipe.batches.first.rows
     note = describe(job.fsdp, run.abstract_state, first, job.train_step, run.hosts)
     more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
+    if run.copies is not None:
+        more["local copies"] = run.copies.describe(run.config.checkpoint.local)
     if run.peers.count > 1 and jax.default_backend() == "cpu":
         # Its keys of programs differ between processes on CPUs, as on no GPU.
         more["cache"] = "JAX caches CPU programs of process 0: the others compile again"

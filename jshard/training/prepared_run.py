@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jshard.checkpoint.local import LocalCopies
 from jshard.config.run_config import Config
 from jshard.data.batches import Batch
 from jshard.data.stream_reader import StreamState
@@ -39,6 +40,7 @@ class PreparedRun:
       experts: The same, of `mesh.expert`, which is chosen by traffic.
       hosts: The host of each process, if known.
       bucket: The run in a bucket, of which the folder is a copy.
+      copies: Of the state on the hosts, if `checkpoint.local` asks for them.
       state: The newest state; None before there is one. A step that fails takes the
         state with it, and leaves deleted arrays.
       stream_state: Where the training data are after the step of `state`, if they are a
@@ -53,6 +55,7 @@ class PreparedRun:
     experts: str
     hosts: Sequence[int] | None
     bucket: RunInBucket | None = None
+    copies: LocalCopies | None = None
     state: Any = None
     stream_state: StreamState | None = None
 
@@ -88,6 +91,7 @@ class PreparedRun:
             self.abstract_state,
             held,
             shown=self.shown,
+            copies=self.copies,
         )
 
     def restore(self, start: Start) -> Source:
@@ -99,7 +103,11 @@ class PreparedRun:
         if start.held:
             return source
         self.state = None  # never two at once
-        if start.checkpoint:
+        if start.local:
+            assert self.copies is not None
+            self.peers.at("restoring", start.step)
+            self.state = self.copies.restore(start.step)
+        elif start.checkpoint:
             self.peers.at("restoring", start.step)
             self.state = source.restore(self.abstract_state)
         return source
@@ -176,4 +184,12 @@ def prepare_run(
         job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
     state = job.abstract_state()
     check_capacity(state, job.fsdp.mesh.local_devices)
-    return PreparedRun(job, state, workdir, peers, chosen, experts, hosts, bucket)
+    copies = None
+    if config.checkpoint.local:
+        root = Path(config.checkpoint.local_dir).expanduser()
+        # A run in a bucket has a new local folder on each start.
+        name = bucket.url if bucket else str(workdir.absolute())
+        copies = LocalCopies(root, name, state, peers)
+    return PreparedRun(
+        job, state, workdir, peers, chosen, experts, hosts, bucket, copies
+    )

@@ -80,12 +80,12 @@ class StepLog(AbstractContextManager):
         return step in ends or step % self._config.log_every == 0
 
     @contextmanager
-    def drained(self) -> Iterator[dict[str, float]]:
-        """Waits for all steps, shows the newest, and yields its metrics.
+    def drained(self, *, shows: bool = True) -> Iterator[dict[str, float]]:
+        """Waits for all steps, shows the newest if asked to, and yields its metrics.
 
         What is done within it does not count as time of steps.
         """
-        self._write(len(self._under_way), shows=True)
+        self._write(len(self._under_way), shows=shows)
         yield self._newest
         self._throughput.restart()
 

@@ -1,0 +1,200 @@
+"""Which parts of a state each process keeps: the shards of its devices, once each.
+
+Every process derives this for all of them from the abstract state, so that a process
+can tell where another's parts are without asking.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshard.checkpoint.metadata import array_name
+from jshard.fsdp.state import TrainState
+from jshard.layout.transfer import put_parts
+
+# The name of an array, and where a shard of it begins and ends along each dimension.
+Key: TypeAlias = tuple[str, tuple[tuple[int, int], ...]]
+
+_ALIGNMENT = 64  # bytes
+THREADS = max(1, min(16, (os.cpu_count() or 1) // 2))  # that copy or verify shards
+_RANDOM = ("threefry2x32", "rbg", "unsafe_rbg")  # JAX's generators
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Where a file of copies has a shard.
+
+    Attributes:
+      start: Its first byte.
+      size: Its bytes.
+    """
+
+    start: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a state is divided among processes.
+
+    Attributes:
+      files: The pieces in the file of each process, in order. First come those that no
+        process of another host has, too.
+      alone: The bytes of these, for each process.
+      sizes: The bytes of each file.
+      digest: Tells whether two states are divided alike.
+    """
+
+    files: Sequence[Mapping[Key, Piece]]
+    alone: Sequence[int]
+    sizes: Sequence[int]
+    digest: str
+
+
+def divide(state: TrainState, hosts: Sequence[int]) -> Division:
+    """Divides a state.
+
+    Args:
+      state: Concrete or abstract, with shardings.
+      hosts: The host of each process.
+    """
+    arrays = _raw_arrays(state)
+    holders: dict[Key, set[int]] = {}  # the processes that hold a shard
+    for name, x in arrays.items():
+        for device, index in x.sharding.devices_indices_map(x.shape).items():
+            key = name, _bounds(index, x.shape)
+            holders.setdefault(key, set()).add(device.process_index)
+    there = {key: {hosts[p] for p in held} for key, held in holders.items()}
+    own: list[list[Key]] = [[] for _ in hosts]
+    for key in sorted(holders, key=lambda key: len(there[key]) > 1):
+        for process in holders[key]:
+            own[process].append(key)
+    files, alone, sizes = [], [], []
+    for keys in own:
+        pieces, size, unique = {}, 0, 0
+        for name, bounds in keys:
+            shape = [stop - start for start, stop in bounds]
+            count = int(np.prod(shape)) * arrays[name].dtype.itemsize
+            pieces[name, bounds] = Piece(size, count)
+            size += -(-count // _ALIGNMENT) * _ALIGNMENT
+            unique = size if len(there[name, bounds]) == 1 else unique
+        files.append(pieces)
+        alone.append(unique)
+        sizes.append(size)
+    types = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
+    text = json.dumps([types, [list(pieces) for pieces in files], alone])
+    return Division(files, alone, sizes, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def neighbors(hosts: Sequence[int]) -> list[int | None]:
+    """Returns which process of the next host keeps a copy for each; None on one host.
+
+    Args:
+      hosts: The host of each process.
+    """
+    on: dict[int, list[int]] = {}
+    for process, host in enumerate(hosts):
+        on.setdefault(host, []).append(process)
+    order = list(on)
+    if len(order) == 1:
+        return [None] * len(hosts)
+    found: list[int | None] = []
+    for process, host in enumerate(hosts):
+        there = on[order[(order.index(host) + 1) % len(order)]]
+        found.append(there[on[host].index(process) % len(there)])
+    return found
+
+
+def copy_shards(
+    state: TrainState,
+    pieces: Mapping[Key, Piece],
+    write: Callable[[int, np.ndarray], None],
+) -> None:
+    """Calls `write(start, bytes)` for the shards of this process's devices."""
+    shards: dict[Key, jax.Array] = {}
+    for name, x in _raw_arrays(state).items():
+        for shard in x.addressable_shards:
+            shards[name, _bounds(shard.index, x.shape)] = shard.data
+
+    def copy(key: Key) -> None:
+        x, piece = shards[key], pieces[key]
+        # An array keeps the values that were read from it. So another one is read, of
+        # the same buffer.
+        x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
+        write(piece.start, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(copy, pieces))
+
+
+def assemble(abstract: TrainState, read: Callable[[Key], np.ndarray]) -> TrainState:
+    """Returns a state on the devices of ``abstract``.
+
+    Args:
+      abstract: The state to make.
+      read: Returns the bytes of a shard, which are not changed afterwards.
+    """
+    raw = _raw_arrays(abstract)
+
+    def make(path: tuple, leaf: Any) -> jax.Array:
+        name = array_name(path)
+        like = raw[name]
+
+        def part_at(index: tuple) -> np.ndarray:
+            bounds = _bounds(index, like.shape)
+            shape = [stop - start for start, stop in bounds]
+            # A copy for each device, because a CPU device's array may alias it.
+            return read((name, bounds)).view(like.dtype).reshape(shape).copy()
+
+        made = put_parts(part_at, like)
+        if not _is_key(leaf):
+            return made
+        return jax.random.wrap_key_data(made, impl=_generator(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(make, abstract)
+
+
+def _raw_arrays(state: TrainState) -> dict[str, Any]:
+    """Returns the arrays of a state by name; of random keys, the numbers in them."""
+    return dict(_named(state))
+
+
+def _named(state: TrainState) -> Iterator[tuple[str, Any]]:
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        name = array_name(path)
+        if not _is_key(x):
+            yield name, x
+        elif isinstance(x, jax.Array):
+            yield name, jax.random.key_data(x)
+        else:
+            data = jax.eval_shape(jax.random.key_data, x)
+            yield (
+                name,
+                jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding),
+            )
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _generator(dtype: Any) -> str:
+    """Returns the generator of typed keys, by which their numbers become keys again."""
+    make = jax.random.key
+    keys = {x: jax.eval_shape(lambda x=x: make(0, impl=x)) for x in _RANDOM}
+    return next(name for name, key in keys.items() if key.dtype == dtype)
+
+
+def _bounds(index: tuple, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns a shard's slices as numbers; a slice may leave them out."""
+    return tuple(
+        part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
+    )

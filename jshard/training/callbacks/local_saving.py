@@ -1,0 +1,86 @@
+"""Copies of a run's state on its hosts: made while it trains, removed at its end."""
+
+import queue
+from contextlib import AbstractContextManager
+
+from jshard.checkpoint.local import Copy
+from jshard.errors import Preempted
+from jshard.formatting import format_bytes
+from jshard.report.run_report import METRICS
+from jshard.run.metrics import RunFolder
+from jshard.run.progress import ProgressDisplay
+from jshard.run.start import RUN, Start
+from jshard.training.callbacks.step_log import StepLog
+from jshard.training.prepared_run import PreparedRun
+
+_LONG = 1.0  # seconds that a step waits for the copy before, which is worth a line
+
+
+class LocalSaving(AbstractContextManager):
+    """Copies a run's states, and removes the copies if it ends with its state saved.
+
+    With `checkpoint.local=0` it does nothing.
+    """
+
+    def __init__(
+        self,
+        run: PreparedRun,
+        start: Start,
+        folder: RunFolder,
+        display: ProgressDisplay,
+    ):
+        self._run, self._start = run, start
+        self._folder, self._display = folder, display
+        self._ended: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        self._said: set[str] = set()
+        if run.copies is not None:
+            folder.note(**{RUN: start.run})
+
+    def after_step(self, step: int, log: StepLog, *, ends: bool) -> None:
+        """Copies the state if it is time; not at the end, where it is saved."""
+        copies, config = self._run.copies, self._run.config
+        self._report()
+        if copies is None or step % config.checkpoint.local:
+            return
+        if ends or step == config.steps:
+            return
+        with log.drained(shows=False):  # the metrics of the step are in its copy
+            self._run.peers.at("saving", step)
+            texts = {METRICS: self._folder.metrics(), **self._run.files_to_save()}
+            start = self._start
+            copies.keep(
+                self._run.state, start.run, start.number, texts, self._ended.put
+            )
+
+    def _report(self) -> None:
+        """Shows the first copy, the first that steps waited for, and failed ones."""
+        while not self._ended.empty():
+            copy = self._ended.get()
+            if copy.error:
+                self._display.say(
+                    f"local copy of step {copy.step} failed, training continues: "
+                    f"{copy.error}"
+                )
+                continue
+            self._say_once(
+                "first",
+                f"step {copy.step}/{self._run.config.steps}  local copy: "
+                f"{format_bytes(copy.size)} a process in {copy.took:.1f} s, held up "
+                f"training {copy.blocked * 1e3:.0f} ms",
+            )
+            if copy.waited > _LONG:
+                self._say_once(
+                    "slow",
+                    f"local copies take longer than checkpoint.local="
+                    f"{self._run.config.checkpoint.local} steps: training waited "
+                    f"{copy.waited:.1f} s for one; copy less often",
+                )
+
+    def _say_once(self, name: str, text: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            self._display.say(text)
+
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
+        if self._run.copies is not None and (kind is None or kind is Preempted):
+            self._run.copies.delete()
