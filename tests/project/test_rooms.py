@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1150,
+    "commands": 1155,
     "surface": 540,
     "plan": 4520,
-    "training": 12200,
-    "checkpoint": 4040,
+    "training": 12630,
+    "checkpoint": 5470,
     "generation": 895,
     "start-up note": 385,
     "fsdp": 1505,
@@ -28,8 +28,8 @@ MOST_LINES = {
     "cpu": 380,
     "collectives": 475,
     "layout": 1510,
-    "distributed": 1750,
-    "cli": 660,
+    "distributed": 1755,
+    "cli": 665,
     "compat": 800,
     "parallel": 545,
     "ground": 1450,
@@ -41,7 +41,7 @@ MOST_FILES_IN_A_FOLDER = 12
 # Folders with more Python files: each may only lose some.
 FULLER = {
     "": 16,
-    "distributed": 13,
+    "distributed": 1755,
     "fsdp": 16,
     "layout": 13,
     "unit": 15,
