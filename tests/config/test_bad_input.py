@@ -273,7 +273,7 @@ def test_an_unknown_url_is_refused_wherever_a_path_is_expected(tmp_path, monkeyp
         "data.tokenizer": load_tokenizer,
     }
     for name, ask in asks.items():
-        for url in ("abfs://bucket/run", "hf://me", Path("s3://bucket/run")):
+        for url in ("abfs://bucket/run", "https://me/run", Path("s3://bucket/run")):
             with pytest.raises(UserError, match=f"{name}={url}: is a URL"):
                 ask(url)
     for path, mixture in ((URL, ""), ("", f"{URL}:1")):

@@ -44,9 +44,9 @@ def terminal(monkeypatch):
             monkeypatch.undo()
         with contextlib.suppress(OSError):  # that is how a closed terminal ends
             while data := os.read(primary, 1 << 16):
-                shown.append(data.decode())
+                shown.append(data)
         os.close(primary)
-        shown[:] = ["".join(shown)]
+        shown[:] = [b"".join(shown).decode()]
 
     return opened
 
