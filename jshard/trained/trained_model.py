@@ -13,6 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.checkpoint import frozen, metadata
+from jshard.checkpoint.buckets.arrays import shown
 from jshard.checkpoint.restore import find_step
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
@@ -76,7 +77,7 @@ class TrainedModel:
             False: ", as trained; --ema takes its averages",
             True: ", its averages",
         }
-        return f"{self.path}{of_averages[self.ema]}"
+        return f"{shown(self.path)}{of_averages[self.ema]}"
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """Returns the model's tokenizer, or the given one.

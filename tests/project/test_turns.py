@@ -83,7 +83,7 @@ def test_a_turn_that_nobody_commits_is_an_error(project, capsys):
 def test_every_part_that_run_takes_is_of_the_turn():
     assert "turn=$(<.ci/turn)\npart=$((turn % 24 + 1))/24\n" in RUN
     chosen = re.findall(r"--part=(\$part|.*/\S+)", RUN)
-    assert len(chosen) == RUN.count("--part=") == 6
+    assert len(chosen) == RUN.count("--part=") == 7
     for text in {*chosen} - {"$part"}:
         assert re.fullmatch(r"\$\(\(turn % (\d) \+ 1\)\)/\1", text)
     # And each of four turns has one of the stages that are long.
