@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import jax
 
+from jshard.compat.data_loaders import is_sharded_loader, is_split_by_node
 from jshard.data.places import Cursor, is_torch, state_methods
 from jshard.errors import UserError
 
@@ -98,7 +99,7 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
         return None
     kind = _kind(data)
     if _is_huggingface(data):
-        if getattr(data, "_distributed", None):
+        if is_split_by_node(data):
             raise UserError(
                 "data: the IterableDataset was given to split_dataset_by_node: leave "
                 "that out, each process reads its part of it"
@@ -106,7 +107,7 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
         return Stream(kind, lambda p, n: part_of(data, p, n), True, repeat)
     if isinstance(data, Once | Iterator):
         return _of_iterator(data, repeat)
-    if getattr(getattr(data, "_shard_options", None), "shard_count", 1) > 1:
+    if is_sharded_loader(data):
         raise UserError(
             "data: the DataLoader of Grain gives each process other examples: give "
             "NoSharding() for its shards, or a function (part, parts) that makes it"
