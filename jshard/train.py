@@ -82,7 +82,8 @@ def _train(argv: list[str]) -> None:
         cache_compilations(folder if several and bucket is None else None)
         starting = time.time()
         start_devices()
-        waited = {"joining": joined - joining, "devices": time.time() - starting}
+        waited = {"joining": joined - joining} if peers.count > 1 else {}
+        waited["devices"] = time.time() - starting
         # A slow import, left until the mistakes above have been reported.
         from jshard.training.trainer import Trainer
 
