@@ -73,7 +73,7 @@ COMMAND = Command(
             None, "where to run; by default this machine", kind=str, shown="A,B,..."
         ),
         "spare_hosts": Option(
-            None, "to take the places of dead hosts", kind=str, shown="A,B,...",
+            None, "to replace dead hosts with", kind=str, shown="A,B,...",
         ),
         "rsh": Option(RSH, "to reach a host", shown="COMMAND"),
         "port": Option(

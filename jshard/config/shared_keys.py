@@ -71,11 +71,11 @@ DEFAULTS = {
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
     "checkpoint.local": Knob(
-        0, "steps between two copies on the hosts, for lost ones; 0 is never",
+        0, "steps between copies that hosts keep in case one is lost; 0 keeps none",
         at_least=0,
     ),
     "checkpoint.local_dir": Knob(
-        "/dev/shm", "folder of each host's own for these copies", kind=Path
+        "/dev/shm", "where each host keeps them, not shared with others", kind=Path
     ),
     "checkpoint.restore": Knob(
         "",

@@ -62,13 +62,8 @@ class PartReader(Iterator[Any]):
         while missing:
             if self._rest is None:
                 self._before, self._used = self._cursor.state(), 0
-                for item in self._cursor:
-                    # PyTorch's collation makes lists of tuples.
-                    self._rest = to_arrays(
-                        tuple(item) if isinstance(item, list) else item
-                    )
-                    break
-                else:
+                self._rest = self._next_item()
+                if self._rest is None:
                     break
             count = min(missing, count_rows(self._rest))
             pieces.append(jax.tree.map(lambda x, n=count: x[:n], self._rest))
@@ -77,6 +72,13 @@ class PartReader(Iterator[Any]):
         if not pieces:
             raise StopIteration
         return joined(pieces)
+
+    def _next_item(self) -> Any:
+        """Returns a batch of the source as arrays; None at its end."""
+        for item in self._cursor:
+            # PyTorch's collation makes lists of tuples.
+            return to_arrays(tuple(item) if isinstance(item, list) else item)
+        return None
 
     def _drop(self, count: int) -> None:
         """Goes on by some rows of the item."""
@@ -95,11 +97,9 @@ class PartReader(Iterator[Any]):
         self._cursor.restore(state["before"])
         self._rest = None
         if state["used"]:
-            used = state["used"]
-            item = next(self._cursor)
-            self._rest = to_arrays(tuple(item) if isinstance(item, list) else item)
+            self._rest = self._next_item()
             self._before, self._used = state["before"], 0
-            self._drop(used)
+            self._drop(state["used"])
 
 
 class StreamReader(Iterator[Any]):
@@ -245,7 +245,7 @@ def describe(
     if stream.loses:
         texts.append(stream.loses)
     if state:
-        texts.append("a run that resumes goes on where it was")
+        texts.append("a resumed run continues where it stopped")
     else:
         texts.append(
             "without a state: a run that resumes reads it from the start and skips "

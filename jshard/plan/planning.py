@@ -1,13 +1,9 @@
 """A plan: the memory, traffic and time of a step, from its compiled program alone."""
 
-import contextlib
 import dataclasses
-import tempfile
 import time
-from collections.abc import Iterator
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core
 
 from jshard.config.run_config import Config
@@ -130,8 +126,7 @@ def make_plan(program: Program) -> Plan:
     """Compiles a program, and derives memory, traffic and timeline from it."""
     policy, mesh, gpu = program.job.fsdp.policy, program.mesh, program.gpu
     state, start = program.state, time.perf_counter()
-    # A program from JAX's cache would leave no buffer assignment.
-    with tempfile.TemporaryDirectory() as folder, _without_cache():
+    with buffer_assignment.dump_folder() as folder:
         compiled = program.compile(**buffer_assignment.dump_options(folder))
         seconds = time.perf_counter() - start
         needed = memory(policy, state, compiled, folder, devices=mesh.size, gpu=gpu)
@@ -142,16 +137,3 @@ def make_plan(program: Program) -> Plan:
     traffic = Traffic(count(module, mesh.size, gpu), lowest)
     timeline = None if gpu is None else replay(module, gpu, mesh.size)
     return Plan(program, text, module, needed, traffic, timeline, seconds)
-
-
-@contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    name = "jax_enable_compilation_cache"
-    before = getattr(jax.config, name)
-    jax.config.update(name, False)
-    compilation_cache.reset_cache()  # the cache reads its settings only once
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-        compilation_cache.reset_cache()

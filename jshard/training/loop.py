@@ -171,8 +171,8 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     if run.copies is not None:
         more["local copies"] = run.copies.describe(run.config.checkpoint.local)
     if run.peers.count > 1 and jax.default_backend() == "cpu":
-        # Its keys of programs differ between processes on CPUs, as on no GPU.
-        more["cache"] = "JAX caches CPU programs of process 0: the others compile again"
+        # Only process 0 writes, and on CPUs the others look for other keys.
+        more["cache"] = "on CPUs JAX caches programs for process 0 only"
     return "\n".join([note, *(f"{k:<16}{text}" for k, text in more.items() if text)])
 
 

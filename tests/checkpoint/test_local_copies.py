@@ -263,7 +263,7 @@ def test_a_run_goes_on_from_its_copy_and_removes_it_at_the_end(tmp_path, capsys)
     assert f"resuming {run} after step 9, from the hosts' copies" in out
     told = r"lacked lines of steps \d to 9: restored from the copy saved with the state"
     assert re.search(told, out), out
-    assert re.search(r"2 x [\d.]+ KiB a process; for killed processes: one host", out)
+    assert re.search(r"2 x [\d.]+ KiB a process; against killed processes only", out)
     assert read_metrics(run) == read_metrics(whole)
     assert list(tmp_path.glob("jshard-*")) == []
 

@@ -385,8 +385,8 @@ def test_the_note_says_how_it_is_read():
     state = next(training(divided, process_count=2)).state
     found = describe("train", stream, state, 2)
     assert found == (
-        "train is what divided() makes: each process reads its part; a run that "
-        "resumes goes on where it was"
+        "train is what divided() makes: each process reads its part; a resumed run "
+        "continues where it stopped"
     )
     assert "in 2 parts, read by 4 process(es)" in describe("train", stream, state, 4)
     alone = open_stream(iter(ROWS))

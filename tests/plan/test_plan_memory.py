@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import tempfile
 from typing import Any
 
 import jax
@@ -43,7 +42,7 @@ def traced_step(policy: jshard.Policy, mesh: Any = None) -> tuple[Any, Any]:
 def account(policy: jshard.Policy, mesh: Any = None, **options: Any) -> Memory:
     """The memory of a step that is compiled for eight CPU devices, or for a mesh."""
     state, traced = traced_step(policy, mesh)
-    with tempfile.TemporaryDirectory() as folder:
+    with buffer_assignment.dump_folder() as folder:
         dump = buffer_assignment.dump_options(folder)
         if mesh is None:
             # In an order that needs little memory, as on GPUs.

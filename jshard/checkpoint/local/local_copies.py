@@ -126,11 +126,12 @@ class LocalCopies:
         own, index = format_bytes(self._size), self._peers.index
         where = f"every {every} steps in {self._folder}, 2 x {own} a process"
         if self._neighbors[index] is None:
-            return f"{where}; for killed processes: one host has no neighbor"
+            return f"{where}; against killed processes only, as there is one host"
         sent = self._division.alone[index]
         if not sent:
-            return f"{where}; for a lost host: its replicas have the same"
-        return f"{where} and 2 x {format_bytes(sent)} for its neighbor; for a lost host"
+            return f"{where}; against a lost host, of which replicas have the state"
+        where += f" and 2 x {format_bytes(sent)} for its neighbor"
+        return f"{where}; against a lost host"
 
     # Copying.
 

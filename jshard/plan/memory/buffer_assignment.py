@@ -6,10 +6,15 @@ nearly all of the heap, and what it leaves unused is fragmentation.
 """
 
 import collections
+import contextlib
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jshard.plan import hlo
 from jshard.plan.hlo.program_text import HOST_SPACE
@@ -67,6 +72,24 @@ class Assignment(NamedTuple):
     sequence: list[str]  # instructions in execution order, with loop bodies once
     # The program as dumped; the printed one omits parts of asynchronous calls.
     module: hlo.Module
+
+
+@contextlib.contextmanager
+def dump_folder() -> Iterator[str]:
+    """A folder for what one compilation with ``dump_options`` writes.
+
+    JAX's cache is off meanwhile: a program from it would leave no buffer assignment.
+    """
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
+    jax.config.update(name, False)
+    compilation_cache.reset_cache()  # the cache reads its settings only once
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+    finally:
+        jax.config.update(name, before)
+        compilation_cache.reset_cache()
 
 
 def dump_options(folder: str | Path) -> dict[str, Any]:
