@@ -16,7 +16,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 MOST_LINES = {
     "commands": 1155,
     "surface": 540,
-    "plan": 4520,
+    "plan": 4_540,
     "training": 12630,
     "checkpoint": 5470,
     "generation": 895,
