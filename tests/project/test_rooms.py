@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1155,
     "surface": 540,
     "plan": 4_540,
-    "training": 12630,
+    "training": 12710,
     "checkpoint": 5470,
     "generation": 895,
     "start-up note": 385,
