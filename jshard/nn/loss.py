@@ -138,7 +138,7 @@ def _kind(value: Any) -> str:
         return "None"
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array of shape {value.shape}"
-    return f"a {type(value).__name__}"
+    return f"a value of type {type(value).__name__}"
 
 
 # Metrics that a step adds; those of a loss scale are taken without one, too.
