@@ -41,7 +41,7 @@ def path_problem(path: str | Path, *, bucket: bool = False, hub: bool = False) -
     if re.match(rf"[A-Za-z][A-Za-z0-9+.-]+{slashes}", text):
         return (
             "is a URL, which this cannot be: copy what it needs to a disk, and give "
-            "the path there (runs and their checkpoints can be at gs:// and s3://)"
+            "the path there (docs/how_to/buckets.md says what can be at gs:// and s3://)"
         )
     if "\0" in text:
         return "holds a zero byte, which no path does"
