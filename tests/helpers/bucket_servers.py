@@ -67,7 +67,7 @@ class Server:
             )
         for _ in range(600):
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(self._make_bucket(), timeout=5).read()
+                urllib.request.urlopen(self._make_bucket(), timeout=60).read()
                 return
             time.sleep(0.05)
         raise TimeoutError((self.folder / "server.log").read_text())
