@@ -20,6 +20,7 @@ from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
 from jshard.cli.command import run_command
 from jshard.cli.options import CHECKPOINT, Command, Option
+from jshard.cli.paths import is_bucket
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
@@ -207,13 +208,14 @@ def _check_output(output: Path | str) -> None:
 @contextlib.contextmanager
 def _all_or_nothing(output: Path | str) -> Iterator[Path]:
     """Yields a new folder, whose files move to `output` when all are written."""
-    if isinstance(output, str):  # a URL
+    if is_bucket(output):
         with tempfile.TemporaryDirectory(prefix="jshard-export-") as temporary:
             folder = Path(temporary, _UNFINISHED)
             folder.mkdir()
             yield folder
             upload(folder, output, last=INDEX)
         return
+    output = Path(output)
     existed = output.exists()
     folder = output / _UNFINISHED  # `output` may be on another disk than its parent
     try:

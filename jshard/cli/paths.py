@@ -3,13 +3,14 @@
 import os
 import re
 from pathlib import Path
+from typing import TypeGuard
 
 from jshard.errors import UserError
 
 BUCKETS = ("gs", "s3")  # schemes of URLs that runs may have
 
 
-def is_bucket(path: str | Path) -> bool:
+def is_bucket(path: str | Path) -> TypeGuard[str]:
     """Returns whether a path is the URL of something in a bucket."""
     return isinstance(path, str) and path.startswith(tuple(f"{x}://" for x in BUCKETS))
 

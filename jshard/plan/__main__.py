@@ -220,11 +220,11 @@ def _check_files(arguments: SimpleNamespace) -> None:
 
 
 def _write(name: str, path: Path | str, text: str) -> None:
-    if isinstance(path, str):  # a URL
+    if is_bucket(path):
         write_text(path, text)
         return
     try:
-        replace_file(path, text)
+        replace_file(Path(path), text)
     except OSError as error:
         raise UserError(f"--{name}={path}: {error.strerror}") from error
 

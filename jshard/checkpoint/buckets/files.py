@@ -58,7 +58,9 @@ def downloaded(url: str) -> Path:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _too_small(url, cache) from error
-        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+        raise UserError(
+            f"cannot write {error.filename or cache}: {error.strerror}"
+        ) from error
     return cache / path
 
 
@@ -72,6 +74,8 @@ def _update(url: str, path: str, cache: Path) -> None:
     }
     if not found:
         raise UserError(f"{url}: there is no such file or folder")
+    if outside := [name for name in found if ".." in name.split("/")]:
+        raise UserError(f"{url}: {outside[0]} is no path on a disk; rename it")
     versions = {
         name: f"{about['size']} {about.get('ETag') or about.get('etag')}"
         for name, about in found.items()
@@ -127,12 +131,11 @@ def names_at(output: str | Path) -> list[str]:
     Raises:
       UserError: The bucket cannot be read.
     """
-    if not is_bucket(output):
-        folder = Path(output)
-        return [file.name for file in folder.iterdir()] if folder.exists() else []
-    with _explained("read", str(output)):
-        names = _store(str(output)).find(str(output))
-        return [name.rpartition("/")[2] for name in names]
+    if is_bucket(output):
+        with _explained("read", output):
+            return [name.rpartition("/")[2] for name in _store(output).find(output)]
+    folder = Path(output)
+    return [file.name for file in folder.iterdir()] if folder.exists() else []
 
 
 def upload(folder: Path, url: str, last: str) -> None:
@@ -157,10 +160,10 @@ def upload(folder: Path, url: str, last: str) -> None:
         _on_threads(send, [file.name for file in files if file.name == last])
 
 
-def write_text(output: str | Path, text: str) -> None:
-    """Writes a file in a bucket."""
-    with _explained("write", str(output)):
-        _store(str(output)).pipe_file(str(output), text.encode())
+def write_text(url: str, text: str) -> None:
+    """Writes a file in a bucket; a UserError if it cannot be written."""
+    with _explained("write", url):
+        _store(url).pipe_file(url, text.encode())
 
 
 def _on_threads(action: Callable[[str], None], names: list[str]) -> None:

@@ -207,14 +207,14 @@ def _begin(folder: Path, about: dict[str, Any]) -> bool:
 def _finish(folder: Path, output: Path | str, about: dict[str, Any]) -> None:
     """Moves the files of all parts to their place."""
     text = json.dumps(about, indent=1)
-    if isinstance(output, str):  # a URL
+    if is_bucket(output):
         replace_file(folder / ABOUT, text)
         upload(folder, output, last=ABOUT)
     else:
         for file in sorted(folder.iterdir()):
             if file.suffix in (TOKENS, ENDS, TRAINED):
-                file.rename(output / file.name)
-        replace_file(output / ABOUT, text)
+                file.rename(folder.parent / file.name)
+        replace_file(folder.parent / ABOUT, text)
     shutil.rmtree(folder)
 
 
