@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1165,
     "surface": 540,
     "plan": 4540,
-    "training": 12715,
+    "training": 12735,
     "checkpoint": 5715,
     "generation": 895,
     "start-up note": 385,
