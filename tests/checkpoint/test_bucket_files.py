@@ -94,9 +94,10 @@ def test_what_is_wrong_is_one_line(url, server, monkeypatch):
         files.downloaded(nobody)
     with pytest.raises(UserError, match=f"cannot write {nobody}: there is no such buc"):
         files.write_text(nobody, "")
-    files.write_text(f"{url}-up/../x", "")
-    with pytest.raises(UserError, match=r"up/../x is no path on a disk; rename it"):
-        files.downloaded(f"{url}-up")
+    if isinstance(server, S3):  # fake-gcs-server stores no such name
+        files.write_text(f"{url}-up/../x", "")
+        with pytest.raises(UserError, match=r"up/../x is no path on a disk; rename"):
+            files.downloaded(f"{url}-up")
     put(url, a="one")
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2))
