@@ -7,6 +7,7 @@ import contextlib
 import errno
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from jshard.checkpoint import frozen, metadata
+from jshard.checkpoint.buckets.files import names_at, upload
 from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
 from jshard.cli.command import run_command
 from jshard.cli.options import CHECKPOINT, Command, Option
+from jshard.cli.paths import is_bucket
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
@@ -45,7 +48,7 @@ COMMAND = Command(
         "PATH": CHECKPOINT,
         "output": Option(
             None, "the folder to write to; it must not contain an export",
-            kind=Path, required=True, shown="DIR",
+            kind=Path, bucket=True, required=True, shown="DIR",
         ),
         "format": Option(
             "jshard", "names of the tensors: the model's own; those of transformers, "
@@ -99,7 +102,7 @@ def _parse_size(text: str) -> int:
 
 def export(
     path: Path,
-    output: Path,
+    output: Path | str,
     *,
     format: str = "jshard",
     recipe: str | None = None,
@@ -114,7 +117,7 @@ def export(
 
     Args:
       path: A run's folder, a folder of checkpoints, or one checkpoint; it is verified.
-      output: The folder to write to; it must not contain an export.
+      output: The folder to write to, or its URL; it must not contain an export.
       format: "jshard" for the model's own names; "huggingface" for a folder that
         transformers reads, with adapters merged into the weights; "timm" for one that
         timm reads; "peft" for a folder with the adapters alone.
@@ -147,7 +150,7 @@ def export(
             tensors = chosen.adapters(mapped.tensors)
         sizes = exported.sizes(tensors)
         with _all_or_nothing(output) as folder:
-            _check_space(output, sum(sizes.values()))
+            _check_space(folder.parent, sum(sizes.values()))
             files = assign_files(sizes, shard_bytes)
             if format == "peft":
                 files = {peft.TENSORS: list(tensors)}
@@ -192,23 +195,27 @@ def _left_out(about: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_output(output: Path) -> None:
+def _check_output(output: Path | str) -> None:
     """Raises UserError if the export would mix with another."""
-    for file in output.iterdir() if output.exists() else ():
-        if ".safetensors" in file.name or file.name in (
-            metadata.FILE,
-            CONFIG,
-            peft.CONFIG,
-        ):
+    for name in names_at(output):
+        if ".safetensors" in name or name in (metadata.FILE, CONFIG, peft.CONFIG):
             raise UserError(
-                f"--output={output} holds {file.name} already: give another folder, "
-                "or remove it"
+                f"--output={output} holds {name} already: give another folder, or "
+                "remove it"
             )
 
 
 @contextlib.contextmanager
-def _all_or_nothing(output: Path) -> Iterator[Path]:
+def _all_or_nothing(output: Path | str) -> Iterator[Path]:
     """Yields a new folder, whose files move to `output` when all are written."""
+    if is_bucket(output):
+        with tempfile.TemporaryDirectory(prefix="jshard-export-") as temporary:
+            folder = Path(temporary, _UNFINISHED)
+            folder.mkdir()
+            yield folder
+            upload(folder, output, last=INDEX)
+        return
+    output = Path(output)
     existed = output.exists()
     folder = output / _UNFINISHED  # `output` may be on another disk than its parent
     try:

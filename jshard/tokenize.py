@@ -4,8 +4,10 @@ import errno
 import os
 from pathlib import Path
 
+from jshard.checkpoint.buckets.files import cache_folder
 from jshard.cli.command import run_command
 from jshard.cli.options import Command, Option
+from jshard.cli.paths import is_bucket
 from jshard.data.text.token_writer import write_token_files
 from jshard.errors import RunFailed, UserError
 
@@ -17,7 +19,7 @@ COMMAND = Command(
         "PATH": Option(
             (), "a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
             "these; records are texts or chats", kind=Path, hub="dataset",
-            required=True, repeats=True,
+            bucket=True, required=True, repeats=True,
         ),
         "tokenizer": Option(
             None, "a tokenizer.json of Hugging Face's tokenizers, or a folder or "
@@ -25,7 +27,7 @@ COMMAND = Command(
         ),
         "output": Option(
             None, "the folder to write to; new, or of the same command that did not "
-            "finish", kind=Path, required=True, shown="DIR",
+            "finish", kind=Path, bucket=True, required=True, shown="DIR",
         ),
         "text_key": Option("text", "the name of the text in a record"),
         "workers": Option(
@@ -53,8 +55,9 @@ def _tokenize(argv: list[str]) -> None:
         )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            local = cache_folder() if is_bucket(arguments.output) else arguments.output
             raise RunFailed(
-                f"the disk of {arguments.output} is full; make room, and run the "
+                f"the disk of {local} is full; make room, and run the "
                 "command again to continue"
             ) from error
         where = error.filename or arguments.output

@@ -76,6 +76,7 @@ def get_config() -> ConfigDict:
                     "by default the source of Python's standard library",
                     kind=Path,
                     hub="dataset",
+                    bucket=True,
                 ),
                 "mixture": Key(
                     "", "several sources instead of data.path: PATH:WEIGHT,PATH:WEIGHT"

@@ -73,6 +73,7 @@ def get_config() -> ConfigDict:
                     "folder with a folder of images for each class in train/ and val/, "
                     "or with array records; by default noise",
                     kind=Path,
+                    bucket=True,
                 ),
                 "image_size": Key(224, "height and width of the crops", at_least=1),
                 "color_shift": Key(

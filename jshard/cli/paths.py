@@ -3,13 +3,14 @@
 import os
 import re
 from pathlib import Path
+from typing import TypeGuard
 
 from jshard.errors import UserError
 
 BUCKETS = ("gs", "s3")  # schemes of URLs that runs may have
 
 
-def is_bucket(path: str | Path) -> bool:
+def is_bucket(path: str | Path) -> TypeGuard[str]:
     """Returns whether a path is the URL of something in a bucket."""
     return isinstance(path, str) and path.startswith(tuple(f"{x}://" for x in BUCKETS))
 
@@ -41,7 +42,7 @@ def path_problem(path: str | Path, *, bucket: bool = False, hub: bool = False) -
     if re.match(rf"[A-Za-z][A-Za-z0-9+.-]+{slashes}", text):
         return (
             "is a URL, which this cannot be: copy what it needs to a disk, and give "
-            "the path there (runs and their checkpoints can be at gs:// and s3://)"
+            "the path there (docs/how_to/buckets.md says what can be at gs:// and s3://)"
         )
     if "\0" in text:
         return "holds a zero byte, which no path does"

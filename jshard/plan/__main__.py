@@ -18,8 +18,10 @@ from typing import Any
 import jax
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.buckets.files import names_at, write_text
 from jshard.cli.command import run_command
 from jshard.cli.options import Command, Option
+from jshard.cli.paths import is_bucket
 from jshard.cli.platform import choose_platform, make_cpu_devices
 from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
@@ -41,7 +43,7 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 
 DOES_NOT_FIT = 3
-_FILE: dict[str, Any] = {"kind": Path, "shown": "FILE"}
+_FILE: dict[str, Any] = {"kind": Path, "bucket": True, "shown": "FILE"}
 COMMAND = Command(
     "plan",
     "Compiles the step that training would run, for GPUs that need not be present, and "
@@ -205,7 +207,10 @@ def _check_topology(where: str) -> None:
 def _check_files(arguments: SimpleNamespace) -> None:
     """Raises UserError for a file that could not be written in the end."""
     for name in _FILES:
-        if path := getattr(arguments, name):
+        path = getattr(arguments, name)
+        if is_bucket(path):
+            names_at(path)  # with the same credentials
+        elif path:
             if path.is_dir():
                 raise UserError(f"--{name}={path}: this is a folder")
             if not path.parent.is_dir():
@@ -214,9 +219,12 @@ def _check_files(arguments: SimpleNamespace) -> None:
                 raise UserError(f"--{name}={path}: cannot write in {path.parent}")
 
 
-def _write(name: str, path: Path, text: str) -> None:
+def _write(name: str, path: Path | str, text: str) -> None:
+    if is_bucket(path):
+        write_text(path, text)
+        return
     try:
-        replace_file(path, text)
+        replace_file(Path(path), text)
     except OSError as error:
         raise UserError(f"--{name}={path}: {error.strerror}") from error
 

@@ -185,3 +185,22 @@ def test_credentials_that_are_wrong_or_may_not_write_are_one_line(
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
         with pytest.raises(UserError, match=f"cannot write .* {url}: access denied"):
             Checkpointer(url)
+        # The same, in a file.
+        (tmp_path / ".aws").mkdir()
+        (tmp_path / ".aws/credentials").write_text(
+            "[default]\naws_access_key_id=other\naws_secret_access_key=other\n"
+            f"[reader]\naws_access_key_id={key['AccessKeyId']}\n"
+            f"aws_secret_access_key={key['SecretAccessKey']}\n"
+        )
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        with pytest.raises(UserError, match=f"{url}: the credentials are not valid"):
+            Checkpointer(url)
+        monkeypatch.setenv("AWS_PROFILE", "reader")
+        with pytest.raises(UserError, match=f"cannot write .* {url}: access denied"):
+            Checkpointer(url)
+        monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        with pytest.raises(UserError, match=f"{url}: no credentials were found"):
+            Checkpointer(url)

@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1155,
+    "commands": 1165,
     "surface": 540,
-    "plan": 4_540,
-    "training": 12710,
-    "checkpoint": 5470,
+    "plan": 4540,
+    "training": 12735,
+    "checkpoint": 5715,
     "generation": 895,
     "start-up note": 385,
     "fsdp": 1505,

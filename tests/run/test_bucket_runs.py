@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bucket_servers import GCS, S3, Server
+from bucket_servers import GCS, S3, Proxy, Server
 from jobs import Job, environment
 from jshard.checkpoint.buckets.objects import Objects
 from resumable import RECIPE, read_metrics
@@ -26,14 +26,24 @@ def server(request, tmp_path_factory, monkeypatch):
         yield server
 
 
-def start(folder: Path, name: str, *words: str) -> subprocess.Popen:
+@pytest.fixture
+def proxy(server):
+    with Proxy(server) as proxy:
+        yield proxy
+
+
+def start(
+    folder: Path, name: str, *words: str, proxy: Proxy | None = None
+) -> subprocess.Popen:
     """Starts a run; what it prints is in the file `name`."""
     (folder / "tiny.py").write_text(RECIPE)
     with open(folder / name, "w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "jshard.train", "--config=tiny.py", *words],
             cwd=folder,
-            env=environment() | {"JAX_COMPILATION_CACHE_DIR": str(folder / "programs")},
+            env=environment()
+            | {"JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
+            | (proxy.env if proxy else {}),
             stdout=log,
             stderr=log,
         )
@@ -99,25 +109,60 @@ def test_thirty_kills_at_any_moment_change_nothing(server, tmp_path):
     check_objects(server, "run")
 
 
-def test_a_server_that_dies_in_a_save_costs_a_line(tmp_path, monkeypatch):
-    pytest.importorskip(GCS.package)
+def check_run(server: Server, folder: Path, whole: Path) -> str:
+    """The run is as if undisturbed; returns what it has printed."""
+    log = (folder / "log").read_text()
+    assert "Traceback" not in log
+    assert copied_metrics(server, "run", folder / "run") == read_metrics(whole)
+    check_objects(server, "run")
+    return log
+
+
+def test_a_server_that_dies_in_a_save_costs_a_line(server, proxy, tmp_path):
     whole = undisturbed(tmp_path, 40)
-    with GCS(tmp_path / "server") as server:
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
-        words = ("--config.steps=40", f"--workdir={server.url}/run")
-        process = start(tmp_path, "log", *words)
-        for saves in (1, 3, 5):
-            wait_for(tmp_path / "log", r"checkpoint saved", process, saves)
+    words = ("--config.steps=40", f"--workdir={server.url}/run")
+    process = start(tmp_path, "log", *words, proxy=proxy)
+    for saves in (1, 3, 5):
+        wait_for(tmp_path / "log", r"checkpoint saved", process, saves)
+        proxy.stop()
+        if isinstance(server, GCS):  # moto's would forget
             server.kill()
-            time.sleep(5)
-            assert process.poll() is None
+        time.sleep(5)
+        assert process.poll() is None
+        if isinstance(server, GCS):
             server.start()
-        assert process.wait(200) == 0, (tmp_path / "log").read_text()
-        log = (tmp_path / "log").read_text()
-        assert "Traceback" not in log
-        assert copied_metrics(server, "run", tmp_path / "run") == read_metrics(whole)
-        check_objects(server, "run")
+        proxy.start()
+    assert process.wait(200) == 0, (tmp_path / "log").read_text()
+    check_run(server, tmp_path, whole)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_throttles_is_asked_again(status, server, proxy, tmp_path):
+    whole, chance = undisturbed(tmp_path, 40), random.Random(1)
+    proxy.status = lambda method, path: status * (chance.random() < 0.3)
+    for steps in (20, 40):
+        words = (f"--config.steps={steps}", f"--workdir={server.url}/run")
+        process = start(tmp_path, "log", *words, proxy=proxy)
+        assert process.wait(300) == 0, (tmp_path / "log").read_text()
+    assert proxy.refused > 50
+    log = check_run(server, tmp_path, whole)
+    assert "resuming" in log
+    assert "failed" not in log
+
+
+def test_a_save_that_is_throttled_too_long_costs_two_lines(server, proxy, tmp_path):
+    whole = undisturbed(tmp_path, 40)
+    words = ("--config.steps=40", f"--workdir={server.url}/run")
+    process = start(tmp_path, "log", *words, proxy=proxy)
+    wait_for(tmp_path / "log", r"checkpoint saved", process, 1)
+    proxy.status = lambda method, path: 503 * ("checkpoints" in path)
+    failed = r"checkpoint of step \d+ failed, .*: the server is busy or failing"
+    wait_for(tmp_path / "log", failed, process, 1)
+    proxy.status = lambda method, path: 0
+    assert process.wait(200) == 0, (tmp_path / "log").read_text()
+    log = check_run(server, tmp_path, whole)
+    assert re.search(r"the server of .* is busy or cannot be reached for 10 s", log)
+    assert len(re.findall(failed, log)) == 1
 
 
 def test_two_processes_train_there_and_another_mesh_goes_on(server, tmp_path):

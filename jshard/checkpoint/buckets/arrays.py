@@ -19,13 +19,7 @@ import numpy as np
 import tensorstore
 
 from jshard.checkpoint import manifest
-from jshard.checkpoint.buckets.objects import (
-    CONTEXT,
-    BucketError,
-    Objects,
-    explained,
-    reason,
-)
+from jshard.checkpoint.buckets.objects import CONTEXT, BucketError, Objects, explained
 from jshard.errors import UserError
 
 ADDRESS = ".bucket"  # a file in a local step's folder: the URL of its arrays
@@ -290,19 +284,22 @@ def load(step: Objects, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         values = {ranges: out for ranges, (out, _) in shards.items()}
         loaded[name] = _on_devices(wanted[name], values)
 
-    try:
+    def load_all() -> None:
         for name, array in wanted.items():
             reads.append((name, _read(opened[name].result(), array)))
             while len(reads) > 1 and sum(map(_bytes, reads)) > _AT_ONCE:
                 load_next()
         while reads:
             load_next()
-    except ValueError as error:
-        if re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", str(error)):
+
+    try:
+        explained(step.url, load_all)
+    except BucketError as error:
+        if re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", str(error.__cause__)):
             raise UserError(
                 f"checkpoint {step.url} is damaged: an array of it has another checksum"
             ) from error
-        raise BucketError(reason(error), step.url) from error
+        raise
     return {name: loaded[name] for name in wanted}
 
 

@@ -29,6 +29,9 @@ _SILENCE = 10.0  # seconds
 _BYTE = slice(0, 1)
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_CONTAINER = (
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
 _T = TypeVar("_T")
 
 
@@ -78,9 +81,9 @@ class Objects:
         if endpoint := _first(_ENDPOINTS):  # MinIO, Ceph, R2, ...
             region = _first(_REGIONS) or "us-east-1"
             spec |= {"endpoint": endpoint, "aws_region": region}
-        if os.environ.get("AWS_ACCESS_KEY_ID"):  # the others look for files first
-            spec["aws_credentials"] = {"type": "environment"}
-        return spec | {"use_conditional_write": True}
+        return spec | {
+            "aws_credentials": _credentials(), "use_conditional_write": True,
+        }  # fmt: skip
 
     def read(self, path: str) -> tuple[bytes | None, bytes]:
         """Returns an object's content, None if there is none, and its generation."""
@@ -159,26 +162,66 @@ class Objects:
         )
 
     def _wait(self, future: Any) -> Any:
-        late = threading.Timer(_SILENCE, _say_late, [self.url])
-        late.start()
-        try:
-            return explained(self.url, future.result)
-        finally:
-            late.cancel()
+        return explained(self.url, future.result)
 
 
-def _say_late(url: str) -> None:
-    logging.getLogger("jshard").warning(
-        "no answer from the server of %s for %g s: trying again", url, _SILENCE
+def _credentials() -> dict[str, str]:
+    """Returns where credentials for S3 are, as AWS's own tools look for them.
+
+    TensorStore's default looks for a profile without a name, and prints an error for
+    each place that has none.
+    """
+    has = os.environ.get
+    if has("AWS_ACCESS_KEY_ID"):
+        return {"type": "environment"}
+    files = (
+        has("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+        has("AWS_CONFIG_FILE", "~/.aws/config"),
+        has("AWS_WEB_IDENTITY_TOKEN_FILE", ""),
     )
+    if any(os.path.isfile(os.path.expanduser(file)) for file in files):
+        return {"type": "default", "profile": has("AWS_PROFILE", "default")}
+    return {"type": "ecs" if _first(_CONTAINER) else "imds"}
 
 
 def explained(url: str, action: Callable[[], _T]) -> _T:
-    """Returns what TensorStore does; its errors become a ``BucketError``."""
+    """Returns what TensorStore does; its errors become a ``BucketError``.
+
+    After a while it is said if the server does not answer, or refuses.
+    """
+    late = threading.Timer(_SILENCE, _say_late, [url, *_counts()])
+    late.start()
     try:
         return action()
     except ValueError as error:  # TensorStore's, whatever was wrong
         raise BucketError(reason(error), url) from error
+    finally:
+        late.cancel()
+
+
+def _say_late(url: str, answers: int, retries: int) -> None:
+    answers_now, retries_now = _counts()
+    if retries_now > retries:
+        text = "the server of %s is busy or cannot be reached for %g s: trying again"
+    elif answers_now == answers:
+        text = "no answer from the server of %s for %g s: trying again"
+    else:
+        return
+    logging.getLogger("jshard").warning(text, url, _SILENCE)
+
+
+def _counts() -> tuple[int, int]:
+    """Returns how many requests were answered, and how many were repeated."""
+
+    def count(name: str) -> int:
+        (metric,) = tensorstore.experimental_collect_matching_metrics(
+            f"/tensorstore/{name}", include_zero_metrics=True
+        )
+        return sum(value["value"] for value in metric["values"])
+
+    return count("http/request_completed"), sum(
+        count(f"kvstore/{driver}/retries") for driver in ("s3", "gcs")
+    )
 
 
 def reason(error: Exception) -> str:
@@ -190,6 +233,7 @@ def reason(error: Exception) -> str:
         r"UNAUTHENTICATED|http_response_code='401'": "the credentials are not valid",
         r"AccessDenied|PERMISSION_DENIED|http_response_code='403'": "access denied",
         r"[Cc]redentials": "no credentials were found",
+        r"http_response_code='(429|5..)'": "the server is busy or failing",
         r"CURL error|[Cc]ould not connect|[Cc]ouldn't connect|retry attempts failed":
             "the server cannot be reached",
     }  # fmt: skip

@@ -14,6 +14,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from jshard.cli.paths import check_path
 from jshard.errors import UserError, some_of
+from jshard.hub.online.download import data_path
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 RECORDS = ".array_record"
@@ -112,7 +113,7 @@ def find_images(path: str, split: str, classes: int) -> ImageSource:
     - `train*.array_record` and `validation*.array_record` (or `val*`, `valid*`).
 
     Args:
-      path: The folder.
+      path: The folder, or its URL in a bucket.
       split: "train" or "validation".
       classes: The most classes that there may be.
 
@@ -120,8 +121,8 @@ def find_images(path: str, split: str, classes: int) -> ImageSource:
       UserError: There are no images, the splits have different classes, or there are
         too many.
     """
-    check_path("--config.data.path", path)
-    folder = Path(path).expanduser()
+    check_path("--config.data.path", path, bucket=True)
+    folder = data_path(path)
     if not folder.is_dir():
         raise UserError(f"--config.data.path={path}: is not a folder")
     if records := _records(folder, split):

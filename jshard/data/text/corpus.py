@@ -53,7 +53,7 @@ def split_corpus(
     tokenizer = tokenizer or ByteTokenizer()
     if path == "":
         return _split_stdlib(validation_fraction, tokenizer)
-    check_path("data.path", path, hub=True)
+    check_path("data.path", path, bucket=True, hub=True)
     root = data_path(path)
     files, folder = _listed(root)
     token_files = [file for file in files if file.suffix == TOKENS]
@@ -87,7 +87,7 @@ def split_corpus(
     return _hold_out_files(pieces, _chosen(pieces, validation_fraction))
 
 
-def corpus_files(path: Path) -> list[tuple[Path, str]]:
+def corpus_files(path: Path | str) -> list[tuple[Path, str]]:
     """Returns the files with text or records at a path, and their names there."""
     root = data_path(path)
     files, folder = _listed(root)

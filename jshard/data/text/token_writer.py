@@ -33,6 +33,8 @@ from rich.progress import (
 )
 
 from jshard.checkpoint.atomic import replace_file, replacing
+from jshard.checkpoint.buckets.files import cached, names_at, upload
+from jshard.cli.paths import is_bucket
 from jshard.cli.terminal import show
 from jshard.data.text.corpus import UNFINISHED, VALIDATION_NAME, corpus_files
 from jshard.data.text.encoded import TEXT_BYTES, encode_slices, has_chats
@@ -72,9 +74,9 @@ class _Part(NamedTuple):
 
 
 def write_token_files(
-    inputs: Sequence[Path],
+    inputs: Sequence[Path | str],
     tokenizer: Path | str,
-    output: Path,
+    output: Path | str,
     *,
     text_key: str = "text",
     workers: int = 1,
@@ -89,9 +91,10 @@ def write_token_files(
     for `text_data`, become `val-00000.bin`. `tokens.json` says what they were made of.
 
     Args:
-      inputs: Files or folders, as for `text_data`.
+      inputs: Files or folders, or URLs of some, as for `text_data`.
       tokenizer: A `tokenizer.json`, or a folder or a Hugging Face name with one.
-      output: A folder; new, empty, or left by the same call when it was killed.
+      output: A folder; new, empty, or left by the same call when it was killed. Or a
+        URL without files: they are written to the cache and uploaded at the end.
       text_key: The text of a record.
       workers: Processes that tokenize.
       part_bytes: About how much of the corpus becomes one file.
@@ -115,8 +118,10 @@ def write_token_files(
     }
     if chats := any(has_chats(file, text_key) for file in files):
         about["chat_template"] = load_chat(loaded).digest
-    folder = output / UNFINISHED
-    if not _begin(output, folder, about):
+    folder = (cached(output) if is_bucket(output) else Path(output)) / UNFINISHED
+    if is_bucket(output) and (there := names_at(output)):
+        raise UserError(f"--output={output} holds {there[0]}; give another folder")
+    if not _begin(folder, about):
         show(f"{output} is complete already")
         return
     missing = [part for part in parts if _find(folder, part.name) is None]
@@ -174,8 +179,9 @@ def _plan(files: Mapping[Path, str], part_bytes: int) -> list[_Part]:
     return parts
 
 
-def _begin(output: Path, folder: Path, about: dict[str, Any]) -> bool:
+def _begin(folder: Path, about: dict[str, Any]) -> bool:
     """Prepares the folder of an unfinished corpus; False if it is finished."""
+    output = folder.parent
     for place in (output, folder):
         try:
             found = json.loads((place / ABOUT).read_text())
@@ -198,12 +204,17 @@ def _begin(output: Path, folder: Path, about: dict[str, Any]) -> bool:
     return True
 
 
-def _finish(folder: Path, output: Path, about: dict[str, Any]) -> None:
+def _finish(folder: Path, output: Path | str, about: dict[str, Any]) -> None:
     """Moves the files of all parts to their place."""
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (TOKENS, ENDS, TRAINED):
-            file.rename(output / file.name)
-    replace_file(output / ABOUT, json.dumps(about, indent=1))
+    text = json.dumps(about, indent=1)
+    if is_bucket(output):
+        replace_file(folder / ABOUT, text)
+        upload(folder, output, last=ABOUT)
+    else:
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (TOKENS, ENDS, TRAINED):
+                file.rename(folder.parent / file.name)
+        replace_file(folder.parent / ABOUT, text)
     shutil.rmtree(folder)
 
 

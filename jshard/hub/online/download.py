@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jshard.checkpoint.buckets.files import downloaded
+from jshard.cli.paths import is_bucket
 from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.hub.online.failures import explained, lacks, passes, reason
@@ -69,12 +71,14 @@ def cached_path(text: str | Path) -> Path:
 
 
 def data_path(text: str | Path) -> Path:
-    """Returns a local path, or that of a dataset's file or folder in the cache.
+    """Returns a local path, or that of the copy of a dataset's or a bucket's files.
 
     Raises:
       UserError: There is no such file, or the Hub does not answer.
       RunFailed: The disk is full.
     """
+    if is_bucket(text):
+        return downloaded(str(text))
     name = parse(text, "dataset")
     if name is None:
         return Path(text).expanduser()
