@@ -101,6 +101,10 @@ class PartReader(Iterator[Any]):
             self._before, self._used = state["before"], 0
             self._drop(state["used"])
 
+    def close(self) -> None:
+        """Ends what the part has started to be read."""
+        self._cursor.close()
+
 
 class StreamReader(Iterator[Any]):
     """A process's rows [p*B/P, (p+1)*B/P) of the batches of steps start_step on.
@@ -207,6 +211,11 @@ class StreamReader(Iterator[Any]):
                 found = f"{state.kind}, which they refuse ({why})"
                 raise self._of_another(found) from error
         self._restored = state
+
+    def close(self) -> None:
+        """Ends what the stream has started to be read, such as processes."""
+        for reader in self._readers.values():
+            reader.close()
 
     def _check_restored(self, state: StreamState) -> None:
         """Compares it with the state one step later, which has the same form."""

@@ -129,8 +129,10 @@ def test_what_is_divided_already_is_refused(folder):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.filterwarnings("ignore:.*fork.*")  # from several threads
 @pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_a_stateful_loader_goes_on_where_it_was(kind, folder, tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_goes_on_where_it_was(kind, workers, folder, tmp_path):
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     torch = pytest.importorskip("torch")
 
@@ -141,9 +143,10 @@ def test_a_stateful_loader_goes_on_where_it_was(kind, folder, tmp_path):
             data = [{"x": i} for i in range(200)]
             seeded = torch.Generator().manual_seed(5)
             options = {"shuffle": True, "generator": seeded}
+        options["num_workers"] = workers
         return loaders.StatefulDataLoader(data, batch_size=9, **options)
 
-    check_resumes(make, tmp_path)
+    check_resumes(make, tmp_path, steps=(1, 6, 7))
 
 
 # data.dataset
