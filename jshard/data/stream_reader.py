@@ -17,10 +17,16 @@ import jax
 import numpy as np
 
 from jshard.data.examples import count_rows, stack, to_arrays
+from jshard.data.fingerprint import difference
 from jshard.data.iterables import Stream
 from jshard.data.places import Cursor
 from jshard.errors import UserError
 from jshard.formatting import one_line
+
+_THEN = (
+    "resume with the data of the run, or start a new one in another --workdir with "
+    "--config.checkpoint.restore"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +37,13 @@ class StreamState:
       kind: What the stream is, in words.
       parts: Into how many it is divided.
       of_part: The state of each part, by number; of some of them in a process.
+      fingerprint: The stream's.
     """
 
     kind: str
     parts: int
     of_part: Mapping[int, Any]
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class PartReader(Iterator[Any]):
@@ -139,10 +147,13 @@ class StreamReader(Iterator[Any]):
         process_count: int = 1,
     ):
         self._kind, self._step, self._steps = stream.kind, start_step, num_steps
+        self._fingerprint = stream.fingerprint
         self.parts = process_count if stream.divides else 1
         if state:
             if state.kind != stream.kind:
                 raise self._of_another(state.kind)
+            if changed := difference(stream.fingerprint, state.fingerprint):
+                raise UserError(f"the training data are others: {changed}: {_THEN}")
             self.parts = state.parts
         if batch_size % self.parts:
             raise UserError(
@@ -197,7 +208,7 @@ class StreamReader(Iterator[Any]):
         if not self.resumes:
             return None
         of_part = {part: reader.state() for part, reader in self._readers.items()}
-        return StreamState(self._kind, self.parts, of_part)
+        return StreamState(self._kind, self.parts, of_part, self._fingerprint)
 
     def set_state(self, state: StreamState) -> None:
         """Goes to where a state says; a UserError if the stream refuses it."""
@@ -227,8 +238,7 @@ class StreamReader(Iterator[Any]):
     def _of_another(self, found: str) -> UserError:
         return UserError(
             f"the training data are {self._kind}, but the checkpoint has the state of "
-            f"{found}: resume with the data of the run, or start a new one in another "
-            "--workdir with --config.checkpoint.restore"
+            f"{found}: {_THEN}"
         )
 
 

@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1155,
+    "commands": 1160,
     "surface": 540,
     "plan": 4_540,
-    "training": 12630,
-    "checkpoint": 5470,
+    "training": 12885,
+    "checkpoint": 5510,
     "generation": 895,
     "start-up note": 385,
     "fsdp": 1505,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "cli": 665,
     "compat": 800,
     "parallel": 545,
-    "ground": 1450,
+    "ground": 1455,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10
