@@ -109,5 +109,5 @@ def _process_start() -> float:
 
 if __name__ == "__main__":
     main()
-elif "--multiprocessing-fork" in sys.orig_argv:  # spawned, and about to read data
+elif __name__ == "__mp_main__":  # in a process that a data loader has spawned
     leave_to_run()
