@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1160,
     "surface": 540,
     "plan": 4_540,
-    "training": 12965,
+    "training": 12980,
     "checkpoint": 5510,
     "generation": 895,
     "start-up note": 385,
