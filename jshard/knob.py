@@ -46,8 +46,9 @@ class Knob:
       at_most: The largest value. A bounded number without this and `below` must, in a
         config, fit an int32 or a float32.
       below: An exclusive upper bound.
-      hub: Which names on the Hugging Face Hub a `Path` may be instead: "model" or
-        "dataset".
+      hub: Which names on the Hugging Face Hub a `Path` may be instead: "model",
+        "dataset" or "stream".
+      mixture: Whether there may be several, NAME:WEIGHT,NAME:WEIGHT.
       noun: What a value of `kind` is, like "a number of layers".
       bucket: Whether a path may be in a bucket: s3://BUCKET/PATH.
       more: What it does and costs, in sentences, for the docstring of its class.
@@ -64,6 +65,7 @@ class Knob:
     at_most: float | None = None
     below: float | None = None
     hub: str = ""
+    mixture: bool = False
     noun: str = ""
     bucket: bool = False
     more: str = ""

@@ -25,6 +25,7 @@ from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
 from jshard.config.overrides import RECIPE_OPTIONS, keys_help
 from jshard.config.run_config import complete
+from jshard.data.loader_processes import leave_to_run
 from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
@@ -108,3 +109,5 @@ def _process_start() -> float:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in a process that a data loader has spawned
+    leave_to_run()

@@ -79,12 +79,17 @@ def get_config() -> ConfigDict:
                     bucket=True,
                 ),
                 "mixture": Key(
-                    "", "several sources instead of data.path: PATH:WEIGHT,PATH:WEIGHT"
+                    "",
+                    "several sources instead of data.path: PATH:WEIGHT,PATH:WEIGHT",
+                    hub="dataset",
+                    mixture=True,
                 ),
                 "dataset": Key(
                     "",
                     "Hugging Face dataset, or a folder, to stream instead of "
                     "data.path; or NAME:WEIGHT,NAME:WEIGHT",
+                    hub="stream",
+                    mixture=True,
                 ),
                 "config": Key("", "configuration of data.dataset"),
                 "split": Key("train", "split of data.dataset"),

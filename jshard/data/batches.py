@@ -1,5 +1,6 @@
 """Batches of a dataset: the part of one process, as a pure function of the step."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -24,7 +25,9 @@ from jshard.fsdp.batch import nearest
 # Decoding of images keeps every core busy; what is read does not depend on the number.
 _THREADS = max(4, os.cpu_count() or 1)
 _PREFETCHED = max(8, _THREADS)  # batches
-_PATIENCE = 5.0  # seconds for what is being read at the end of a run
+# Seconds at the end of a run: for what is being read, and for processes to end, which
+# Grain kills after 25.
+_PATIENCE = (5.0, 30.0)
 
 
 def batches(
@@ -118,12 +121,12 @@ class TrainingBatches(Iterator[Batch]):
         self._streams = isinstance(dataset, Stream)
         if isinstance(dataset, Stream):
             reader = StreamReader(dataset, state, **options)
-            read: Any = _read_ahead(reader, _PREFETCHED)
+            read: list[Any] = [_read_ahead(reader, _PREFETCHED), reader]
         else:
-            read = batches(dataset, **options)
+            read = [batches(dataset, **options)]
         # Grain's iterators end their threads when they are deleted, and fail to once
         # Python has taken its modules apart.
-        self._read = [read]
+        self._read = read
         weakref.finalize(self, self._read.clear)
         self.first = self._next()
         self._is_first = True
@@ -136,21 +139,23 @@ class TrainingBatches(Iterator[Batch]):
         return self._next()
 
     def _next(self) -> Batch:
-        (read,) = self._read
+        read = self._read[0]
         began = time.perf_counter()
         rows = next(read)
         waited = time.perf_counter() - began
         return Batch(rows, read.get_state() if self._streams else None, waited)
 
     def close(self) -> None:
-        """Ends the threads that read ahead; a source that hangs is left behind."""
-        ending = threading.Thread(target=self._end, daemon=True)
-        ending.start()
-        ending.join(_PATIENCE)
+        """Ends the threads that read ahead, and a source's processes after them.
 
-    def _end(self) -> None:
-        for read in self._read:
-            read.close()
+        A source that hangs is left behind.
+        """
+        for read, patience in zip(self._read, _PATIENCE, strict=False):
+            ending = threading.Thread(target=read.close, daemon=True)
+            ending.start()
+            ending.join(patience)
+            if ending.is_alive():
+                break
         self._read.clear()
 
 
@@ -230,17 +235,21 @@ def _padded(
     stream: Stream, batch_size: int, max_batches: int | None
 ) -> Iterator[tuple[float, Any]]:
     """Yields a finite stream's batches and factors, as `eval_batches` does."""
-    whole = PartReader(stream.cursor(0, 1), batch_size)
-    for batch in itertools.islice(whole, max_batches):
-        padding = batch_size - count_rows(batch)
-        last = jax.tree.map(lambda x: x[-1:], batch)
-        weighs = _has_weights(batch)
-        copy = last | {"weights": np.zeros_like(last["weights"])} if weighs else last
-        copies = jax.tree.map(lambda x, n=padding: np.repeat(x, n, axis=0), copy)
-        yield 1.0, jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
-        if padding and not weighs:
-            whole = jax.tree.map(lambda x: np.repeat(x, batch_size, axis=0), last)
-            yield -padding / batch_size, whole
+    with contextlib.closing(PartReader(stream.cursor(0, 1), batch_size)) as whole:
+        for batch in itertools.islice(whole, max_batches):
+            yield from _padded_batch(batch, batch_size)
+
+
+def _padded_batch(batch: Any, batch_size: int) -> Iterator[tuple[float, Any]]:
+    padding = batch_size - count_rows(batch)
+    last = jax.tree.map(lambda x: x[-1:], batch)
+    weighs = _has_weights(batch)
+    copy = last | {"weights": np.zeros_like(last["weights"])} if weighs else last
+    copies = jax.tree.map(lambda x: np.repeat(x, padding, axis=0), copy)
+    yield 1.0, jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
+    if padding and not weighs:
+        whole = jax.tree.map(lambda x: np.repeat(x, batch_size, axis=0), last)
+        yield -padding / batch_size, whole
 
 
 def _rows(batch: Any, process_index: int = 0, process_count: int = 1) -> Any:

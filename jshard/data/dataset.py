@@ -1,5 +1,6 @@
 """What `make_data` may return, as a `grain.MapDataset` or a `Stream`."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -90,8 +91,9 @@ def first_example(data: Dataset) -> Any:
     source = data.open_part(0, 1)
     if isinstance(source, Once):
         source = source.first()
-    reader = PartReader(Cursor(data.kind, lambda: source, repeat=False), 1)
-    return jax.tree.map(lambda x: x[0], next(reader))
+    cursor = Cursor(data.kind, lambda: source, repeat=False)
+    with contextlib.closing(PartReader(cursor, 1)) as reader:
+        return jax.tree.map(lambda x: x[0], next(reader))
 
 
 def _is_columns(data: Any) -> bool:

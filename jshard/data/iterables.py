@@ -12,13 +12,13 @@ import copy
 import dataclasses
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
 
 from jshard.compat.data_loaders import is_sharded_loader, is_split_by_node
+from jshard.data.fingerprint import fingerprint, is_huggingface
 from jshard.data.places import Cursor, is_torch, state_methods
 from jshard.errors import UserError
 
@@ -61,6 +61,7 @@ class Stream:
       divides: Whether it can be read in parts; if not, n is 1.
       repeat: Whether to start again at its end.
       loses: What a run on it does without, in words; empty for nothing.
+      fingerprint: What is known of its data, see `fingerprint`.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Stream:
     divides: bool
     repeat: bool
     loses: str = ""
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def cursor(self, part: int, parts: int) -> Cursor:
         """Returns the beginning of a part."""
@@ -98,13 +100,15 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
     if not isinstance(data, Iterable):
         return None
     kind = _kind(data)
-    if _is_huggingface(data):
+    known = fingerprint(data)
+    if is_huggingface(data):
         if is_split_by_node(data):
             raise UserError(
                 "data: the IterableDataset was given to split_dataset_by_node: leave "
                 "that out, each process reads its part of it"
             )
-        return Stream(kind, lambda p, n: part_of(data, p, n), True, repeat)
+        read = lambda p, n: part_of(data, p, n)
+        return Stream(kind, read, True, repeat, fingerprint=known)
     if isinstance(data, Once | Iterator):
         return _of_iterator(data, repeat)
     if is_sharded_loader(data):
@@ -121,7 +125,7 @@ def as_stream(data: Any, *, repeat: bool) -> Stream | None:
                 "in another order, as it shuffles without a generator; give it one, "
                 "or its dataset instead of it"
             )
-    return Stream(kind, lambda p, n: data, False, repeat, loses)
+    return Stream(kind, lambda p, n: data, False, repeat, loses, known)
 
 
 def has_items(data: Any) -> bool:
@@ -189,11 +193,6 @@ def _of_iterator(data: Once | Iterator[Any], repeat: bool) -> Stream:
         )
     loses = "once, without a second epoch, if it is new"
     return Stream(f"a {once.kind}", lambda p, n: once, False, False, loses)
-
-
-def _is_huggingface(data: Any) -> bool:
-    datasets: Any = sys.modules.get("datasets")
-    return datasets is not None and isinstance(data, datasets.IterableDataset)
 
 
 def _check_sampler(loader: Any) -> None:

@@ -2,14 +2,26 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import grain
 
 from jshard.errors import UserError
 
 
-def parse_mixture(text: str) -> dict[str, float]:
+def is_mixture(text: str) -> bool:
+    """Returns whether something in a text has a weight; "hf://..." has none."""
+    ends = [part.rpartition(":") for part in text.split(",")]
+    weighs = any(colon and "/" not in end for _, colon, end in ends)
+    return weighs and not Path(text).exists()
+
+
+def parse_mixture(text: str, key: str) -> dict[str, float]:
     """Returns the weights of sources by path, from "PATH:WEIGHT,PATH:WEIGHT".
+
+    Args:
+      text: The value of a key of the config.
+      key: Its name.
 
     Raises:
       UserError: The text is not of this form, or a weight is not above 0.
@@ -23,11 +35,11 @@ def parse_mixture(text: str) -> dict[str, float]:
             weight = math.nan
         if not colon or not path or not 0 < weight < math.inf:
             raise UserError(
-                f"data.mixture: {part.strip()!r} must be PATH:WEIGHT with a weight "
-                "above 0, as in web:0.7,code:0.3"
+                f"{key}: {part.strip()!r} must be PATH:WEIGHT with a weight above 0, "
+                "as in web:0.7,code:0.3"
             )
         if path in weights:
-            raise UserError(f"data.mixture: {path} is there twice; add its weights")
+            raise UserError(f"{key}: {path} is there twice; add its weights")
         weights[path] = weight
     return weights
 

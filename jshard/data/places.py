@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jshard.compat.data_loaders import allow_grain_processes, end_iterator
 from jshard.errors import UserError
 
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
@@ -47,6 +48,7 @@ class Cursor(Iterator[Any]):
     def __init__(self, kind: str, open_source: Callable[[], Any], *, repeat: bool):
         self._kind, self._open, self._repeat = kind, open_source, repeat
         self._epoch, self._seed = 0, 0
+        allow_grain_processes()
         self._begin(None)
 
     def _begin(self, state: Any) -> None:
@@ -63,7 +65,7 @@ class Cursor(Iterator[Any]):
             source.generator.manual_seed(self._seed + self._epoch)
         if methods and state is not None:
             methods[1](copy.deepcopy(state))
-        self._items = iter(source)
+        self._source, self._items = source, iter(source)
         if not methods and (methods := state_methods(self._items)):
             if state is not None:
                 methods[1](copy.deepcopy(state))
@@ -89,6 +91,11 @@ class Cursor(Iterator[Any]):
                 raise StopIteration
             self._epoch += 1
             self._begin(None)
+
+    def close(self) -> None:
+        """Ends what the source has started to be read, such as processes."""
+        if self._items is not self._source:
+            end_iterator(self._source, self._items)
 
     def state(self) -> Any:
         """Returns what `restore` leads back to, numbers and texts in dicts and lists.

@@ -17,10 +17,16 @@ import jax
 import numpy as np
 
 from jshard.data.examples import count_rows, stack, to_arrays
+from jshard.data.fingerprint import difference
 from jshard.data.iterables import Stream
 from jshard.data.places import Cursor
 from jshard.errors import UserError
 from jshard.formatting import one_line
+
+_THEN = (
+    "resume with the data of the run, or start a new one in another --workdir with "
+    "--config.checkpoint.restore"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +37,13 @@ class StreamState:
       kind: What the stream is, in words.
       parts: Into how many it is divided.
       of_part: The state of each part, by number; of some of them in a process.
+      fingerprint: The stream's.
     """
 
     kind: str
     parts: int
     of_part: Mapping[int, Any]
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class PartReader(Iterator[Any]):
@@ -101,6 +109,10 @@ class PartReader(Iterator[Any]):
             self._before, self._used = state["before"], 0
             self._drop(state["used"])
 
+    def close(self) -> None:
+        """Ends what the part has started to be read."""
+        self._cursor.close()
+
 
 class StreamReader(Iterator[Any]):
     """A process's rows [p*B/P, (p+1)*B/P) of the batches of steps start_step on.
@@ -135,10 +147,13 @@ class StreamReader(Iterator[Any]):
         process_count: int = 1,
     ):
         self._kind, self._step, self._steps = stream.kind, start_step, num_steps
+        self._fingerprint = stream.fingerprint
         self.parts = process_count if stream.divides else 1
         if state:
             if state.kind != stream.kind:
                 raise self._of_another(state.kind)
+            if changed := difference(stream.fingerprint, state.fingerprint):
+                raise UserError(f"the training data are others: {changed}: {_THEN}")
             self.parts = state.parts
         if batch_size % self.parts:
             raise UserError(
@@ -193,7 +208,7 @@ class StreamReader(Iterator[Any]):
         if not self.resumes:
             return None
         of_part = {part: reader.state() for part, reader in self._readers.items()}
-        return StreamState(self._kind, self.parts, of_part)
+        return StreamState(self._kind, self.parts, of_part, self._fingerprint)
 
     def set_state(self, state: StreamState) -> None:
         """Goes to where a state says; a UserError if the stream refuses it."""
@@ -208,6 +223,11 @@ class StreamReader(Iterator[Any]):
                 raise self._of_another(found) from error
         self._restored = state
 
+    def close(self) -> None:
+        """Ends what the stream has started to be read, such as processes."""
+        for reader in self._readers.values():
+            reader.close()
+
     def _check_restored(self, state: StreamState) -> None:
         """Compares it with the state one step later, which has the same form."""
         for part, reader in self._readers.items():
@@ -218,8 +238,7 @@ class StreamReader(Iterator[Any]):
     def _of_another(self, found: str) -> UserError:
         return UserError(
             f"the training data are {self._kind}, but the checkpoint has the state of "
-            f"{found}: resume with the data of the run, or start a new one in another "
-            "--workdir with --config.checkpoint.restore"
+            f"{found}: {_THEN}"
         )
 
 

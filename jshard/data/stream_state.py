@@ -39,7 +39,12 @@ def state_files(state: StreamState | None) -> dict[str, str]:
     of_part: dict[str, Any] = {}
     for text in _gathered(json.dumps(mine)):
         of_part |= json.loads(text)
-    about = {"kind": state.kind, "parts": state.parts, "of_part": of_part}
+    about = {
+        "kind": state.kind,
+        "fingerprint": dict(state.fingerprint),
+        "parts": state.parts,
+        "of_part": of_part,
+    }
     return {FILE: json.dumps(about)}
 
 
@@ -56,7 +61,8 @@ def read_state(folder: Path | None) -> StreamState | None:
         of_part = {int(part): _decoded(x) for part, x in about["of_part"].items()}
         if sorted(of_part) != list(range(about["parts"])):
             raise ValueError("it lacks parts")
-        return StreamState(str(about["kind"]), len(of_part), of_part)
+        known = {str(k): str(x) for k, x in about["fingerprint"].items()}
+        return StreamState(str(about["kind"]), len(of_part), of_part, known)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder / FILE}: cannot be read as the state of training data: {error!r}"

@@ -95,6 +95,8 @@ class _Supervisor:
             why = why or self._overdue()
             if why:
                 self._worker.kill()
+        with contextlib.suppress(ProcessLookupError):  # processes of a data loader
+            os.killpg(self._worker.pid, signal.SIGKILL)
         for thread in self._threads:  # reads the rest of the output
             thread.join(timeout=GRACE)
         if code and sys.stdout.isatty():  # it may have died in its live line

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import cloudpickle
+
 from jshard.errors import UserError
 from jshard.recipe.definition import Recipe, join_path, recipe_of, split_path
 
@@ -97,6 +99,8 @@ def _execute(file: Path) -> types.ModuleType:
     assert spec.loader is not None
     # Dataclasses and pickle look for the module of a class there.
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    # No other process finds a module of this name: data loaders' get what it defines.
+    cloudpickle.register_pickle_by_value(module)
     spec.loader.exec_module(module)
     return module
 

@@ -11,7 +11,7 @@ from jshard.checkpoint.untrusted import read_json
 from jshard.config.overrides import override, read_words
 from jshard.config.run_config import Config, check, complete, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS
-from jshard.hub.online.download import pin
+from jshard.hub.online.download import pin, pin_mixture
 from jshard.knob import Knob
 from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import SOURCE, require_map, take_architecture
@@ -104,7 +104,9 @@ def _pinned(
     names = {key: text for key, text in names.items() if text and declared[key].hub}
     for key, text in names.items():
         known = (recorded.get(key), *names.values())  # a name is one commit in all keys
-        names[key] = pin(text, declared[key].hub, known)
+        knob = declared[key]
+        pins = pin_mixture if knob.mixture else pin
+        names[key] = pins(text, knob.hub, known)
     return names
 
 

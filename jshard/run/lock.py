@@ -3,12 +3,23 @@
 import fcntl
 import os
 import warnings
+import weakref
 from pathlib import Path
 from typing import IO
 
 from jshard.errors import UserError
 
 _FILE = ".lock"
+_held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def _leave_locks_to_the_run() -> None:
+    """Runs in what a run forks, a data loader's worker, which may outlive it."""
+    for lock in _held:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_the_run)
 
 
 def lock_folder(folder: Path) -> IO[str]:
@@ -36,6 +47,7 @@ def lock_folder(folder: Path) -> IO[str]:
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
+    _held.add(lock)
     return lock
 
 

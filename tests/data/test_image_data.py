@@ -232,7 +232,10 @@ def test_too_many_of_them_are_named(folder):
 def test_a_folder_that_cannot_be_used_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match=r"nowhere: is not a folder"):
         rows(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"has no train/ with a folder"):
+    with pytest.raises(UserError, match=r"has no train/ with a folder.*record$"):
+        rows(tmp_path)
+    (tmp_path / "train-0.tar").touch()
+    with pytest.raises(UserError, match=r"; unpack its \.tar files, or stream them in"):
         rows(tmp_path)
     with pytest.raises(UserError, match=r"has 3 classes, and model.classes=2"):
         rows(folder, classes=2)

@@ -165,12 +165,16 @@ def test_a_mixture_has_its_shares(mixture):
 )
 def test_a_bad_mixture_is_one_line(given, message):
     with pytest.raises(UserError, match=message):
-        parse_mixture(given)
+        parse_mixture(given, "data.mixture")
 
 
 def test_sources_that_are_missing_or_given_twice_are_one_line(mixture, tmp_path):
     with pytest.raises(UserError, match="nosuch: no such file or folder"):
         text("", mixture=f"{tmp_path}/nosuch:1")
+    with pytest.raises(
+        UserError, match=r"stream the mixture: data.dataset=o/a:1,o/b:2"
+    ):
+        text("", mixture="o/a:1,o/b:2")
     with pytest.raises(UserError, match=r"data\.path and data\.mixture are both set"):
         text(tmp_path, mixture=mixture)
     with pytest.raises(UserError, match="has a weight below a millionth"):
@@ -178,4 +182,5 @@ def test_sources_that_are_missing_or_given_twice_are_one_line(mixture, tmp_path)
 
 
 def test_mixtures_of_paths_with_colons():
-    assert parse_mixture("gs://a/b:0.5, c:2") == {"gs://a/b": 0.5, "c": 2.0}
+    given = "gs://a/b:0.5, c:2"
+    assert parse_mixture(given, "data.mixture") == {"gs://a/b": 0.5, "c": 2.0}

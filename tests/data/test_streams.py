@@ -328,14 +328,19 @@ def mixed(*weights: float) -> grain.IterDataset:
             "of another form (its keys: ['at', 'more', 'place'])",
         ),
         (
+            lambda: lambda: mixed(1, 1, 1),
+            lambda: lambda: mixed(1, 1),
+            "of another form (['parents']: 3, not 2)",
+        ),
+        (
             lambda: mixed(1, 1, 1),
             lambda: mixed(1, 1),
-            "of another form (['parents']: 3, not 2)",
+            "the number of rows: 23, 23, but 23, 23, 23 at the checkpoint: resume",
         ),
     ],
 )  # fmt: skip
-def test_a_state_of_another_source_is_one_line(of, given, said):
-    state = next(training(of())).state
+def test_a_state_of_another_source_is_one_line(of, given, said, tmp_path):
+    state = stored(next(training(of())).state, tmp_path)
     with pytest.raises(UserError) as caught:
         training(given(), state=state, start_step=1)
     assert said in str(caught.value)

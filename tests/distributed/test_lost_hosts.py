@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not can_isolate(), reason="hosts of their own need root"),
 ]
 
+REPOSITORY = Path(__file__).parents[2]
 EVERY = 5
 COPYING = 2  # steps that may pass until a copy is whole
 LOCAL = (
@@ -91,8 +92,28 @@ def test_a_lost_host_costs_the_steps_since_the_last_copy(
         reached = last_step(tmp_path / "run" / "metrics.jsonl")
         check_goes_on(job, reached, whole)
     assert f"no answer from {hosts.names[victim]}" in job.err.read_text()
-    note = "its replicas have the same" if words else "for its neighbor"
+    note = "replicas have the state" if words else "for its neighbor"
     assert note in job.out.read_text()
+
+
+def test_the_command_of_the_page_goes_on_without_a_host(tmp_path):
+    text = (REPOSITORY / "docs/cluster/README.md").read_text()
+    (command,) = re.findall(r"^python -m jshard.launch (--hosts=.*)$", text, re.M)
+    options, trained = command.split(" -- ")
+    hosts = Hosts(tmp_path, 4)
+    assert "--hosts=a,b,c,d " in options
+    options = options.replace("a,b,c,d", ",".join(hosts.names))
+    assert trained == "--config=gpt.py --workdir=runs/gpt"
+    write_recipe(tmp_path, slowly)
+    rsh = f"--rsh={hosts.rsh}"
+    words = [*LOCAL, "--config.batch_size=24"]  # which six devices divide, too
+    with launch(tmp_path, *options.split(), rsh, words=words) as job:
+        job.wait_for_step(EVERY + 2)
+        hosts.lose(2, job.mark)
+        assert job.wait(240) == 0, job.err.read_text()
+    assert f"no answer from {hosts.names[2]}" in job.err.read_text()
+    steps = [line["step"] for line in read_metrics(tmp_path / "run")]
+    assert steps == list(range(1, STEPS + 1))
 
 
 def test_killed_processes_go_on_where_they_are(undisturbed, tmp_path):

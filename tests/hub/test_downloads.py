@@ -19,7 +19,9 @@ CLIENT = """
 import json, os, sys
 from jshard.errors import RunFailed, UserError
 from jshard.hub.huggingface_folder import model_path
-from jshard.hub.online.download import cached_path, data_path, local_path, pin
+from jshard.hub.online.download import (
+    cached_path, data_path, local_path, pin, pin_mixture,
+)
 
 for line in sys.stdin:
     function, arguments, os.environ["HF_TOKEN"] = json.loads(line)
@@ -101,6 +103,27 @@ def test_a_name_is_pinned_and_its_config_alone_is_downloaded(hub, client):
     assert hub.requests == before
     assert client.ask("pin", "pin/model@v1", "model", recorded) != recorded[2]
     assert client.ask("pin", "runs/a/b") == "runs/a/b"
+
+
+def test_mixtures_of_datasets_are_pinned(hub, client):
+    files = {"README.md": "", "train.jsonl": "{}"}
+    a, b = (hub.add(f"mix/{x}", files, kind="datasets") for x in "ab")
+    names = [f"hf://datasets/mix/a@{a}", f"hf://datasets/mix/b@{b}"]
+    both = f"{names[0]}:0.7,{names[1]}:0.3"
+    assert client.ask("pin_mixture", "mix/a", "stream") == names[0]
+    assert client.ask("pin_mixture", "mix/a:0.7, mix/b:0.3", "stream") == both
+    assert client.ask("pin_mixture", both, "stream") == both
+    mixed = "hf://datasets/mix/a:1,local/:2"
+    assert client.ask("pin_mixture", mixed, "dataset") == f"{names[0]}:1,local/:2"
+    assert client.ask("pin_mixture", "a/:1,b c:x", "dataset") == "a/:1,b c:x"
+    hub.add("mix/a", {**files, "new": ""}, kind="datasets")
+    before = hub.requests.copy()
+    assert client.ask("pin_mixture", "mix/a:1,mix/b:2", "stream", [both]) == (
+        f"{names[0]}:1,{names[1]}:2"
+    )
+    assert hub.requests == before
+    said = client.ask("pin_mixture", "mix/none:1", "stream")
+    assert said.startswith("UserError: there is neither a folder mix/none here nor a")
 
 
 def test_only_the_files_that_a_model_needs_are_downloaded(hub, client):

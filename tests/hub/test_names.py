@@ -83,6 +83,11 @@ def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
     assert parse("runs/a") is None
     assert parse("hf://runs/a") == Name("runs/a")
     assert parse("runs/b", "dataset") is None  # a dataset's begins with hf://
+    assert parse("runs/a", "stream") is None
+    streamed = Name("runs/b", "v1", kind="dataset")
+    assert parse("runs/b@v1", "stream") == streamed
+    assert parse(str(streamed), "stream") == streamed
+    assert parse("runs/b@v1:0.3", "stream") is None
 
 
 @pytest.mark.parametrize(

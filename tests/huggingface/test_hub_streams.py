@@ -25,6 +25,10 @@ WORDS = (
 )
 
 
+class Hub(LoopbackHub):
+    commit = ""  # of the dataset
+
+
 @pytest.fixture(scope="module")
 def hub():
     def text(file: int) -> str:
@@ -33,9 +37,9 @@ def hub():
         ]
         return "".join(json.dumps(row) + "\n" for row in rows)
 
-    with LoopbackHub() as hub:
+    with Hub() as hub:
         files = {f"data/train-{i}.jsonl": text(i) for i in range(4)}
-        hub.add("org/text", files, kind="datasets")
+        hub.commit = hub.add("org/text", files, kind="datasets")
         yield hub
 
 
@@ -61,13 +65,16 @@ def read_of(hub: LoopbackHub, file: int) -> int:
 def test_a_run_streams_a_dataset_by_name_and_goes_on(hub, tmp_path):
     done = run(hub, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "train is the dataset org/text, split train: a run that res" in done.stdout
+    name = f"hf://datasets/org/text@{hub.commit}"
+    assert f"train is the dataset {name}, split train: a resumed" in done.stdout
     whole = read_metrics(tmp_path / "run")
     assert {line["step"] for line in whole} == {*range(1, 7)}
     assert any("eval_loss" in line for line in whole)
     assert read_of(hub, 0) > 0
     assert [read_of(hub, file) for file in (2, 3)] == [0, 0]  # not needed yet
     shutil.rmtree(tmp_path / "run/checkpoints/6")
+    # The run keeps its commit, though there is a newer one.
+    hub.add("org/text", {"data/train-0.jsonl": '{"text": "x"}'}, kind="datasets")
     again = run(hub, tmp_path)
     assert again.returncode == 0, again.stderr
     assert "after step 3" in again.stdout
@@ -78,7 +85,10 @@ def test_a_run_streams_a_dataset_by_name_and_goes_on(hub, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--config.data.dataset=org/none"], "data.dataset=org/none: "),
+        (
+            ["--config.data.dataset=org/none"],
+            "neither a folder org/none here nor a dataset",
+        ),
         (["--config.data.split=test"], "has no split 'test'; set data.split to one of"),
         (["--config.data.config=en"], "'en' not found. Available: ['default']"),
         (["--config.data.text_key=body"], "has no column 'body'; set data.text_key to"),

@@ -1,8 +1,10 @@
 """Streams of `datasets` and torchdata go on where they were, and are divided."""
 
+import dataclasses
 import io
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from jshard.data.dataset import as_dataset
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import read_state, state_files
+from jshard.data.text.named_dataset import load_splits
 from jshard.data.text.streamed_text import streamed_text
 from jshard.errors import UserError
 
@@ -57,7 +60,7 @@ def stored(states: Any, folder: Path) -> StreamState | None:
     if states[0] is None:
         return None
     of_part = {part: x for one in states for part, x in one.of_part.items()}
-    whole = StreamState(states[0].kind, states[0].parts, of_part)
+    whole = dataclasses.replace(states[0], of_part=of_part)
     for name, text in state_files(whole).items():
         (folder / name).write_text(text)
     return read_state(folder)
@@ -122,6 +125,23 @@ def test_it_is_divided_and_the_number_of_processes_may_change(
         )
 
 
+def test_other_data_of_the_same_kind_are_one_line(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    text = lambda: streamed_text(str(copy), "train", **OPTIONS)
+    cases: list[Any] = [
+        (text, "the files of .*/copy: 6 .*but 5 .*at the checkpoint: resume with"),
+        (lambda: rows_of(copy), "the number of files: 6, but 5 at the checkpoint"),
+    ]
+    states = [stored([next(training(make())).state], tmp_path) for make, _ in cases]
+    shutil.copy(copy / "part-0.jsonl", copy / "part-5.jsonl")
+    load_splits.cache_clear()
+    for (make, said), state in zip(cases, states, strict=True):
+        with pytest.raises(UserError, match=said) as caught:
+            training(make(), state, 1)
+        assert "\n" not in str(caught.value)
+
+
 def test_what_is_divided_already_is_refused(folder):
     split_dataset_by_node = datasets.distributed.split_dataset_by_node
     with pytest.raises(UserError, match="leave that out, each process reads its part"):
@@ -129,8 +149,10 @@ def test_what_is_divided_already_is_refused(folder):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.filterwarnings("ignore:.*fork.*")  # from several threads
 @pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_a_stateful_loader_goes_on_where_it_was(kind, folder, tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_goes_on_where_it_was(kind, workers, folder, tmp_path):
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     torch = pytest.importorskip("torch")
 
@@ -141,9 +163,10 @@ def test_a_stateful_loader_goes_on_where_it_was(kind, folder, tmp_path):
             data = [{"x": i} for i in range(200)]
             seeded = torch.Generator().manual_seed(5)
             options = {"shuffle": True, "generator": seeded}
+        options["num_workers"] = workers
         return loaders.StatefulDataLoader(data, batch_size=9, **options)
 
-    check_resumes(make, tmp_path)
+    check_resumes(make, tmp_path, steps=(1, 6, 7))
 
 
 # data.dataset

@@ -131,9 +131,15 @@ def find_images(path: str, split: str, classes: int) -> ImageSource:
         found = _split_folder(folder, split)
         if found is None:
             wanted = " or ".join(f"{name}/" for name in _SPLITS[split])
+            hint = (
+                "; unpack its .tar files, or stream them in a recipe whose make_data "
+                "returns an IterableDataset of Hugging Face"
+            )
             raise UserError(
                 f"--config.data.path={path}: has no {wanted} with a folder for each "
                 f"class, and no {_SPLITS[split][0]}*{RECORDS}"
+                + hint
+                * any(folder.glob("*.tar"))
             )
         source = ImageFolder(found)
         _check_classes(folder, source.classes, split)

@@ -1,6 +1,5 @@
 """Text of Hugging Face's datasets, tokenized and laid out while it is streamed."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,9 +16,10 @@ from grain.experimental import (
 )
 
 from jshard.data.iterables import Stream, part_of
-from jshard.data.mixture import mix, parse_mixture
+from jshard.data.mixture import is_mixture, mix, parse_mixture
 from jshard.data.places import Cursor
 from jshard.data.text.encoded import Document
+from jshard.data.text.named_dataset import Split, load_splits
 from jshard.data.text.packing import packed_rows
 from jshard.data.text.token_files import Piece
 from jshard.data.text.windows import windows
@@ -55,9 +55,9 @@ def streamed_text(
     at once and kept.
 
     Args:
-      dataset: The name of a dataset of Hugging Face, or a folder of Parquet, JSONL,
-        WebDataset or what else its `load_dataset` reads; or several by weight,
-        "NAME:WEIGHT,NAME:WEIGHT".
+      dataset: The name of a dataset of Hugging Face, NAME@REVISION, or a folder of
+        Parquet, JSONL, WebDataset or what else its `load_dataset` reads; or several
+        by weight, "NAME:WEIGHT,NAME:WEIGHT".
       split: "train", a `Stream`, or "validation".
       sequence_length: T, in tokens.
       seed: Determines the order.
@@ -79,17 +79,17 @@ def streamed_text(
         argument is invalid.
     """
     weights = {dataset: 1.0}
-    if ":" in dataset and not Path(dataset).exists():
-        weights = parse_mixture(dataset)
+    if is_mixture(dataset):
+        weights = parse_mixture(dataset, "data.dataset")
     encode = _Encoder(load_tokenizer(tokenizer, vocab_size), text_key, pack)
-    splits = {name: _load(name, config) for name in weights}
+    splits = {name: load_splits(name, config) for name in weights}
     for name, found in splits.items():
         if train_split not in found:
             raise UserError(
                 f"data.dataset={name}: has no split {train_split!r}; set data.split to "
                 f"one of {some_of(sorted(found))}"
             )
-        _check_column(name, found[train_split], text_key)
+        _check_column(name, found[train_split].rows, text_key)
     T = sequence_length
     if split == _VALIDATION:
         if not validation_rows:
@@ -114,7 +114,7 @@ def streamed_text(
 
     def of_part(name: str, part: int, parts: int) -> grain.IterDataset:
         skipped = 0 if _VALIDATION in splits[name] else validation_rows
-        rows = splits[name][train_split]
+        rows = splits[name][train_split].rows
         read: grain.IterDataset = _Rows(name, lambda: _part(rows, skipped, part, parts))
         if shuffle_rows:
             read = WindowShuffleIterDataset(
@@ -128,27 +128,17 @@ def streamed_text(
         return grain.IterDataset.mix(read, list(weights.values()))
 
     about = f"{dataset}{f', {config}' if config else ''}, split {train_split}"
-    return Stream(f"the dataset {about}", open_part, divides=True, repeat=True)
-
-
-@functools.lru_cache(maxsize=16)  # for both splits
-def _load(name: str, config: str) -> Mapping[str, Any]:
-    """Returns the splits of a dataset, each an `IterableDataset`."""
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(
-            f"data.dataset={name}: needs Hugging Face's datasets: pip install "
-            "'jshard[datasets]'"
-        ) from error
-    try:
-        found: Any = datasets.load_dataset(name, config or None, streaming=True)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"data.dataset={name}{f', data.config={config}' if config else ''}: "
-            f"{one_line(str(error).strip())}"
-        ) from error
-    return found
+    return Stream(
+        f"the dataset {about}",
+        open_part,
+        divides=True,
+        repeat=True,
+        fingerprint={
+            f"{what} of {name}": text
+            for name, found in splits.items()
+            for what, text in found[train_split].fingerprint.items()
+        },
+    )
 
 
 def _check_column(name: str, rows: Any, text_key: str) -> None:
@@ -171,11 +161,11 @@ def _part(rows: Any, skipped: int, part: int, parts: int) -> Any:
 
 
 def _held_out(
-    splits: Mapping[str, Any], train_split: str, count: int
+    splits: Mapping[str, Split], train_split: str, count: int
 ) -> Iterator[Mapping[str, Any]]:
     if _VALIDATION in splits:
-        return iter(part_of(splits[_VALIDATION], 0, 1).take(count))
-    rows = splits[train_split]
+        return iter(part_of(splits[_VALIDATION].rows, 0, 1).take(count))
+    rows = splits[train_split].rows
     return iter(part_of(rows, 0, rows.num_shards).take(count))
 
 

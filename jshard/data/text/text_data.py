@@ -11,6 +11,7 @@ from jshard.data.text.token_files import Piece
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
+from jshard.hub.online.names import parse
 
 
 def text_data(
@@ -106,6 +107,11 @@ def text_data(
     loaded = load_tokenizer(tokenizer, vocab_size)
 
     def source(path: str, seed: int) -> grain.MapDataset:
+        if mixture and not path.startswith("hf:") and parse(path, "stream"):
+            raise UserError(
+                f"data.mixture: there is no file or folder {path}; if it is a dataset "
+                f"on the Hugging Face Hub, stream the mixture: data.dataset={mixture}"
+            )
         pieces = split_corpus(
             path,
             validation_fraction=validation_fraction,
@@ -135,7 +141,7 @@ def text_data(
 
     if not mixture:
         return source(path, seed)
-    weights = parse_mixture(mixture)
+    weights = parse_mixture(mixture, "data.mixture")
     sources = {
         path: source(path, (seed + number) % 2**32)
         for number, path in enumerate(weights)

@@ -5,6 +5,9 @@ Its environment counts: HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
 
 import contextlib
 import dataclasses
+import importlib.util
+import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +24,7 @@ from jshard.hub.online.names import COMMIT, Name, parse
 
 # A small file that a repository has.
 _SMALL = {"model": ("config.json", "adapter_config.json"), "dataset": ("README.md",)}
+_WEIGHTED = re.compile(r"(.*?)(:[^:/]*)?", re.DOTALL)
 _WAITS = (1, 4, 16)  # seconds; within a request the library waits on its own
 
 
@@ -29,7 +33,7 @@ def pin(text: str, kind: str = "model", known: Iterable[Any] = ()) -> str:
 
     Args:
       text: A name or a path.
-      kind: "model", or "dataset", whose names begin with hf://.
+      kind: As for `parse`.
       known: What may be this name with its commit, as a run has recorded it: the first
         that is stays.
 
@@ -39,12 +43,29 @@ def pin(text: str, kind: str = "model", known: Iterable[Any] = ()) -> str:
     name = parse(text, kind)
     if name is None or name.commit:
         return text
+    if kind == "stream" and not _asks_hub():
+        return text  # what `datasets` has prepared, or says that it needs
     for one in known:
         commit = COMMIT.search(str(one))
         if commit and str(dataclasses.replace(name, commit=commit[1])) == one:
             return one
     folder = download(name, ())
     return str(dataclasses.replace(name, commit=folder.name))
+
+
+def pin_mixture(text: str, kind: str, known: Iterable[Any] = ()) -> str:
+    """Returns "NAME:WEIGHT,NAME:WEIGHT" or one name with commits, as `pin` does."""
+    if os.path.exists(text):
+        return text
+    names = [name for one in known for name, _ in _weighted(str(one))]
+    pinned = [pin(name, kind, names) + weight for name, weight in _weighted(text)]
+    return ",".join(pinned)
+
+
+def _weighted(text: str) -> list[tuple[str, str]]:
+    """Returns the names of a mixture, each with ":" and its weight, or ""."""
+    parts = [_WEIGHTED.fullmatch(part.strip()) for part in text.split(",")]
+    return [(part[1], part[2] or "") for part in parts if part]
 
 
 def local_path(text: str | Path, files: Sequence[str]) -> Path:
@@ -167,6 +188,15 @@ def _bars(shown: bool) -> Any:
             super().__init__(*args, **options | {"disable": True})
 
     return tqdm if shown and sys.stderr.isatty() else NoBar
+
+
+def _asks_hub() -> bool:
+    """Returns whether there is the library, and it may use the network."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return False
+    import huggingface_hub.constants
+
+    return not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def _library(name: Name) -> ModuleType:

@@ -2,7 +2,8 @@
 
 ORG/NAME or ORG/NAME@REVISION is a model at a branch, a tag or a commit. hf:// may stand
 before it, and must where a local path of the same form exists, which comes first.
-hf://datasets/ORG/NAME@REVISION/PATH is a file or a folder of a dataset.
+hf://datasets/ORG/NAME@REVISION/PATH is a file or a folder of a dataset. A dataset that
+is streamed has a name like a model's, too.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ _BAD = re.compile(r"--|\.\.")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(
     rf"(?P<scheme>hf:/{{1,2}}(?P<datasets>datasets/)?)?(?P<repository>{_PART}/{_PART})"
-    r"(?:@(?![0-9a-f]{40}(?:/|$))(?P<revision>refs/\w+/[^@/]+|[^@/]+))?"
+    r"(?:@(?![0-9a-f]{40}(?:/|$))(?P<revision>refs/\w+/[^@/]+|[^@/:]+))?"
     r"(?:@(?P<commit>[0-9a-f]{40}))?(?:/(?P<path>[^/].*))?",
     re.ASCII,
 )
@@ -53,6 +54,11 @@ class Name:
 def parse(text: str | Path, kind: str = "model") -> Name | None:
     """Returns the name of a model or a dataset that a text is; None for a local path.
 
+    Args:
+      text: A name or a path.
+      kind: "model"; "dataset", whose names begin with hf://; or "stream", a dataset
+        whose name may.
+
     Raises:
       UserError: It begins with hf:// and is no such name.
     """
@@ -71,8 +77,10 @@ def parse(text: str | Path, kind: str = "model") -> Name | None:
         return None
     if not match["scheme"] and (kind == "dataset" or os.path.exists(text)):
         return None
-    if (found := "dataset" if match["datasets"] else "model") != kind:
-        names = "hf://datasets/ORG/NAME" if kind == "dataset" else "ORG/NAME"
-        raise UserError(f"{text} names a {found}: give a {kind} here, like {names}")
+    needed = "model" if kind == "model" else "dataset"
+    bare = kind == "stream" and not match["scheme"]
+    if (found := "dataset" if match["datasets"] or bare else "model") != needed:
+        names = "hf://datasets/ORG/NAME" if needed == "dataset" else "ORG/NAME"
+        raise UserError(f"{text} names a {found}: give a {needed} here, like {names}")
     revision, commit = unquote(match["revision"] or ""), match["commit"] or ""
-    return Name(match["repository"], revision, commit, kind, match["path"] or "")
+    return Name(match["repository"], revision, commit, needed, match["path"] or "")

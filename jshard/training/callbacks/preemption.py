@@ -9,11 +9,21 @@ import jax
 from jax.experimental import multihost_utils
 
 from jshard.cli.terminal import leave_closed_terminal, outliving_terminal, show
+from jshard.data.loader_processes import leave_to_run
 
 DEMANDS = (signal.SIGINT, signal.SIGTERM)
 # Of a closed terminal, and a scheduler's warning. They may come more than once, as to a
 # process and to its parent, which passes them on.
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1)
+
+
+def _after_fork() -> None:
+    handlers = map(signal.getsignal, (*DEMANDS, *WARNINGS))
+    if any(getattr(x, "__func__", None) is Preemption._handle for x in handlers):
+        leave_to_run()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Preemption:
@@ -93,30 +103,31 @@ class Preemption:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_pipe)
-        os.close(self._pipe[1])  # ends the thread
+        os.write(self._pipe[1], b"\0")  # ends the thread; a fork may have the pipe too
         self._thread.join()
-        os.close(self._pipe[0])
+        for end in self._pipe:
+            os.close(end)
 
     def _listen(self) -> None:
         demands = 0
-        while number := os.read(self._pipe[0], 1):
-            if number[0] not in self._handlers:
+        while number := os.read(self._pipe[0], 1)[0]:
+            if number not in self._handlers:
                 continue
-            name = signal.Signals(number[0]).name
-            if number[0] == signal.SIGHUP:
+            name = signal.Signals(number).name
+            if number == signal.SIGHUP:
                 leave_closed_terminal()
-            demands += number[0] in DEMANDS
-            if demands > 1 and number[0] in DEMANDS and self._exits:
+            demands += number in DEMANDS
+            if demands > 1 and number in DEMANDS and self._exits:
                 # Not print: the main thread may hold its lock.
                 os.write(2, f"jshard: {name} again: exiting\n".encode())
-                os._exit(128 + number[0])
+                os._exit(128 + number)
             if self.signal_name is not None:
                 continue
             self.signal_name = name
             if not self._alone:
                 os.kill(os.getpid(), signal.SIGTERM)
             again = "exits at once" if self._exits else "gives up this step"
-            more = f"; once more {again}" * (number[0] in DEMANDS)
+            more = f"; once more {again}" * (number in DEMANDS)
             message = f"jshard: {name}: {self._reaction}{more}"
             with outliving_terminal():
                 show(message, error=True)
