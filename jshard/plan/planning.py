@@ -59,7 +59,8 @@ class Plan:
     @property
     def kind(self) -> str:
         """What runs must have been to confirm this step: "float8 on H100"."""
-        gpu, flops = self.program.gpu, collections.Counter()
+        gpu = self.program.gpu
+        flops: dict[str, float] = collections.defaultdict(float)
         if gpu is None or self.timeline is None:
             return ""
         for event in self.timeline.events:
