@@ -16,8 +16,8 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 MOST_LINES = {
     "commands": 1155,
     "surface": 540,
-    "plan": 4520,
-    "training": 12630,
+    "plan": 4_540,
+    "training": 12710,
     "checkpoint": 5470,
     "generation": 895,
     "start-up note": 385,
