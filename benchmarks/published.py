@@ -147,7 +147,7 @@ def print_runs(
 ) -> None:
     """Measured and predicted seconds, and the errors of each run left out."""
     heads = (
-        "run", "sequences a GPU", "remat", "measured", "predicted", "run left out",
+        "run", "sequences a GPU", "measured", "predicted", "run left out",
         "source left out", "source",
     )  # fmt: skip
     print("| " + " | ".join(heads) + " |")
@@ -157,11 +157,9 @@ def print_runs(
         length = dict(row.model).get("sequence_length") or (
             8192 if row.recipe.startswith("llama:3") else 4096
         )
-        scanned = dict(row.form).get("scan", True)
         cells = (
             run.name,
             f"{row.batch}x{length}",
-            row.remat if scanned else f"{row.remat}, no scan",
             f"{run.seconds:.3f}",
             f"{found.seconds(constants):.3f}",
             *(f"{1 / ratio - 1:+.1%}" for ratio in left),

@@ -16,11 +16,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 MOST_LINES = {
     "commands": 1155,
     "surface": 540,
-    "plan": 4_540,
-    "training": 12710,
+    "plan": 4645,
+    "training": 12715,
     "checkpoint": 5470,
     "generation": 895,
-    "start-up note": 385,
+    "start-up note": 390,
     "fsdp": 1505,
     "nn": 1245,
     "optim": 1150,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "cli": 665,
     "compat": 800,
     "parallel": 545,
-    "ground": 1450,
+    "ground": 1455,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10

@@ -43,7 +43,7 @@ def assumed(constants: Constants = FITTED) -> str:
         f"{constants.network_port / 1e9:.2f} GB/s a GPU, "
         f"{constants.host_bus / 1e9:.0f} GB/s to the host, "
         f"{constants.launch * 1e6:.2g} us a kernel, {constants.straggle * 1e3:.2g} ms "
-        "a collective between hosts for each doubling of their number "
+        "a collective for each doubling of hosts "
         f"({constants.source}), and "
         f"collectives by the fastest of NCCL's protocols: {rings}"
     )

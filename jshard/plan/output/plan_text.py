@@ -163,7 +163,7 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     share = f"{exposed / seconds:.1%} of the step, of {sent} of collectives"
     yield "exposed", format_seconds(exposed), share
     if timeline.stragglers:
-        late = "collectives wait for the slowest of their hosts"
+        late = "waiting for the slowest host"
         yield "stragglers", format_seconds(timeline.stragglers), late
     kernels = format_seconds(timeline.busy(COMPUTE))
     yield "kernels", kernels, "on the compute stream"
