@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 
 import gspmd
 import jshard
+from gspmd_experts import use_dropping
+from gspmd_float8 import use_float8
 from jshard.fit.hardware import STATED, Constants
-from jshard.fsdp.mesh import BATCH
 from jshard.plan import compile_for, devices, hlo, tracing_for
 from jshard.plan.cost.timeline import COLLECTIVES, replay
 from jshard.plan.cost.traffic import Traffic, count
@@ -52,7 +53,9 @@ class Row:
       policy: further settings of jshard's Policy, as (name, value) pairs.
       form: further settings of ``gspmd.Form``, as (name, value) pairs.
       fsdp: devices that share a copy of the weights, with "hybrid"; None is 8.
-      products: of jshard's Precision.
+      products: of jshard's Precision; GSPMD's are in bfloat16, or in "float8" as
+        MaxText has them.
+      expert: devices that share the experts, with "hybrid" and GSPMD.
     """
 
     system: str = "jshard"
@@ -70,6 +73,7 @@ class Row:
     form: tuple[tuple[str, Any], ...] = ()
     fsdp: int | None = None
     products: str | None = None
+    expert: int | None = None
 
     def name(self) -> str:
         """Of the file that caches it."""
@@ -141,8 +145,11 @@ def make_mesh(row: Row) -> Mesh:
     """The mesh of a strategy; "hybrid" shards over ``row.fsdp`` of its devices."""
     there = devices(row.topology)
     if row.strategy == "hybrid":
-        fsdp = row.fsdp or 8
-        return jshard.make_mesh(fsdp=fsdp, replica=len(there) // fsdp, devices=there)
+        fsdp, expert = row.fsdp or 8, row.expert or 1
+        replica = len(there) // (fsdp * expert)
+        return jshard.make_mesh(
+            fsdp=fsdp, replica=replica, expert=expert, devices=there
+        )
     if row.strategy == "ddp":
         return jshard.make_mesh(fsdp=1, replica=len(there), devices=there)
     return jshard.make_mesh(devices=there)
@@ -157,14 +164,19 @@ def trace(row: Row, mesh: Any) -> tuple[jax.stages.Traced, Any, Any]:
     if row.layers:
         config.model.num_layers = row.layers
     optimizer = recipe.make_optimizer(config)
-    sharding = NamedSharding(mesh, BATCH)
+    sharding = NamedSharding(mesh, gspmd.batch_spec(mesh))
     shape = (mesh.size * row.batch, config.model.sequence_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     batch = {"inputs": tokens, "targets": tokens, "weights": weights}
 
     def make_model(rngs):
-        return recipe.make_model(config, rngs)
+        model = recipe.make_model(config, rngs)
+        if row.system == "gspmd" and row.products == "float8":
+            use_float8(model.blocks)
+        if row.system == "gspmd" and row.expert:
+            use_dropping(model.blocks, mesh)
+        return model
 
     with tracing_for(parse(row.topology)[0]):
         if row.system == "gspmd":

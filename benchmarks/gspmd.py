@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
-from jshard.fsdp.mesh import BATCH, FSDP
+from gspmd_experts import expert_spec
+from gspmd_float8 import overwritten
+from jshard.fsdp.mesh import EXPERT, FSDP, REPLICA
 from jshard.models.llama import Stream
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
@@ -85,9 +87,18 @@ def param_sharding(
     stacked = names[0] == "blocks"
     if param.ndim - stacked < 2:
         return NamedSharding(mesh, PartitionSpec())
+    if param.ndim - stacked == 3:
+        return NamedSharding(mesh, expert_spec(names))
     last = rules == "maxtext" and any(name in _EMBED_LAST for name in names)
     dim = param.ndim - 1 if last else int(stacked)
-    return NamedSharding(mesh, PartitionSpec(*[None] * dim, FSDP))
+    over = (FSDP, EXPERT) if EXPERT in mesh.shape else FSDP
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, over))
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+    """Of examples: split over all axes."""
+    expert = (EXPERT,) if EXPERT in mesh.shape else ()
+    return PartitionSpec((REPLICA, FSDP, *expert))
 
 
 def abstract_state(
@@ -141,7 +152,13 @@ def checkpointed(fn: Any, remat: str, scan: bool = True) -> Any:
             (products(*args, **params) and not _widens(*args))
             or _is_attention(*args, **params)
         ),
+        "save_dot_except_mlp": policies.save_from_both_policies(
+            policies.save_only_these_names("qkv"), _is_square
+        ),
         "save_qkv_proj": policies.save_only_these_names("qkv"),
+        "save_dot": policies.save_from_both_policies(
+            policies.save_only_these_names("qkv", "hidden", "down"), _is_square
+        ),
     }[remat]
     # Where layers are written out XLA would find a recomputation equal to its original.
     return jax.checkpoint(fn, policy=policy, prevent_cse=not scan)
@@ -157,6 +174,14 @@ def _widens(primitive: Any, *operands: Any) -> bool:
     del primitive
     size_in, size_out = operands[1].shape
     return size_out > size_in
+
+
+def _is_square(primitive: Any, *operands: Any, **__: Any) -> bool:
+    """Whether a product has as many outputs as inputs, as attention's output has."""
+    if primitive.name != "dot_general" or operands[1].ndim != 2:
+        return False
+    size_in, size_out = operands[1].shape
+    return size_out == size_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +212,7 @@ def loss(model: Any, batch: Any, mesh: Mesh, form: Form) -> jax.Array:
       form: how the step is written.
     """
     constrain = functools.partial(
-        lax.with_sharding_constraint, shardings=NamedSharding(mesh, BATCH)
+        lax.with_sharding_constraint, shardings=NamedSharding(mesh, batch_spec(mesh))
     )
     layers, stacked = nnx.split(model.blocks)
     # By what it has: a recipe's Llama is not this module's, it imports its own.
@@ -254,7 +279,8 @@ def train_step(
             differentiate = accumulated(differentiate, mesh, accumulate)
         value, grads = differentiate(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
+        updated = optax.apply_updates(params, updates)
+        return (overwritten(params, grads, updated), opt_state), value
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
@@ -262,7 +288,7 @@ def train_step(
 
 def accumulated(differentiate: Callable, mesh: Mesh, accumulate: int) -> Callable:
     """Means over micro-batches of equal weight, one after another; sums in float32."""
-    sharding = NamedSharding(mesh, PartitionSpec(None, *BATCH))
+    sharding = NamedSharding(mesh, PartitionSpec(None, *batch_spec(mesh)))
 
     def split(x):
         x = x.reshape(accumulate, -1, *x.shape[1:])

@@ -7,16 +7,20 @@ group kept.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jshard.fit.hardware import GPU, Constants
+from jshard.plan.cost.kernel_work import LIMITS
 from jshard.plan.cost.timeline import COMPUTE, Timeline
 
 # Bounds of shares, physical ones: no kernel exceeds its peak, and none that trains a
 # large model has been seen below a quarter of it.
 LEAST, MOST = 0.25, 1.0
+_SHARES = ("matmul", "float8", "attention", "memory")  # in the order of ``Step``
+_NOTHING = 1e-6  # seconds
 _ITERATIONS, _CLOSE, _STEP = 50, 1e-10, 1e-5
 Group = tuple[str, ...]
 
@@ -30,29 +34,35 @@ class Step:
       source: what published it; runs of one source count together as one.
       measured: seconds.
       products: seconds of matrix products at the data sheet's peak.
+      float8: likewise of those in float8, whose peak is twice as high.
       attention: likewise of attention's.
       memory: seconds of memory-bound kernels at the data sheet's bandwidth.
       kernels: their number.
       exposed: seconds in which kernels wait for collectives or copies.
+      doublings: of hosts, of each collective, in all.
     """
 
     name: str
     source: str
     measured: float
     products: float
+    float8: float
     attention: float
     memory: float
     kernels: int
     exposed: float
+    doublings: float = 0.0
 
     def seconds(self, constants: Constants) -> float:
         """The prediction."""
         return (
             self.products / constants.matmul
+            + self.float8 / constants.float8
             + self.attention / constants.attention
             + self.memory / constants.memory
             + self.kernels * constants.launch
             + self.exposed
+            + self.doublings * constants.straggle
         )
 
     def ratio(self, constants: Constants) -> float:
@@ -65,22 +75,20 @@ def step_of(
 ) -> Step:
     """Reads a step off its timeline, replayed with the constants of ``gpu``."""
     reached = gpu.constants
-    shares = {
-        "matrix product": reached.matmul,
-        "attention": reached.attention,
-        "memory": reached.memory,
-    }
-    at_peak, kernels = dict.fromkeys(shares, 0.0), 0
+    at_peak, kernels = dict.fromkeys(_SHARES, 0.0), 0
     for event in timeline.events:
         if event.stream == COMPUTE:
             kernels += 1
             busy = event.seconds - reached.launch
-            products = event.flops / (shares[event.kind] * gpu.flops)
+            limit = LIMITS.get(event.kind, "memory")
             # What waits longer for bytes than for products is bound by memory.
-            kind = event.kind if products > 0.99 * busy else "memory"
-            at_peak[kind] += busy * shares[kind]
+            if gpu.product_seconds(event.flops, limit) <= 0.99 * busy:
+                limit = "memory"
+            at_peak[limit] += busy * getattr(reached, limit)
+    doublings = sum(math.log2(event.hosts) for event in timeline.events)
     exposed = timeline.exposed + timeline.waits_for_copies
-    return Step(name, source, measured, *at_peak.values(), kernels, exposed)
+    shares = at_peak.values()
+    return Step(name, source, measured, *shares, kernels, exposed, doublings)
 
 
 def fit(steps: Sequence[Step], start: Constants, groups: Sequence[Group]) -> Constants:
@@ -196,7 +204,9 @@ def _scaled(start: Constants, groups: Sequence[Group], logs: np.ndarray) -> Cons
     for group, log in zip(groups, logs, strict=True):
         for name in group:
             value = getattr(start, name) * float(np.exp(log))
-            if name != "launch":  # a share
+            if name == "straggle":  # the logarithm of nothing has no bound
+                value = max(value, _NOTHING)
+            elif name != "launch":  # a share
                 value = min(max(value, LEAST), MOST)
             changed[name] = value
     return dataclasses.replace(start, **changed)

@@ -36,6 +36,7 @@ def fit(found: dict[str, Measured], card: str | None) -> dict[str, Any]:
         "launch": launch,
         # Of bfloat16 products: the other dtypes' rates are relative to these.
         "matmul": share("products", "flops", gpu.flops, "bf16 "),
+        "float8": share("products", "flops", 2 * gpu.flops, "fp8 "),
         "attention": share("attention", "flops", gpu.flops),
         "memory": share("memory", "bytes", gpu.bandwidth),
         "link": _link(found, gpu),

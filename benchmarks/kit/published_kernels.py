@@ -5,7 +5,9 @@ The profile that guides XLA's schedule of MaxText's run on 512 GPUs, four sequen
 MaxText/configs/a3/llama_2_70b/bf16/pgle/64vm.pbtxt at a64a93f95543. It was taken with
 collectives that nothing ran beside, so kernels had the GPU, and more of its power, to
 themselves. The names are XLA's; shapes follow from the model, and kernels whose shape
-does not are left out.
+does not are left out. Those of products in float8 are from the run on 1,024 GPUs,
+MaxText/configs/a3/llama_2_70b/fp8/pgle/128vm.pbtxt at f632bc5381fb: the products of the
+MLP, each cublas-gemm of more than 4 ms.
 """
 
 from typing import Any
@@ -24,6 +26,11 @@ _PRODUCTS = {
     ),
     (_WIDTH, _KV): (376.4, 376.8, 351.1, 319.9, 336.4, 413.4),
 }  # fmt: skip
+_FLOAT8_PRODUCTS = (
+    5099.5, 5105.5, 5617.4, 5093.3, 4965.6, 5100.4, 4714.4, 5070.9, 4701.5, 4735.2,
+    4703.6, 5110.9, 4978.0, 5105.6, 4749.8, 5089.5, 4847.5, 4864.1, 4988.5, 5104.3,
+    4995.4, 5096.2, 5580.7, 5766.2, 5159.6, 5163.6, 5103.4, 5079.0, 5084.4, 5578.2,
+)  # fmt: skip
 # A forward, and a backward with the kernels before and after it.
 _ATTENTION = 1944.5 + 5431.6 + 275.9 + 100.8 + 198.4
 # Bytes and microseconds: bf16 activations of a layer, and stacks of all layers'.
@@ -56,6 +63,13 @@ def kernels() -> dict[str, dict[str, dict[str, Any]]]:
             }
             for (a, b), found in _PRODUCTS.items()
             for number, microseconds in enumerate(found)
+        }
+        | {
+            f"fp8 {_TOKENS}x{_WIDTH}x{_HIDDEN}, {number}": {
+                "flops": 2.0 * _TOKENS * _WIDTH * _HIDDEN,
+                "seconds": microseconds * 1e-6,
+            }
+            for number, microseconds in enumerate(_FLOAT8_PRODUCTS)
         },
         "attention": {
             # Seven products of B N T T H, causal.

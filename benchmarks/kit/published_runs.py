@@ -42,6 +42,10 @@ _A3_ULTRA_SOURCE = (
     "AI-Hypercomputer/gpu-recipes training/a3ultra/llama3-1-70b/"
     "maxtext-pretraining-gke/README.md, values.yaml at 2e1fd5efbf1a"
 )
+_MIXTRAL_SOURCE = (
+    "AI-Hypercomputer/gpu-recipes training/a3ultra/mixtral-8x7b/"
+    "maxtext-pretraining-gke/README.md, values.yaml at 611d8ffdf3d5"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +127,21 @@ def _a3(hosts: int, combined: tuple[int, int, int], tflops: float) -> Run:
     )
 
 
-def _llama2_70b(gpus: int, fsdp: int, seconds: float) -> Run:
+def _llama2_70b(gpus: int, fsdp: int, seconds: float, products: str = "") -> Run:
     model = (("vocab_size", 32000), ("sequence_length", 4096))
     name, source = f"70B on {gpus}, DGX", _LLAMA2_SOURCE
-    return _70b(name, "save_dot_except_mlpwi", gpus, fsdp, seconds, source, model)
+    remat, combined = "save_dot_except_mlpwi", (2048, 2048, 16 if gpus >= 512 else 32)
+    if products:
+        remat, combined = "save_dot_except_mlp", (1024, 512, 4 if gpus >= 512 else 8)
+    return _70b(name, remat, gpus, fsdp, seconds, source, combined, model, products)
 
 
-def _llama3_70b(gpus: int, fsdp: int, seconds: float) -> Run:
+def _llama3_70b(gpus: int, fsdp: int, seconds: float, products: str = "") -> Run:
     name, source = f"Llama 3 70B on {gpus}, DGX", _LLAMA3_SOURCE
-    return _70b(name, "save_qkv_proj", gpus, fsdp, seconds, source)
+    combined = (2048, 2048, (32 if gpus >= 512 else 64) // (1 if products else 2))
+    return _70b(
+        name, "save_qkv_proj", gpus, fsdp, seconds, source, combined, (), products
+    )
 
 
 def _70b(
@@ -141,7 +151,9 @@ def _70b(
     fsdp: int,
     seconds: float,
     source: str,
-    model: tuple[tuple[str, Any], ...] = (),
+    combined: tuple[int, int, int],
+    model: tuple[tuple[str, Any], ...],
+    products: str,
 ) -> Run:
     row = _row(
         "llama:3-70b",
@@ -152,9 +164,21 @@ def _70b(
         fsdp=None if fsdp == gpus else fsdp,
         model=model,
         form=(_IOTA,),
+        products=products or None,
     )
-    combined = (2048, 2048, 16 if gpus >= 512 else 32)
+    if products:
+        name, source = f"{name}, float8", f"{source}, float8"
     return Run(name, row, combined, seconds, DGX, 0.94, source, guided=True)
+
+
+_MIXTRAL = (
+    ("num_experts", 8),
+    ("hidden", 14336),
+    ("num_kv_heads", 8),
+    ("vocab_size", 32000),
+    ("sequence_length", 4096),
+    ("param_dtype", "bfloat16"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +243,33 @@ OTHERS = (
         10471,
         "KempnerForge",
     ),
+    Other(
+        "Llama 3 8B float8, 8 H100s",
+        Row(
+            recipe="llama:3-8b",
+            topology="h100:8",
+            remat="dots",
+            products="float8",
+            policy=_UNROLLED_LAYERS,
+        ),
+        8192,
+        14451,
+        "Megatron-Bridge, Megatron-FSDP",
+    ),
+    Other(
+        "Llama 3 8B float8, 32 H200s",
+        Row(
+            recipe="llama:3-8b",
+            topology="h200:32",
+            remat="dots",
+            batch=2,
+            products="float8",
+            policy=_UNROLLED_LAYERS,
+        ),
+        2 * 8192,
+        10938,
+        "torchtitan",
+    ),
 )
 
 RUNS = (
@@ -256,9 +307,16 @@ RUNS = (
     _llama2_70b(128, 128, 7.072),
     _llama2_70b(256, 256, 7.153),
     _llama2_70b(512, 128, 7.091),
+    _llama2_70b(64, 64, 4.324, "float8"),
+    _llama2_70b(128, 128, 4.556, "float8"),
+    _llama2_70b(256, 256, 4.959, "float8"),
+    _llama2_70b(512, 128, 5.043, "float8"),
     _llama3_70b(128, 128, 15.563),
     _llama3_70b(256, 256, 15.444),
     _llama3_70b(512, 128, 15.519),
+    _llama3_70b(128, 128, 9.074, "float8"),
+    _llama3_70b(256, 256, 9.488, "float8"),
+    _llama3_70b(512, 128, 9.244, "float8"),
     Run(
         "Llama 3.1 70B on 256 H200, A3 Ultra",
         _row(
@@ -275,5 +333,29 @@ RUNS = (
         A3_ULTRA,
         0.98,
         _A3_ULTRA_SOURCE,
+    ),
+)
+
+# What no constant is fitted to: it ran with its layers written out, and is compiled as
+# a loop over them, which takes minutes instead of an hour.
+APART = (
+    Run(
+        "Mixtral 8x7B on 256 H200, A3 Ultra",
+        _row(
+            "llama:2-7b",
+            "h200:256",
+            "save_dot",
+            5,
+            strategy="hybrid",
+            fsdp=2,
+            expert=8,
+            model=_MIXTRAL,
+            form=(_IOTA,),
+        ),
+        (68, 512, 128),
+        3.437,
+        A3_ULTRA,
+        0.98,
+        _MIXTRAL_SOURCE,
     ),
 )

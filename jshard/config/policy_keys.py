@@ -64,14 +64,15 @@ def _plain(value: Any) -> Any:
 
 def parse_remat(remat: Any) -> Any:
     """Parses `names:a+b` and `offload:a+b`, which keep or offload named activations."""
-    kind, colon, names = str(remat).partition(":")
-    policies = {"names": Names, "offload": Offload}
-    if not colon:
+    if not isinstance(remat, str) or remat in POLICIES:
         return remat
+    kind, colon, names = remat.partition(":")
+    policies = {"names": Names, "offload": Offload}
     if kind not in policies or not names:
+        kept = "" if colon or kind in policies else f" (names:{remat} keeps {remat!r})"
         raise UserError(
             f"--config.policy.remat={remat}: must be {', '.join(POLICIES)}, "
-            "names:A+B or offload:A+B with names of activations"
+            f"names:A+B or offload:A+B with names of activations{kept}"
         )
     return policies[kind](*names.split("+"))
 

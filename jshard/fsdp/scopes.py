@@ -14,5 +14,6 @@ LOOK_UP = "look-up"
 EXCHANGE = "exchange of heads"
 TENSOR_PARALLEL = "tensor-parallel"
 EXCHANGE_TOKENS = "exchange of tokens"
-# What exceeds the first round; no plan and no start-up note counts it.
+# What exceeds the first round, and from which multiple of an even share, in which
+# steps: "further rounds from 1.25 by 0.5". Only plans with --imbalance count it.
 FURTHER_ROUNDS = "further rounds"

@@ -154,7 +154,9 @@ def _in_rounds(
     y_MD = _round(compute, 0, first, inputs, route)
     if first == choices:
         return y_MD
-    return _further_rounds(compute, first, further)(y_MD, inputs, route)
+    even = choices / experts
+    scope = f"{FURTHER_ROUNDS} from {first / even:.4g} by {further / even:.4g}"
+    return _further_rounds(compute, first, further, scope)(y_MD, inputs, route)
 
 
 class _Inputs(NamedTuple):
@@ -201,7 +203,7 @@ def _rows(x_MD: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _further_rounds(
-    compute: _Compute, first: int, size: int
+    compute: _Compute, first: int, size: int, scope: str
 ) -> Callable[..., jax.Array]:
     """Returns a function that adds the results of all rounds but the first.
 
@@ -209,7 +211,7 @@ def _further_rounds(
     again and computes again; nothing of theirs is kept.
     """
 
-    @jax.named_scope(FURTHER_ROUNDS)
+    @jax.named_scope(scope)
     def add(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> jax.Array:
         def one(begin: jax.Array, y_MD: jax.Array) -> jax.Array:
             return y_MD + _round(compute, begin, size, inputs, route)
@@ -219,7 +221,7 @@ def _further_rounds(
     def forward(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> tuple:
         return add(y_MD, inputs, route), (inputs, route)
 
-    @jax.named_scope(FURTHER_ROUNDS)
+    @jax.named_scope(scope)
     def backward(kept: tuple, dy_MD: jax.Array) -> tuple:
         inputs, route = kept
 

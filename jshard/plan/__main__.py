@@ -60,6 +60,10 @@ COMMAND = Command(
             "fitted", "how fast the GPU is: fitted to published runs, stated, or a "
             "file, as benchmarks/gpu.py writes it", kind=Path, shown="NAME",
         ),
+        "imbalance": Option(
+            1.0, "the most tokens that a device sends to one expert, as a multiple of "
+            "an even share", at_least=1,
+        ),
         "json": Option(None, "the plan as data, with all gaps", **_FILE),
         "html": Option(None, "a page with an interactive timeline", **_FILE),
         "trace": Option(None, "the timeline for ui.perfetto.dev", **_FILE),
@@ -138,7 +142,7 @@ def _plan(argv: list[str]) -> None:
                     f"--trace={arguments.trace}: there is no timeline: the speed of "
                     f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
                 )
-            plan = plan_recipe(recipe, config, where, speed)
+            plan = plan_recipe(recipe, config, where, speed, arguments.imbalance)
         show("\n".join(plan_text.lines(plan)))
         for name, content in _FILES.items():
             if file := getattr(arguments, name):
@@ -148,8 +152,8 @@ def _plan(argv: list[str]) -> None:
 
 
 def _search(arguments: SimpleNamespace, recipe: Recipe, given: dict[str, Any]) -> None:
-    for name in ("html", "trace", "hlo"):
-        if getattr(arguments, name):
+    for name in ("html", "trace", "hlo", "imbalance"):
+        if getattr(arguments, name) != COMMAND.options[name].default:
             raise UserError(
                 f"--{name}: shows one plan, and --search makes many; plan the "
                 "candidate that it finds"

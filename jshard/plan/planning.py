@@ -1,5 +1,6 @@
 """A plan: the memory, traffic and time of a step, from its compiled program alone."""
 
+import collections
 import dataclasses
 import time
 
@@ -7,18 +8,20 @@ import jax
 from jax.extend import core
 
 from jshard.config.run_config import Config
+from jshard.errors import UserError
 from jshard.fit.device_memory import usable_bytes
 from jshard.fit.expert_choice import with_experts
-from jshard.fit.hardware import FITTED, Constants
+from jshard.fit.hardware import FITTED, Constants, short_name
 from jshard.fit.memory_choice import Traced, fit, is_open
 from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan import hlo
+from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory.breakdown import Memory, memory
 from jshard.plan.program import ATTACHED, Program, trace
-from jshard.plan.start_up import network_axes
+from jshard.plan.start_up import has_experts, network_axes
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_mesh
 from jshard.recipe.definition import Recipe
@@ -54,12 +57,26 @@ class Plan:
         return self.memory.fits
 
     @property
+    def kind(self) -> str:
+        """What runs must have been to confirm this step: "float8 on H100"."""
+        gpu = self.program.gpu
+        flops: dict[str, float] = collections.defaultdict(float)
+        if gpu is None or self.timeline is None:
+            return ""
+        for event in self.timeline.events:
+            flops[event.kind] += event.flops
+        dtype = "float32" if flops[FLOAT32] > flops[MATRIX] else "bf16"
+        dtype = "float8" if flops[FLOAT8] else dtype
+        experts = " with experts" if has_experts(self.program.jaxpr) else ""
+        return f"{dtype}{experts} on {short_name(gpu.name)}"
+
+    @property
     def seconds_range(self) -> tuple[float, float] | None:
-        """Between what a step may take, by the runs that confirm the constants."""
+        """Between what a step may take; None if no run confirms steps of its kind."""
         gpu = self.program.gpu
         if gpu is None or self.timeline is None:
             return None
-        return gpu.constants.range_of(self.timeline.seconds)
+        return gpu.constants.range_of(self.timeline.seconds, self.kind)
 
     @property
     def items_per_second(self) -> float | None:
@@ -73,7 +90,11 @@ class Plan:
 
 
 def plan_recipe(
-    recipe: Recipe, config: Config, topology: str, constants: Constants = FITTED
+    recipe: Recipe,
+    config: Config,
+    topology: str,
+    constants: Constants = FITTED,
+    imbalance: float = 1.0,
 ) -> Plan:
     """Plans a recipe as training would run it on the devices of a topology.
 
@@ -85,10 +106,13 @@ def plan_recipe(
       config: its config, with every shared key.
       topology: "h100:64", or "attached" for this machine's devices.
       constants: of the cost model.
+      imbalance: the most tokens that a device sends to one expert, as a multiple of an
+        even share.
 
     Raises:
       DoesNotFit: something is open, and no choice fits.
-      UserError: the topology is unknown, or the config is invalid for it.
+      UserError: the topology is unknown, or the config is invalid for it; the choice of
+        experts is uneven, and there are none.
     """
     absent = topology != ATTACHED
     there = devices(topology) if absent else jax.devices()
@@ -108,7 +132,7 @@ def plan_recipe(
         return Traced(program.jaxpr, program.state, micro, dict(sizes), network)
 
     def planned(config: Config) -> tuple[int, Plan]:
-        plan = make_plan(traced(config))
+        plan = make_plan(traced(config), imbalance)
         return plan.memory.total, plan
 
     config, chosen = with_experts(config, there, step)
@@ -118,12 +142,21 @@ def plan_recipe(
         found = fit(config, parts, usable, to_fit, planned)
         plan, chosen = found.made, "; ".join(filter(None, (chosen, found.note)))
     else:
-        plan = make_plan(traced(config))
+        plan = make_plan(traced(config), imbalance)
     return dataclasses.replace(plan, chosen=chosen)
 
 
-def make_plan(program: Program) -> Plan:
-    """Compiles a program, and derives memory, traffic and timeline from it."""
+def make_plan(program: Program, imbalance: float = 1.0) -> Plan:
+    """Compiles a program, and derives memory, traffic and timeline from it.
+
+    Raises:
+      UserError: as of ``plan_recipe``.
+    """
+    if imbalance > 1 and not has_experts(program.jaxpr):
+        raise UserError(
+            f"--imbalance={imbalance:g}: the step has no experts that take rounds of "
+            "tokens; leave it out"
+        )
     policy, mesh, gpu = program.job.fsdp.policy, program.mesh, program.gpu
     state, start = program.state, time.perf_counter()
     with buffer_assignment.dump_folder() as folder:
@@ -131,7 +164,7 @@ def make_plan(program: Program) -> Plan:
         seconds = time.perf_counter() - start
         needed = memory(policy, state, compiled, folder, devices=mesh.size, gpu=gpu)
     text = compiled.as_text() or ""
-    module = hlo.parse(text)
+    module = dataclasses.replace(hlo.parse(text), imbalance=imbalance)
     prefetch = platform(program.job.fsdp.mesh) == "gpu"
     lowest = least(program.job.fsdp.mesh, policy, state, prefetch=prefetch)
     traffic = Traffic(count(module, mesh.size, gpu), lowest)

@@ -104,6 +104,11 @@ def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
             yield from equations(inner, times * trips)
 
 
+def has_experts(jaxpr: core.Jaxpr) -> bool:
+    """Returns whether experts take tokens in rounds."""
+    return any(FURTHER_ROUNDS in scopes_of(eqn) for eqn, _ in equations(jaxpr))
+
+
 def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
     """Yields each matrix product, its FLOPs in all, and how often it runs."""
     for eqn, times in equations(jaxpr):

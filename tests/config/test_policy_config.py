@@ -65,6 +65,7 @@ def test_overrides_take_patterns_of_module_paths():
     ("key", "text", "message"),
     [
         ("remat", "most", "full, attention, dots, none"),
+        ("remat", "qkv", "with names of activations (names:qkv keeps 'qkv')"),
         ("remat", "names:", "full, attention, dots, none, names:A"),
         ("remat", "nmaes:a", "full, attention, dots, none, names:A"),
         ("reshard_after_forward", "-1", "True, False or the size of a group"),

@@ -210,7 +210,8 @@ def _walk(
             inner_times = times
             if role in ("body", "condition"):
                 # A condition runs once more than its body.
-                trips = x.trips and x.trips + (role == "condition")
+                trips = 0 if x.further_rounds else x.trips
+                trips = trips and trips + (role == "condition")
                 inner_times = times and trips and times * trips
             for name in names:
                 yield from _walk(module, module.computations[name], inner_times)

@@ -1,9 +1,12 @@
 """The parser of optimized HLO, on programs small enough to count by hand."""
 
+import dataclasses
+
 import pytest
 
 from hlo import Array, collectives, dots
 from jshard.fsdp.scopes import FURTHER_ROUNDS
+from jshard.plan import hlo as plan_hlo
 
 HEADER = "HloModule test, is_scheduled=true, num_partitions=8\n"
 
@@ -75,10 +78,15 @@ def test_a_collective_in_a_loop_without_a_known_trip_count_is_an_error():
         collectives(text)
 
 
-def test_further_rounds_of_exchanges_do_not_count():
-    rounds = f', metadata={{op_name="jit(f)/{FURTHER_ROUNDS}/while"}}'
+def test_further_rounds_of_exchanges_count_with_an_uneven_choice():
+    scope = f"{FURTHER_ROUNDS} from 1.25 by 0.5"
+    rounds = f', metadata={{op_name="jit(f)/{scope}/while"}}'
     text = NESTED.replace(', backend_config={"known_trip_count":{"n":"3"}}', rounds)
     assert {c.kind: c.times for c in collectives(text)}["all-gather"] == 0
+    module = plan_hlo.parse(text)
+    loop = module.computations["outer"].root
+    for imbalance, trips in {1.0: 0, 1.25: 0, 1.3: 1, 1.75: 1, 3.0: 4}.items():
+        assert dataclasses.replace(module, imbalance=imbalance).trips(loop) == trips
 
 
 def test_a_loop_without_collectives_needs_no_trip_count():

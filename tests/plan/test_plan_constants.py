@@ -43,12 +43,23 @@ def test_fitted_constants_are_the_default_and_stated_ones_have_a_name(tmp_path):
 
 
 def test_only_what_runs_confirm_has_a_range(tmp_path):
-    low, high = FITTED.range_of(2.0) or (0.0, 0.0)
-    assert 1.8 <= low < 2.0 < high <= 2.2
-    assert STATED.range_of(2.0) is None
+    low, high = FITTED.range_of(2.0, "bf16 on H100") or (0.0, 0.0)
+    assert 1.8 <= low < 2.0 < high <= 2.22
+    for kind in ("float8 on H200", "bf16 on B200", "bf16 with experts on H100"):
+        assert FITTED.range_of(2.0, kind) is None
+    assert STATED.range_of(2.0, "bf16 on H100") is None
     file = tmp_path / "h100.json"
     file.write_text('{"low": 0.95, "high": 1.2}')
-    assert find_constants(file).range_of(2.0) == (1.9, 2.4)
+    assert find_constants(file).range_of(2.0, "float32 on a GPU") == (1.9, 2.4)
+
+
+def test_products_in_float8_have_a_share_of_their_own():
+    half = dataclasses.replace(STATED, float8=0.36)
+    slow = dataclasses.replace(H100, constants=half)
+    for kind, factor in {"matrix product": 1, "float8 product": 2}.items():
+        product = Work(kind, 1e15, 0)
+        both = (product.seconds(gpu) - STATED.launch for gpu in (slow, H100))
+        assert next(both) == pytest.approx(factor * next(both))
 
 
 def test_times_follow_the_constants():
@@ -69,7 +80,7 @@ def test_times_follow_the_constants():
     [
         ("{", "is not JSON"),
         ("[1]", "must be an object of names and numbers"),
-        ('{"matmull": 1}', "unknown constant 'matmull'; possible: matmul, attention"),
+        ('{"matmull": 1}', "unknown constant 'matmull'; possible: matmul, float8"),
         ('{"matmul": 0}', "matmul=0 must be a number above 0"),
         ('{"launch": "3"}', "launch='3' must be a number above 0"),
         ('{"memory": NaN}', "memory=nan must be a number above 0"),

@@ -150,7 +150,8 @@ def test_exposed_communication_is_the_step_less_its_floor(timeline):
     )
     assert timeline.exposed == pytest.approx(exposed)
     assert timeline.floor == pytest.approx(kernels)
-    assert timeline.seconds == pytest.approx(kernels + exposed)
+    late = timeline.stragglers
+    assert timeline.seconds == pytest.approx(kernels + exposed + late)
     assert timeline.waits_for_copies == 0
 
 
@@ -178,7 +179,8 @@ def test_the_compute_stream_waits_for_a_copy_that_is_late():
     (gap,) = [gap for gap in timeline.gaps if gap.waits_for is copy]
     assert gap.end == pytest.approx(FITTED.launch + 2**24 / FITTED.host_bus)
     assert timeline.waits_for_copies == pytest.approx(gap.seconds)
-    assert timeline.floor == pytest.approx(timeline.seconds - timeline.exposed)
+    waits = timeline.exposed + timeline.stragglers
+    assert timeline.floor == pytest.approx(timeline.seconds - waits)
 
 
 def test_text_that_is_no_program_is_refused():
@@ -341,3 +343,18 @@ def test_groups_that_are_not_understood_are_refused(groups, said):
     )
     with pytest.raises(ValueError, match=said):
         module.entry.by_name["x"].groups  # noqa: B018
+
+
+def test_collectives_between_hosts_wait_for_the_slowest():
+    constants = dataclasses.replace(FITTED, straggle=0.0)
+    module = hlo.parse(TEXT.replace("[1,8]<=[8]", "[1,64]<=[64]"))
+    quick, slow = (
+        replay(module, dataclasses.replace(H100, constants=found), 64)
+        for found in (constants, dataclasses.replace(constants, straggle=1e-3))
+    )
+    hosts = sorted(event.hosts for event in slow.events if event.hosts > 1)
+    assert hosts == [2, 8, 8, 8]  # the sum of a norm, and the gather of each trip
+    assert slow.stragglers == pytest.approx(1e-3 * (1 + 3 + 3 + 3))
+    assert slow.seconds - quick.seconds == pytest.approx(slow.stragglers)
+    assert slow.floor == pytest.approx(quick.floor)
+    assert quick.stragglers == 0.0

@@ -26,17 +26,19 @@ from kit.published_kernels import kernels  # pyright: ignore[reportMissingImport
 PRODUCTS = (("matmul", "attention"),)
 BOTH = (*PRODUCTS, ("memory",))
 TRUTH = dataclasses.replace(STATED, matmul=0.6, attention=0.5, memory=0.7)
-# Products, attention, memory, kernels, exposed: no two alike in their shares.
+# Products, float8, attention, memory, kernels, exposed, doublings of hosts: no two
+# alike in their shares.
 HELD = [
-    (0.33, 0.03, 0.05, 1500, 0.01),
-    (4.00, 0.20, 0.31, 7000, 0.00),
-    (8.40, 0.80, 0.53, 7500, 0.90),
-    (0.66, 0.06, 0.30, 1500, 0.20),
+    (0.33, 0.00, 0.03, 0.05, 1500, 0.01, 0.0),
+    (4.00, 0.00, 0.20, 0.31, 7000, 0.00, 900.0),
+    (8.40, 0.00, 0.80, 0.53, 7500, 0.90, 2000.0),
+    (0.66, 0.00, 0.06, 0.30, 1500, 0.20, 0.0),
 ]
+FLOAT8 = [(0.02, 2.0, 0.20, 0.46, 7000, 0.01, 400.0 * n) for n in (3, 5)]
 
 
-def steps(constants=TRUTH, *, noise=(1.0, 1.0, 1.0, 1.0)):
-    made = [Step(f"run {n}", f"source {n}", 0.0, *held) for n, held in enumerate(HELD)]
+def steps(constants=TRUTH, *, noise=(1.0, 1.0, 1.0, 1.0), held=HELD):
+    made = [Step(f"run {n}", f"source {n}", 0.0, *held) for n, held in enumerate(held)]
     return [
         dataclasses.replace(step, measured=step.seconds(constants) * factor)
         for step, factor in zip(made, noise, strict=True)
@@ -50,6 +52,19 @@ def test_known_constants_are_recovered():
     assert found.attention == pytest.approx(TRUTH.attention)
     assert found.memory == pytest.approx(TRUTH.memory)
     assert found.launch == STATED.launch
+
+
+def test_float8_and_stragglers_are_told_apart():
+    truth = dataclasses.replace(TRUTH, float8=0.66, straggle=2e-4)
+    start = dataclasses.replace(
+        STATED, attention=0.6, memory=0.7, float8=0.8, straggle=1e-4
+    )
+    held = [*HELD, *FLOAT8]
+    made = steps(truth, noise=(1.0,) * len(held), held=held)
+    found = fit(made, start, (*PRODUCTS, ("float8",), ("straggle",)))
+    assert found.float8 == pytest.approx(0.66)
+    assert found.straggle == pytest.approx(2e-4)
+    assert found.matmul == pytest.approx(TRUTH.matmul)
 
 
 def test_a_fit_is_the_same_every_time():
@@ -124,5 +139,6 @@ ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
 def test_published_kernels_reach_physical_shares_of_their_peaks():
     shares = fitting.fit(kernels(), "h100")
     assert 0.7 < shares["matmul"] < 0.85
+    assert shares["float8"] == pytest.approx(shares["matmul"], rel=0.05)
     assert 0.4 < shares["attention"] < shares["matmul"]
     assert shares["memory"] == pytest.approx(STATED.memory, rel=0.05)

@@ -11,13 +11,16 @@ def assumptions(constants: Constants = FITTED) -> dict[str, Any]:
     return {
         "source": constants.source,
         "measured_over_predicted": [constants.low, constants.high],
+        "confirmed": constants.confirmed and list(constants.confirmed),
         "matrix_products_of_peak": constants.matmul,
+        "float8_products_of_peak": constants.float8,
         "attention_of_peak": constants.attention,
         "memory_of_bandwidth": constants.memory,
         "nvlink_of_bandwidth": constants.link,
         "network_bytes_per_second_a_gpu": constants.network_port,
         "host_bus_bytes_per_second": constants.host_bus,
         "kernel_launch_seconds": constants.launch,
+        "straggle_seconds": constants.straggle,
         "network_post_seconds": nccl.POST,
         "rings": [protocol._asdict() for protocol in nccl.RINGS],
         "trees": [protocol._asdict() for protocol in nccl.TREES],
@@ -33,11 +36,14 @@ def assumed(constants: Constants = FITTED) -> str:
         for ring in nccl.RINGS
     )
     return (
-        f"matrix products at {constants.matmul:.0%} of the dense bf16 peak, attention "
-        f"at {constants.attention:.0%}, memory at {constants.memory:.0%} of its "
+        f"matrix products at {constants.matmul:.0%} of the dense bf16 peak, in float8 "
+        f"at {constants.float8:.0%} of twice that, attention at "
+        f"{constants.attention:.0%}, memory at {constants.memory:.0%} of its "
         f"bandwidth, NVLink at {constants.link:.0%}, a network port of "
         f"{constants.network_port / 1e9:.2f} GB/s a GPU, "
         f"{constants.host_bus / 1e9:.0f} GB/s to the host, "
-        f"{constants.launch * 1e6:.2g} us a kernel ({constants.source}), and "
+        f"{constants.launch * 1e6:.2g} us a kernel, {constants.straggle * 1e3:.2g} ms "
+        "a collective for each doubling of hosts "
+        f"({constants.source}), and "
         f"collectives by the fastest of NCCL's protocols: {rings}"
     )

@@ -17,8 +17,19 @@ from jshard.plan.hlo import Computation, Instruction, Module
 # Kinds of kernels that no roofline describes, followed by the custom call's target:
 # those of Pallas, for example. Only their traffic counts.
 UNKNOWN = "unknown kernel "
+MATRIX, FLOAT32, FLOAT8 = "matrix product", "float32 product", "float8 product"
+ATTENTION, MEMORY = "attention", "memory"
+# The constant that limits each kind.
+LIMITS = {
+    MATRIX: "matmul",
+    FLOAT32: "matmul",
+    FLOAT8: "float8",
+    ATTENTION: "attention",
+    MEMORY: "memory",
+}
 # Custom calls of libraries: cuBLAS, cuDNN, CUB, cuSOLVER, cuFFT.
 _OF_LIBRARIES = ("__cu", "cu", "AllocateBuffer")
+_MATMUL = re.compile("matmul|gemm")
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Peak of matrix products relative to bf16; float32 ones run in TF32 by default.
 _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
@@ -27,7 +38,7 @@ _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
 class Work(NamedTuple):
     """The work of one kernel."""
 
-    kind: str  # "matrix product", "attention", "memory", or `UNKNOWN` and a target
+    kind: str  # one of `LIMITS`, or `UNKNOWN` and a target
     flops: float  # of products and convolutions, scaled to the rate of bf16 products
     bytes: int  # read and written in device memory
     host_bytes: int = 0  # the same in host memory
@@ -35,7 +46,7 @@ class Work(NamedTuple):
     def seconds(self, gpu: GPU) -> float:
         """How long it runs."""
         busy = max(
-            gpu.product_seconds(self.flops, attention=self.kind == "attention"),
+            gpu.product_seconds(self.flops, LIMITS.get(self.kind, "matmul")),
             gpu.memory_seconds(self.bytes),
             self.host_bytes / gpu.constants.host_bus,
         )
@@ -50,7 +61,7 @@ def work(module: Module, computation: Computation, x: Instruction) -> Work:
     nbytes = [0, 0]
     for on_host, size in _traffic(module, computation, x):
         nbytes[on_host] += size
-    kind = "matrix product" if flops else "memory"
+    kind = _kind(_dtype(module, computation, x)) if flops else MEMORY
     if x.opcode == "custom-call" and not flops:
         if not x.target.startswith(_OF_LIBRARIES):
             kind = f"{UNKNOWN}{x.target}"
@@ -76,12 +87,12 @@ def _attention(computation: Computation, x: Instruction) -> Work:
         window = min(int(found[1]) if found else 0, queries) or queries
         pairs = window * (queries - window / 2)
     flops = 2.0 * products * batch * heads * pairs * given[0].shape[-1]
-    return Work("attention", flops, sum(array.bytes for array in given) + x.bytes)
+    return Work(ATTENTION, flops, sum(array.bytes for array in given) + x.bytes)
 
 
 def _flops(module: Module, computation: Computation, x: Instruction) -> float:
     """FLOPs of the products in an instruction and in what it calls."""
-    if x.opcode == "dot" or "matmul" in x.target or "gemm" in x.target:
+    if _is_dot(x):
         return _dot_flops(computation, x)
     if convolution.is_convolution(x):
         rate = _rate(computation.given(x)[0].dtype) * convolution.filled(computation, x)
@@ -93,6 +104,29 @@ def _flops(module: Module, computation: Computation, x: Instruction) -> float:
         for inside in module.inside(x)
         for y in inside.instructions
     )
+
+
+def _dtype(module: Module, computation: Computation, x: Instruction) -> str:
+    """Of the numbers that the products in an instruction multiply; "" without any."""
+    if _is_dot(x) or convolution.is_convolution(x):
+        return computation.given(x)[0].dtype
+    found = (
+        _dtype(module, inside, y)
+        for inside in module.inside(x)
+        for y in inside.instructions
+    )
+    return next(filter(None, found), "")
+
+
+def _kind(dtype: str) -> str:
+    """Of products of a dtype."""
+    if dtype.startswith("f8"):
+        return FLOAT8
+    return FLOAT32 if dtype in ("f32", "f64") else MATRIX
+
+
+def _is_dot(x: Instruction) -> bool:
+    return x.opcode == "dot" or bool(_MATMUL.search(x.target))
 
 
 def _dot_flops(computation: Computation, x: Instruction) -> float:

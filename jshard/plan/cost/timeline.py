@@ -6,10 +6,12 @@ stream reaches its start and the previous collective has ended; its ``-done`` ma
 compute stream wait. Copies to and from host memory have one stream for each direction,
 and so do copies on the device that XLA issues beside its kernels. ``kernel_work`` and
 ``transfers`` say how long each takes; what runs at the same time does not slow down.
+What collectives wait for the slowest host is added at the end.
 """
 
 import collections
 import dataclasses
+import math
 from typing import NamedTuple
 
 from jshard.fit.hardware import GPU
@@ -44,6 +46,7 @@ class Event(NamedTuple):
     bytes: int  # on the wire or the bus; for a kernel, read and written
     flops: float = 0.0  # of a kernel's matrix products
     loops: Loops = ()  # around it, outermost first, each with its trip from 0
+    hosts: int = 1  # that a collective spans
 
     @property
     def seconds(self) -> float:
@@ -74,6 +77,7 @@ class Timeline:
       events: in the order in which they were issued.
       gaps: in order of time.
       seconds: of the complete step.
+      stragglers: those of them in which collectives wait for the slowest host.
       synchronous: names of the collectives that nothing can run beside.
     """
 
@@ -81,6 +85,7 @@ class Timeline:
     gaps: tuple[Gap, ...]
     seconds: float
     synchronous: tuple[str, ...]
+    stragglers: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -94,8 +99,8 @@ class Timeline:
 
     @property
     def floor(self) -> float:
-        """Seconds of the step with all collectives hidden."""
-        return self.seconds - self.exposed
+        """Seconds of the step with all collectives hidden, and hosts alike."""
+        return self.seconds - self.exposed - self.stragglers
 
     @property
     def streams(self) -> list[str]:
@@ -126,7 +131,9 @@ def replay(module: Module, gpu: GPU, num_devices: int) -> Timeline:
     if end > replayed.free[COMPUTE]:  # the step includes what nothing waits for
         replayed.wait(max(replayed.events, key=lambda e: e.end))
     events, gaps = tuple(replayed.events), tuple(replayed.gaps)
-    return Timeline(events, gaps, end, tuple(replayed.synchronous))
+    doublings = sum(math.log2(event.hosts) for event in events)
+    late = gpu.constants.straggle * doublings
+    return Timeline(events, gaps, end + late, tuple(replayed.synchronous), late)
 
 
 class _Replay:
@@ -148,7 +155,7 @@ class _Replay:
             if x.opcode in _FREE:
                 continue
             if x.opcode == "while":
-                for trip in range(1 if x.trips is None else x.trips):
+                for trip in range(self.module.trips(x)):
                     self.run(self.module.body(x), (*loops, (x.name, trip)))
             elif x.opcode in ("call", "conditional"):  # all branches: the worst case
                 for inside in self.module.inside(x):
@@ -202,7 +209,8 @@ class _Replay:
         if moved is not None:
             alone = moved.group == 1
             seconds = constants.launch if alone else moved.seconds(self.gpu)
-            return event(COLLECTIVES, moved.kind, seconds, moved.wire_bytes)
+            found = event(COLLECTIVES, moved.kind, seconds, moved.wire_bytes)
+            return found._replace(hosts=moved.hosts)
         if x.opcode in ("copy-start", "async-start"):
             nbytes = computation.given(x)[0].bytes
             seconds = constants.launch + nbytes / constants.host_bus

@@ -101,8 +101,8 @@ def _transfers(
         if moved := transfer(module, computation, x, num_devices):
             yield moved, times
         elif x.opcode == "while":
-            trips = 1 if x.trips is None else x.trips
-            yield from _transfers(module, module.body(x), num_devices, times * trips)
+            trips = times * module.trips(x)
+            yield from _transfers(module, module.body(x), num_devices, trips)
         elif x.opcode in ("call", "conditional"):
             for inside in module.inside(x):
                 yield from _transfers(module, inside, num_devices, times)

@@ -43,6 +43,11 @@ class Transfer(NamedTuple):
         return self.group > self.in_host
 
     @property
+    def hosts(self) -> int:
+        """The number of hosts that it spans."""
+        return math.ceil(self.group / self.in_host)
+
+    @property
     def network_bytes(self) -> int:
         """Bytes that arrive through a device's own network port.
 
@@ -68,8 +73,7 @@ class Transfer(NamedTuple):
         counts. Direct sends use the Simple protocol: a permutation is one step, and an
         all-to-all is charged the steps of a ring.
         """
-        hosts = math.ceil(self.group / self.in_host)
-        inside, between = self.group - hosts, hosts - 1
+        inside, between = self.group - self.hosts, self.hosts - 1
         wire = max(
             gpu.link_seconds(self.wire_bytes),
             self.network_bytes / gpu.constants.network_port,
@@ -85,7 +89,7 @@ class Transfer(NamedTuple):
             for ring in nccl.rings(self.in_host, self.network)
         ]
         if self.kind == "all-reduce":
-            chain, depth = self.in_host - 1, hosts.bit_length() - 1
+            chain, depth = self.in_host - 1, self.hosts.bit_length() - 1
             times += [
                 tree.seconds(2 * chain, 2 * depth, wire, received)
                 for tree in nccl.TREES

@@ -110,14 +110,19 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """Trip count of a while loop, or None if XLA does not know it.
-
-        It is 0 of the rounds that only an uneven choice of experts needs.
-        """
+        """Trip count of a while loop, or None if XLA does not know it."""
         found = self._find(r'"known_trip_count":\{"n":"(\d+)"\}')
-        if not found and FURTHER_ROUNDS in self.source:
-            return 0
         return int(found) if found else None
+
+    @property
+    def further_rounds(self) -> tuple[float, float] | None:
+        """The (begin, step) of a loop over what exceeds an even choice of experts.
+
+        In multiples of an even share; None of any other instruction.
+        """
+        form = rf"{FURTHER_ROUNDS} from ([\d.]+) by ([\d.]+)"
+        found = re.search(form, self.source) if self.opcode == "while" else None
+        return (float(found[1]), float(found[2])) if found else None
 
     @property
     def source(self) -> str:
@@ -196,10 +201,22 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, and where it starts."""
+    """A compiled program: its computations by name, and where it starts.
+
+    ``imbalance`` is the most tokens that a device sends to one expert, as a multiple of
+    an even share.
+    """
 
     computations: dict[str, Computation]
     entry: Computation
+    imbalance: float = 1.0
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a loop runs; once if nobody knows."""
+        if rounds := loop.further_rounds:
+            begin, step = rounds
+            return max(0, math.ceil((self.imbalance - begin) / step - 1e-9))
+        return 1 if loop.trips is None else loop.trips
 
     @functools.cached_property
     def instructions(self) -> dict[str, Instruction]:

@@ -67,9 +67,12 @@ def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
     return {
         "seconds": timeline.seconds,
+        "kind": plan.kind,
+        "imbalance": plan.module.imbalance,
         "seconds_range": plan.seconds_range,
         "exposed": timeline.exposed,
         "floor": timeline.floor,
+        "stragglers": timeline.stragglers,
         "waits_for_copies": timeline.waits_for_copies,
         "items_per_second": per_second,
         "items_per_second_a_device": per_second / plan.program.mesh.size,

@@ -6,6 +6,7 @@ from typing import Any
 
 from jshard.formatting import format_bytes, format_count, format_seconds
 from jshard.plan.cost.assumptions import assumed
+from jshard.plan.cost.kernel_work import ATTENTION, LIMITS, MATRIX, MEMORY
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.memory.breakdown import Memory
@@ -15,9 +16,9 @@ from jshard.report.charts import script_json
 from jshard.report.page import document, folded, section, table, tiles
 
 KINDS = (
-    "matrix product",
-    "attention",
-    "memory",
+    MATRIX,
+    ATTENTION,
+    MEMORY,
     "all-gather",
     "reduce-scatter",
     "other collectives",
@@ -73,9 +74,9 @@ def _tiles(plan: Plan) -> str:
         per_second, unit = plan.items_per_second or 0.0, plan.program.unit
         seconds, exposed = plan.timeline.seconds, plan.timeline.exposed
         share = f"exposed communication, {exposed / seconds:.1%} of the step"
-        found = plan_text.step_range(plan)
+        sure = plan_text.step_range(plan) or f"not confirmed for {plan.kind}"
         figures = [
-            (format_seconds(seconds), f"a step ({found})" if found else "a step"),
+            (format_seconds(seconds), f"a step ({sure})"),
             *([] if plan.mfu is None else [(f"{plan.mfu:.1%}", "MFU")]),
             (format_count(per_second / plan.program.mesh.size), f"{unit}/s a GPU"),
             (format_count(per_second), f"{unit}/s"),
@@ -162,6 +163,8 @@ def _data(timeline: Timeline, phases: Phases) -> dict[str, Any]:
 
 
 def _kind(kind: str) -> int:
+    if LIMITS.get(kind) in ("matmul", "float8"):
+        kind = MATRIX
     return KINDS.index(kind if kind in KINDS else "other collectives")
 
 

@@ -19,6 +19,8 @@ def lines(plan: Plan) -> Iterator[str]:
     """Yields the lines of the report."""
     yield heading(plan)
     yield job(plan)
+    if plan.module.imbalance > 1:
+        yield f"experts: a device sends one up to {plan.module.imbalance:g} even shares"
     if plan.chosen:
         yield f"chosen: {plan.chosen}"
     yield ""
@@ -155,12 +157,14 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
         speed += f", MFU {plan.mfu:.1%}"
         floor += f", MFU {plan.mfu * seconds / timeline.floor:.1%}"
     yield "step", format_seconds(seconds), speed
-    if plan.seconds_range is not None:
-        yield "", "", f"{step_range(plan)}, given published runs"
+    yield "", "", step_range(plan) or f"not confirmed for {plan.kind}"
     yield "floor", format_seconds(timeline.floor), floor
     sent = format_seconds(timeline.busy(COLLECTIVES))
     share = f"{exposed / seconds:.1%} of the step, of {sent} of collectives"
     yield "exposed", format_seconds(exposed), share
+    if timeline.stragglers:
+        late = "waiting for the slowest host"
+        yield "stragglers", format_seconds(timeline.stragglers), late
     kernels = format_seconds(timeline.busy(COMPUTE))
     yield "kernels", kernels, "on the compute stream"
     copied = sum(timeline.busy(s) for s in STREAMS if s not in (COMPUTE, COLLECTIVES))
@@ -176,8 +180,11 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
 
 
 def step_range(plan: Plan) -> str:
-    """Returns "660.1 ms to 780.3 ms", between which a step takes; "" if unknown."""
-    return " to ".join(map(format_seconds, plan.seconds_range or ()))
+    """Returns "660.1 ms to 780.3 ms, given published runs"; "" if there are none."""
+    if plan.seconds_range is None:
+        return ""
+    low, high = map(format_seconds, plan.seconds_range)
+    return f"{low} to {high}, given published runs"
 
 
 def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
