@@ -10,7 +10,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.errors import UserError, some_of
-from jshard.fsdp.mesh import devices_of_a_sequence, named_sizes, shards_of
+from jshard.fsdp.mesh import (
+    CONTEXT,
+    FSDP,
+    REPLICA,
+    devices_of_a_sequence,
+    named_sizes,
+    shards_of,
+)
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.state import TrainState
@@ -48,6 +55,22 @@ def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
             f"newer (Ada, Hopper, Blackwell); {device.device_kind} has {capability}; "
             "use products=None"
         )
+
+
+def check_base(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the policy wants 4 bits and the mesh splits weights."""
+    for name, precision in policy.everywhere("precision").items():
+        others = {
+            axis: size
+            for axis, size in mesh.shape.items()
+            if axis not in (REPLICA, FSDP, CONTEXT) and size > 1
+        }
+        if precision.base is not None and others:
+            raise UserError(
+                f"policy.{name}.base={precision.base!r}: weights in 4 bits are not "
+                f"split over {named_sizes(others)}; use a mesh of replica, fsdp and "
+                "context"
+            )
 
 
 def check_trained(params: nnx.State) -> None:

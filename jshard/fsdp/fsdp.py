@@ -14,10 +14,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
+from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import step
 from jshard.fsdp.batch import split_batch
 from jshard.fsdp.checks import (
     check_model,
+    check_base,
     check_products,
     check_trained,
     check_units,
@@ -38,7 +40,7 @@ from jshard.layout.variables import is_variable
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
-from jshard.unit.model import make_units, of_one_device
+from jshard.unit.model import layer_paths, make_units, of_one_device
 
 
 class FSDP:
@@ -82,6 +84,7 @@ class FSDP:
         }
         check_memory(self.policy, mesh)
         check_products(self.policy, mesh)
+        check_base(self.policy, mesh)
         self.units = check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
         self._build = functools.partial(
@@ -210,9 +213,11 @@ class FSDP:
             is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
             mark_stacked(model, self.layer_dims, is_parameter)
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
+            layers = layer_paths(model, self.units)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
             first = jnp.zeros((), jnp.int32)
             state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
+            state = in_four_bits(state, self.policy, self.mesh, layers)
             state = padded(state, self.policy, self.mesh, self.tensor_splits)
             more = first_fields(self.policy, self.mesh, optimizer, state.params, first)
             return dataclasses.replace(state, **more)
@@ -326,13 +331,14 @@ class FSDP:
     def model(self, state: TrainState) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays.
 
-        What is padded in the state (shards do not divide it) is whole on each device.
+        What is padded in the state (shards do not divide it) is whole on each device,
+        and what is in 4 bits is decoded.
 
         Raises:
           UserError: the state was donated to a train step.
         """
         check_kept(state)
-        arrays = transfer.without_padding(state.model_arrays, self.mesh)
+        arrays = transfer.as_read(state.model_arrays, self.mesh)
         model = nnx.merge(state.graphdef, *arrays, copy=True)
         for _, module in list(nnx.iter_modules(model)):
             of_one_device(module)
