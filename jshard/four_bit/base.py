@@ -1,7 +1,7 @@
 """Which parameters are kept in 4 bits, and how a state gets and gives them."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -89,6 +89,20 @@ def _over_layers(fn: Any, stacked: jax.Array, ndim: int) -> jax.Array:
     layers, one = stacked.shape[:-ndim], stacked.shape[-ndim:]
     done = jax.lax.map(fn, stacked.reshape(-1, *one))
     return done.reshape(*layers, *done.shape[1:])
+
+
+def encode_layers(
+    four_bit: FourBit, layers: tuple[int, ...], layer_at: Callable[[tuple], Any]
+) -> np.ndarray:
+    """Returns the bytes of a weight on the host, (*layers, bytes of one layer).
+
+    ``layer_at(index)`` returns a layer; one exists at a time.
+    """
+    data = np.empty((*layers, sum(four_bit.parts)), np.uint8)
+    encode = jax.jit(four_bit.encode)
+    for index in np.ndindex(*layers):
+        data[index] = encode(layer_at(index))
+    return data
 
 
 def decoded(variable: nnx.Variable) -> nnx.Variable:

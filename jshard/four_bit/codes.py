@@ -27,7 +27,7 @@ from jax import lax
 
 BLOCK, GROUP = 64, 256  # values that share a scale, and scales that do
 
-_CODES = {
+CODES = {
     "nf4": np.float32(
         [
             *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -37,7 +37,9 @@ _CODES = {
             *(0.7229568362236023, 1.0),
         ]
     ),
-    "fp4": np.float32([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3])
+    "fp4": np.float32(
+        [0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]
+    )
     / np.float32(12),
 }
 
@@ -68,11 +70,14 @@ class FourBit:
         blocks = jnp.swapaxes(weight.astype(self.dtype), -1, -2).astype(jnp.float32)
         blocks = blocks.reshape(-1, BLOCK)
         largest = jnp.max(jnp.abs(blocks), axis=1)
-        scaled = blocks * (1 / jnp.maximum(largest, 1e-38))[:, None]
-        order = np.argsort(_CODES[self.kind], kind="stable")
+        smallest = jnp.finfo(jnp.float32).tiny  # zeros stay zeros
+        scaled = blocks * (1 / jnp.maximum(largest, smallest))[:, None]
+        order = np.argsort(CODES[self.kind], kind="stable")
         codes = jnp.asarray(order, jnp.uint8)[_count_below(scaled, _bounds(self.kind))]
         codes = codes.reshape(-1, 2)
-        mean = _sum_in_pairs(largest) / largest.size
+        # XLA multiplies by the reciprocal of a constant.
+        count = lax.optimization_barrier(jnp.float32(largest.size))
+        mean = _sum_in_pairs(largest) / count
         scales, of_scales = _encode_scales(largest - mean)
         bits = [_bytes(of_scales), _bytes(mean[None])]
         return jnp.concatenate([codes[:, 0] << 4 | codes[:, 1], scales, *bits])
@@ -83,14 +88,14 @@ class FourBit:
         codes, scales, of_scales, mean = jnp.split(data, ends)
         largest = _decode_scales(scales, _floats(of_scales)) + _floats(mean)
         codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape(-1, BLOCK)
-        blocks = _take(_CODES[self.kind], codes) * largest[:, None]
+        blocks = _take(CODES[self.kind], codes) * largest[:, None]
         *outer, rows, columns = self.shape
         matrix = blocks.astype(self.dtype).reshape(*outer, columns, rows)
         return jnp.swapaxes(matrix, -1, -2)
 
 
 def _bounds(kind: str) -> np.ndarray:
-    codes = np.sort(_CODES[kind])
+    codes = np.sort(CODES[kind])
     return (codes[:-1] + codes[1:]) / 2
 
 
@@ -115,7 +120,9 @@ def _encode_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(jnp.abs(groups), axis=1)
     scaled = groups * (1 / jnp.where(largest == 0, 1, largest))[:, None]
     steps = ((jnp.clip(scaled, -1, 1) + 1) * 0.5 * _STEPS + 0.5).astype(jnp.int32)
-    first = np.searchsorted(_step_values(), (_table()[:-1] + _table()[1:]) / 2, "right")
+    first = np.searchsorted(
+        _step_values(), (scale_table()[:-1] + scale_table()[1:]) / 2, "right"
+    )
     codes = jnp.searchsorted(jnp.asarray(first), steps, side="right")
     codes = jnp.where(largest[:, None] == 0, 0, codes).astype(jnp.uint8)
     return codes.reshape(-1)[: scales.size], largest
@@ -123,7 +130,7 @@ def _encode_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _decode_scales(codes: jax.Array, largest: jax.Array) -> jax.Array:
     groups = jnp.pad(codes, (0, -codes.size % GROUP)).reshape(-1, GROUP)
-    scales = (_take(_table(), groups) * largest[:, None]).reshape(-1)[: codes.size]
+    scales = (_take(scale_table(), groups) * largest[:, None]).reshape(-1)[: codes.size]
     # Keeps XLA from adding the mean in the same rounding; a barrier does not.
     return jnp.where(scales == 0, 0, scales)
 
@@ -137,7 +144,7 @@ def _step_values() -> np.ndarray:
 
 
 @functools.cache
-def _table() -> np.ndarray:
+def scale_table() -> np.ndarray:
     """Returns the 256 codes of scales, float32 in ascending order.
 
     Between each power of ten and the next are twice as many as below it, evenly, of

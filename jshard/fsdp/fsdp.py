@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import step
 from jshard.fsdp.batch import split_batch
 from jshard.fsdp.checks import (
-    check_model,
     check_base,
+    check_model,
     check_products,
     check_trained,
     check_units,
@@ -105,6 +106,7 @@ class FSDP:
         optimizer: optax.GradientTransformation,
         seed: int = 0,
         wrt: Any = nnx.Param,
+        frozen: nnx.State | None = None,
     ) -> TrainState:
         """Creates a state directly as shards.
 
@@ -117,6 +119,8 @@ class FSDP:
           optimizer: any optax transformation.
           seed: the seed of the random streams.
           wrt: an NNX filter that selects the parameters to train.
+          frozen: that field of the state, from ``abstract_state``, with arrays that
+            exist already; these are taken, and no initial values are computed.
 
         Raises:
           UserError: ``wrt`` selects no parameters of the model, an override of the
@@ -126,15 +130,22 @@ class FSDP:
         seed_array = jnp.asarray(seed, jnp.uint32)
         abstract = self._abstract(create, seed_array)
         check_capacity(abstract, self.mesh.local_devices)
+        if frozen is not None:
+            abstract = dataclasses.replace(abstract, frozen=frozen)
         leaves, structure = jax.tree.flatten(abstract)
+        new = [not isinstance(x, jax.Array) for x in leaves]
 
         # Only the arrays: each call of make_model may make other functions
         # (initializers, lambdas), and with them another tree structure.
         def arrays(seed: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(create(seed))
+            return list(itertools.compress(jax.tree.leaves(create(seed)), new))
 
-        made = make(self._in_order(arrays), (seed_array,), leaves)
-        return jax.tree.unflatten(structure, made)
+        types = list(itertools.compress(leaves, new))
+        made = iter(make(self._in_order(arrays), (seed_array,), types))
+        leaves = [
+            next(made) if is_new else x for x, is_new in zip(leaves, new, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
 
     def from_model(
         self,

@@ -144,7 +144,9 @@ class Precision:
         if own is None or compute is None or own.itemsize <= compute.itemsize:
             return self
         gather = None if self.gather == compute else self.gather
-        return dataclasses.replace(self, gather=gather, compute=own, products=None, base=None)
+        return dataclasses.replace(
+            self, gather=gather, compute=own, products=None, base=None
+        )
 
 
 def is_quantized(dtype: Any) -> bool:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard.four_bit.base import decoded, decoded_spec, four_bit_of
+from jshard.four_bit.base import decoded, decoded_spec, encode_layers, four_bit_of
 from jshard.layout.memory_kinds import on_device
 from jshard.layout.padding import exact_values, padding_now
 from jshard.layout.variables import is_variable
@@ -59,6 +59,9 @@ def put_state(values: nnx.State, like: nnx.State) -> nnx.State:
         if not isinstance(leaf, nnx.Variable):
             return put(full[path], leaf)
         value = full[path].get_raw_value()
+        if (four_bit := four_bit_of(leaf)) is not None:
+            layers = leaf.get_value().shape[:-1]
+            value = encode_layers(four_bit, layers, lambda index: value[index])
         return leaf.copy(jax.tree.map(put, value, leaf.get_raw_value()))
 
     return nnx.map_state(put_leaf, like)
