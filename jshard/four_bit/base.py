@@ -1,6 +1,7 @@
 """Which parameters are kept in 4 bits, and how a state gets and gives them."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,8 +16,10 @@ from jshard.four_bit.codes import BLOCK, FourBit
 from jshard.fsdp.mesh import shard_axes, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
+from jshard.layout.capacity import shard_size
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.own_dtypes import own_dtypes
+from jshard.layout.padding import exact_types
 from jshard.layout.specs import shard_dim
 
 FOUR_BIT = "four_bit"  # metadata key of a parameter in 4 bits: its FourBit
@@ -63,7 +66,7 @@ def in_four_bits(
             or not any(path[: len(layer)] == layer for layer in layers)
             or not jnp.issubdtype(value.dtype, jnp.floating)
             or len(shape) < 2
-            or np.prod(shape) % BLOCK
+            or math.prod(shape) % BLOCK
             or path[-1] in _KEPT
         ):
             return variable
@@ -103,6 +106,22 @@ def encode_layers(
     for index in np.ndindex(*layers):
         data[index] = encode(layer_at(index))
     return data
+
+
+def values_in(variable: nnx.Variable) -> int:
+    """Returns how many values a parameter has, without its padding."""
+    (exact,) = jax.tree.leaves(exact_types(variable))
+    if (four_bit := four_bit_of(variable)) is None:
+        return exact.size
+    return exact.size // exact.shape[-1] * math.prod(four_bit.shape)
+
+
+def values_in_shard(variable: nnx.Variable) -> int:
+    """Returns how many values of a parameter one device has, with padding."""
+    array = variable.get_value()
+    if (four_bit := four_bit_of(variable)) is None:
+        return shard_size(array)
+    return shard_size(array) * math.prod(four_bit.shape) // sum(four_bit.parts)
 
 
 def decoded(variable: nnx.Variable) -> nnx.Variable:

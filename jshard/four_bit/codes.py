@@ -27,20 +27,16 @@ from jax import lax
 
 BLOCK, GROUP = 64, 256  # values that share a scale, and scales that do
 
+_NF4 = """
+-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
+-0.28444138169288635 -0.18477343022823334 -0.09105003625154495 0.0
+0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+"""
+_FP4 = "0 0.0625 8 12 4 6 2 3 0 -0.0625 -8 -12 -4 -6 -2 -3"
 CODES = {
-    "nf4": np.float32(
-        [
-            *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-            *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-            *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
-            *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
-            *(0.7229568362236023, 1.0),
-        ]
-    ),
-    "fp4": np.float32(
-        [0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]
-    )
-    / np.float32(12),
+    "nf4": np.array(_NF4.split(), np.float32),
+    "fp4": np.array(_FP4.split(), np.float32) / np.float32(12),
 }
 
 
@@ -100,7 +96,10 @@ def _bounds(kind: str) -> np.ndarray:
 
 
 def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:
-    return sum((x > bound).astype(jnp.uint8) for bound in bounds)
+    count = jnp.zeros(x.shape, jnp.uint8)
+    for bound in bounds:  # fused, where a search would be a loop
+        count += x > bound
+    return count
 
 
 def _sum_in_pairs(x: jax.Array) -> jax.Array:
@@ -162,7 +161,7 @@ def scale_table() -> np.ndarray:
         ends = ends.astype(np.float32)
         middles = np.float32(10.0 ** (i - 6)) * ((ends[:-1] + ends[1:]) / 2)
         found += [*middles, *-middles]
-    return np.sort(np.float32(found))
+    return np.sort(np.array(found, np.float32))
 
 
 def _take(table: np.ndarray, codes: jax.Array) -> jax.Array:

@@ -35,7 +35,13 @@ _FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs (Ada, Hopper) that multiply flo
 _MUCH = 1 << 20  # parameters that are whole on every device
 
 
-def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+def check_precisions(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if float8 products or 4 bits do not go with mesh or policy."""
+    _check_products(policy, mesh)
+    _check_base(policy, mesh)
+
+
+def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if the policy wants float8 products that cannot be had."""
     if not policy.multiplies_in_float8():
         return
@@ -57,7 +63,7 @@ def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def check_base(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+def _check_base(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if the policy wants 4 bits and the mesh splits weights."""
     for name, precision in policy.everywhere("precision").items():
         others = {

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,8 @@ from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import step
 from jshard.fsdp.batch import split_batch
 from jshard.fsdp.checks import (
-    check_base,
     check_model,
-    check_products,
+    check_precisions,
     check_trained,
     check_units,
     warn_of_large_root,
@@ -34,7 +32,7 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
 from jshard.layout.capacity import check_capacity
-from jshard.layout.initial_values import make, mark_stacked, prepare
+from jshard.layout.initial_values import fill, mark_stacked, prepare
 from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.layout.state_layout import Layout, padded
 from jshard.layout.variables import is_variable
@@ -84,8 +82,7 @@ class FSDP:
             for path, split in (tensor_splits or {}).items()
         }
         check_memory(self.policy, mesh)
-        check_products(self.policy, mesh)
-        check_base(self.policy, mesh)
+        check_precisions(self.policy, mesh)
         self.units = check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
         self._build = functools.partial(
@@ -132,20 +129,7 @@ class FSDP:
         check_capacity(abstract, self.mesh.local_devices)
         if frozen is not None:
             abstract = dataclasses.replace(abstract, frozen=frozen)
-        leaves, structure = jax.tree.flatten(abstract)
-        new = [not isinstance(x, jax.Array) for x in leaves]
-
-        # Only the arrays: each call of make_model may make other functions
-        # (initializers, lambdas), and with them another tree structure.
-        def arrays(seed: jax.Array) -> list[jax.Array]:
-            return list(itertools.compress(jax.tree.leaves(create(seed)), new))
-
-        types = list(itertools.compress(leaves, new))
-        made = iter(make(self._in_order(arrays), (seed_array,), types))
-        leaves = [
-            next(made) if is_new else x for x, is_new in zip(leaves, new, strict=True)
-        ]
-        return jax.tree.unflatten(structure, leaves)
+        return fill(abstract, create, (seed_array,), self._in_order)
 
     def from_model(
         self,
@@ -174,20 +158,17 @@ class FSDP:
         abstract = self._abstract(create, values)
         check_capacity(abstract, self.mesh.local_devices)
 
-        def start(step: jax.Array, params: nnx.State) -> list[jax.Array]:
+        def start(step: jax.Array, params: nnx.State) -> dict[str, Any]:
             params = jax.tree.map(on_device, params)
-            fields = first_fields(self.policy, self.mesh, optimizer, params, step)
-            return jax.tree.leaves(fields)
+            return first_fields(self.policy, self.mesh, optimizer, params, step)
 
         put = transfer.put_state
         arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
         fields = ("step", "opt_state", "ema", "loss_scale")
-        leaves, structure = jax.tree.flatten({x: getattr(abstract, x) for x in fields})
         inputs = (jnp.zeros((), jnp.int32), arrays.params)
-        made = make(self._in_order(start), inputs, leaves)
-        return dataclasses.replace(
-            abstract, **arrays._asdict(), **jax.tree.unflatten(structure, made)
-        )
+        rest = {name: getattr(abstract, name) for name in fields}
+        rest = fill(rest, start, inputs, self._in_order)
+        return dataclasses.replace(abstract, **arrays._asdict(), **rest)
 
     def abstract_state(
         self,

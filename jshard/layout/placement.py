@@ -105,7 +105,9 @@ class Placement:
         """Returns what the layer reads: a gathered array, its 4 bits as values."""
         if self.four_bit is None:
             return full
-        return self.four_bit.decode(full).astype(self.decoded_to)
+        # Without a gradient for the tables of codes, which would take the weight's.
+        values = jax.lax.stop_gradient(self.four_bit.decode(full))
+        return values.astype(self.decoded_to)
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

@@ -94,7 +94,7 @@ def gather_root(model: nnx.Module) -> None:
     for variable in [v for path, v in variables(model) if own(path, v)]:
         shard = shard_of(variable)
         assert shard is not None
-        full = all_gather(shard.array, shard.place)
+        full: Any = all_gather(shard.array, shard.place)
         variable.set_raw_value(shard.place.decoded(full))
         show(variable)
 
