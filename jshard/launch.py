@@ -47,14 +47,15 @@ NO_RESTART = (0, 2, 75)  # done, bad input, preempted
 _MANY: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 65_536}
 
 # Runs a command and sends it the signals named on standard input. When standard input
-# ends, as when the connection is cut, the command is killed.
+# ends, as when the connection is cut, the command is killed. The shell says nothing of
+# that: what ended is reported in other places.
 _RUN = """
 exec 3<&0
 {command} </dev/null &
 pid=$!
 (while read -r name <&3; do kill -s "$name" $pid; done; kill -s KILL $pid) 2>/dev/null &
 reader=$!
-wait $pid
+wait $pid 2>/dev/null
 code=$?
 kill $reader 2>/dev/null
 exit $code

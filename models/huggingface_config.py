@@ -162,7 +162,7 @@ class ConfigJson:
         """Returns the value of a key; a UserError where it is missing."""
         if not self.has(key):
             raise jshard.UserError(
-                f"config.json: lacks {self._where + key!r}, which {self.name} needs"
+                f"config.json: {self.name} needs the key {self._where + key!r}"
             )
         return self.get(key, None, kind)
 

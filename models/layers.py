@@ -16,7 +16,7 @@ def check_heads(config: Config) -> None:
     """Raises a UserError unless the heads divide the width."""
     if config.width % config.num_heads:
         raise jshard.UserError(
-            f"model: width={config.width} does not divide by "
+            f"model: width={config.width} is not divisible by "
             f"num_heads={config.num_heads}"
         )
 

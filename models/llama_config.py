@@ -123,14 +123,14 @@ class LlamaConfig:
     def __post_init__(self):
         if not self.head_width and (self.width % self.num_heads or self.H % 2):
             raise jshard.UserError(
-                f"model: width={self.width} over num_heads={self.num_heads} must be an "
-                "even whole number"
+                f"model: width={self.width} divided by num_heads={self.num_heads} must "
+                "be an even integer"
             )
         if self.H % 2:
             raise jshard.UserError(f"model: head_width={self.head_width} must be even")
         if self.num_heads % self.num_kv_heads:
             raise jshard.UserError(
-                f"model: num_heads={self.num_heads} does not divide by "
+                f"model: num_heads={self.num_heads} is not divisible by "
                 f"num_kv_heads={self.num_kv_heads}"
             )
         if not self.pattern or set(self.pattern) - set("fs"):

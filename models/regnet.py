@@ -45,8 +45,8 @@ class RegNetConfig(ConvNetConfig):
         for width in self.widths:
             if width % self.groups(width):
                 raise jshard.UserError(
-                    f"model: widths={self.widths}: {width} does not divide into "
-                    f"{self.groups(width)} groups, of group_width={self.group_width}"
+                    f"model: widths={self.widths}: {width} is not divisible by "
+                    f"{self.groups(width)} groups (group_width={self.group_width})"
                 )
 
     def groups(self, width: int) -> int:

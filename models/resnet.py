@@ -40,7 +40,7 @@ class ResNetConfig(ConvNetConfig):
         super().__post_init__()
         if self.bottleneck and any(width % 4 for width in self.widths):
             raise jshard.UserError(
-                f"model: widths={self.widths} must divide by 4 in bottlenecks"
+                f"model: widths={self.widths} must be divisible by 4 with bottlenecks"
             )
 
 

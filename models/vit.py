@@ -59,7 +59,7 @@ class ViTConfig:
     def __post_init__(self):
         if self.image_size % self.patch_size:
             raise jshard.UserError(
-                f"model: image_size={self.image_size} does not divide by "
+                f"model: image_size={self.image_size} is not divisible by "
                 f"patch_size={self.patch_size}"
             )
         check_heads(self)

@@ -43,7 +43,7 @@ def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     if pool != "token" or json.get("global_pool", pool) != "token":
         raise jshard.UserError(
             f"config.json: global_pool={json.get('global_pool', pool)!r} of timm's "
-            f"{json['architecture']} is not supported; 'token' is"
+            f"{json['architecture']} is not supported; only 'token' is"
         )
     return {
         "image_size": _side(given, "img_size"),
@@ -65,7 +65,7 @@ def _side(given: Mapping[str, Any], key: str) -> int:
     side, *others = value if isinstance(value, list | tuple) else (value,)
     if any(other != side for other in others):
         raise jshard.UserError(
-            f"config.json: {key}={value} is not supported; squares are"
+            f"config.json: {key}={value} is not supported; both sides must be equal"
         )
     return side
 

@@ -272,6 +272,6 @@ def _check(batch_size: int, process_index: int = 0, process_count: int = 1) -> N
         raise ValueError(f"{process_index=} is not in [0, {process_count=})")
     if batch_size < 1 or batch_size % process_count:
         raise UserError(
-            f"batch_size={batch_size} does not divide over {process_count} processes: "
+            f"batch_size={batch_size} is not divisible by {process_count} processes: "
             f"use {nearest(batch_size, process_count)}"
         )

@@ -22,16 +22,16 @@ def in_float8(
     fn: Callable[..., Any],
     shards: list[jax.Array],
     places: list[Placement],
-    xs: list[jax.Array],
     *,
     stacked: bool,
-) -> tuple[Callable[..., Any], list[Any], list[Placement], list[jax.Array]]:
-    """Returns a unit's function and arrays with weights in float8, if it has any.
+) -> tuple[Callable[..., Any], list[Any], list[Placement]]:
+    """Returns a unit's function and parameters with weights in float8, if it has any.
 
     The shards of these, each with its scale, become parameters that are not trained,
     and are rounded as they are gathered. The parameters themselves are not gathered,
-    and take the gradients. The scales become the last of ``xs``, too. With ``stacked``,
-    the unit is a Stack, and its shards are (L, ...).
+    and take the gradients. The scales are the last parameter, too: what depends on
+    weights alone is not kept for the backward. With ``stacked``, the unit is a Stack,
+    and its shards are (L, ...).
     """
     chosen = [
         lax.stop_gradient(shard)
@@ -39,23 +39,24 @@ def in_float8(
         if place.float8
     ]
     if not chosen:
-        return fn, shards, places, xs
+        return fn, shards, places
     scales = _scales(chosen, stacked)
     scaled = [(shard, scales[..., i]) for i, shard in enumerate(chosen)]
     as_values = {"gather": jnp.dtype(E4M3), "compute": None, "trainable": False}
     places_of_values = [dataclasses.replace(p, **as_values) for p in places if p.float8]
     kept = [dataclasses.replace(p, gradient_only=p.float8) for p in places]
+    place_of_scales = Placement(None, trainable=False)
 
     def decoded(weights, xs, carry, args):
-        weights, values = list(weights[: len(places)]), weights[len(places) :]
-        *xs, scales = xs
+        weights, (*values, scales) = list(weights[: len(kept)]), weights[len(kept) :]
         rounded = zip(values, scales, strict=True)
-        for i, place in enumerate(places):
+        for i, place in enumerate(kept):
             if place.float8:
                 weights[i] = Float8(*next(rounded), weights[i])
         return fn(weights, xs, carry, args)
 
-    return decoded, [*shards, *scaled], [*kept, *places_of_values], [*xs, scales]
+    places = [*kept, *places_of_values, place_of_scales]
+    return decoded, [*shards, *scaled, scales], places
 
 
 def _scales(shards: Sequence[jax.Array], stacked: bool) -> jax.Array:

@@ -109,12 +109,12 @@ def check_batch(
         if accumulate > 1:
             by += f" x {accumulate} micro-batches (policy.accumulate)"
         raise UserError(
-            f"batch of {examples} examples does not divide by {by}; "
+            f"batch of {examples} examples is not divisible by {by}; "
             f"use {nearest(examples, devices * accumulate)}"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if np.ndim(x) > 1 and np.shape(x)[1] % shared:
             raise UserError(
                 f"batch{jax.tree_util.keystr(path)} of shape {list(np.shape(x))}: its "
-                f"sequences do not divide by the mesh's {named}"
+                f"sequence length is not divisible by the mesh's {named}"
             )

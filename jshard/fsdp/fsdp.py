@@ -305,8 +305,8 @@ class FSDP:
         whole.
 
         Raises:
-          UserError: the number of examples does not divide by the mesh's devices, or
-            sequences do not divide by "context".
+          UserError: the number of examples is not divisible by the mesh's devices, or
+            the sequence length is not divisible by "context".
         """
         return split_batch(local_batch, self.mesh)
 
@@ -316,7 +316,7 @@ class FSDP:
         Without a "context" axis this is ``shard_batch``.
 
         Raises:
-          UserError: the number of examples does not divide by the mesh's devices.
+          UserError: the number of examples is not divisible by the mesh's devices.
         """
         return split_batch(local_batch, self.mesh, whole=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 from jshard.checkpoint.untrusted import read_json
 from jshard.config.overrides import override, read_words
 from jshard.config.run_config import Config, check, complete, declarations, flatten
+from jshard.config.shared_keys import DEFAULTS
 from jshard.hub.online.download import pin
 from jshard.knob import Knob
 from jshard.recipe.definition import Recipe
@@ -53,6 +54,17 @@ def make_config(
     pin_names(config, workdir)
     check(config)
     return config
+
+
+def changed_keys(recipe: Recipe, config: Config) -> list[str]:
+    """Returns the keys of a complete config whose values are not the recipe's."""
+    defaults = {key: declared.default for key, declared in DEFAULTS.items()}
+    defaults |= flatten(recipe.get_config())
+    return [
+        key
+        for key, value in flatten(config).items()
+        if key not in defaults or defaults[key] != value
+    ]
 
 
 def pin_names(config: Config, workdir: Path | None) -> None:

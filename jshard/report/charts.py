@@ -10,6 +10,8 @@ from html import escape
 Points = Sequence[tuple[float, float]]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 34  # margins, in px
+_SMALL, _LARGE = (320, 210), (940, 340)  # px; the page scales them
+_MOST = {_SMALL: 150, _LARGE: 600}  # points that a screen can show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +101,38 @@ def line_chart(
       title: The chart's heading, with the unit.
       series: (step, value) points in order of steps, by the line's name.
       references: Values to show as labelled horizontal lines.
-      wide: Whether the chart takes the page's full width.
+      wide: Whether the chart takes the page's full width. It is drawn twice: phones
+        show the one whose text they can show in a size to read.
 
     Returns:
       A `<figure>`, or "" if there are no points. It embeds the data from which
       `page.js` shows the values under the pointer.
     """
-    most = 600 if wide else 150  # points that a screen can show
-    lines = {name: _thin(points, most) for name, points in series.items() if points}
-    if not lines:
+    series = {name: points for name, points in series.items() if points}
+    if not series:
         return ""
-    references = references or {}
-    width, height = (940, 340) if wide else (320, 210)  # px; the page scales them
+    legend = "".join(
+        f'<span class="key key-{index}">{escape(name)}</span>'
+        for index, name in enumerate(series)
+        if len(series) > 1
+    )
+    sizes = (_LARGE, _SMALL) if wide else (_SMALL,)
+    drawings = "".join(_drawing(title, series, references or {}, x) for x in sizes)
+    return (
+        f'<figure class="{"wide" if wide else "small"}">'
+        f"<figcaption>{escape(title)}{legend}</figcaption>{drawings}</figure>"
+    )
+
+
+def _drawing(
+    title: str,
+    series: Mapping[str, Points],
+    references: Mapping[str, float],
+    size: tuple[int, int],
+) -> str:
+    """Returns an `<svg>` of a size, and its data."""
+    lines = {name: _thin(points, _MOST[size]) for name, points in series.items()}
+    width, height = size
     steps = [step for points in lines.values() for step, _ in points]
     values = [value for points in lines.values() for _, value in points]
     first, last = min(steps), max(steps)
@@ -120,7 +142,9 @@ def line_chart(
         (first, max(last, first + 1)),
         (y_ticks[0], y_ticks[-1]),
     )
-    parts = axes.grid(labels(ticks(first, last, 10 if wide else 4)), labels(y_ticks))
+    parts = axes.grid(
+        labels(ticks(first, last, 10 if size == _LARGE else 4)), labels(y_ticks)
+    )
     for name, value in references.items():
         # Below the line, where a falling curve ends, except at the very bottom.
         low = axes.up(value) + 20 > height - _BOTTOM
@@ -137,24 +161,16 @@ def line_chart(
         "svg",
         "".join(parts),
         viewBox=f"0 0 {width} {height}",
+        class_="large" if size == _LARGE else "small",
         role="img",
         aria_label=f"{title} by step",
-    )
-    legend = "".join(
-        f'<span class="key key-{index}">{escape(name)}</span>'
-        for index, name in enumerate(lines)
-        if len(lines) > 1
     )
     data = {
         "x": [*axes.x, *axes.box[:2]],
         "y": [*axes.y, axes.box[3], axes.box[2]],
         "lines": lines,
     }
-    return (
-        f'<figure class="{"wide" if wide else "small"}">'
-        f"<figcaption>{escape(title)}{legend}</figcaption>{svg}"
-        f'<script type="application/json">{script_json(data)}</script></figure>'
-    )
+    return f'{svg}<script type="application/json">{script_json(data)}</script>'
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

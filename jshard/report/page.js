@@ -1,7 +1,7 @@
 // Shows the values of a chart's lines at the step nearest to the pointer.
-for (const figure of document.querySelectorAll("figure")) {
-  const svg = figure.querySelector("svg");
-  const data = JSON.parse(figure.querySelector("script").textContent);
+for (const svg of document.querySelectorAll("figure svg")) {
+  const figure = svg.parentElement;
+  const data = JSON.parse(svg.nextElementSibling.textContent);
   const [low, high, left, right] = data.x;
   const [, , bottom, top] = data.y;
   const cursor = document.createElementNS(svg.namespaceURI, "path");

@@ -42,11 +42,28 @@ def section(heading: str, content: str) -> str:
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
     """Returns figures in large type, from pairs of a value and its name."""
-    found = "".join(
+    found = [
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for value, name in figures
+    ]
+    return cards(found, "tiles")
+
+
+def cards(contents: Sequence[str], kind: str = "charts") -> str:
+    """Returns HTML contents side by side, in rows of three and at the end of two."""
+    count = len(contents)
+    halves = 0 if count < 2 else {0: 0, 1: 4, 2: 2}[count % 3]
+    widths = ["third"] * (count - halves) + ["half"] * halves
+    found = "".join(
+        f'<div class="{width}">{content}</div>'
+        for width, content in zip(widths, contents, strict=True)
     )
-    return f'<div class="tiles">{found}</div>'
+    return f'<div class="cards {kind}">{found}</div>'
+
+
+def folded(summary: str, content: str) -> str:
+    """Returns HTML content below a line of plain text that unfolds it."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def pictures(found: Iterable[Mapping[str, str]]) -> str:

@@ -3,7 +3,7 @@
 import base64
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from jshard.checkpoint.atomic import replace_file
 from jshard.config.run_config import flatten
 from jshard.errors import UserError
 from jshard.formatting import format_bytes, format_count
-from jshard.recipe.definition import short_name
+from jshard.recipe.definition import short_name, split_path
 from jshard.report.charts import line_chart
 from jshard.report.page import (
+    cards,
     document,
+    folded,
     pictures,
     section,
     table,
@@ -25,6 +27,7 @@ from jshard.report.page import (
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
 GENERATED = "generated"  # the note of what the model wrote, by step
+CHANGED = "changed"  # the note of the keys whose values are not the recipe's
 _SHOWN = 6  # of these on the page
 METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
 
@@ -78,7 +81,10 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
 def _render(
     workdir: Path, config: _Object, metrics: Sequence[_Object], notes: _Object
 ) -> str:
-    title = short_name(notes.get("recipe", workdir.name))
+    recipe = notes.get("recipe", "")
+    # Functions that a program gives to a Trainer have no file, and so no name.
+    in_file = split_path(recipe)[0].endswith(".py")
+    title = short_name(recipe) if in_file else workdir.absolute().name
     where = str(workdir.absolute())
     if steps := notes.get("resumed"):
         listed = ", ".join(map(str, steps))
@@ -92,11 +98,12 @@ def _render(
             if value is not None:  # it was not finite
                 points.append((line["step"], value))
     references = notes.get("references", {})
-    charts = "".join(_charts(series, references))
     sections = [
+        _loss_chart(series, references),
         tiles((value, name) for name, value in _results(series, references).items()),
-        section("Curves", f'<div class="charts">{charts}</div>'),
     ]
+    if charts := list(_charts(series)):
+        sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:
         sections.append(section("Samples", _generated(notes[GENERATED])))
     if checkpoints := _checkpoints(series):
@@ -108,9 +115,7 @@ def _render(
         sections.append(section(heading, _sample(workdir, shown)))
     if "pictures" in notes:
         sections.append(section("Predictions", pictures(notes["pictures"])))
-    sections.append(
-        section("Config", table((k, str(v)) for k, v in flatten(config).items()))
-    )
+    sections.append(section("Config", _config(config, notes.get(CHANGED, ()))))
     return document(title, where, sections, ["page.css"], ["page.js"])
 
 
@@ -141,9 +146,29 @@ def _sample(workdir: Path, shown: _Object) -> str:
     return f'<img class="picture" alt="" src="data:image/png;base64,{data}">'
 
 
-def _charts(series: _Series, references: Mapping[str, float]) -> Iterator[str]:
+def _config(config: _Object, changed: Collection[str]) -> str:
+    """Returns the keys that differ from the recipe's, and all of them, folded."""
+    rows = [(key, str(value)) for key, value in flatten(config).items()]
+    return table(row for row in rows if row[0] in changed) + folded(
+        f"All {len(rows)} keys", table(rows)
+    )
+
+
+def _loss_chart(series: _Series, references: Mapping[str, float]) -> str:
+    return line_chart("Loss", _lines(series, "loss"), references=references, wide=True)
+
+
+def _lines(series: _Series, name: str) -> dict[str, Sequence[tuple[int, float]]]:
+    return {
+        "training": series.get(name, ()),
+        "validation": series.get(f"eval_{name}", ()),
+        "validation of averages": series.get(f"eval_ema_{name}", ()),
+    }
+
+
+def _charts(series: _Series) -> Iterator[str]:
     for name, points in series.items():
-        if name.startswith(_NO_CHART_PREFIX) or name in _NO_CHART:
+        if name.startswith(_NO_CHART_PREFIX) or name in ("loss", *_NO_CHART):
             continue
         if name.endswith(_NO_CHART_SUFFIX):
             continue
@@ -151,17 +176,11 @@ def _charts(series: _Series, references: Mapping[str, float]) -> Iterator[str]:
             usual = _usual(points)
             left_out = len(points) - len(usual)
             note = f", without {left_out} of {len(points)} steps" * bool(left_out)
-            yield line_chart(f"{_title(name)}{note}", {"training": usual})
+            if usual:
+                yield line_chart(f"{_title(name)}{note}", {"training": usual})
             continue
-        lines = {
-            "training": points,
-            "validation": series.get(f"eval_{name}", ()),
-            "validation of averages": series.get(f"eval_ema_{name}", ()),
-        }
-        if name == "loss":
-            yield line_chart("Loss", lines, references=references, wide=True)
-        else:
-            yield line_chart(_title(name), lines)
+        if chart := line_chart(_title(name), _lines(series, name)):
+            yield chart
 
 
 def _usual(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
@@ -239,7 +258,11 @@ def _duration(seconds: float) -> str:
 
 def _title(name: str) -> str:
     name = name.replace("_per_second", " per second").replace("_", " ")
-    named = {"mfu": "MFU", "grad norm": "Gradient norm", "data wait": "Waited for data"}
+    named = {
+        "mfu": "MFU",
+        "grad norm": "Gradient norm",
+        "data wait": "Waited for data, s",
+    }
     return named.get(name, name.capitalize())
 
 

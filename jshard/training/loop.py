@@ -11,6 +11,7 @@ from jshard.config.run_config import Config
 from jshard.distributed import Peers
 from jshard.formatting import format_duration, one_line
 from jshard.plan.start_up import describe
+from jshard.recipe.make_config import changed_keys
 from jshard.run.bucket import Copying
 from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
@@ -102,7 +103,10 @@ def train(
         display.references = recipe.references
         display.say("\n".join(filter(None, (start.message, note, profile.note))))
         folder.note(
-            recipe=run.job.recipe.path, start_up=note, references=recipe.references
+            recipe=run.job.recipe.path,
+            changed=changed_keys(run.job.recipe, run.config),
+            start_up=note,
+            references=recipe.references,
         )
         _make_state(run, start, source, display)
 

@@ -259,8 +259,8 @@ def call_unit(
         arrays, static = partition(changes)
         return results, arrays, (of_results, static)
 
-    of_unit = in_float8(call, shards, places, rest, stacked=False)
-    results, arrays, (of_results, static) = run_unit(*of_unit, inputs, policy)
+    of_unit = in_float8(call, shards, places, stacked=False)
+    results, arrays, (of_results, static) = run_unit(*of_unit, rest, inputs, policy)
     result, changed = combine(results, of_results)
     apply_changes(unit, combine(arrays, static), layers=False)
     for i, value in changed.items():
@@ -307,8 +307,8 @@ def prepare_layers(
 
     policy = stack.unit_policy
     if policy is not None:
-        of_layers = in_float8(layer, shards, places, rest, stacked=True)
-        run = make_scan(*of_layers, carry, extra, policy, beside=beside)
+        of_layers = in_float8(layer, shards, places, stacked=True)
+        run = make_scan(*of_layers, rest, carry, extra, policy, beside=beside)
         return run, finish
 
     def body(carry, rest):

@@ -104,6 +104,7 @@ def test_a_cpu_run_has_as_many_devices_as_the_recipe_says(finished):
     _, workdir = finished
     notes = json.loads((workdir / "notes.json").read_text())
     assert notes["references"] == {"devices": 2}
+    assert notes["changed"] == []
 
 
 @pytest.mark.slow
@@ -123,6 +124,7 @@ def test_a_cpu_run_has_as_many_devices_as_it_is_told(
     assert (run.returncode, run.stderr) == (0, "")
     notes = json.loads((tmp_path / "run/notes.json").read_text())
     assert notes["references"] == {"devices": devices}
+    assert {"steps", "eval_every"} <= set(notes["changed"])
 
 
 @pytest.fixture(scope="module")

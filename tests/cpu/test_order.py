@@ -336,10 +336,8 @@ def test_a_program_read_from_a_cache_runs_like_the_one_that_was_compiled(tmp_pat
     [
         Cell(2, 256, "none", True),
         Cell(4, 128, "none", True, cores=1),
-        Cell(4, 64, "dots", False, cores=2),
         Cell(3, 128, "full", True, cores=1, batch=9),
         Cell(8, 32, "dots", True, cores=2),
-        Cell(8, 256, "full", False),
     ],
     ids=str,
 )
@@ -353,8 +351,6 @@ def test_training_ends_with_the_same_losses_however_it_is_started(cell):
     [
         (2, "train"),
         (8, "both"),
-        (2, "eval"),
-        (8, "train"),
     ],
 )
 def test_a_loop_that_never_waits_for_a_step_ends(devices, calls):

@@ -104,9 +104,9 @@ def test_batches_must_divide_over_the_processes():
         lambda **k: batches(examples(9).repeat(), start_step=0, num_steps=1, **k),
         lambda **k: eval_batches(examples(9), **k),
     ):
-        with pytest.raises(UserError, match="batch_size=6 does not divide over 4"):
+        with pytest.raises(UserError, match="batch_size=6 is not divisible by 4"):
             read(batch_size=6, process_index=0, process_count=4)
-        with pytest.raises(UserError, match="does not divide over"):
+        with pytest.raises(UserError, match="is not divisible by"):
             read(batch_size=0)
         with pytest.raises(ValueError, match="process_index=2 is not in"):
             read(batch_size=2, process_index=2, process_count=2)

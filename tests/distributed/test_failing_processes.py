@@ -40,8 +40,9 @@ def test_a_killed_process_ends_the_job_which_goes_on_bit_for_bit(whole, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)]
+)
 def test_a_process_hit_at_a_random_moment_ends_the_job_which_goes_on_bit_for_bit(
     number, victim, whole, tmp_path
 ):

@@ -9,12 +9,13 @@ import pytest
 RECIPE = """
 import time
 import jax
+import jshard
 from jshard.recipes import gpt
 from jshard.recipes.gpt import *  # noqa: F403
 
 def loss_fn(model, batch):
     waits = jax.pure_callback(wait, jax.ShapeDtypeStruct((), "float32"))
-    return gpt.loss_fn(model, batch) * (1 + waits)
+    return gpt.loss_fn(model, batch) * (1 + jshard.pmean(waits))
 
 def wait():
     time.sleep(1000)

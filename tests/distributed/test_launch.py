@@ -99,9 +99,7 @@ def test_bad_input_is_not_started_again(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_saves_and_stops_all(number, whole, tmp_path):
     write_recipe(tmp_path, slowly)
     options = ["--num_processes=2", "--max_restarts=3"]
@@ -214,6 +212,21 @@ def test_a_connection_to_a_dead_host_is_given_up(tmp_path, monkeypatch):
     since = time.monotonic()
     assert launcher.run() == 1
     assert time.monotonic() - since < 10
+
+
+def test_of_a_process_that_ends_before_it_handles_signals_nothing_is_said(
+    tmp_path, monkeypatch, capfd
+):
+    """The shell that runs it would write "User defined signal 2"."""
+    script = tmp_path / "python"
+    script.write_text(
+        '#!/bin/sh\ncase "$*" in *process_id=0*) exit 2;; esac\nexec sleep 1000\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    words = ["--num_processes=2", "--", "--config=x"]
+    assert jshard.launch.Launcher(*jshard.launch.parse(words)).run() == 2
+    assert capfd.readouterr().err == ""
 
 
 LISTENING = """\

@@ -102,7 +102,7 @@ def test_a_mesh_without_the_axes_is_refused():
 def test_a_batch_that_does_not_divide_is_refused_with_the_multiple_to_use():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(accumulate=4))
     with pytest.raises(
-        jshard.UserError, match="12 examples does not divide by 8 devices; use 8 or 16"
+        jshard.UserError, match="12 examples is not divisible by 8 devices; use 8 or 16"
     ):
         fsdp.shard_batch({"x": np.ones((12, 3))})
     with pytest.raises(jshard.UserError, match="same leading dimension"):

@@ -175,9 +175,9 @@ def test_meshes_that_cannot_be_are_refused_in_one_line(mesh, message):
     [
         (
             (8, 23),
-            r"'inputs'. of shape .8, 23.: its sequences do not divide by .*=4",
+            r"'inputs'. of shape .8, 23.: its sequence length is not divisible by .*=4",
         ),
-        ((3, 24), "3 examples does not divide by 2 groups of context=4 devices"),
+        ((3, 24), "3 examples is not divisible by 2 groups of context=4 devices"),
     ],
 )
 def test_batches_that_do_not_divide_are_refused_in_one_line(shape, message):

@@ -189,7 +189,7 @@ def test_a_mask_token_beyond_the_vocabulary_is_a_users_error(text, keys, message
 
 
 def test_sizes_that_do_not_fit_are_a_users_error():
-    with pytest.raises(jshard.UserError, match="width=16 does not divide by"):
+    with pytest.raises(jshard.UserError, match="width=16 is not divisible by"):
         dataclasses.replace(SMALL, num_heads=3)
     with pytest.raises(jshard.UserError, match="activation='silu' is unknown: use"):
         dataclasses.replace(SMALL, activation="silu")

@@ -79,7 +79,7 @@ def test_bf16_logits_and_loss_are_fp32():
 
 
 def test_heads_that_do_not_divide_the_width_are_a_users_error():
-    with pytest.raises(jshard.UserError, match="width=16 does not divide by"):
+    with pytest.raises(jshard.UserError, match="width=16 is not divisible by"):
         GPTConfig(width=16, num_heads=3)
 
 

@@ -177,10 +177,10 @@ def test_pixels_are_normalised_by_channel():
     [
         (lambda: RegNetConfig(depths=(1, 2)), r"depths=\(1, 2\) and widths="),
         (lambda: RegNetConfig(depths=(0, 2, 2, 2)), "the number of blocks"),
-        (lambda: RegNetConfig(group_width=100), "224 does not divide into 2|448|1232"),
-        (lambda: ResNetConfig(widths=(6, 8, 8, 8)), "must divide by 4"),
-        (lambda: ViTConfig(patch_size=15), "image_size=224 does not divide by"),
-        (lambda: ViTConfig(num_heads=5), "width=768 does not divide by num_heads=5"),
+        (lambda: RegNetConfig(group_width=100), "224 is not divisible by 2|448|1232"),
+        (lambda: ResNetConfig(widths=(6, 8, 8, 8)), "must be divisible by 4"),
+        (lambda: ViTConfig(patch_size=15), "image_size=224 is not divisible by"),
+        (lambda: ViTConfig(num_heads=5), "width=768 is not divisible by num_heads=5"),
     ],
 )
 def test_impossible_sizes_are_one_line(config, message):

@@ -30,21 +30,27 @@ SMALL_REGNET = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["regnet", "vit"])
-def test_digits_are_read_after_three_minutes(command, tmp_path, model):
+@pytest.mark.parametrize(
+    ("model", "words", "accuracy", "most_wrong"),
+    [("regnet", ["--config.steps=100"], 0.94, 5), ("vit", [], 0.97, 3)],
+    ids=["a quarter of regnet", "vit"],
+)
+def test_digits_are_read_after_three_minutes(
+    command, tmp_path, model, words, accuracy, most_wrong
+):
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     pytest.importorskip("PIL", reason="needs Pillow")
-    words = command(tmp_path, f"--config=digits.py:{model}", "--workdir=run")
+    words = command(tmp_path, f"--config=digits.py:{model}", "--workdir=run", *words)
     run = subprocess.run(timeout=600, **words)  # beside other work
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     last = [line for line in read_metrics(tmp_path / "run") if "eval_loss" in line][-1]
-    assert last["eval_accuracy"] > 0.97
-    assert last["eval_ema_accuracy"] > 0.96
+    assert last["eval_accuracy"] > accuracy
+    assert last["eval_ema_accuracy"] > accuracy - 0.01
     pictures = json.loads((tmp_path / "run" / "notes.json").read_text())["pictures"]
     wrong = [one["caption"] for one in pictures if "not" in one["caption"]]
     assert len(pictures) == 40
-    assert len(wrong) <= 3
+    assert len(wrong) <= most_wrong
     report = (tmp_path / "run" / "report.html").read_text()
     assert report.count("data:image/png;base64,") == 40
 

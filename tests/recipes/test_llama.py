@@ -221,9 +221,9 @@ def test_a_sharded_run_follows_one_device(x64, monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_heads": 3}, "width=16 over num_heads=3 must be"),
-        ({"num_heads": 16}, "width=16 over num_heads=16 must be an even"),
-        ({"num_kv_heads": 3}, "num_heads=4 does not divide by num_kv_heads=3"),
+        ({"num_heads": 3}, "width=16 divided by num_heads=3 must be"),
+        ({"num_heads": 16}, "width=16 divided by num_heads=16 must be an even"),
+        ({"num_kv_heads": 3}, "num_heads=4 is not divisible by num_kv_heads=3"),
     ],
 )
 def test_sizes_that_do_not_divide_are_a_users_error(sizes, message):

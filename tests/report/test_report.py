@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jshard.errors import UserError
 from jshard.report.charts import line_chart, ticks
+from jshard.report.page import cards
 from jshard.report.run_report import read_metrics, write_report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -81,6 +82,12 @@ def sample(text):
     return {"step": 1, "eval_loss": None, "text": text}
 
 
+def figures(page: Page) -> dict[str, str]:
+    lines = ("training", "validation")
+    names = [text for text in page.text["span"] if text not in lines]
+    return dict(zip(names, page.text["b"], strict=True))
+
+
 def test_samples_are_shown_as_training_went_on(tmp_path):
     page = write_run(tmp_path, LINES, {"generated": GENERATED})
     assert page.text["h3"] == [
@@ -100,7 +107,7 @@ def test_samples_are_shown_as_training_went_on(tmp_path):
 
 def test_the_final_numbers_stand_beside_the_references(tmp_path):
     page = write_run(tmp_path, LINES, {"references": {"bigram model": 2.2134}})
-    results = dict(zip(page.text["span"], page.text["b"], strict=False))
+    results = figures(page)
     assert results == {
         "validation loss at step 20": "2.0000",
         "bigram model; validation is 0.2134 below": "2.2134",
@@ -120,7 +127,8 @@ def test_each_metric_has_a_chart_and_the_loss_has_both_curves(tmp_path):
         "training": [[1, 5.5], [10, 2.5], [20, 1.5]],
         "validation": [[10, 2.25], [20, 2.0]],
     }
-    assert data[1]["lines"] == {"training": [[1, 2.0], [10, 1.0]]}
+    assert data[1]["lines"] == data[0]["lines"]  # drawn again, for phones
+    assert data[2]["lines"] == {"training": [[1, 2.0], [10, 1.0]]}
     assert "bigram model 2.213" in page.text["text"]
 
 
@@ -135,6 +143,41 @@ def test_notes_and_config_are_shown(tmp_path):
     assert page.text["td"] == ["3", "[0.9, 0.95]"]
 
 
+def test_the_keys_that_differ_from_the_recipes_stand_before_all_of_them(tmp_path):
+    page = write_run(
+        tmp_path,
+        notes={"changed": ["optimizer.betas"]},
+        config={"steps": 3, "optimizer": {"betas": [0.9, 0.95]}},
+    )
+    assert page.text["th"] == ["optimizer.betas", "steps", "optimizer.betas"]
+    assert page.text["summary"] == ["All 2 keys"]
+
+
+def test_the_loss_comes_first_drawn_for_wide_screens_and_for_phones(tmp_path):
+    page = write_run(tmp_path, LINES)
+    tags = [tag for tag, _ in page.elements]
+    assert tags.index("figure") < tags.index("b")
+    drawings = [x["class"] for tag, x in page.elements if tag == "svg"]
+    assert drawings == ["large", "small", "small", "small", "small"]
+
+
+@pytest.mark.parametrize("count", range(2, 20))
+def test_no_card_is_alone_in_its_row(count):
+    page = Page(cards(["<p></p>"] * count))
+    widths = [x["class"] for tag, x in page.elements if tag == "div"][1:]
+    thirds = widths.count("third")
+    assert widths == ["third"] * thirds + ["half"] * (count - thirds)
+    assert thirds % 3 == 0
+    assert (count - thirds) % 2 == 0
+
+
+def test_a_run_of_a_programs_own_functions_has_the_name_of_its_folder(tmp_path):
+    page = write_run(tmp_path / "try 3", LINES, {"recipe": "recipe"})
+    assert page.text["h1"] == ["try 3"]
+    page = write_run(tmp_path / "try 4", LINES, {"recipe": "/me/llama.py:3-8b"})
+    assert page.text["h1"] == ["llama:3-8b"]
+
+
 def test_checkpoints_are_a_tile_and_a_table_and_no_curves(tmp_path):
     lines = [
         {"step": 10, "loss": 2.0, "step_time": 0.1},
@@ -146,7 +189,7 @@ def test_checkpoints_are_a_tile_and_a_table_and_no_curves(tmp_path):
         {"step": 15, "checkpoint_blocked": 0.01, "checkpoint_write_time": None},
     ]
     page = write_run(tmp_path, lines)
-    results = dict(zip(page.text["span"], page.text["b"], strict=False))
+    results = figures(page)
     assert results["held up training for a save, median; 12.3% of a step"] == "12.3 ms"
     headings = ["step", "size", "held up training", "written in"]
     assert page.text["th"] == [*headings, "10", "15", "20"]

@@ -123,7 +123,9 @@ if os.environ.get("ODD") == "checkpoint":
     import dataclasses
     import jshard.training.prepared_run as prepared_run
     find = prepared_run.find_start
-    prepared_run.find_start = lambda *args: dataclasses.replace(find(*args), step=4)
+    def find_start(*args, **kwargs):
+        return dataclasses.replace(find(*args, **kwargs), step=4)
+    prepared_run.find_start = find_start
 """
 
 

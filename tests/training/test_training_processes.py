@@ -176,7 +176,7 @@ def test_a_run_of_one_process_goes_on_in_two_is_stopped_there_and_ends_in_one(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 2), (1, 4)), ((1, 4), (2, 2)), ((2, 2), (4, 1)), ((2, 2), (2, 2))],
+    [((1, 4), (2, 2)), ((2, 2), (4, 1))],
     ids=str,
 )
 def test_a_killed_run_goes_on_in_other_processes(

@@ -225,17 +225,18 @@ def traced(fsdp: jshard.FSDP, make_model: Any) -> tuple[Any, jshard.TrainState]:
     return fsdp.train_step(loss_fn, tx).trace(state, x), state
 
 
-def test_weights_of_linear_layers_are_gathered_in_bytes_and_no_others():
+@pytest.mark.parametrize("remat", ["dots", "none"])
+def test_weights_of_linear_layers_are_gathered_in_bytes_and_no_others(remat):
     bf16 = jshard.Precision(compute="bfloat16")
     float8 = dataclasses.replace(bf16, products="float8")
     overrides = {"layers.left_out": {"precision": bf16}}
     policy = jshard.Policy(
-        precision=float8, overrides=overrides, min_shard_elements=0, remat="dots"
+        precision=float8, overrides=overrides, min_shard_elements=0, remat=remat
     )
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
     program, _ = traced(fsdp, GatedModel)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
-    # Of a layer `dense` alone: forward and backward.
+    # Of a layer `dense` alone: forward and backward, as none is kept.
     assert found["all-gather", "int8"].count == 2 * LAYERS
     assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * WIDTH**2 * 7 // 8
     # One reduction for the scales of all layers.

@@ -52,7 +52,8 @@ function timeline(figure) {
 
     pen.font = `11px ${font}`;
     pen.textAlign = "center";
-    const rough = (end - start) / 9, power = 10 ** Math.floor(Math.log10(rough));
+    const labels = Math.min(9, Math.max(2, Math.floor((width - LABEL) / 70)));
+    const rough = (end - start) / labels, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
     const digits = Math.max(0, Math.ceil(-Math.log10(step / 1e3)));
     for (let at = Math.ceil(start / step) * step; at <= end; at += step) {

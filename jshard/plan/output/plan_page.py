@@ -12,7 +12,7 @@ from jshard.plan.memory.breakdown import Memory
 from jshard.plan.output import plan_text
 from jshard.plan.planning import Plan
 from jshard.report.charts import script_json
-from jshard.report.page import document, section, table, tiles
+from jshard.report.page import document, folded, section, table, tiles
 
 KINDS = (
     "matrix product",
@@ -60,7 +60,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
         rows = [
             (f"{name}={value}", why) for name, value, why in plan_text.options(plan)
         ]
-        yield "XLA options", table(rows)
+        given = f"{len(rows)} options for this step"
+        yield "XLA options", folded(given, table(rows, kind="options"))
     if plan.program.gpu is not None:
         model = assumed(plan.program.gpu.constants)
         yield "Model", _note(f"{model}. {_NO_CONTENTION}")
