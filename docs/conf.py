@@ -25,6 +25,8 @@ exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", *NOT_O
 # JAX's wheels for CPUs suffice: nothing runs but imports and docstrings.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Blocks without a language are what terminals show.
+highlight_language = "none"
 myst_heading_anchors = 4  # the ids that GitHub gives to headings
 nb_execution_mode = "off"  # tests/training/test_notebook.py runs notebooks
 
@@ -99,10 +101,10 @@ def public_name(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 def mark_examples(
     app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Makes the indented examples of a docstring literal, as Markdown has them."""
+    """Makes the indented examples of a docstring code, as Markdown has them."""
     for i in range(len(lines) - 1, 1, -1):
         if lines[i].startswith("    ") and not lines[i - 1] and lines[i - 2][:1] > " ":
-            lines[i:i] = ["::", ""]
+            lines[i:i] = [".. code-block:: default", ""]
 
 
 def setup(app: Any) -> None:

@@ -231,9 +231,9 @@ def _difference(other: Candidate, chosen: Candidate) -> str:
 
 
 def _too_large(what: str, needed: int, usable: int, config: Config) -> str:
-    fitted = [f"--config.{key}" for key in FITTED if flatten(config)[key] == FIT]
+    fitted = [f"--config.{key}={FIT}" for key in FITTED if flatten(config)[key] == FIT]
     return (
-        f"{' and '.join(fitted)}=fit: {what} needs "
+        f"{' '.join(fitted)}: {what} needs "
         f"{format_bytes(needed)} of the {format_bytes(usable)} that a device has; use "
         "more devices, --config.policy.offload=optimizer, or a smaller batch or model"
     )

@@ -135,6 +135,11 @@ def _expose_parameters(model: nnx.Module) -> list[Callable[[], None]]:
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises UserError unless ``optimizer`` is an optax transformation."""
+    if isinstance(optimizer, nnx.Optimizer):
+        raise UserError(
+            "optimizer is an nnx.Optimizer; pass the optax transformation that it was "
+            "made with (its tx): jshard makes and keeps the optimizer's state itself"
+        )
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UserError(
             f"optimizer is {_kind(optimizer)}; it must be an optax transformation, "

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jshard.errors import UserError
@@ -37,7 +38,7 @@ class _Sum:
         loss = as_loss(self)
         if isinstance(other, numbers.Number) and other == 0:  # the start of sum()
             return loss
-        return Loss(loss.terms + as_loss(other).terms)
+        return Loss(loss.terms + as_loss(other, "loss_fn adds to a Mean").terms)
 
     __radd__ = __add__
 
@@ -104,21 +105,40 @@ def fold_weights(loss: Loss) -> tuple[Loss, list[jax.Array]]:
     return Loss(tuple(terms)), [w for w, _ in loss.terms if isinstance(w, Tracer)]
 
 
-def as_loss(value: Any) -> Loss:
+def as_loss(value: Any, what: str = "loss_fn returned") -> Loss:
     """Returns a Mean or a Loss as a Loss.
 
     Raises:
-      UserError: ``value`` is neither.
+      UserError: ``value``, which ``what`` describes, is neither.
     """
     if isinstance(value, Mean):
         return Loss(((1.0, value),))
     if isinstance(value, Loss):
         return value
-    raise UserError(
-        f"loss_fn returned {type(value).__name__}; it must return "
-        "jshard.Mean(total, count), a weighted sum of Means, or "
+    instead = (
+        "it must return jshard.Mean(total, count), a weighted sum of Means, or "
         "(that, {'name': Mean, ...})"
     )
+    raise UserError(f"{what} {_kind(value)}; {_advice(value) or instead}")
+
+
+def _advice(value: Any) -> str:
+    """Says how a number becomes a Mean; empty for other values."""
+    if not isinstance(value, (jax.Array, np.ndarray, numbers.Number)):
+        return ""
+    return (
+        "for jnp.mean(x) write jshard.Mean(jnp.sum(x), x.size), a sum and its count; "
+        "for a number x that is the same on every device, jshard.Mean(x, 1)"
+    )
+
+
+def _kind(value: Any) -> str:
+    """Describes a value that is no Mean, for error messages."""
+    if value is None:
+        return "None"
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"an array of shape {value.shape}"
+    return f"a value of type {type(value).__name__}"
 
 
 # Metrics that a step adds; those of a loss scale are taken without one, too.
@@ -137,9 +157,10 @@ def split_result(result: Any) -> tuple[Loss, dict[str, Mean]]:
         )
     for name, value in metrics.items():
         if not isinstance(value, Mean):
+            instead = "it must be a jshard.Mean(total, count)"
             raise UserError(
-                f"loss_fn: metric {name!r} is a {type(value).__name__}; "
-                "it must be a jshard.Mean(total, count)"
+                f"loss_fn: metric {name!r} is {_kind(value)}; "
+                f"{_advice(value) or instead}"
             )
         if name in _OF_STEPS:
             raise UserError(f"loss_fn: metric name {name!r} is taken; choose another")

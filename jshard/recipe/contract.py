@@ -3,11 +3,12 @@
 Otherwise a wrong value would fail far from its function, inside jshard or JAX.
 """
 
+import contextlib
 import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optax
@@ -59,9 +60,12 @@ def make_optimizer(
     function: Callable[[Config], Any], config: Config
 ) -> optax.GradientTransformation:
     """Returns the recipe's optimizer."""
-    optimizer = function(config)
+    with _explained_warmup(config):
+        optimizer = function(config)
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         expected = "an optax transformation, such as optax.adamw(1e-3)"
+        if isinstance(optimizer, nnx.Optimizer):
+            expected = "the optax transformation that it was made with, its tx"
         raise _wrong("make_optimizer(config)", optimizer, expected)
     return optimizer
 
@@ -72,7 +76,8 @@ def learning_rate(
     """Returns the recipe's schedule."""
     if function is None:
         return None
-    schedule: Any = function(config)
+    with _explained_warmup(config):
+        schedule: Any = function(config)
     if not callable(schedule):
         expected = "a schedule: a function of the step"
         raise _wrong("learning_rate(config)", schedule, expected)
@@ -84,6 +89,21 @@ def learning_rate(
     except (TypeError, ValueError) as error:
         raise _wrong(what, rate, "a number for step 0") from error
     return by_step(schedule)
+
+
+@contextlib.contextmanager
+def _explained_warmup(config: Config) -> Iterator[None]:
+    """Says which keys leave optax's schedules no steps to decay over."""
+    try:
+        yield
+    except ValueError as error:
+        warmup = config.get("optimizer", {}).get("warmup_steps", 0)
+        if "decay_steps" not in str(error) or warmup < config.steps:
+            raise
+        raise UserError(
+            f"--config.optimizer.warmup_steps={warmup}: the warm-up must be shorter "
+            f"than the run, --config.steps={config.steps}"
+        ) from error
 
 
 def trainable(function: Callable[[Config], Any] | None, config: Config) -> Any:

@@ -1,6 +1,7 @@
 """Programs on the pages run, or say why not."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 COMMANDS = {"ci:run": ["bash", "-ex"], "ci:python": [sys.executable]}
+# What pages import that jshard[test] does not bring, by its extra.
+NOT_IN_TEST = {"moto": "buckets-test", "torch": "huggingface"}
 RUNNING = [
     (page, comment)
     for page in BLOCKS["pages"]()
@@ -50,8 +53,9 @@ def test_programs_run(page, comment, tmp_path):
     (tmp_path / ".venv").symlink_to(sys.prefix)
     file = tmp_path / "program"
     program = BLOCKS["program"](page.read_text(), comment)
-    if "import moto" in program or "from moto" in program:
-        pytest.importorskip("moto", reason="needs jshard[buckets-test]")
+    for module, extra in NOT_IN_TEST.items():
+        if re.search(rf"^(from|import) .*\b{module}\b", program, re.MULTILINE):
+            pytest.importorskip(module, reason=f"needs jshard[{extra}]")
     file.write_text(program)
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = os.environ | {

@@ -188,6 +188,9 @@ def test_if_nothing_fits_one_line_says_what_the_most_frugal_choice_needs(recipe)
     assert "\n" not in said
     with pytest.raises(jshard.UserError, match="=fit: the state alone needs 1"):
         pick(recipe, 2**10, policy__remat="full")
+    both = "^--config.policy.remat=fit --config.policy.accumulate=fit: the state alone"
+    with pytest.raises(jshard.UserError, match=both):
+        pick(recipe, 2**10)
 
 
 def test_unresolved_keys_are_no_policy(recipe):

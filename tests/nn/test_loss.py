@@ -245,16 +245,36 @@ def test_eval_step_gives_global_means_that_add():
 
 # Errors.
 
+AN_ARRAY = (
+    r"an array of shape \(\); for jnp.mean\(x\) write "
+    r"jshard.Mean\(jnp.sum\(x\), x.size\)"
+)
+
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda m: m.total / m.count, r"returned \w+; it must return jshard.Mean"),
-        (lambda m: None, r"returned NoneType; it must return jshard.Mean"),
+        (lambda m: m.total / m.count, rf"returned {AN_ARRAY}"),
+        (lambda m: m.total[None], r"returned an array of shape \(1,\); for jnp.mean"),
+        (lambda m: m + m.total, rf"adds to a Mean {AN_ARRAY}"),
+        (lambda m: m - 1.0, r"adds to a Mean a value of type float; for jnp.mean\(x\) write"),
+        (lambda m: None, r"returned None; it must return jshard.Mean"),
+        (
+            lambda m: {"loss": m},
+            r"returned a value of type dict; it must return jshard.Mean",
+        ),
         (lambda m: (m, m), r"second part is a Mean; it must be a dict"),
-        (lambda m: (m.total, {"z": m}), r"returned \w+; it must return jshard.Mean"),
-        (lambda m: (m, {"z": 2 * m}), r"metric 'z' is a Loss; it must be a .*Mean"),
-        (lambda m: (m, {"z": m.total}), r"metric 'z' is a \w+; it must be a .*Mean"),
+        (lambda m: (m.total, {"z": m}), rf"returned {AN_ARRAY}"),
+        (lambda m: (m, {"z": 2 * m}), r"metric 'z' is a value of type Loss; it must be a .*Mean"),
+        (lambda m: (m, {"z": m.total}), rf"metric 'z' is {AN_ARRAY}"),
+        (
+            lambda m: (m, {"z": 0.5}),
+            r"metric 'z' is a value of type float; for jnp.mean\(x\) write",
+        ),
+        (
+            lambda m: (m, {"z": "a"}),
+            r"metric 'z' is a value of type str; it must be a .*Mean",
+        ),
         (lambda m: (m, {"loss": m}), r"metric name 'loss' is taken"),
         (lambda m: (m, {"grad_norm": m}), r"metric name 'grad_norm' is taken"),
         (lambda m: (m, {"loss_scale": m}), r"metric name 'loss_scale' is taken"),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.errors import UserError
@@ -22,10 +23,20 @@ def loss_fn(model, batch): ...
 def make_data(config, split): ...
 def references(config): ...
 """
+NNX_OPTIMIZER = nnx.Optimizer(
+    nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param
+)
 
 
 def returning(value):
     return lambda *_: value
+
+
+def raising(error):
+    def function(*_):
+        raise error
+
+    return function
 
 
 @pytest.mark.parametrize(
@@ -34,6 +45,7 @@ def returning(value):
         (returns.make_optimizer, None, "make_optimizer(config) returned None; it must"),
         (returns.make_optimizer, optax.adamw, "must return an optax transformation"),
         (returns.make_optimizer, 1e-3, "returned 0.001"),
+        (returns.make_optimizer, NNX_OPTIMIZER, "returned Optimizer; it must return"),
         (returns.learning_rate, None, "learning_rate(config) returned None; it must"),
         (returns.learning_rate, 0.1, "returned 0.1; it must return a schedule"),
         (returns.learning_rate, lambda: 0.1, "is called as"),
@@ -57,6 +69,24 @@ def test_a_wrong_return_is_one_line_that_names_the_function(check, value, said):
         check(returning(value), CONFIG)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("check", [returns.learning_rate, returns.make_optimizer])
+def test_a_warm_up_as_long_as_the_run_is_one_line_that_names_both_keys(check):
+    def schedule(config):
+        warmup = config.optimizer.warmup_steps
+        return optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, config.steps)
+
+    config = ConfigDict({"steps": 30, "optimizer": {"warmup_steps": 30}})
+    with pytest.raises(UserError, match=r"--config\.steps=30") as caught:
+        check(schedule, config)
+    said = str(caught.value)
+    assert said.startswith("--config.optimizer.warmup_steps=30: the warm-up must be")
+    config.optimizer.warmup_steps = 29
+    assert schedule(config)(29) == 1
+    # Other errors of the recipe stay its own.
+    with pytest.raises(ValueError, match="mine"):
+        check(raising(ValueError("mine")), ConfigDict({"steps": 3}))
 
 
 def test_what_is_right_passes():
