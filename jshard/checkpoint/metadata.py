@@ -15,6 +15,7 @@ from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.described import STORED_SHAPE, checked
 from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
+from jshard.four_bit.base import FOUR_BIT, four_bit_of
 from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
@@ -101,6 +102,8 @@ def describe(
         if name in described:
             described[name]["layer_dims"] = layer_dims(variable)
             described[name]["random"] = is_random(variable)
+            if (four_bit := four_bit_of(variable)) is not None:
+                described[name][FOUR_BIT] = four_bit.kind
             if isinstance(variable, nnx.LoRAParam):
                 described[name][ALPHA] = variable.get_metadata(ALPHA, None)
     return {

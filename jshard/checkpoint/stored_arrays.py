@@ -108,7 +108,11 @@ def match_parameters(
 
 
 def load_parameters(
-    folder: Path, state: TrainState, *, optimizer: bool = False, only: str = ""
+    folder: Path,
+    state: TrainState,
+    *,
+    optimizer: bool = False,
+    only: str | tuple[str, ...] = "",
 ) -> dict[str, jax.Array]:
     """Reads what ``match_parameters`` finds; each device its shards.
 

@@ -10,7 +10,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.errors import UserError, some_of
-from jshard.fsdp.mesh import devices_of_a_sequence, named_sizes, shards_of
+from jshard.fsdp.mesh import (
+    CONTEXT,
+    FSDP,
+    REPLICA,
+    devices_of_a_sequence,
+    named_sizes,
+    shards_of,
+)
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.state import TrainState
@@ -28,7 +35,13 @@ _FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs (Ada, Hopper) that multiply flo
 _MUCH = 1 << 20  # parameters that are whole on every device
 
 
-def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+def check_precisions(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if float8 products or 4 bits do not go with mesh or policy."""
+    _check_products(policy, mesh)
+    _check_base(policy, mesh)
+
+
+def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if the policy wants float8 products that cannot be had."""
     if not policy.multiplies_in_float8():
         return
@@ -48,6 +61,22 @@ def check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
             f"newer (Ada, Hopper, Blackwell); {device.device_kind} has {capability}; "
             "use products=None"
         )
+
+
+def _check_base(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError if the policy wants 4 bits and the mesh splits weights."""
+    for name, precision in policy.everywhere("precision").items():
+        others = {
+            axis: size
+            for axis, size in mesh.shape.items()
+            if axis not in (REPLICA, FSDP, CONTEXT) and size > 1
+        }
+        if precision.base is not None and others:
+            raise UserError(
+                f"policy.{name}.base={precision.base!r}: weights in 4 bits are not "
+                f"split over {named_sizes(others)}; use a mesh of replica, fsdp and "
+                "context"
+            )
 
 
 def check_trained(params: nnx.State) -> None:

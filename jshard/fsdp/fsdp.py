@@ -14,11 +14,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
+from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import step
 from jshard.fsdp.batch import split_batch
 from jshard.fsdp.checks import (
     check_model,
-    check_products,
+    check_precisions,
     check_trained,
     check_units,
     warn_of_large_root,
@@ -31,14 +32,14 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
 from jshard.layout.capacity import check_capacity
-from jshard.layout.initial_values import make, mark_stacked, prepare
+from jshard.layout.initial_values import fill, mark_stacked, prepare
 from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.layout.state_layout import Layout, padded
 from jshard.layout.variables import is_variable
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
-from jshard.unit.model import make_units, of_one_device
+from jshard.unit.model import layer_paths, make_units, of_one_device
 
 
 class FSDP:
@@ -81,7 +82,7 @@ class FSDP:
             for path, split in (tensor_splits or {}).items()
         }
         check_memory(self.policy, mesh)
-        check_products(self.policy, mesh)
+        check_precisions(self.policy, mesh)
         self.units = check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
         self._build = functools.partial(
@@ -102,6 +103,7 @@ class FSDP:
         optimizer: optax.GradientTransformation,
         seed: int = 0,
         wrt: Any = nnx.Param,
+        frozen: nnx.State | None = None,
     ) -> TrainState:
         """Creates a state directly as shards.
 
@@ -114,6 +116,8 @@ class FSDP:
           optimizer: any optax transformation.
           seed: the seed of the random streams.
           wrt: an NNX filter that selects the parameters to train.
+          frozen: that field of the state, from ``abstract_state``, with arrays that
+            exist already; these are taken, and no initial values are computed.
 
         Raises:
           UserError: ``wrt`` selects no parameters of the model, an override of the
@@ -123,15 +127,9 @@ class FSDP:
         seed_array = jnp.asarray(seed, jnp.uint32)
         abstract = self._abstract(create, seed_array)
         check_capacity(abstract, self.mesh.local_devices)
-        leaves, structure = jax.tree.flatten(abstract)
-
-        # Only the arrays: each call of make_model may make other functions
-        # (initializers, lambdas), and with them another tree structure.
-        def arrays(seed: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(create(seed))
-
-        made = make(self._in_order(arrays), (seed_array,), leaves)
-        return jax.tree.unflatten(structure, made)
+        if frozen is not None:
+            abstract = dataclasses.replace(abstract, frozen=frozen)
+        return fill(abstract, create, (seed_array,), self._in_order)
 
     def from_model(
         self,
@@ -160,20 +158,17 @@ class FSDP:
         abstract = self._abstract(create, values)
         check_capacity(abstract, self.mesh.local_devices)
 
-        def start(step: jax.Array, params: nnx.State) -> list[jax.Array]:
+        def start(step: jax.Array, params: nnx.State) -> dict[str, Any]:
             params = jax.tree.map(on_device, params)
-            fields = first_fields(self.policy, self.mesh, optimizer, params, step)
-            return jax.tree.leaves(fields)
+            return first_fields(self.policy, self.mesh, optimizer, params, step)
 
         put = transfer.put_state
         arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
         fields = ("step", "opt_state", "ema", "loss_scale")
-        leaves, structure = jax.tree.flatten({x: getattr(abstract, x) for x in fields})
         inputs = (jnp.zeros((), jnp.int32), arrays.params)
-        made = make(self._in_order(start), inputs, leaves)
-        return dataclasses.replace(
-            abstract, **arrays._asdict(), **jax.tree.unflatten(structure, made)
-        )
+        rest = {name: getattr(abstract, name) for name in fields}
+        rest = fill(rest, start, inputs, self._in_order)
+        return dataclasses.replace(abstract, **arrays._asdict(), **rest)
 
     def abstract_state(
         self,
@@ -210,9 +205,11 @@ class FSDP:
             is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
             mark_stacked(model, self.layer_dims, is_parameter)
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
+            layers = layer_paths(model, self.units)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
             first = jnp.zeros((), jnp.int32)
             state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
+            state = in_four_bits(state, self.policy, self.mesh, layers)
             state = padded(state, self.policy, self.mesh, self.tensor_splits)
             more = first_fields(self.policy, self.mesh, optimizer, state.params, first)
             return dataclasses.replace(state, **more)
@@ -327,13 +324,14 @@ class FSDP:
     def model(self, state: TrainState) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays.
 
-        What is padded in the state (shards do not divide it) is whole on each device.
+        What is padded in the state (shards do not divide it) is whole on each device,
+        and what is in 4 bits is decoded.
 
         Raises:
           UserError: the state was donated to a train step.
         """
         check_kept(state)
-        arrays = transfer.without_padding(state.model_arrays, self.mesh)
+        arrays = transfer.as_read(state.model_arrays, self.mesh)
         model = nnx.merge(state.graphdef, *arrays, copy=True)
         for _, module in list(nnx.iter_modules(model)):
             of_one_device(module)

@@ -12,6 +12,7 @@ from jshard.knob import described, knob, knobs
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
+FOUR_BITS = ("nf4", "fp4")
 
 _FLOATING: dict[str, Any] = {"kind": str, "choices": FLOATING}
 
@@ -87,15 +88,28 @@ class Precision:
         "the same numbers.",
     )
 
+    base: Any = knob(
+        None,
+        "nf4 or fp4 keeps the frozen matrices of layers in 4 bits, as bitsandbytes "
+        "does (QLoRA); None keeps them in param's dtype",
+        kind=str,
+        choices=FOUR_BITS,
+        more="They are sharded and gathered in 4 bits, with double quantization, and "
+        "decoded to the dtype of compute where they are used, again in the backward. "
+        "Embeddings, heads, biases, norms and the root stay as they are. Meshes have "
+        "the axes replica, fsdp and context alone.",
+    )
+
     def __post_init__(self) -> None:
         for name, declared in knobs(type(self)).items():
             value = getattr(self, name)
             if value is None:
                 continue
-            if name == "products":
+            if name in ("products", "base"):
                 if value not in declared.choices:
+                    possible = ", ".join(("None", *declared.choices))
                     raise UserError(
-                        f"precision.products: {value!r} is not one of None, float8"
+                        f"precision.{name}: {value!r} is not one of {possible}"
                     )
                 continue
             try:
@@ -111,6 +125,12 @@ class Precision:
                 f"precision.products={self.products!r} does not go with "
                 f"compute={self.compute.name!r}; use bfloat16 or float32"
             )
+        if self.products is not None and self.base is not None:
+            raise UserError(
+                f"precision.base={self.base!r} does not go with products="
+                f"{self.products!r}: weights in 4 bits are multiplied in compute's "
+                "dtype; leave one of them out"
+            )
         if self.gather is None:
             object.__setattr__(self, "gather", self.compute)
 
@@ -124,7 +144,9 @@ class Precision:
         if own is None or compute is None or own.itemsize <= compute.itemsize:
             return self
         gather = None if self.gather == compute else self.gather
-        return dataclasses.replace(self, gather=gather, compute=own, products=None)
+        return dataclasses.replace(
+            self, gather=gather, compute=own, products=None, base=None
+        )
 
 
 def is_quantized(dtype: Any) -> bool:

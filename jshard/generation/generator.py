@@ -61,9 +61,9 @@ class Generator:
     @classmethod
     def sharded(cls, fsdp: FSDP, state: TrainState) -> "Generator":
         """Returns a Generator whose weights stay shards, gathered layer by layer."""
-        generator = cls.__new__(cls)
-        check_decodes(fsdp.model(state))
-        generator._start(sharded(fsdp, state))
+        generator, placement = cls.__new__(cls), sharded(fsdp, state)
+        check_decodes(placement.model)
+        generator._start(placement)
         return generator
 
     def _start(self, placement: Placement) -> None:

@@ -64,6 +64,12 @@ def replicated(model: nnx.Module, devices: Sequence[Any]) -> Placement:
     return Placement(model, len(devices), NamedSharding(mesh, _DATA), compile)
 
 
+def without_values(fsdp: FSDP, state: TrainState) -> nnx.Module:
+    """Returns the abstract model of a state, whose weights are not decoded."""
+    abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return fsdp.model(jax.tree.map(abstract, state))
+
+
 def sharded(fsdp: FSDP, state: TrainState) -> Placement:
     """Leaves the weights as shards, which are gathered a layer at a time."""
 
@@ -72,4 +78,4 @@ def sharded(fsdp: FSDP, state: TrainState) -> Placement:
         return partial(step, state)
 
     sharding = NamedSharding(fsdp.mesh, examples_spec(fsdp.mesh))
-    return Placement(fsdp.model(state), fsdp.mesh.size, sharding, compile)
+    return Placement(without_values(fsdp, state), fsdp.mesh.size, sharding, compile)

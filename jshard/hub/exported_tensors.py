@@ -14,6 +14,7 @@ import tensorstore
 from jshard.checkpoint import frozen
 from jshard.checkpoint.stored_arrays import open_stored
 from jshard.errors import UserError, some_of
+from jshard.four_bit.base import FOUR_BIT
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.huggingface_folder import is_huggingface, model_path
@@ -89,6 +90,11 @@ class Exported:
                 if place is None:
                     unknown.append(name)
                     continue
+                if place.names and FOUR_BIT in array:
+                    raise UserError(
+                        f"{stored} is in 4 bits in the checkpoint: export the adapters "
+                        "alone with --format=peft"
+                    )
                 if not place.is_for(array["shape"][len(layer) :]):
                     raise UserError(
                         f"{stored} of shape {array['shape']} is not what the recipe's "
@@ -158,6 +164,11 @@ class Exported:
                 f"{source}, which {reason}, or export the adapters with --format=peft"
             )
         stored, found = find_tensors(source), {}
+        if any(name.endswith(".absmax") for name in stored):
+            raise UserError(
+                f"--format=huggingface: {source} has weights in 4 bits, to which "
+                "nothing can be added: export the adapters with --format=peft"
+            )
         for place in places.values():
             spelled = place.named_as_in(stored).names
             for name, there in zip(place.names, spelled, strict=True):

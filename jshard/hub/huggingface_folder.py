@@ -11,6 +11,7 @@ from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import is_bucket
 from jshard.errors import UserError, some_of
+from jshard.hub import bitsandbytes
 from jshard.hub.online.download import cached, download, local_path
 from jshard.hub.online.failures import lacks
 from jshard.hub.online.names import parse
@@ -92,10 +93,11 @@ def is_timm(path: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the config.json of a Hugging Face folder.
+    """Reads the config.json of a Hugging Face folder, but for its quantization.
 
     Raises:
-      UserError: There is none, it is damaged, or the weights are quantised.
+      UserError: There is none, it is damaged, or the weights are quantised in a way
+        that cannot be read.
     """
     file = folder / CONFIG
     try:
@@ -111,12 +113,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {file}: it is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"cannot read {file}: it holds no JSON object")
-    if quantised := content.get("quantization_config"):
-        known = isinstance(quantised, dict) and quantised.get("quant_method")
-        raise UserError(
-            f"{folder} is quantised ({known or 'quantization_config'} in {CONFIG}): "
-            "give the folder of the unquantised model"
-        )
+    if quantised := content.pop("quantization_config", None):
+        given = quantised if isinstance(quantised, dict) else {}
+        if problem := bitsandbytes.problem_of_config(given):
+            raise UserError(
+                f"{folder} is quantised ({problem} in {CONFIG}): give the folder of "
+                "the unquantised model, or one that bitsandbytes quantised to nf4 or "
+                "fp4 with bnb_4bit_use_double_quant"
+            )
     if not is_safetensors(folder) and any((folder / x).exists() for x in _PICKLED):
         raise UserError(
             f"{folder} holds {_PICKLED[0]}, whose reading may run any code: convert "

@@ -1,11 +1,12 @@
 """The parameters of a pretrained model: from a checkpoint, or from safetensors."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.restore import find_step
@@ -18,6 +19,9 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
+
+# How the names of what is read begin, but for frozen parameters.
+_BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +84,9 @@ def find_parameters(
     return dataclasses.replace(source, path=folder)
 
 
-def read_parameters(source: ParameterSource, state: TrainState) -> TrainState:
+def read_parameters(
+    source: ParameterSource, state: TrainState, *, frozen_too: bool = True
+) -> TrainState:
     """Starts a state from another run's parameters, or from safetensors files.
 
     Parameters are matched by name, whether they are trained or frozen in either run.
@@ -90,12 +96,32 @@ def read_parameters(source: ParameterSource, state: TrainState) -> TrainState:
     Args:
       source: From ``find_parameters``.
       state: A new state; the arrays that are replaced are deleted.
+      frozen_too: Whether to read frozen parameters, or those that are trained alone.
 
     Returns:
       The state with those values and an unchanged step.
     """
-    state = metadata.replace_arrays(state, _load(source, state))
+    only = "" if frozen_too else _BESIDE_FROZEN
+    state = metadata.replace_arrays(state, _load(source, state, only))
     return state if source.optimizer else _start_averages(state)
+
+
+def start_from(
+    source: ParameterSource,
+    abstract: TrainState,
+    initial_state: Callable[[nnx.State], TrainState],
+) -> TrainState:
+    """Starts a state whose frozen parameters are read and never initialised.
+
+    They may be too large for the devices before they are in 4 bits.
+
+    Args:
+      source: From ``find_parameters``.
+      abstract: The state.
+      initial_state: Makes it of frozen parameters that have been read.
+    """
+    state = initial_state(read_frozen(source, abstract).frozen)
+    return read_parameters(source, state, frozen_too=False)
 
 
 def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
@@ -104,7 +130,7 @@ def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
 
 
 def _load(
-    source: ParameterSource, state: TrainState, only: str = ""
+    source: ParameterSource, state: TrainState, only: str | tuple[str, ...] = ""
 ) -> dict[str, jax.Array]:
     if source.is_safetensors:
         return load_safetensors(source.path, state, source.tensors, only=only)

@@ -1,6 +1,6 @@
 """Reads safetensors files into sharded arrays, each device its slices."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ from flax import nnx
 
 from jshard.checkpoint import metadata
 from jshard.errors import UserError, some_of
+from jshard.four_bit.base import encode_layers, four_bit_of
+from jshard.four_bit.codes import FourBit
 from jshard.fsdp.state import TrainState
+from jshard.hub import bitsandbytes
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.hub.safetensors_write import INDEX, SINGLE
 from jshard.hub.tensor_names import Index, tensor_names
-from jshard.layout.transfer import put_parts
+from jshard.layout.transfer import put, put_parts
 
 # Where each layer of an array lies in the files; () is an array outside Stacks.
 Layers = dict[Index, FileTensor]
@@ -64,13 +67,15 @@ def load_safetensors(
     state: TrainState,
     tensors: Mapping[str, FileTensor] | None = None,
     *,
-    only: str = "",
+    only: str | tuple[str, ...] = "",
 ) -> dict[str, jax.Array]:
     """Reads a model from files of ``jshard.export`` or of Hugging Face, onto any mesh.
 
     That is its parameters, trained or frozen, and the floating-point arrays of its
     other state. A process reads only the slices of its own devices, and its host holds
-    one device's shard of one array at a time.
+    one device's shard of one array at a time. Weights in 4 bits are encoded while they
+    are read, a layer at a time, or come from bitsandbytes' files as they are; the host
+    holds all layers of one of them in 4 bits.
 
     Args:
       path: A folder with ``model.safetensors.index.json`` or ``model.safetensors``, or
@@ -90,7 +95,8 @@ def load_safetensors(
     """
     found = find_tensors(path)
     wanted = _wanted(path, state, found, tensors)
-    _check(path, wanted, found, _REDUNDANT if tensors else ())
+    variables = metadata.variables_by_name(state)
+    _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
     loaded = {}
     for name, array in metadata.arrays_by_name(state).items():
         if name not in wanted or not name.startswith(only):
@@ -101,7 +107,10 @@ def load_safetensors(
         if isinstance(array, jax.Array):
             array.delete()
         exact, layers = wanted[name]
-        loaded[name] = _load(abstract, exact.shape, layers, found)
+        if (four_bit := four_bit_of(variables.get(name))) is not None:
+            loaded[name] = put(_in_bits(four_bit, exact, layers, found), abstract)
+        else:
+            loaded[name] = _load(abstract, exact.shape, layers, found)
     return loaded
 
 
@@ -111,7 +120,8 @@ def check_safetensors(
     """Raises what ``load_safetensors`` would raise, without reading any values."""
     found = find_tensors(path)
     wanted = _wanted(path, state, found, tensors)
-    _check(path, wanted, found, _REDUNDANT if tensors else ())
+    variables = metadata.variables_by_name(state)
+    _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
 
 
 def _wanted(
@@ -140,7 +150,7 @@ def _wanted(
             places = {i: tensors.get(name, _ABSENT) for i, name in layers.items()}
             places = {i: x.named_as_in(found) for i, x in places.items() if x.names}
         if places:
-            wanted[name] = arrays[name], places
+            wanted[name] = _as_read(variables.get(name), arrays[name]), places
     if unknown:
         raise UserError(
             f"the recipe's map of Hugging Face names lacks {some_of(unknown)}: {path} "
@@ -149,9 +159,35 @@ def _wanted(
     return wanted
 
 
+def _check_quantised(path: Path, names: Iterable[str]) -> None:
+    """Raises UserError if one of the tensors is a part of a quantised weight."""
+    quantised = [name for name in names if name.endswith(_QUANTISED)]
+    if not quantised:
+        return
+    said = some_of(quantised, limit=3)
+    if any(name.endswith(".weight.absmax") for name in quantised):
+        raise UserError(
+            f"{path} has weights in 4 bits ({said}) that the model has not: train "
+            "adapters with --config.policy.precision.base=nf4 (or fp4, as the folder "
+            "says), or give the folder of the unquantised model"
+        )
+    raise UserError(
+        f"{path} is quantised ({said}): give the folder of the unquantised model, or "
+        "one that bitsandbytes quantised to nf4 or fp4"
+    )
+
+
+def _as_read(variable: Any, exact: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the abstract array that a variable stands for, which may be in 4 bits."""
+    if (four_bit := four_bit_of(variable)) is None:
+        return exact
+    return jax.ShapeDtypeStruct((*exact.shape[:-1], *four_bit.shape), four_bit.dtype)
+
+
 def _check(
     path: Path,
     wanted: Mapping[str, tuple[Any, Layers]],
+    variables: Mapping[str, nnx.Variable],
     found: Mapping[str, StoredTensor],
     redundant: tuple[str, ...],
 ) -> None:
@@ -159,22 +195,33 @@ def _check(
 
     Besides them there may be tensors whose names end like one of ``redundant``.
     """
-    if quantised := [name for name in found if name.endswith(_QUANTISED)]:
-        raise UserError(
-            f"{path} is quantised ({some_of(quantised, limit=3)}): give the folder of "
-            "the unquantised model"
-        )
+    in_bits = {
+        place: four_bit
+        for key, (_, layers) in wanted.items()
+        if (four_bit := four_bit_of(variables.get(key))) is not None
+        for place in layers.values()
+        if bitsandbytes.is_stored(place, found)
+    }
+    known = {
+        name
+        for place, four_bit in in_bits.items()
+        for name in bitsandbytes.tensors(place.names[0], four_bit.kind)
+    }
+    _check_quantised(path, [name for name in found if name not in known])
     expected = {
         name: (place.shape_in_file(array.shape[len(index) :]), array.dtype)
         for array, layers in wanted.values()
         for index, place in layers.items()
+        if place not in in_bits
         for name in place.names
     }
-    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems = [bitsandbytes.problem(*one, found) for one in in_bits.items()]
+    problems = list(filter(None, problems))
+    problems += [f"{name} is missing" for name in expected if name not in found]
     problems += [
         f"{name} is not in the model"
         for name in found
-        if name not in expected and not name.endswith(redundant)
+        if name not in expected.keys() | known and not name.endswith(redundant)
     ]
     for name in (name for name in expected if name in found):
         shape, dtype = expected[name]
@@ -188,6 +235,29 @@ def _check(
             problems.append(f"{name} has dtype {stored.dtype}, not {dtype}")
     if problems:
         raise UserError(f"{path} is of another model: {some_of(problems, '; ')}")
+
+
+def _in_bits(
+    four_bit: FourBit,
+    exact: jax.ShapeDtypeStruct,
+    layers: Layers,
+    found: Mapping[str, StoredTensor],
+) -> np.ndarray:
+    """Reads a weight in 4 bits, (*layers, bytes), from either kind of tensors."""
+    of_layers = exact.shape[: exact.ndim - len(four_bit.shape)]
+    whole = tuple(slice(0, size) for size in four_bit.shape)
+
+    def read(index: tuple[int, ...]) -> np.ndarray:
+        slices = (*(slice(i, i + 1) for i in index), *whole)
+        return _read(slices, exact.dtype, layers, found).reshape(four_bit.shape)
+
+    first = next(iter(layers.values()))
+    if bitsandbytes.is_stored(first, found):
+        stored = [
+            bitsandbytes.read(place, four_bit.kind, found) for place in layers.values()
+        ]
+        return np.reshape(stored, (*of_layers, -1))
+    return encode_layers(four_bit, of_layers, read)
 
 
 def _load(

@@ -5,6 +5,7 @@ created on the device and then moved to host memory. This is done in parts, beca
 state may be larger than device memory.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,7 +100,32 @@ def mark_stacked(
             layers.mark_layers(variable, inner=[path] * number)
 
 
-def make(
+def fill(
+    tree: Any,
+    create: Callable[..., Any],
+    inputs: tuple,
+    in_order: Callable[[Callable], Callable],
+) -> Any:
+    """Returns an abstract tree with the arrays of ``create(*inputs)``, such a tree.
+
+    Arrays that ``tree`` has already stay, and are not computed. ``in_order`` wraps
+    what is compiled.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    new = [not isinstance(x, jax.Array) for x in leaves]
+
+    # Only the arrays: each call of make_model may make other functions
+    # (initializers, lambdas), and with them another tree structure.
+    def arrays(*inputs: Any) -> list[jax.Array]:
+        return list(itertools.compress(jax.tree.leaves(create(*inputs)), new))
+
+    made = _make(in_order(arrays), inputs, list(itertools.compress(leaves, new)))
+    found = iter(made)
+    leaves = [next(found) if x else old for x, old in zip(new, leaves, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _make(
     create: Callable[..., list[Any]], inputs: tuple, abstract: Sequence[Any]
 ) -> list[jax.Array]:
     """Returns the arrays of ``create(*inputs)`` with the shardings of ``abstract``.

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 
+from jshard.four_bit.codes import FourBit
 from jshard.fsdp.mesh import names_of, shard_axes
 from jshard.layout.padding import lengthened, shortened
 
@@ -21,6 +22,8 @@ class Placement:
     Attributes:
       dim: the sharded dimension, counted from the end (-1 is the last), so that it is
         the same for one layer and for a stack of layers; None if replicated.
+      four_bit: how the parameter is kept in 4 bits; None if it is not.
+      decoded_to: the dtype that it has in the layer then.
       over: the mesh axes that shard ``dim``; None for all that shard parameters.
       splits: (dimension, axis) for each mesh axis that splits the parameter for
         computing; the layer gets the device's part of it.
@@ -57,6 +60,8 @@ class Placement:
     hosted: bool = False
     float8: bool = False
     gradient_only: bool = False
+    four_bit: FourBit | None = None
+    decoded_to: Any = None
     over: tuple[str, ...] | None = None
     splits: tuple[tuple[int, str], ...] = ()
     whole: bool = False
@@ -95,6 +100,14 @@ class Placement:
         """Returns ``exact``, or None if a layer gets a part of that dimension."""
         split = () if self.whole else (dim for dim, _ in self.splits)
         return None if self.exact is None or self.exact[0] in split else self.exact
+
+    def decoded(self, full: jax.Array) -> jax.Array:
+        """Returns what the layer reads: a gathered array, its 4 bits as values."""
+        if self.four_bit is None:
+            return full
+        # Without a gradient for the tables of codes, which would take the weight's.
+        values = jax.lax.stop_gradient(self.four_bit.decode(full))
+        return values.astype(self.decoded_to)
 
     def fetched(self, shard: jax.Array) -> jax.Array:
         """Returns the shard in device memory, copying it from the host if hosted."""

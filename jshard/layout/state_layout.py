@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import UserError
+from jshard.four_bit.base import four_bit_of
 from jshard.fsdp.mesh import axes_of, names_of, shard_axes
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision, is_float, is_quantized
@@ -184,6 +185,8 @@ class Layout:
                 None,
                 trainable=place.trainable,
                 float8=place.float8,
+                four_bit=place.four_bit,
+                decoded_to=place.decoded_to,
                 splits=place.splits,
                 on_rank_zero=place.on_rank_zero,
             )
@@ -226,6 +229,8 @@ def _places(
     for path, variable in nnx.to_flat_state(params):
         dtype = variable.get_value().dtype
         precision = policy.precision_at(path, own.get(path))
+        four_bit = four_bit_of(variable)
+        decoded_to = four_bit and (precision.compute or jnp.dtype(four_bit.dtype))
         if not jnp.issubdtype(dtype, jnp.floating):  # complex, or integers
             precision = Precision()
         parts = found.get(path, WHOLE)
@@ -258,6 +263,8 @@ def _places(
             trainable=trainable and is_float(variable.get_value()),
             hosted=policy.offload == "all" and dim is not None,
             float8=precision.products is not None,
+            four_bit=four_bit,
+            decoded_to=decoded_to,
             over=over,
             splits=parts.splits,
             on_rank_zero=parts.on_rank_zero,

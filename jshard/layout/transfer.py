@@ -10,8 +10,9 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jshard.four_bit.base import decoded, decoded_spec, encode_layers, four_bit_of
 from jshard.layout.memory_kinds import on_device
-from jshard.layout.padding import exact_types, exact_values, padding_now
+from jshard.layout.padding import exact_values, padding_now
 from jshard.layout.variables import is_variable
 
 
@@ -58,6 +59,9 @@ def put_state(values: nnx.State, like: nnx.State) -> nnx.State:
         if not isinstance(leaf, nnx.Variable):
             return put(full[path], leaf)
         value = full[path].get_raw_value()
+        if (four_bit := four_bit_of(leaf)) is not None:
+            layers = leaf.get_value().shape[:-1]
+            value = encode_layers(four_bit, layers, lambda index: value[index])
         return leaf.copy(jax.tree.map(put, value, leaf.get_raw_value()))
 
     return nnx.map_state(put_leaf, like)
@@ -66,23 +70,32 @@ def put_state(values: nnx.State, like: nnx.State) -> nnx.State:
 def fetch_exact(leaf: Any) -> Any:
     """Returns an array, or a variable without its padding, on the host."""
     full = jax.tree.map(fetch, leaf)
-    return exact_values(full) if is_variable(leaf) else full
+    if not is_variable(leaf):
+        return full
+    full = exact_values(full)
+    return full if four_bit_of(full) is None else jax.tree.map(fetch, decoded(full))
 
 
-def without_padding(tree: Any, mesh: Any) -> Any:
-    """Returns a tree in which variables that were padded are whole on each device."""
+def as_read(tree: Any, mesh: Any) -> Any:
+    """Returns a tree with the values that models read.
+
+    Variables that were padded are whole on each device, and those in 4 bits are
+    decoded, as shards.
+    """
     whole = NamedSharding(mesh, PartitionSpec())
 
     def one(leaf: Any) -> Any:
-        if padding_now(leaf) is None:
+        in_bits = four_bit_of(leaf) is not None
+        if padding_now(leaf) is None and not in_bits:
             return leaf
-        value = leaf.get_value()
-        if isinstance(value, jax.ShapeDtypeStruct):
-            types = exact_types(leaf)
-            there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+        place = NamedSharding(mesh, decoded_spec(leaf, mesh)) if in_bits else whole
+        values = lambda leaf: decoded(exact_values(leaf))
+        if isinstance(leaf.get_value(), jax.ShapeDtypeStruct):
+            types = jax.eval_shape(values, leaf)
+            there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             return jax.tree.map(there, types)
         leaf = jax.tree.map(on_device, leaf)
-        return jax.jit(exact_values, out_shardings=whole)(leaf)
+        return jax.jit(values, out_shardings=place)(leaf)
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
 

@@ -10,9 +10,10 @@ from flax import nnx
 
 from jshard.errors import some_of
 from jshard.formatting import format_bytes
+from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
 from jshard.fsdp.mesh import shards_of
 from jshard.fsdp.state import TrainState
-from jshard.layout.capacity import shard_bytes, shard_size
+from jshard.layout.capacity import shard_bytes
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.padding import exact_types, padding_now
@@ -23,9 +24,10 @@ from jshard.unit.model import root_variables
 
 def parameters(state: TrainState) -> str:
     """Returns how many parameters there are, and what a device holds of the state."""
-    params = jax.tree.leaves((state.params, state.frozen))
-    trained, frozen = map(_exact_size, (state.params, state.frozen))
-    total, local = trained + frozen, sum(map(shard_size, params))
+    params = [variable for _, variable in state.flat_params()]
+    total, local = (sum(map(count, params)) for count in (values_in, values_in_shard))
+    trained = _exact_size(state.params)
+    in_bits = sum(values_in(x) for x in params if four_bit_of(x) is not None)
     held = {"host": 0, "device": 0}
     for x in jax.tree.leaves(state):
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -35,7 +37,8 @@ def parameters(state: TrainState) -> str:
     text += " a device"
     if held["host"]:
         text += f", {format_bytes(held['host'])} a device in host memory"
-    return text if trained == total else f"{text}; {trained:,} are trained"
+    text += "" if trained == total else f"; {trained:,} are trained"
+    return f"{text}; {in_bits:,} are in 4 bits" if in_bits else text
 
 
 def _exact_size(tree: Any) -> int:

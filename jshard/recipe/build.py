@@ -43,10 +43,10 @@ class Job:
             self.make_model, self.optimizer, wrt=self.trainable
         )
 
-    def initial_state(self) -> TrainState:
-        """Returns the state before the first step, on the devices."""
+    def initial_state(self, frozen: Any = None) -> TrainState:
+        """Returns the state before the first step, on the devices (``FSDP.init``)."""
         return self.fsdp.init(
-            self.make_model, self.optimizer, self.config.seed, wrt=self.trainable
+            self.make_model, self.optimizer, self.config.seed, self.trainable, frozen
         )
 
 

@@ -18,7 +18,7 @@ from jshard.hub.parameters import (
     ParameterSource,
     find_parameters,
     read_frozen,
-    read_parameters,
+    start_from,
 )
 from jshard.recipe.build import Job
 from jshard.recipe.model_map import find_map, model_of, require_map
@@ -53,11 +53,12 @@ class Source:
             abstract_state = read_frozen(self.parameters, abstract_state)
         return restore_state(self.checkpoint, abstract_state)
 
-    def start(self, job: Job) -> TrainState:
+    def start(self, job: Job, abstract_state: TrainState) -> TrainState:
         """Returns the state of a new run."""
-        state = job.initial_state()
-        if self.parameters is not None:
-            state = read_parameters(self.parameters, state)
+        if self.parameters is None:
+            state = job.initial_state()
+        else:
+            state = start_from(self.parameters, abstract_state, job.initial_state)
         if self.adapters is not None:
             state = peft.read_adapters(
                 self.adapters, state, _map_of(job, self.adapters)

@@ -32,7 +32,7 @@ from jshard.hub.huggingface_folder import (
     read_config,
 )
 from jshard.hub.online.download import cached_path
-from jshard.hub.parameters import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters, start_from
 from jshard.recipe import contract
 from jshard.recipe.build import Job
 from jshard.recipe.definition import Recipe
@@ -132,7 +132,7 @@ class TrainedModel:
             self.config, self.recipe.map_of(self.path), self.recipe.name, self.path
         )
         found = find_parameters(self.path, abstract_state, tensors=tensors)
-        return job.fsdp, read_parameters(found, job.initial_state())
+        return job.fsdp, start_from(found, abstract_state, job.initial_state)
 
     def load_whole(self, device: Any) -> nnx.Module:
         """Reads the weights to one device; returns the model in eval mode."""

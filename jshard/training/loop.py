@@ -198,5 +198,5 @@ def _make_state(
     """Makes the state of a new run; a resumed one has its state."""
     if run.state is None:
         run.peers.at("making initial values", start.step)
-        run.state = source.start(run.job)
+        run.state = source.start(run.job, run.abstract_state)
         display.say(source.message())

@@ -296,7 +296,7 @@ class Trainer:
         if not run.alive():
             source = run.restore(run.find_start())
             if run.state is None:
-                run.state = source.start(run.job)
+                run.state = source.start(run.job, run.abstract_state)
         return run
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
 
 from jshard.compat.jaxprs import (
@@ -147,6 +148,9 @@ class Layer:
         needs = jax.tree.leaves(
             jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, self.inputs)
         )
+        # Arrays that are known now, such as tables, make nothing depend on args.
+        traced = [isinstance(x, Tracer) for x in self._program.consts]
+        needs[len(needs) - len(traced) :] = [of_args * is_one for is_one in traced]
         needs += [of_args] * len(self.consts)
         needs = dependencies(jaxpr, needs)[prefix:]
         first, carry = (

@@ -42,17 +42,25 @@ def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
             object.__setattr__(module, "__class__", unit_class(type(module)))
 
 
+def layer_paths(model: nnx.Module, units: tuple[type, ...] = ()) -> list[tuple]:
+    """Returns the paths of Stacks and Units, but not of heads and embeddings.
+
+    ``units`` are types whose instances will become Units.
+    """
+    return [
+        path
+        for path, module in nnx.iter_modules(model)
+        if path and (is_unit(module) or isinstance(module, units))
+        if isinstance(module, Stack) or not isinstance(module, _SINGLE)
+    ]
+
+
 def make_sharded(
     model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
 ) -> None:
     """Replaces every parameter with a Shard and gives every unit its policy."""
-    found = dict(nnx.iter_modules(model))
-    units = [path for path, module in found.items() if is_unit(module)]
-    layers = [
-        path
-        for path in units
-        if isinstance(found[path], Stack) or not isinstance(found[path], _SINGLE)
-    ]
+    units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
+    layers = layer_paths(model)
     multiplied: dict[tuple, tuple[int, ...]] = {}  # sums over these, in float8
     for path, module in list(nnx.iter_modules(model)):
         over_all_devices(module)
@@ -86,7 +94,8 @@ def gather_root(model: nnx.Module) -> None:
     for variable in [v for path, v in variables(model) if own(path, v)]:
         shard = shard_of(variable)
         assert shard is not None
-        variable.set_raw_value(all_gather(shard.array, shard.place))
+        full: Any = all_gather(shard.array, shard.place)
+        variable.set_raw_value(shard.place.decoded(full))
         show(variable)
 
 

@@ -214,7 +214,9 @@ def open_unit(
 
     def module(weights: list, rest: list | None = None) -> nnx.Module:
         weights = [
-            dataclasses.replace(w, name=s.name) if isinstance(w, Float8) else w
+            dataclasses.replace(w, name=s.name)
+            if isinstance(w, Float8)
+            else s.place.decoded(w)
             for w, s in zip(weights, shards, strict=True)
         ]
         whole = [v.copy(w) for v, w in zip(owned, weights, strict=True)]

@@ -38,7 +38,7 @@ class Shard:
                 "read it from jshard.gathered(unit)",
                 stacklevel=2,
             )
-        return all_gather(self.array, self.place)
+        return self.place.decoded(all_gather(self.array, self.place))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -108,6 +108,23 @@ def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path, capsys
 
 
 @pytest.mark.slow
+def test_a_base_in_4_bits_is_read_so_and_only_its_adapters_are_exported(
+    folder, text, tmp_path
+):
+    keys = {"policy.precision.base": "nf4"}
+    run = train(tmp_path / "run", folder, text, **keys)
+    sums = metadata.read(find_step(run))["frozen_from"]["bit_sums"]
+    in_bits = {name for name, text in sums.items() if text.startswith("uint8")}
+    layers = [f"attention.{x}" for x in ("q", "k", "v", "out")] + ["gate", "up", "down"]
+    assert in_bits == {f"frozen.blocks.{x}.kernel" for x in layers}
+    assert losses(run)[-1] < losses(run)[0]
+    train(run, folder, text, **keys, steps=6)  # reads the base again
+    assert len(losses(run)) == 6
+    export(run, tmp_path / "adapters", format="peft")
+    assert len(load_file(tmp_path / "adapters" / "adapter_model.safetensors")) == 28
+
+
+@pytest.mark.slow
 def test_adapters_of_a_run_start_another(adapted, folder, text, tmp_path, capsys):
     export(adapted, tmp_path / "peft", format="peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())

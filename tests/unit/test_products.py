@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.fsdp.checks import check_products
+from jshard.fsdp.checks import check_precisions
 from jshard.plan.start_up import describe, traffic
 
 LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 3, 32, 4, 128, 256
@@ -350,13 +350,13 @@ def test_the_start_up_note_says_how_much_is_multiplied_in_float8():
             "compute='float64'",
         ),
         (
-            lambda: check_products(
+            lambda: check_precisions(
                 jshard.Policy(offload="all", precision=FLOAT8), jshard.make_mesh()
             ),
             "policy.offload='all'",
         ),
         (
-            lambda: check_products(jshard.Policy(precision=FLOAT8), a100()),
+            lambda: check_precisions(jshard.Policy(precision=FLOAT8), a100()),
             "NVIDIA A100 has 8.0",
         ),
     ],
@@ -368,7 +368,7 @@ def test_what_cannot_multiply_in_float8_is_an_error(make, message):
 
 
 def a100() -> Any:
-    """What ``check_products`` reads of a mesh of A100s."""
+    """What ``check_precisions`` reads of a mesh of A100s."""
     device = types.SimpleNamespace(
         platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100"
     )

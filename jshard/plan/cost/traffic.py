@@ -139,8 +139,8 @@ def least(
     def add(kind: str, dtype: Any, elements: float) -> None:
         dtype = jnp.dtype(dtype)
         name = dtype.name.replace("float", "f")
-        if dtype.itemsize == 1:  # these travel as bits
-            name = "s8"
+        if dtype.itemsize == 1:  # int8 and float8 travel as bits
+            name = "u8" if dtype == jnp.uint8 else "s8"
         found[kind, name] += round(elements * dtype.itemsize)
 
     for path, variable in state.flat_params():
@@ -157,7 +157,8 @@ def least(
         float8 = place.float8 and depth and x.ndim - depth > 1
         wire = jnp.dtype("int8" if float8 else place.gather or x.dtype)
         add("all-gather", wire, moved)
-        if depth and x.ndim - depth > 1 and rounds:
+        matrix = place.four_bit is not None or x.ndim - depth > 1
+        if depth and matrix and rounds:
             unit, length = policy.unit(path), x.shape[depth - 1]
             again = moved * _gathered_again(unit, length, prefetch) / length
             group = int(unit.reshard_after_forward)

@@ -16,13 +16,13 @@ import jax
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import GPU, GPUS_A_HOST
 from jshard.formatting import format_bytes
+from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
 from jshard.fsdp.activations import Names
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
-from jshard.layout.capacity import shard_bytes, shard_size
+from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.own_dtypes import own_dtypes
-from jshard.layout.padding import exact_types
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo import direction
 from jshard.plan.memory import buffer_assignment
@@ -109,10 +109,9 @@ def memory(
 
 def _contents(state: TrainState, policy: Policy, fullest: str) -> dict[str, str]:
     """What each part holds, in words, in the order of the report."""
-    params = jax.tree.leaves((state.params, state.frozen))
-    exact = exact_types((state.params, state.frozen))
-    count = sum(x.size for x in jax.tree.leaves(exact))
-    local = sum(map(shard_size, params))
+    params = [variable for _, variable in state.flat_params()]
+    arrays = [variable.get_value() for variable in params]
+    count, local = (sum(map(values, params)) for values in (values_in, values_in_shard))
     averages = "" if state.ema is None else ", averages"
     largest = _layer_bytes(state, policy)
     layer = f"; a full layer is {format_bytes(largest)}" if largest else ""
@@ -128,7 +127,7 @@ def _contents(state: TrainState, policy: Policy, fullest: str) -> dict[str, str]
     gradients = "full" if policy.defer_scatter else "shards, and full ones of a layer"
     sums = ", sums over micro-batches" if policy.accumulate > 1 else ""
     return {
-        contents.PARAMETERS: f"{_dtypes(params)}, {local:,} of {count:,}",
+        contents.PARAMETERS: f"{_dtypes(arrays)}, {local:,} of {count:,}",
         contents.OPTIMIZER: f"{_dtypes(jax.tree.leaves(state.opt_state))}{averages}",
         contents.BATCH: "this device's examples",
         contents.GRADIENTS: f"{gradients}{sums}",
@@ -168,6 +167,7 @@ def _layer_bytes(state: TrainState, policy: Policy) -> int:
             dtype = precision.compute or precision.gather or x.dtype
             shape = x.shape[layer_dims(variable) :]
             float8 = precision.products is not None and len(shape) > 1
-            width = 1 if float8 else dtype.itemsize
+            one_byte = float8 or four_bit_of(variable) is not None
+            width = 1 if one_byte else dtype.itemsize
             layers[path[0], x.shape[0]] += math.prod(shape) * width
     return max(layers.values(), default=0)

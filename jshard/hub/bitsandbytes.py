@@ -1,0 +1,92 @@
+"""Weights in 4 bits as bitsandbytes keeps them in safetensors files.
+
+Beside ``NAME``, with the codes (bytes, 1), are ``NAME.absmax``, the scales;
+``NAME.nested_absmax``, the scales of these; the tables of both, ``NAME.quant_map`` and
+``NAME.nested_quant_map``; and ``NAME.quant_state.bitsandbytes__nf4``, JSON.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jshard.checkpoint.untrusted import parse_json
+from jshard.four_bit.codes import BLOCK, CODES, GROUP, FourBit, scale_table
+from jshard.hub.file_tensor import FileTensor
+from jshard.hub.safetensors_file import StoredTensor
+
+_SCALES, _OF_SCALES = ".absmax", ".nested_absmax"
+_TABLES = (".quant_map", ".nested_quant_map")
+_STATE = ".quant_state.bitsandbytes__"
+# What config.json says of weights that can be read; other keys matter to products.
+_NEEDED = {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
+
+
+def problem_of_config(config: Mapping[str, Any]) -> str:
+    """Returns why a ``quantization_config`` cannot be read; "" if it can."""
+    if config.get("quant_method") != "bitsandbytes":
+        return f"{config.get('quant_method', 'quantization_config')}"
+    if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
+        return "bitsandbytes in 8 bits"
+    if config.get("bnb_4bit_quant_type") not in CODES:
+        return f"bnb_4bit_quant_type={config.get('bnb_4bit_quant_type')!r}"
+    for key, value in _NEEDED.items():
+        if config.get(key) != value:
+            return f"{key}={config.get(key)!r}"
+    return ""
+
+
+def is_stored(place: FileTensor, found: Mapping[str, StoredTensor]) -> bool:
+    """Returns whether the files have a weight in 4 bits."""
+    return len(place.names) == 1 and place.names[0] + _SCALES in found
+
+
+def tensors(name: str, kind: str) -> list[str]:
+    """Returns the names of all tensors of a weight."""
+    ends = ("", _SCALES, _OF_SCALES, *_TABLES, _STATE + kind)
+    return [name + end for end in ends]
+
+
+def problem(
+    place: FileTensor, four_bit: FourBit, found: Mapping[str, StoredTensor]
+) -> str:
+    """Returns why the files' tensors are not a weight's, as "NAME ..."; "" if they are.
+
+    Tables are read; they are small.
+    """
+    name = place.names[0]
+    missing = [x for x in tensors(name, four_bit.kind) if x not in found]
+    if missing:
+        return (
+            f"{missing[0]} is missing (bitsandbytes' {four_bit.kind}, double quantized)"
+        )
+    state = _state(name, four_bit.kind, found)
+    said = tuple(state.get("shape") or ())
+    shape = place.shape_in_file(four_bit.shape)
+    codes, scales, of_scales, _ = four_bit.parts
+    sizes = {"": codes, _SCALES: scales, _OF_SCALES: of_scales // 4}
+    differ = [name + x for x, n in sizes.items() if np.prod(found[name + x].shape) != n]
+    if said != shape or differ or not place.transposed or place.part != (0, 1):
+        return f"{name} has shape {list(said)} in 4 bits, not {list(shape)}"
+    if (state.get("blocksize"), state.get("nested_blocksize")) != (BLOCK, GROUP):
+        return f"{name} has blocks of {state.get('blocksize')}, not {BLOCK}"
+    own = (CODES[four_bit.kind], scale_table())
+    for end, table in zip(_TABLES, own, strict=True):
+        theirs = np.asarray(found[name + end].open()).reshape(-1)
+        if theirs.shape != table.shape or not np.allclose(theirs, table, 1e-6, 0):
+            return f"{name}{end} is not bitsandbytes' table of {four_bit.kind}"
+    return ""
+
+
+def read(place: FileTensor, kind: str, found: Mapping[str, StoredTensor]) -> np.ndarray:
+    """Returns the bytes of a weight (``FourBit``)."""
+    name = place.names[0]
+    mean = np.float32(_state(name, kind, found)["nested_offset"])
+    parts = [found[name + end].open() for end in ("", _SCALES, _OF_SCALES)]
+    return np.concatenate([x.reshape(-1).view(np.uint8) for x in (*parts, mean)])
+
+
+def _state(
+    name: str, kind: str, found: Mapping[str, StoredTensor]
+) -> Mapping[str, Any]:
+    return parse_json(found[name + _STATE + kind].open().tobytes())
