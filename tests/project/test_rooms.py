@@ -14,13 +14,13 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1165,
+    "commands": 1170,
     "surface": 540,
     "plan": 4700,
-    "training": 12980,
-    "checkpoint": 5715,
+    "training": 13010,
+    "checkpoint": 5965,
     "generation": 900,
-    "start-up note": 390,
+    "start-up note": 395,
     "fsdp": 1535,
     "nn": 1265,
     "optim": 1150,
