@@ -236,10 +236,9 @@ class FSDP:
             ``value=``, the loss.
 
         Raises:
-          UserError: ``optimizer`` is no transformation; or (when called) the number of
-            examples does not divide, the loss is not made of Means, state and policy
-            disagree about averages or a loss scale, the optimizer needs more than
-            gradients and the loss, or the state was donated before.
+          UserError: not a transformation; or (when called) examples do not divide,
+            the loss is not made of Means, state and policy disagree about averages or a
+            loss scale, the optimizer needs more than that, or the state was donated.
         """
         check_optimizer(optimizer)
         run = step.train_step(self._layout, self._build, loss_fn, optimizer)
