@@ -204,6 +204,8 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
 
     Padding is zeros, stored and read: there may be more or less of it.
     """
+    if not wanted:
+        return {}  # Orbax refuses to read nothing
     if (step := bucket.address(folder)) is not None:
         return bucket.load(step, wanted)
     context = ocp.Context()

@@ -276,8 +276,9 @@ def test_an_unknown_url_is_refused_wherever_a_path_is_expected(tmp_path, monkeyp
         for url in ("abfs://bucket/run", "https://me/run", Path("s3://bucket/run")):
             with pytest.raises(UserError, match=f"{name}={url}: is a URL"):
                 ask(url)
-    for path, mixture in ((URL, ""), ("", f"{URL}:1")):
-        with pytest.raises(UserError, match=f"data.path={URL}: is a URL"):
+    other = "abfs://bucket"
+    for path, mixture in ((other, ""), ("", f"{other}:1")):
+        with pytest.raises(UserError, match=f"data.path={other}: is a URL"):
             text_data(path, "train", mixture=mixture, sequence_length=8, seed=0)
     assert not list(tmp_path.iterdir())
 

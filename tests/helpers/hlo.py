@@ -91,7 +91,13 @@ def compile(lowered: jax.stages.Lowered, **options: Any) -> Any:
     }
     passes = "cse_barrier_expander,small-while-loop-hoisting"
     keep = {"xla_disable_hlo_passes": passes} if jax.__version_info__ < (0, 12) else {}
-    return lowered.compile(compiler_options=quick | keep | options)
+    # A program from JAX's cache could have the names of scopes of an older source.
+    with_names = "jax_compilation_cache_include_metadata_in_key"
+    jax.config.update(with_names, True)
+    try:
+        return lowered.compile(compiler_options=quick | keep | options)
+    finally:
+        jax.config.update(with_names, False)
 
 
 def collectives(text: str) -> list[Collective]:

@@ -184,7 +184,7 @@ def test_the_imagenet_recipe_takes_a_folder_of_timm(tmp_path):
         (vit_timm, {"architecture": "vit_base_patch16_224", "global_pool": "avg"},
          "global_pool='avg' of timm's vit_base_patch16_224"),
         (vit_timm, {"architecture": "vit_base_patch16_224",
-                    "model_args": {"img_size": [224, 256]}}, "squares are"),
+                    "model_args": {"img_size": [224, 256]}}, "both sides must be"),
     ],
 )  # fmt: skip
 def test_what_a_map_does_not_know_is_one_line(read, content, message):

@@ -116,12 +116,10 @@ class Instruction:
 
     @property
     def further_rounds(self) -> tuple[float, float] | None:
-        """The (begin, step) of a loop over what exceeds an even choice of experts.
-
-        In multiples of an even share; None of any other instruction.
-        """
+        """The (begin, step) of a loop over further rounds, in multiples of even shares."""
         form = rf"{FURTHER_ROUNDS} from ([\d.]+) by ([\d.]+)"
-        found = re.search(form, self.source) if self.opcode == "while" else None
+        loops = self.opcode == "while" and self.trips is None  # known within a round
+        found = re.search(form, self.source) if loops else None
         return (float(found[1]), float(found[2])) if found else None
 
     @property
