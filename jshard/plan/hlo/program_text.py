@@ -116,7 +116,7 @@ class Instruction:
 
     @property
     def further_rounds(self) -> tuple[float, float] | None:
-        """The (begin, step) of a loop over further rounds, in multiples of even shares."""
+        """The (begin, step) of a loop over further rounds, in even shares."""
         form = rf"{FURTHER_ROUNDS} from ([\d.]+) by ([\d.]+)"
         loops = self.opcode == "while" and self.trips is None  # known within a round
         found = re.search(form, self.source) if loops else None
