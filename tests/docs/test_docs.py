@@ -121,6 +121,8 @@ def test_the_site_is_short_enough_to_read():
         ("pjit", "coming_from/jit"),
         ("GSPMD", "coming_from/jit"),
         ("multi-node", "tutorials/many_hosts"),
+        ("gs://", "how_to/buckets"),
+        ("s3 bucket", "how_to/buckets"),
     ],
 )
 def test_what_people_search_for_is_in_a_heading(search, page):
