@@ -182,8 +182,12 @@ class TrainedModel:
         own = make_policy(Candidate("full", 1).apply(self.config))  # they may be "fit"
 
         def dtypes(precision: Precision) -> Precision:
-            param = self.dtype or precision.param
-            return Precision(param, compute=self.dtype or precision.compute)
+            param, compute = precision.param, precision.compute
+            return Precision(
+                self.dtype or param,
+                compute=self.dtype or compute,
+                base=precision.base,
+            )
 
         overrides = {
             pattern: {"precision": dtypes(fields.get("precision", own.precision))}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,6 +20,7 @@ from jshard.models.llama import Llama, LlamaConfig
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.trained.trained_model import open_model
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 
@@ -122,6 +124,16 @@ def test_a_base_in_4_bits_is_read_so_and_only_its_adapters_are_exported(
     assert len(losses(run)) == 6
     export(run, tmp_path / "adapters", format="peft")
     assert len(load_file(tmp_path / "adapters" / "adapter_model.safetensors")) == 28
+    with open_model(run) as trained:  # as jshard.generate does
+        fsdp, state = trained.load(jax.devices()[:2])
+    (kernel,) = {
+        x.get_value().dtype.name
+        for path, x in nnx.to_flat_state(state.frozen)
+        if path[-2:] == ("down", "kernel")
+    }
+    assert kernel == "uint8"
+    logits = fsdp.model(state)(np.arange(8)[None])
+    assert np.all(np.isfinite(logits))
 
 
 @pytest.mark.slow
