@@ -103,7 +103,7 @@ class FSDP:
         optimizer: optax.GradientTransformation,
         seed: int = 0,
         wrt: Any = nnx.Param,
-        frozen: nnx.State | None = None,
+        frozen: Any = None,
     ) -> TrainState:
         """Creates a state directly as shards.
 
