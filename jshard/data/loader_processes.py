@@ -5,9 +5,34 @@ them. A signal may reach them too, as Ctrl-C in a terminal and a scheduler's SIG
 The run that it asks to stop needs their rows to finish its step.
 """
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
+
+_opening = threading.local()
+
+
+@contextlib.contextmanager
+def opening_loader() -> Iterator[None]:
+    """What this thread forks within leaves signals to the run.
+
+    The first processes are forked before the run itself listens to signals.
+    """
+    _opening.now = True
+    try:
+        yield
+    finally:
+        _opening.now = False
+
+
+def _after_fork() -> None:
+    if getattr(_opening, "now", False):
+        leave_to_run()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def leave_to_run() -> None:

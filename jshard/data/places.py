@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jshard.compat.data_loaders import allow_grain_processes, end_iterator
+from jshard.data.loader_processes import opening_loader
 from jshard.errors import UserError
 
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
@@ -65,7 +66,8 @@ class Cursor(Iterator[Any]):
             source.generator.manual_seed(self._seed + self._epoch)
         if methods and state is not None:
             methods[1](copy.deepcopy(state))
-        self._source, self._items = source, iter(source)
+        with opening_loader():
+            self._source, self._items = source, iter(source)
         if not methods and (methods := state_methods(self._items)):
             if state is not None:
                 methods[1](copy.deepcopy(state))

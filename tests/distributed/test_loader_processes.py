@@ -124,6 +124,12 @@ def test_killed_and_interrupted_it_goes_on_where_it_was(loader, start, tmp_path)
     said = start("whole").ends_with(0)
     assert "a resumed run continues where it stopped" in said
     assert "Traceback" not in said
+    early = start("early")
+    early.wait_for_step(
+        3
+    )  # while the processes read that began before the run listened
+    os.killpg(early.process.pid, signal.SIGINT)
+    assert "SIGINT at step" in early.ends_with(75)
     killed = start("run")
     killed.wait_for_step(10)
     os.kill(killed.process.pid, signal.SIGKILL)
