@@ -115,6 +115,12 @@ def start(tmp_path):
         run.process.wait()
 
 
+def ignores_ctrl_c(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return bool(ignored & 1 << signal.SIGINT - 1)
+
+
 @pytest.mark.parametrize("loader", RECIPES)
 def test_killed_and_interrupted_it_goes_on_where_it_was(loader, start, tmp_path):
     if "torch" in loader and not importlib.util.find_spec("torchdata"):
@@ -128,6 +134,9 @@ def test_killed_and_interrupted_it_goes_on_where_it_was(loader, start, tmp_path)
     early.wait_for_step(
         3
     )  # while the processes read that began before the run listened
+    loaders = [pid for pid in marked(early.mark) if pid != early.process.pid]
+    assert loaders
+    assert all(map(ignores_ctrl_c, loaders))
     os.killpg(early.process.pid, signal.SIGINT)
     assert "SIGINT at step" in early.ends_with(75)
     killed = start("run")
