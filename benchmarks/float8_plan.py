@@ -3,9 +3,9 @@
     JAX_PLATFORMS=cpu python benchmarks/float8_plan.py --topology=h100:8
 
 Llama steps of one sequence a GPU, compiled for absent GPUs; their schedules replayed
-with the cost model of docs/plan.md, which gives float8 products twice the rate of bf16
-ones. Prints a markdown table: milliseconds of a step, and those of them in which
-nothing hides a collective; GB that a device receives; GiB of its memory; the speed-up.
+with stated constants, which give float8 products twice the rate of bf16 ones. Prints a
+markdown table: milliseconds of a step, and those of them in which nothing hides a
+collective; GB that a device receives; GiB of its memory; the speed-up.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bucket_servers import GCS, S3
+from bucket_servers import GCS, S3, running
 from exports import init, save
 from jshard.checkpoint.buckets import files
 from jshard.data.text.text_data import text_data
@@ -24,14 +24,8 @@ PACKAGES = {S3: "s3fs", GCS: "gcsfs"}
 
 @pytest.fixture(scope="module", params=[S3, GCS])
 def server(request, tmp_path_factory):
-    pytest.importorskip(request.param.package)
     pytest.importorskip(PACKAGES[request.param])
-    with (
-        request.param(tmp_path_factory.mktemp("server")) as server,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        for name, value in server.env.items():
-            patch.setenv(name, value)
+    with running(request.param, tmp_path_factory.mktemp("server")) as server:
         yield server
 
 

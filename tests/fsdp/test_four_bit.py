@@ -13,7 +13,7 @@ from flax import nnx
 
 import hlo
 import jshard
-from decoder import Decoder, Sizes
+from decoder import Decoder, Sizes, loss_fn
 from jshard.four_bit.base import FOUR_BIT
 from jshard.four_bit.codes import FourBit
 from parity import make_update
@@ -38,13 +38,6 @@ def policy(base: str | None = "nf4", **knobs: Any) -> jshard.Policy:
 def batch() -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(0).integers(0, SIZES.vocab, (2, 24, SIZES.length))
     return {"tokens": tokens[0], "targets": tokens[1]}
-
-
-def loss_fn(model: Any, batch: Any) -> jshard.Mean:
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        model(batch["tokens"]), batch["targets"]
-    )
-    return jshard.Mean(jnp.sum(losses), losses.size)
 
 
 def decoded_model() -> Decoder:

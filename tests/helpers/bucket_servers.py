@@ -12,10 +12,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
+
+import pytest
 
 BUCKET = "runs-of-tests"
 
@@ -146,6 +148,16 @@ class GCS(Server):
 
     def _make_bucket(self) -> urllib.request.Request:
         return urllib.request.Request(f"{self.endpoint}/storage/v1/b/{BUCKET}")
+
+
+@contextlib.contextmanager
+def running(kind: type[Server], folder: Path) -> Iterator[Server]:
+    """A server, of which this process's environment says where it is."""
+    pytest.importorskip(kind.package)
+    with kind(folder) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        yield server
 
 
 class Proxy:

@@ -6,6 +6,7 @@ Its widths differ, so that an array's size tells which parameter it is.
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -85,7 +86,7 @@ TABLE = "embed.embedding"
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
-def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jshard.Mean:
+def loss_fn(model: Any, batch: Mapping[str, Any]) -> jshard.Mean:
     loss = optax.softmax_cross_entropy_with_integer_labels(
         model(batch["tokens"]), batch["targets"]
     )

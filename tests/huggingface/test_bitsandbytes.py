@@ -17,6 +17,7 @@ from jshard.hub.huggingface_folder import read_config
 from jshard.hub.parameters import find_parameters, start_from
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
+from torch_training import torch_losses
 
 pytestmark = [
     *MARKS,
@@ -171,15 +172,7 @@ def theirs(folders) -> list[float]:
         attn_implementation="eager",
         device_map="cpu",
     )
-    names = [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    ]
+    names = [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")]
     config = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM"
     )
@@ -191,20 +184,7 @@ def theirs(folders) -> list[float]:
             if "lora_A" in name:
                 _, _, _, _, layer, *path = name.split(".")
                 parameter.copy_(torch.tensor(adapter(initial, int(layer), path)))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS):
-        inputs, targets = (torch.tensor(batch(step)[k]) for k in ("inputs", "targets"))
-        logits = model(inputs).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten()
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return torch_losses(model, batch, STEPS, RATE)
 
 
 def adapter(initial: Any, layer: int, path: list[str]) -> np.ndarray:

@@ -19,6 +19,7 @@ from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
 from parity import make_mesh
+from torch_training import torch_losses
 
 pytestmark = [
     *MARKS,
@@ -121,22 +122,8 @@ def check_close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 def test_losses_follow_peft(torch_peft, folders):
-    torch = pytest.importorskip("torch")
-
     theirs = their_model(torch_peft, *folders).train()
-    trained = [p for p in theirs.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0)
-    want = []
-    for step in range(STEPS):
-        inputs, targets = (torch.tensor(batch(step)[k]) for k in ("inputs", "targets"))
-        logits = theirs(inputs).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten()
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        want.append(loss.item())
+    want = torch_losses(theirs, batch, STEPS, RATE)
 
     for mesh in ((1, 8), (2, 4)):
         fsdp = make_fsdp(mesh)

@@ -11,7 +11,15 @@ from flax import nnx
 
 import hlo
 import jshard
-from decoder import REMATS, Decoder, Sizes, check_counts, lower_step, make_fsdp
+from decoder import (
+    REMATS,
+    Decoder,
+    Sizes,
+    check_counts,
+    loss_fn,
+    lower_step,
+    make_fsdp,
+)
 from parity import make_update
 from runs import check_close
 
@@ -30,13 +38,6 @@ def make(rngs: nnx.Rngs, **options: Any) -> Decoder:
 def batch() -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(0).integers(0, SIZES.vocab, (2, 32, SIZES.length))
     return {"tokens": tokens[0], "targets": tokens[1]}
-
-
-def loss_fn(model: Any, batch: Any) -> jshard.Mean:
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        model(batch["tokens"]), batch["targets"]
-    )
-    return jshard.Mean(jnp.sum(losses), losses.size)
 
 
 def test_with_new_adapters_the_model_is_what_it_was():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bucket_servers import GCS, S3, Proxy, Server
+from bucket_servers import GCS, S3, Proxy, Server, running
 from jobs import Job, environment
 from jshard.checkpoint.buckets.objects import Objects
 from resumable import RECIPE, read_metrics
@@ -18,11 +18,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=[S3, GCS])
-def server(request, tmp_path_factory, monkeypatch):
-    pytest.importorskip(request.param.package)
-    with request.param(tmp_path_factory.mktemp("server")) as server:
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
+def server(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory.mktemp("server")) as server:
         yield server
 
 

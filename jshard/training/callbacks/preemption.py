@@ -18,7 +18,8 @@ WARNINGS = (signal.SIGHUP, signal.SIGUSR1)
 
 
 def _after_fork() -> None:
-    handlers = map(signal.getsignal, (*DEMANDS, *WARNINGS))
+    # What was forked to read data has left these to the run already.
+    handlers = map(signal.getsignal, (signal.SIGINT, *WARNINGS))
     if any(getattr(x, "__func__", None) is Preemption._handle for x in handlers):
         leave_to_run()
 
