@@ -1,9 +1,10 @@
 """The device mesh: "replica" (copies) by "fsdp" (shards), and maybe further axes.
 
 Parameters are sharded over all axes but "replica" together. Examples are split over
-"replica", "fsdp" and "expert", and each example's sequence over "context" and "tensor".
-What a model declares to be split over "tensor" (columns and rows of products) and
-"expert" (experts) is not gathered over these: each device computes with its part.
+"replica", "pipe", "fsdp" and "expert", and each example's sequence over "context" and
+"tensor". What a model declares to be split over "tensor" (columns and rows of products)
+and "expert" (experts) is not gathered over these: each device computes with its part.
+Between its ends, a step that trains runs a Stack's layers in stages, over "pipe".
 """
 
 import contextlib
@@ -24,7 +25,10 @@ FSDP = "fsdp"
 EXPERT = "expert"
 CONTEXT = "context"
 TENSOR = "tensor"
-AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)  # a mesh may lack the last three
+PIPE = "pipe"
+# A mesh may lack the last four. Each stage's shard is split further over "pipe".
+AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR, PIPE)
+OUTSIDE_IN = (REPLICA, PIPE, FSDP, EXPERT, CONTEXT, TENSOR)  # as devices neighbour
 SEQUENCE = (CONTEXT, TENSOR)  # the axes that split sequences
 BATCH = PartitionSpec((REPLICA, FSDP))  # of examples, and of all but sequences
 
@@ -36,6 +40,7 @@ def make_mesh(
     context: int = 1,
     tensor: int = 1,
     expert: int = 1,
+    pipe: int = 1,
     devices: Sequence[Any] | None = None,
     hosts: Sequence[int] | None = None,
 ) -> Mesh:
@@ -48,11 +53,11 @@ def make_mesh(
 
     Further axes are in the mesh if they are larger than 1. Parameters are sharded over
     them and "fsdp" together, so that they cost no memory. From the outside in, the
-    order of axes is replica, fsdp, expert, context, tensor.
+    order of axes is replica, pipe, fsdp, expert, context, tensor.
 
     Args:
-      fsdp: number of shards of each parameter, divided by ``expert``, ``context`` and
-        ``tensor``; -1 uses all devices of a replica.
+      fsdp: number of shards of each parameter, divided by the sizes of all other axes
+        but "replica"; -1 uses all devices of a replica.
       replica: number of copies of the sharded model; "hosts" makes one copy per host,
         or, if the other sizes are given, one per as many devices of a host.
       context: number of parts of each sequence (docs/how_to/long_sequences.md).
@@ -60,6 +65,7 @@ def make_mesh(
         and the sequence between layers (docs/how_to/tensor.md).
       expert: number of devices that share the experts of each layer
         (docs/how_to/experts.md).
+      pipe: number of stages of a Stack's layers (docs/how_to/pipeline.md).
       devices: the devices to use, by default all devices of the job.
       hosts: the number of the host that each process runs on, by process index; by
         default determined as in ``hosts_of``.
@@ -73,13 +79,14 @@ def make_mesh(
     of_host = dict(zip(devices, hosts_of(devices, hosts), strict=True))
     devices.sort(key=of_host.__getitem__)
     inner = {EXPERT: expert, CONTEXT: context, TENSOR: tensor}
-    for name, size in inner.items():
+    for name, size in {PIPE: pipe, **inner}.items():
         if size < 1:
             raise UserError(f"mesh: {name}={size} must be at least 1")
+    outer = {PIPE: pipe} if pipe > 1 else {}
     inner = {name: size for name, size in inner.items() if size > 1}
     size = math.prod(inner.values())
     if replica == "hosts":
-        replica, fsdp = _within_hosts(list(of_host.values()), fsdp, inner)
+        replica, fsdp = _within_hosts(list(of_host.values()), fsdp, outer | inner)
     if not isinstance(replica, int):
         raise UserError(f"mesh: replica={replica!r} must be a number, or hosts")
     if replica < 1 or (fsdp < 1 and fsdp != -1):
@@ -87,8 +94,8 @@ def make_mesh(
             f"mesh: fsdp={fsdp}, replica={replica}: sizes must be positive "
             "(fsdp=-1 takes the remaining devices)"
         )
-    others = replica * size
-    named = named_sizes({REPLICA: replica, **inner})
+    others = replica * pipe * size
+    named = named_sizes({REPLICA: replica, **outer, **inner})
     if fsdp == -1:
         if len(devices) % others or len(devices) < others:
             raise UserError(
@@ -97,7 +104,7 @@ def make_mesh(
             )
         fsdp = len(devices) // others
     if fsdp * others > len(devices):
-        lower = ", ".join(f"mesh.{name}" for name in (REPLICA, *inner))
+        lower = ", ".join(f"mesh.{name}" for name in (REPLICA, *outer, *inner))
         raise UserError(
             f"mesh: {named} x fsdp={fsdp} needs {fsdp * others} devices but "
             f"there are {len(devices)}; lower {lower} or mesh.fsdp"
@@ -109,11 +116,11 @@ def make_mesh(
             f"mesh: {named} x fsdp={fsdp} leaves process {min(idle)} without "
             "a device: start fewer processes, or use all devices"
         )
-    grid = np.array(used, dtype=object).reshape(replica, fsdp, *inner.values())
+    sizes = {REPLICA: replica, **outer, FSDP: fsdp, **inner}
+    grid = np.array(used, dtype=object).reshape(*sizes.values())
     if tensor > 1:
         _warn_of_tensor_across_hosts(grid, of_host)
-    names = (REPLICA, FSDP, *inner)
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def named_sizes(sizes: Mapping[str, int]) -> str:
@@ -195,7 +202,8 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 def mesh_text(mesh: Mesh) -> str:
     """Returns a mesh in words: "replica 1 x fsdp 8"."""
-    return " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes_of(mesh))
+    axes = [axis for axis in OUTSIDE_IN if axis in mesh.axis_names]
+    return " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
 
 
 def axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -231,7 +239,8 @@ def shards_of(mesh: Mesh | AbstractMesh, *, split: bool = False) -> int:
 
 def example_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes that split the examples of a batch for training."""
-    return tuple(axis for axis in axes_of(mesh) if axis not in SEQUENCE)
+    apart = [axis for axis in OUTSIDE_IN if axis not in SEQUENCE]
+    return tuple(axis for axis in apart if axis in mesh.axis_names)
 
 
 def groups_of_examples(mesh: Mesh | AbstractMesh) -> int:
@@ -254,38 +263,36 @@ def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns how examples are split over all devices, with their sequences whole."""
-    return PartitionSpec(axes_of(mesh))
-
-
-def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:
-    """Returns which part of a batch's examples this process has: (index, of how many).
-
-    Processes that share sequences have the same examples. With ``whole`` ones, examples
-    are split over all devices (``examples_spec``).
-
-    Raises:
-      UserError: this process has some of the examples of another, but not all.
-    """
-    names = axes_of(mesh) if whole else example_axes(mesh)
-    dims = [mesh.axis_names.index(name) for name in names]
-    rows: dict[int, set] = {}
-    for index, device in np.ndenumerate(mesh.devices):
-        here = tuple(index[dim] for dim in dims)
-        rows.setdefault(device.process_index, set()).add(here)
-    parts = list(dict.fromkeys(frozenset(x) for x in rows.values()))
-    own = frozenset(rows[jax.process_index()])
-    if sum(map(len, parts)) != len(frozenset().union(*parts)):
-        raise UserError(
-            f"mesh: {named_sizes(devices_of_a_sequence(mesh))} neither divides the "
-            f"{len(mesh.local_devices)} devices of a process nor is a multiple of them"
-        )
-    return parts.index(own), len(parts)
+    return PartitionSpec(tuple(axis for axis in OUTSIDE_IN if axis in mesh.axis_names))
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Returns the manual mesh axes: ``axes_of`` inside a step, otherwise none."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
+    """Returns the manual mesh axes: ``axes_of`` inside a step, otherwise none.
+
+    Without "pipe" for what runs in a stage, with the stage's devices alone.
+    """
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    manual -= {PIPE} if _staged.get() else set()
     return tuple(axis for axis in AXES if axis in manual)
+
+
+# Whether what is traced runs in a stage of a pipeline.
+_staged = contextvars.ContextVar("staged", default=False)
+
+
+@contextlib.contextmanager
+def in_stage() -> Iterator[None]:
+    """Says that what is traced inside runs with the devices of a stage."""
+    token = _staged.set(True)
+    try:
+        yield
+    finally:
+        _staged.reset(token)
+
+
+def stages_of(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of stages of a pipeline; 1 is none."""
+    return mesh.shape.get(PIPE, 1)
 
 
 # While a step is traced: the axes whose devices share the sequences of their examples,
