@@ -56,6 +56,9 @@ DEFAULTS = {
         "moves the fewest bytes",
         also=(FIT,), at_least=1,
     ),
+    "mesh.pipe": Knob(
+        1, "number of stages that share the layers, in a pipeline", at_least=1
+    ),
     "mesh.cpu_devices": Knob(
         8, "CPU devices per process on machines without GPUs", at_least=1, at_most=1024
     ),

@@ -81,6 +81,16 @@ def nearest(examples: int, multiple: int) -> str:
     return f"{below} or {above}" if below else f"{above}"
 
 
+def divisor_of_examples(mesh: Mesh, accumulate: int) -> int:
+    """Returns the number that divides the examples of a batch.
+
+    Devices have different examples, and so have a step's micro-batches; all stages of a
+    pipeline have the same ones.
+    """
+    devices = groups_of_examples(mesh)
+    return math.lcm(devices, devices // stages_of(mesh) * accumulate)
+
+
 def check_batch(
     batch: Any,
     mesh: Mesh,
@@ -104,9 +114,7 @@ def check_batch(
             f"examples; got {some_of(sorted(map(str, sizes)), limit=4) or 'no arrays'}"
         )
     examples = sizes.pop() * parts
-    # The devices of a stage share their examples, which "pipe" splits before.
-    micro = 1 if whole else devices // stages_of(mesh) * accumulate
-    divisor = math.lcm(devices, micro)
+    divisor = devices if whole else divisor_of_examples(mesh, accumulate)
     if examples % divisor or not examples:
         by = f"{devices} devices"
         if axes:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jshard.errors import UserError
+from jshard.pipe.in_stages import stages_here
 
 REPLICA = "replica"
 FSDP = "fsdp"
@@ -78,15 +79,14 @@ def make_mesh(
     # By host first: the processes of a host need not have neighbouring indices.
     of_host = dict(zip(devices, hosts_of(devices, hosts), strict=True))
     devices.sort(key=of_host.__getitem__)
-    inner = {EXPERT: expert, CONTEXT: context, TENSOR: tensor}
-    for name, size in {PIPE: pipe, **inner}.items():
+    inner = {PIPE: pipe, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+    for name, size in inner.items():
         if size < 1:
             raise UserError(f"mesh: {name}={size} must be at least 1")
-    outer = {PIPE: pipe} if pipe > 1 else {}
     inner = {name: size for name, size in inner.items() if size > 1}
     size = math.prod(inner.values())
     if replica == "hosts":
-        replica, fsdp = _within_hosts(list(of_host.values()), fsdp, outer | inner)
+        replica, fsdp = _within_hosts(list(of_host.values()), fsdp, inner)
     if not isinstance(replica, int):
         raise UserError(f"mesh: replica={replica!r} must be a number, or hosts")
     if replica < 1 or (fsdp < 1 and fsdp != -1):
@@ -94,8 +94,8 @@ def make_mesh(
             f"mesh: fsdp={fsdp}, replica={replica}: sizes must be positive "
             "(fsdp=-1 takes the remaining devices)"
         )
-    others = replica * pipe * size
-    named = named_sizes({REPLICA: replica, **outer, **inner})
+    others = replica * size
+    named = named_sizes({REPLICA: replica, **inner})
     if fsdp == -1:
         if len(devices) % others or len(devices) < others:
             raise UserError(
@@ -104,7 +104,7 @@ def make_mesh(
             )
         fsdp = len(devices) // others
     if fsdp * others > len(devices):
-        lower = ", ".join(f"mesh.{name}" for name in (REPLICA, *outer, *inner))
+        lower = ", ".join(f"mesh.{name}" for name in (REPLICA, *inner))
         raise UserError(
             f"mesh: {named} x fsdp={fsdp} needs {fsdp * others} devices but "
             f"there are {len(devices)}; lower {lower} or mesh.fsdp"
@@ -116,11 +116,12 @@ def make_mesh(
             f"mesh: {named} x fsdp={fsdp} leaves process {min(idle)} without "
             "a device: start fewer processes, or use all devices"
         )
-    sizes = {REPLICA: replica, **outer, FSDP: fsdp, **inner}
-    grid = np.array(used, dtype=object).reshape(*sizes.values())
+    sizes = {REPLICA: replica, FSDP: fsdp, **inner}
+    names = tuple(axis for axis in OUTSIDE_IN if axis in sizes)
+    grid = np.array(used, dtype=object).reshape([sizes[axis] for axis in names])
     if tensor > 1:
         _warn_of_tensor_across_hosts(grid, of_host)
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def named_sizes(sizes: Mapping[str, int]) -> str:
@@ -271,23 +272,9 @@ def manual_axes() -> tuple[str, ...]:
 
     Without "pipe" for what runs in a stage, with the stage's devices alone.
     """
-    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
-    manual -= {PIPE} if _staged.get() else set()
-    return tuple(axis for axis in AXES if axis in manual)
-
-
-# Whether what is traced runs in a stage of a pipeline.
-_staged = contextvars.ContextVar("staged", default=False)
-
-
-@contextlib.contextmanager
-def in_stage() -> Iterator[None]:
-    """Says that what is traced inside runs with the devices of a stage."""
-    token = _staged.set(True)
-    try:
-        yield
-    finally:
-        _staged.reset(token)
+    axes = AXES if stages_here() == 1 else [axis for axis in AXES if axis != PIPE]
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis in manual)
 
 
 def stages_of(mesh: Mesh | AbstractMesh) -> int:

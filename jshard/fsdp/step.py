@@ -5,7 +5,6 @@ says so. The backward starts from weight / global count, so that no sum over tok
 grows large, and each gradient ends with the layout of its parameter.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,6 @@ from jshard.fsdp.batch import batch_specs, check_batch
 from jshard.fsdp.mesh import (
     axes_of,
     examples_spec,
-    in_stage,
     manual_axes,
     split_sequences,
     stages_of,
@@ -40,6 +38,7 @@ from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_stre
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.optim.update import check_state, next_state
 from jshard.parallel.tensor import make_parallel
+from jshard.pipe.in_stages import in_stages
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
@@ -107,8 +106,7 @@ def train_step(
         in_specs = (specs, batch_specs(batch, mesh), same)
         run = _on_devices(local, mesh, in_specs, (specs.params, same, same))
         scale = state.loss_scale and state.loss_scale.scale
-        stage = in_stage() if stages_of(mesh) > 1 else contextlib.nullcontext()
-        with split_sequences(), stage:
+        with split_sequences(), in_stages(stages_of(mesh)):
             grads, metrics, model_state = run(_arrays(state), batch, scale)
         loss = metrics["loss"]
         new, more = next_state(layout, optimizer, state, grads, model_state, loss)

@@ -8,6 +8,7 @@ layers of each stage with the verbs of a Stack.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from jshard.pipe.stages import Stages
 from jshard.unit import pipeline, stack
 from jshard.unit.dataflow import dependencies, union
 from jshard.unit.layers import How, Segment
-from jshard.unit.linearize import Inputs, Layer, differentiable, trace_layer
+from jshard.unit.linearize import Inputs, trace_layer
 from jshard.unit.partition import abstract, select
 from jshard.unit.unit import gather, weight_types
 
@@ -97,8 +98,8 @@ def _(*operands: Any, layer: core.ClosedJaxpr, call: Call) -> list[Any]:
 
 def _refuse(*_: Any, **params: Any) -> Any:
     raise UserError(
-        "mesh: pipe: a transform (jax.grad, jax.vmap, jax.checkpoint, a loop) is around "
-        "the call of the Stack, whose layers run in stages; call the Stack outside of it"
+        "mesh: pipe: a transform (jax.grad, jax.vmap, another Unit) is around the call "
+        "of the Stack, whose layers run in stages; call the Stack outside of it"
     )
 
 
@@ -120,8 +121,8 @@ def leave_open(
 ) -> Callable[[], tuple[Any, Any, list[jax.Array]]]:
     """Does what ``make_scan`` does, but leaves the layers to the schedule.
 
-    ``shards``, and those of units inside the layers, are a stage's, other ``xs`` (state)
-    those of all layers, (L, ...).
+    ``shards``, and those of units inside the layers, are a stage's; other ``xs``, the
+    layers' state, are those of all layers, (L, ...).
 
     Raises:
       UserError: the layers return aux, or change their state by what they compute.
@@ -137,9 +138,9 @@ def leave_open(
         (after, aux), *_ = fn(weights, xs, carry, args)
         if jax.tree.leaves(aux):
             raise UserError(
-                f"mesh: pipe: the layers of {'.'.join(stages.path)!r} return aux beside "
-                "their output (a balance loss of experts, say), which would have to "
-                "cross stages; leave it out, or leave pipe out of the mesh"
+                f"mesh: pipe: layers of {stages.name!r} return aux beside their output "
+                "(a balance loss of experts, say), which would have to cross stages; "
+                "leave it out, or leave pipe out of the mesh"
             )
         stack.check_carry(carry, after)
         if all(count == stages.longest for count in stages.counts()):
@@ -178,7 +179,7 @@ def _parts(policy: UnitPolicy, stages: Stages) -> list[tuple[int, int]]:
     """
     number = min(3 if policy.remat == "full" else 2, stages.longest)
     ends = [round(i * stages.longest / number) for i in range(number + 1)]
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def _changes(
@@ -198,8 +199,8 @@ def _changes(
     )
     if union(dependencies(program.jaxpr, needs)[count:]):
         raise UserError(
-            f"mesh: pipe: a layer of {'.'.join(stages.path)!r} changes its state by what "
-            "it computes (nnx.BatchNorm, say), micro-batch by micro-batch; use a layer "
+            f"mesh: pipe: a layer of {stages.name!r} changes its state by what it "
+            "computes (nnx.BatchNorm, say), micro-batch by micro-batch; use a layer "
             "without such state, or leave pipe out of the mesh"
         )
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
@@ -252,8 +253,8 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
     outside = [other for other in jaxpr.eqns if other is not eqn]
     if call := find(outside, {"debug_callback", "debug_print", "io_callback"}):
         raise UserError(
-            f"mesh: pipe: {line_of(call)}: loss_fn prints or calls back outside of the Stack's layers, "
-            "and would do so in each stage; leave it out, or leave pipe out of the mesh"
+            f"mesh: pipe: {line_of(call)}: loss_fn prints or calls back outside of the "
+            "Stack's layers; leave that out, or leave pipe out of the mesh"
         )
 
     def before(*inputs: Any) -> list[Any]:

@@ -44,7 +44,7 @@ def to_stages(
 
 @jax.named_scope(STAGES)
 def from_stages(grads: nnx.State, layout: Layout, stages: Stages) -> nnx.State:
-    """Returns gradients with the sharding of their parameters in ``layout``, at rest."""
+    """Returns gradients sharded as their parameters at rest, in ``layout``."""
 
     def move(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         place, grad = layout.places[path], variable.get_value()

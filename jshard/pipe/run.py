@@ -23,12 +23,13 @@ from jshard.errors import UserError
 from jshard.fsdp.accumulate import Micro, first_of
 from jshard.fsdp.mesh import PIPE, manual_axes
 from jshard.fsdp.precision import is_float
+from jshard.fsdp.scopes import SCHEDULE
 from jshard.fsdp.state import ModelArrays
 from jshard.fsdp.terms import seeds
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Loss, Mean
 from jshard.pipe.call import Split, split_program
-from jshard.pipe.schedule import BACKWARD, FORWARD, one_forward_one_backward
+from jshard.pipe.schedule import one_forward_one_backward
 from jshard.unit.layers import layer_of, put_layer
 from jshard.unit.linearize import Inputs, differentiable
 from jshard.unit.partition import merge, select
@@ -106,16 +107,16 @@ def _without_layers(
     Returns the state before each micro-batch; the weights of the loss's terms, and
     their global counts; and the state after the step.
     """
-    loss, metrics, weights, after = jax.tree.unflatten(
+    loss, _, _, after = jax.tree.unflatten(
         jax.tree.structure(shapes), range(len(split.of_layers))
     )
     of_terms = [weight for weight, _ in loss.terms], [m.count for _, m in loss.terms]
     wanted = jax.tree.leaves((of_terms, after))
     if any(split.of_layers[i] for i in wanted):
         raise UserError(
-            "mesh: pipe: a count or a weight of the loss, or the model's next state, is "
-            "computed from what the Stack returns, and must be known before; compute it "
-            "from the batch, or leave pipe out of the mesh"
+            "mesh: pipe: a count or weight of the loss, or the next state of a module "
+            "(nnx.BatchNorm, say), is computed from what the Stack returns, and must "
+            "be known before; compute it from the batch, or leave pipe out of the mesh"
         )
     carry = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(split.call.carry)]
     last = len(micro[1]) - 1
@@ -148,7 +149,7 @@ class _Stage:
         seeds: Sequence[jax.Array],
     ):
         self.call, self.split, self.seeds = split.call, split, seeds
-        self.params, self.fixed = list(params), list(frozen)
+        self.params, self.arrays = list(params), (list(params), list(frozen))
         self.index, self.last = lax.axis_index(PIPE), lax.axis_size(PIPE) - 1
         self.shapes, numbers = shapes[:2], range(len(split.operands))
         self.numbers, _ = jax.tree.unflatten(self.call.structure, numbers)
@@ -181,6 +182,7 @@ class _Stage:
             self._forward,
             *(functools.partial(self._backward, part) for part in range(parts)),
         ]
+        scope = SCHEDULE.format(number, len(plan.does))
         rows = jnp.asarray(plan.rows(parts))  # (ticks, 4, stages)
         ahead = [(i, i + 1) for i in range(self.last)]
         back = [(i + 1, i) for i in range(self.last)]
@@ -190,10 +192,11 @@ class _Stage:
 
         def tick(held: Held, row: jax.Array) -> tuple[Held, None]:
             # Otherwise XLA could gather weights once, ahead of the loop, and keep them.
-            held_fixed, row = lax.optimization_barrier((self.fixed_arrays(), row))
+            fixed, row = lax.optimization_barrier((self.arrays, row))
             does, i, arriving, returning = row[:, self.index]
-            inputs = held_fixed, layer_of(micro, i)
-            held = lax.switch(does, branches, held, inputs, i)
+            inputs = fixed, layer_of(micro, i)
+            with jax.named_scope(scope):
+                held = lax.switch(does, branches, held, inputs, i)
             arrived = send(held.output, ahead), send(held.carry_ct, back)
             return held._replace(
                 inputs=_put(held.inputs, arrived[0], arriving),
@@ -209,7 +212,7 @@ class _Stage:
         def zeros(tree: Any, *number: int) -> Any:
             return jax.tree.map(lambda x: jnp.zeros((*number, *x.shape), x.dtype), tree)
 
-        carry, inputs = self.call.carry, (self.fixed_arrays(), first_of(micro))
+        carry, inputs = self.call.carry, (self.arrays, first_of(micro))
         run = lambda inputs, carry: self.call.forward(*self._operands(inputs, carry))
         _, residuals = jax.eval_shape(run, inputs, zeros(carry))
         loss, metrics = self.shapes
@@ -224,10 +227,6 @@ class _Stage:
             zeros(([mean for _, mean in loss.terms], metrics)),
         )
 
-    def fixed_arrays(self) -> tuple[list, list]:
-        """Returns the parameters, and those that are not trained."""
-        return self.params, self.fixed
-
     def _leaves(self, inputs: Any, outside: Sequence[Any] | None = None) -> list[Any]:
         """Returns the inputs of the split programs, maybe with other parameters."""
         (params, fixed), micro = inputs
@@ -238,9 +237,10 @@ class _Stage:
 
     def _operands(self, inputs: Any, carry: Any) -> tuple[Inputs, list]:
         """Returns the operands of the call, with this input of the stage."""
-        found = dict(zip(self.others, self.to_others(*self._leaves(inputs)), strict=True))
-        found |= zip(jax.tree.leaves(self.numbers.carry), jax.tree.leaves(carry))
-        leaves = [found[i] for i in range(len(self.split.operands))]
+        numbers = [*self.others, *jax.tree.leaves(self.numbers.carry)]
+        values = [*self.to_others(*self._leaves(inputs)), *jax.tree.leaves(carry)]
+        found = dict(zip(numbers, values, strict=True))
+        leaves = [found[i] for i in range(len(numbers))]
         return jax.tree.unflatten(self.call.structure, leaves)
 
     def _forward(self, held: Held, inputs: Any, micro: jax.Array) -> Held:
@@ -280,10 +280,18 @@ class _Stage:
         held = held._replace(grads=grads, carry_ct=found.carry, args_ct=args_ct)
         if segment:
             return held
+        moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
+        to_first = lambda *x: itertools.compress(self.to_first(*x), moves)
+        carry_ct = jax.tree.leaves(held.carry_ct)
         held = lax.cond(
-            self.index == 0, lambda: self._before(held, inputs), lambda: held
+            self.index == 0,
+            lambda: self._add(held, inputs, to_first, carry_ct),
+            lambda: held,
         )
-        return self._args(held, inputs) if self.args else held
+        if not self.args:
+            return held
+        held = self._add(held, inputs, self.to_args, held.args_ct)
+        return held._replace(args_ct=list(map(jnp.zeros_like, held.args_ct)))
 
     def _loss(self, held: Held, inputs: Any) -> Held:
         """Runs what follows the layers, and its backward."""
@@ -303,33 +311,21 @@ class _Stage:
         grads, carry_ct = pullback(self.seeds)
         means = jax.tree.map(lambda s, x: s + x.astype(s.dtype), held.means, means)
         held = held._replace(carry_ct=carry_ct, means=means)
-        return self._add(held, grads)
+        return held._replace(grads=self._with(held.grads, grads))
 
-    def _before(self, held: Held, inputs: Any) -> Held:
-        """Runs the backward of what precedes the layers."""
-        moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
-        return self._pull(self.to_first, moves, jax.tree.leaves(held.carry_ct), held, inputs)
-
-    def _args(self, held: Held, inputs: Any) -> Held:
-        """Runs the backward of what the layers share."""
-        moves = [True] * len(self.args)
-        held = self._pull(self.to_args, moves, held.args_ct, held, inputs)
-        return held._replace(args_ct=list(map(jnp.zeros_like, held.args_ct)))
-
-    def _pull(self, fn: Callable, moves: list[bool], cts: list, held: Held, inputs: Any) -> Held:
-        run = lambda outside: list(
-            itertools.compress(fn(*self._leaves(inputs, outside)), moves)
-        )
+    def _add(self, held: Held, inputs: Any, fn: Callable, cotangents: list) -> Held:
+        """Runs the backward of ``fn(*inputs)``, for parameters outside of the Stack."""
+        run = lambda outside: list(fn(*self._leaves(inputs, outside)))
         _, pullback = jax.vjp(run, [self.params[i] for i in self.outside])
-        (grads,) = pullback(cts)
-        return self._add(held, grads)
+        (grads,) = pullback(cotangents)
+        return held._replace(grads=self._with(held.grads, grads))
 
-    def _add(self, held: Held, grads: Sequence[jax.Array]) -> Held:
-        """Adds gradients of parameters outside of the Stack."""
-        sums = list(held.grads)
+    def _with(self, sums: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
+        """Returns sums of gradients, with those outside of the Stack added."""
+        sums = list(sums)
         for i, grad in zip(self.outside, grads, strict=True):
             sums[i] += grad.astype(sums[i].dtype)
-        return held._replace(grads=sums)
+        return sums
 
 
 def _pick(values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:

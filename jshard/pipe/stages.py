@@ -30,6 +30,11 @@ class Stages:
     number: int
 
     @property
+    def name(self) -> str:
+        """The Stack, in words."""
+        return ".".join(self.path)
+
+    @property
     def longest(self) -> int:
         """The most layers of a stage."""
         return -(-self.layers // self.number)
