@@ -191,12 +191,19 @@ def _within_hosts(
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """Returns ``mesh``; raises UserError unless it has "replica" and "fsdp"."""
+    """Returns ``mesh``; raises UserError for axes that it lacks or may not have."""
     missing = [axis for axis in (REPLICA, FSDP) if axis not in mesh.axis_names]
     if missing:
         raise UserError(
             f"mesh: axes {mesh.axis_names} lack {missing}; make one with "
             "jshard.make_mesh, or add an axis of size 1"
+        )
+    others = {axis: mesh.shape.get(axis, 1) for axis in (EXPERT, CONTEXT, TENSOR)}
+    others = {axis: size for axis, size in others.items() if size > 1}
+    if others and stages_of(mesh) > 1:
+        raise UserError(
+            f"mesh: pipe={stages_of(mesh)} does not go with {named_sizes(others)} yet; "
+            "use a mesh of replica, pipe and fsdp"
         )
     return mesh
 

@@ -1,11 +1,11 @@
-"""What a pipeline needs of a mesh, a policy and a model."""
+"""What a pipeline needs of a policy and a model."""
 
 import warnings
 from typing import Any
 
 from jshard.errors import UserError
 from jshard.fsdp.activations import Offload
-from jshard.fsdp.mesh import CONTEXT, EXPERT, TENSOR, named_sizes, stages_of
+from jshard.fsdp.mesh import stages_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import is_quantized
 from jshard.fsdp.state import ModelArrays
@@ -20,12 +20,6 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
     if (number := stages_of(mesh)) == 1:
         return
     stages = divide(arrays, mesh)
-    others = {axis: mesh.shape.get(axis, 1) for axis in (EXPERT, CONTEXT, TENSOR)}
-    if others := {axis: size for axis, size in others.items() if size > 1}:
-        raise UserError(
-            f"mesh: pipe={number} does not go with {named_sizes(others)} yet; use a "
-            "mesh of replica, pipe and fsdp"
-        )
     own = policy.unit(stages.path)
     precisions = policy.everywhere("precision").values()
     refused = {
