@@ -32,14 +32,14 @@ def to_stages(
         place, shard = layout.places[path], variable.get_value()
         return variable.copy(_to_stage(shard, place, stages, stages.has(path)))
 
-    moved = (nnx.map_state(move, part) for part in arrays[:2])
+    params, frozen = (nnx.map_state(move, part) for part in arrays[:2])
     batch = jax.tree.map(_gather_examples, batch)
     places = {
         path: dataclasses.replace(place, parts=stages.number, sum_at="step")
         for path, place in layout.places.items()
     }
     layout = dataclasses.replace(layout, places=places, stages=stages)
-    return ModelArrays(*moved, arrays.model_state), batch, layout
+    return ModelArrays(params, frozen, arrays.model_state), batch, layout
 
 
 @jax.named_scope(STAGES)

@@ -1,6 +1,7 @@
 """A pipelined step follows a plain one-device run, and does what it says it does."""
 
 import dataclasses
+import itertools
 import warnings
 from typing import Any
 
@@ -13,15 +14,19 @@ from flax import nnx
 
 import jshard
 import parity
+from checkpoints import save_steps
+from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
 from jshard.fsdp.batch import abstract_batch
+from jshard.models.gpt import GPT, GPTConfig
+from jshard.models.llama import Llama, LlamaConfig
 from jshard.pipe.schedule import one_forward_one_backward
 from jshard.plan.start_up import traffic
 
 BOUND = 1e-9
 
 
-def mesh_of(**sizes: int) -> jax.sharding.Mesh:
+def mesh_of(**sizes: Any) -> jax.sharding.Mesh:
     number = int(np.prod(list(sizes.values())))
     return jshard.make_mesh(**sizes, devices=jax.devices()[:number])
 
@@ -111,7 +116,8 @@ WIDTH, HIDDEN, WORDS = 16, 32, parity.VOCABULARY
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.quick("a gather each time")
+@pytest.mark.parametrize("defer", [False, True], ids=["a gather each time", "one"])
 def test_counts_are_those_of_a_stage_and_of_moves(defer):
     policy = policy_of(4, remat="full", defer_scatter=defer)
     got = counts(mesh_of(pipe=2, fsdp=2), policy, layers=4)
@@ -141,6 +147,7 @@ def test_counts_are_those_of_a_stage_and_of_moves(defer):
     assert got["send", "float64"] == (2 * ticks, 2 * ticks * carry)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_no_more_micro_batches_are_alive_than_stages():
     """By XLA's account, of twice as many as without need."""
@@ -155,7 +162,7 @@ def test_no_more_micro_batches_are_alive_than_stages():
     two, many, four = temporaries(2, 4), temporaries(2, number), temporaries(4, number)
     assert many - two < carry  # but for the tokens of a longer batch
     # Each of two more micro-batches keeps the inputs of a stage's four layers.
-    assert 2 * 4 * carry <= four - many < 2 * 5 * carry
+    assert 2 * 3.5 * carry < four - many < 2 * 4.5 * carry
     assert one_forward_one_backward(4, number, 3).activations == 4
 
 
@@ -193,13 +200,15 @@ def test_dropout_masks_are_those_of_any_mesh():
 
 
 class Layers(nnx.Module):
-    """A model that calls its Stacks in some way."""
+    """Equal layers, in one Stack or several."""
+
+    blocks0: jshard.Stack
 
     def __init__(self, rngs: nnx.Rngs, layer: Any = None, stacks: int = 1):
         layer = layer or (lambda rngs: nnx.Linear(8, 8, rngs=rngs))
         for i in range(stacks):
             setattr(self, f"blocks{i}", jshard.Stack(layer, 4, rngs=rngs))
-        self.head = nnx.Linear(8, 8, rngs=rngs)
+        self.head = jshard.Unit(nnx.Linear(8, 8, rngs=rngs))
 
     def __call__(self, x: jax.Array) -> Any:
         return self.head(self.blocks0(x))
@@ -295,3 +304,100 @@ def test_a_large_bubble_is_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(accumulate=2)
+
+
+# Models, precision and checkpoints.
+
+
+SIZES = {
+    "vocab_size": 40,
+    "num_layers": 3,
+    "num_heads": 4,
+    "width": 16,
+    "loss_chunk": 8,
+    "param_dtype": jnp.float64,
+    "attention": "xla",
+}
+MODELS = {
+    "gpt": lambda rngs: GPT(GPTConfig(**SIZES, sequence_length=8), rngs=rngs),
+    "llama": lambda rngs: Llama(
+        LlamaConfig(**SIZES, num_kv_heads=2, hidden=24), rngs=rngs
+    ),
+}
+
+
+def cross_entropy(model: Any, batch: Any) -> Any:
+    return model.loss(batch["tokens"], batch["targets"], batch["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", MODELS)
+def test_decoders_follow_themselves_on_one_device(name):
+    variant = parity.Variant(batch=16, padding=True)
+    batch = next(parity.batches(variant))
+    batch |= {key: batch[key] % 40 for key in ("tokens", "targets")}
+    fsdp, tx = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(4)), optax.sgd(1.0)
+    state = fsdp.init(MODELS[name], tx)
+    graphdef, params, rest = nnx.split(MODELS[name](nnx.Rngs(0)), nnx.Param, ...)
+    params = jax.tree.map(jnp.asarray, fsdp.fetch(state.params))
+    state, metrics = fsdp.train_step(cross_entropy, tx)(state, fsdp.shard_batch(batch))
+
+    def loss(params: Any) -> Any:
+        return cross_entropy(nnx.merge(graphdef, params, rest), batch).compute()
+
+    want, grads = jax.jit(jax.value_and_grad(loss))(params)
+    stepped = jax.tree.map(lambda p, g: p - g, params, grads)
+    assert parity.error(metrics["loss"], want) <= BOUND
+    got = parity.by_path(fsdp.fetch(state.params))
+    assert parity.worst(got, parity.by_path(stepped)) <= BOUND
+
+
+@pytest.mark.slow
+def test_bfloat16_and_averages_are_those_of_a_mesh_without_stages(tmp_path):
+    """And checkpoints come back bit for bit on another number of stages."""
+    variant = parity.Variant(batch=16, dropout=True, layers=4)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    in_bfloat16 = {
+        "ema_decay": 0.9,
+        "precision": jshard.Precision(param="float32", compute="bfloat16"),
+    }
+
+    def of(**sizes: int) -> tuple[jshard.FSDP, Any]:
+        fsdp = jshard.FSDP(mesh_of(**sizes), policy_of(2, **in_bfloat16))
+        return fsdp, fsdp.abstract_state(make_model, tx)
+
+    def make_model(rngs: nnx.Rngs) -> nnx.Module:
+        return jax.tree.map(
+            lambda x: x.astype(jnp.float32) if x.dtype == jnp.float64 else x,
+            parity.make_model(variant, False)(rngs),
+        )
+
+    def train(fsdp: jshard.FSDP) -> Any:
+        def loss_fn(model: nnx.Module, batch: Any) -> Any:
+            ((_, *mean),), _ = parity.sums(variant, model, batch)
+            return jshard.Mean(*mean)
+
+        state, step = fsdp.init(make_model, tx), fsdp.train_step(loss_fn, tx)
+        metrics = {"loss": np.nan}
+        for batch in itertools.islice(parity.batches(variant), 3):
+            state, metrics = step(state, fsdp.shard_batch(batch))
+        return state, float(metrics["loss"])
+
+    fsdp, _ = of(pipe=2, fsdp=2)
+    state, loss = train(fsdp)
+    plain, _ = of(fsdp=4)
+    other, expected = train(plain)
+    assert loss == pytest.approx(expected, rel=2e-2)
+    leaves = (
+        jax.tree.leaves(x) for x in (fsdp.fetch(state.ema), plain.fetch(other.ema))
+    )
+    for got, want in zip(*leaves, strict=True):
+        np.testing.assert_allclose(got, want, atol=0.05 * np.abs(want).max())
+
+    save_steps(tmp_path, state, 3)
+    again, abstract = of(pipe=4, fsdp=2)
+    restored = Checkpointer(tmp_path).restore(abstract)
+    pairs = fsdp.fetch(state.params), again.fetch(restored.params)
+    for got, want in zip(*map(jax.tree.leaves, pairs), strict=True):
+        np.testing.assert_array_equal(got, want)
