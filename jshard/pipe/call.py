@@ -193,7 +193,8 @@ def _changes(
     count = len(jax.tree.leaves(shapes)) - len(jax.tree.leaves(changes))
     if not jax.tree.leaves(changes):
         return changes
-    bits = Inputs(1, 0, 1, 1)
+    state = [x.shape[0] == stages.layers for x in xs]  # else shards of inner units
+    bits = Inputs(1, [int(not whole) for whole in state], 1, 1)
     needs = jax.tree.leaves(
         jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, inputs)
     )
@@ -203,12 +204,18 @@ def _changes(
             "computes (nnx.BatchNorm, say), micro-batch by micro-batch; use a layer "
             "without such state, or leave pipe out of the mesh"
         )
-    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
-    others = zeros((weights, abstract((carry, list(args)))))
-    of_state = without_dead_code(
-        lambda *xs: jax.tree.leaves(fn(others[0], list(xs), *others[1])[1])
+    other = [None if whole else x for x, whole in zip(of_xs, state, strict=True)]
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), inputs._replace(xs=other)
     )
-    _, ys = lax.scan(lambda _, xs: (None, of_state(*xs)), None, xs)
+
+    def of_state(*own: Any) -> list[Any]:
+        values = iter(own)
+        xs = [next(values) if x is None else x for x in zeros.xs]
+        return jax.tree.leaves(fn(*zeros._replace(xs=xs))[1])
+
+    run, own = without_dead_code(of_state), list(itertools.compress(xs, state))
+    _, ys = lax.scan(lambda _, own: (None, run(*own)), None, own)
     return jax.tree.unflatten(jax.tree.structure(changes), ys)
 
 
