@@ -1,6 +1,7 @@
 """A pipelined step follows a plain one-device run, and does what it says it does."""
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -20,6 +21,7 @@ from jshard.errors import UserError
 from jshard.fsdp.batch import abstract_batch
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.nn.dropout import DropoutCount
 from jshard.pipe.schedule import one_forward_one_backward
 from jshard.plan.start_up import traffic
 
@@ -196,6 +198,53 @@ def test_dropout_masks_are_those_of_any_mesh():
     assert kept(2, pipe=2, fsdp=2, replica=2) == kept(1, fsdp=2, replica=2)
 
 
+class Conditioned(nnx.Module):
+    """Layers with units and integers share an array, which goes past them, too."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            linear = functools.partial(nnx.Linear, 8, 8, param_dtype=jnp.float64)
+            self.own, self.inner = linear(rngs=rngs), jshard.Unit(linear(rngs=rngs))
+            self.dropout = jshard.Dropout(0.2, rngs=rngs)
+
+        def __call__(self, stream: Any, given: jax.Array) -> Any:
+            x, number = stream
+            y = jnp.tanh(self.own(x) + self.inner(given) * number)
+            return x + self.dropout(y), number + 1
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.given = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs)
+        self.blocks = jshard.Stack(self.Layer, 3, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        given = self.given(x)
+        y, number = self.blocks((x * self.scale, jnp.int32(0)), given)
+        return y + given * number
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore:.*are in no Stack or Unit")
+def test_what_layers_share_and_what_goes_past_them_have_gradients():
+    tx, batch = optax.sgd(1.0), np.random.default_rng(0).normal(size=(16, 8))
+    fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2, remat="none"))
+    state = fsdp.init(Conditioned, tx)
+    graphdef, _, rest = nnx.split(Conditioned(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params: Any) -> Any:
+        return mean(nnx.merge(graphdef, params, rest, copy=True), batch).compute()
+
+    before = jax.tree.map(jnp.asarray, fsdp.fetch(state.params))
+    want, grads = jax.value_and_grad(loss)(before)
+    state, metrics = fsdp.train_step(mean, tx)(state, fsdp.shard_batch(batch))
+    stepped = jax.tree.map(lambda p, g: p - g, before, grads)
+    assert parity.error(metrics["loss"], want) <= BOUND
+    got = parity.by_path(fsdp.fetch(state.params))
+    assert parity.worst(got, parity.by_path(stepped)) <= BOUND
+    counts = jax.tree.leaves(nnx.filter_state(state.model_state, DropoutCount))
+    assert [x.tolist() for x in counts] == [[1, 1, 1]]
+
+
 # What it does not do.
 
 
@@ -353,7 +402,7 @@ def test_decoders_follow_themselves_on_one_device(name, monkeypatch):
     batch |= {key: batch[key] % 40 for key in ("tokens", "targets")}
     fsdp, tx = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(4)), optax.sgd(1.0)
     state = fsdp.init(MODELS[name], tx)
-    graphdef, params, rest = nnx.split(MODELS[name](nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, _, rest = nnx.split(MODELS[name](nnx.Rngs(0)), nnx.Param, ...)
     params = jax.tree.map(jnp.asarray, fsdp.fetch(state.params))
     state, metrics = fsdp.train_step(cross_entropy, tx)(state, fsdp.shard_batch(batch))
 
