@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching
 
 from jshard.compat.jaxprs import (
     environment,
@@ -24,6 +23,7 @@ from jshard.compat.jaxprs import (
     find,
     has,
     line_of,
+    placeholder,
     without_dead_code,
 )
 from jshard.errors import UserError
@@ -38,8 +38,6 @@ from jshard.unit.linearize import Inputs, trace_layer
 from jshard.unit.partition import abstract, select
 from jshard.unit.unit import gather, weight_types
 
-LAYERS = core.Primitive("layers_of_a_pipeline")
-LAYERS.multiple_results = True
 NO_YS = (None, [], ())  # of a layer: aux, changes, and what is static of these
 
 
@@ -91,8 +89,7 @@ class Call:
         return grads
 
 
-@LAYERS.def_abstract_eval
-def _(*operands: Any, layer: core.ClosedJaxpr, call: Call) -> list[Any]:
+def _results(layer: core.ClosedJaxpr, call: Call) -> list[Any]:
     return [x.update(weak_type=False) for x in jax.tree.leaves(call.carry)]
 
 
@@ -103,8 +100,7 @@ def _refuse(*_: Any, **params: Any) -> Any:
     )
 
 
-ad.primitive_jvps[LAYERS] = _refuse
-batching.primitive_batchers[LAYERS] = _refuse
+LAYERS = placeholder("layers_of_a_pipeline", _results, _refuse)
 
 
 def leave_open(

@@ -30,7 +30,7 @@ MOST_LINES = {
     "layout": 1990,
     "distributed": 1755,
     "cli": 675,
-    "compat": 800,
+    "compat": 815,
     "parallel": 545,
     "ground": 1505,
 }
