@@ -418,6 +418,7 @@ def test_decoders_follow_themselves_on_one_device(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 def test_bfloat16_and_averages_are_those_of_a_mesh_without_stages(tmp_path):
     """And checkpoints come back bit for bit on another number of stages."""
     variant = parity.Variant(batch=16, dropout=True, layers=4)
