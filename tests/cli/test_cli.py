@@ -158,6 +158,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(train, tmp_path):
     assert line.startswith("jshard: warning: compiled programs are not cached")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or any(Path("/dev").glob("nvidia*")),
     reason="about machines without a GPU",

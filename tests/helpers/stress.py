@@ -2,8 +2,8 @@
 
 One cell is a number of devices, a width, remat, reshard and a number of cores. A
 process starts cold, another with programs from a compilation cache; each trains four
-times from the same values. Every run of a cell must end, with the losses of every other to
-the last bit, and those of one device within rounding.
+times from the same values. Every run of a cell must end, with the losses of every other
+to the last bit, and those of one device within rounding.
 
     python tests/helpers/stress.py --minutes=60 PYTHON [PYTHON ...]
 

@@ -157,11 +157,11 @@ def test_a_model_that_differs_from_the_folders(train_here, tmp_path):
     assert "and 7 more" in run.stderr
 
 
-@pytest.mark.quick("model.from")  # a process of its own, as a user has
 @pytest.mark.parametrize("key", ["model.from", "checkpoint.restore"])
-def test_a_recipe_without_a_map(key, train, tmp_path):
+def test_a_recipe_without_a_map(key, train_here, tmp_path):
     write_folder(tmp_path / "hf")
-    run = train(tmp_path, "--config=tiny.py", f"--config.{key}=hf", recipe=UNMAPPED)
+    words = ("--config=tiny.py", f"--config.{key}=hf")
+    run = train_here(tmp_path, *words, recipe=UNMAPPED)
     expect_one_line(run, 2, "recipe tiny has no map of Hugging Face's names")
 
 
