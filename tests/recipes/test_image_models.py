@@ -19,7 +19,7 @@ from parity import make_mesh, make_update
 
 CLASSES, SIZE, STEPS = 5, 16, 2
 TX = optax.sgd(0.05, momentum=0.9)
-SMALL: dict[str, Any] = {"stem": 8, "depths": (2,), "widths": (16,)}
+SMALL: dict[str, Any] = {"stem": 8, "depths": (1, 2), "widths": (16, 32)}
 # Not `float`, which promotes weakly: batch statistics would be float32.
 TYPES: dict[str, Any] = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 MODELS = {
