@@ -265,7 +265,7 @@ def losses(**knobs) -> list[float]:
     return found
 
 
-@pytest.mark.quick("bfloat16")
+@pytest.mark.quick("int8", "bfloat16")
 @pytest.mark.parametrize(
     "precision",
     [
