@@ -246,7 +246,7 @@ def train_here(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["jshard.train", *words])
         with pytest.raises(SystemExit) as end:
             jshard.train.main()
-        code = end.value.code
+        code = int(end.value.code or 0)
         return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
 
     return run
