@@ -52,7 +52,8 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "topology": Option(
-            None, "this many GPUs, eight per host, e.g. h100:64; GPUs are "
+            None, "this many GPUs, e.g. h100:64, in hosts of eight (GB200 and GB300: "
+            "of four, in racks of 72 that NVLink joins); GPUs are "
             f"{', '.join(topology.GPUS)}, and {ATTACHED} is this machine's devices (no "
             "timeline on CPUs)", kind=str, required=True, shown="GPU:NUMBER",
         ),
