@@ -210,21 +210,24 @@ def check_bound(policy, replica, layers, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("copies", "shards", "speed"),
+    ("gpu", "copies", "shards", "speed"),
     [
-        (8, 8, STATED.network_port),  # a copy a host
-        (8, 16, STATED.network_port),
-        (4, 4, 2 * STATED.network_port),  # two copies a host share its ports
-        (2, 4, STATED.link * GPUS["h100"].link),
+        ("h100", 8, 8, STATED.network_port),  # a copy a host
+        ("h100", 8, 16, STATED.network_port),
+        ("h100", 4, 4, 2 * STATED.network_port),  # two copies a host share its ports
+        ("h100", 2, 4, STATED.link * GPUS["h100"].link),
+        ("b300", 8, 8, 2 * STATED.network_port),  # of 800 Gb/s
+        ("gb200", 2, 32, STATED.link * 900e9),  # in a rack
+        ("l40s", 2, 4, STATED.link * 32e9),
     ],
 )
 def test_sums_over_copies_come_through_the_ports_of_the_devices_that_hold_them(
-    copies, shards, speed
+    gpu, copies, shards, speed
 ):
     only_shards = StateSize(0, 0, 0, 0, 0, 0, trained_shards=1 << 30)
     mesh = AbstractMesh((copies, shards), AXES[:2])
     idle = Activity(0, 0, 0)
-    guess = estimate(only_shards, jshard.Policy(), mesh, GPUS["h100"], idle, 1)
+    guess = estimate(only_shards, jshard.Policy(), mesh, GPUS[gpu], idle, 1)
     nbytes = 2 * (1 << 30) * (copies - 1) / copies
     assert guess.seconds == pytest.approx(nbytes / speed)
 

@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1170,
+    "commands": 1175,
     "surface": 540,
     "plan": 4700,
     "training": 13090,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "collectives": 475,
     "layout": 1895,
     "distributed": 1755,
-    "cli": 665,
+    "cli": 700,
     "compat": 800,
     "parallel": 545,
     "ground": 1475,
