@@ -54,8 +54,8 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "topology": Option(
-            None, "this many GPUs, e.g. h100:64, in hosts of eight (GB200 and GB300: "
-            "of four, in racks of 72 that NVLink joins); GPUs are "
+            None, "this many GPUs, e.g. h100:64, eight per host (four of GB200 and "
+            "GB300); GPUs are "
             f"{', '.join(topology.GPUS)}, and {ATTACHED} is this machine's devices (no "
             "timeline on CPUs)", kind=str, required=True, shown="GPU:NUMBER",
         ),
