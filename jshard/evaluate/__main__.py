@@ -18,7 +18,7 @@ from jshard.generation.prompts import check_decoder
 from jshard.hub.huggingface_folder import is_huggingface
 from jshard.trained.model_command import MODEL_OPTIONS, started
 from jshard.trained.trained_model import TrainedModel
-from jshard.trained.weights import WEIGHTS, place_weights
+from jshard.trained.weight_option import WEIGHTS, place_weights
 
 COMMAND = Command(
     "evaluate",
@@ -57,6 +57,7 @@ COMMAND = Command(
         "weights": WEIGHTS,
     },
 )  # fmt: skip
+_RESAMPLED = 1000  # times, for standard errors; 100,000 take pools of processes
 
 
 def main() -> None:
@@ -72,12 +73,14 @@ def run_evaluate(argv: list[str]) -> None:
             raise UserError(f"--include_path={folder}: there is no such folder")
     if arguments.output is not None:
         _check_output(arguments.output)
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval forks, which JAX's threads forbid
+    # lm_eval's pools fork, which with the threads of JAX may hang.
+    os.environ["DISABLE_MULTIPROC"] = "1"
     with started(arguments) as model:
         # Before weights are read.
         tokenizer = _tokenizer(model, arguments.tokenizer)
         check_decoder(model.abstract(), f"--model={model.path}")
-        tasks = load_tasks("--tasks", arguments.tasks.split(","), folder)
+        shows, names = jax.process_index() == 0, arguments.tasks.split(",")
+        tasks = load_tasks("--tasks", names, folder, shows=shows)
 
         from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
         from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
@@ -89,7 +92,7 @@ def run_evaluate(argv: list[str]) -> None:
 
         placement = place_weights(model, arguments.weights, arguments.batch_size)
         results: Any = simple_evaluate(
-            LanguageModel(placement, tokenizer, arguments.batch_size, shows=True),
+            LanguageModel(placement, tokenizer, arguments.batch_size, shows=shows),
             tasks=tasks,
             num_fewshot=arguments.num_fewshot,
             limit=arguments.limit,
@@ -98,8 +101,9 @@ def run_evaluate(argv: list[str]) -> None:
             fewshot_as_multiturn=arguments.apply_chat_template,
             system_instruction=arguments.system_instruction,
             log_samples=arguments.log_samples,
+            bootstrap_iters=_RESAMPLED * shows,
         )
-        if jax.process_index() > 0:
+        if not shows:
             return
         results["config"] |= {"model": "jshard", "model_args": str(model.path)}
         show(make_table(results))

@@ -42,7 +42,7 @@ class RunTasks:
         check_decoder(self._placement.model, option)
         vocab_size = config.get("model", {}).get("vocab_size")
         self._tokenizer = load_tokenizer(own, vocab_size)
-        tasks = load_tasks(option, config.eval_tasks)
+        tasks = load_tasks(option, config.eval_tasks, shows=False)
 
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 

@@ -267,8 +267,7 @@ class LanguageModel(TemplateLM):
     # What is shown.
 
     def _bar(self, total: int, what: str) -> Any:
-        hidden = not self._shows or jax.process_index() > 0
-        return tqdm(total=total, desc=f"Running {what} requests", disable=hidden)
+        return tqdm(total=total, desc=f"{what} requests", disable=not self._shows)
 
     def _say_cut(self, number: int, total: int) -> None:
         if number:

@@ -1,6 +1,7 @@
 """Tasks by their names in lm_eval, and what goes wrong with them in one line."""
 
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from jshard.formatting import did_you_mean, one_line
 ROWS = 32  # requests that are computed together
 
 
-def load_tasks(option: str, names: Iterable[str], folder: Path | None = None) -> Any:
+def load_tasks(
+    option: str, names: Iterable[str], folder: Path | None = None, *, shows: bool = True
+) -> Any:
     """Reads tasks and their datasets.
 
     Args:
       option: What gave the names, for errors.
       names: Of tasks, groups or tags, patterns of them, or paths of YAML files.
       folder: With more tasks, as YAML files.
+      shows: Whether lm_eval may show bars of its progress.
 
     Returns:
       Tasks and groups, as ``lm_eval.simple_evaluate(tasks=...)`` takes them.
@@ -26,6 +30,8 @@ def load_tasks(option: str, names: Iterable[str], folder: Path | None = None) ->
       UserError: lm_eval is missing or has no such task, or its dataset is not to be
         had.
     """
+    if not shows:
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, as it is now
     try:
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -22,7 +22,7 @@ from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder
 from jshard.trained.model_command import MODEL_OPTIONS, started
-from jshard.trained.weights import WEIGHTS, place_weights
+from jshard.trained.weight_option import WEIGHTS, place_weights
 
 _COUNT: dict[str, Any] = {"at_least": 1, "at_most": 10**9}
 _TOKEN: dict[str, Any] = {"at_least": 0, "at_most": 2**31 - 1}
