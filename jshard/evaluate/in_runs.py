@@ -56,9 +56,7 @@ class RunTasks:
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Returns the scores of a state; every process gets all of them."""
-        from lm_eval.evaluator import (
-            evaluate,  # pyright: ignore[reportMissingImports]
-        )
+        from lm_eval import evaluate  # pyright: ignore[reportMissingImports]
 
         from jshard.evaluate.language_model import LanguageModel
 

@@ -182,7 +182,7 @@ class LanguageModel(TemplateLM):
         options: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
         end = self._text_of(self.eot_token_id)
         stops = handle_stop_sequences(options.pop("until"), end)
-        length, sampling = options.pop("max_gen_toks"), _sampling(options)
+        length, sampling = options.pop("max_gen_toks"), sampling_of(options)
         room = self.max_length - length
         if room < 1:
             raise UserError(
@@ -281,7 +281,7 @@ class LanguageModel(TemplateLM):
             warnings.warn(text, stacklevel=2)
 
 
-def _sampling(options: Mapping[str, Any]) -> Sampling:
+def sampling_of(options: Mapping[str, Any]) -> Sampling:
     """Returns how tokens are chosen; a UserError if we cannot choose them so."""
     rest = {k: v for k, v in options.items() if k not in (*_SAMPLING, "do_sample")}
     unknown = {k: v for k, v in rest.items() if (k, v) not in _NEUTRAL.items()}

@@ -54,7 +54,9 @@ def test_programs_run(page, comment, tmp_path):
     file = tmp_path / "program"
     program = BLOCKS["program"](page.read_text(), comment)
     for module, extra in NOT_IN_TEST.items():
-        if re.search(rf"^(from|import) .*\b{module}\b|jshard\.{extra} ", program, re.MULTILINE):
+        if re.search(
+            rf"^(from|import) .*\b{module}\b|jshard\.{extra} ", program, re.MULTILINE
+        ):
             pytest.importorskip(module, reason=f"needs jshard[{extra}]")
     file.write_text(program)
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import jax
 import optax
@@ -62,8 +63,8 @@ def state_of(make_model):
 
 
 def gpt(rngs):
-    sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "sequence_length": 32}
-    return GPT(GPTConfig(vocab_size=300, **sizes), rngs=rngs)
+    sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "width": 16}
+    return GPT(GPTConfig(vocab_size=300, sequence_length=32, **sizes), rngs=rngs)
 
 
 def test_a_run_without_text_has_no_tasks():

@@ -5,12 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from flax import nnx
 
 import jshard
+from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 from jshard.evaluate.__main__ import run_evaluate
 from jshard.evaluate.tasks import load_tasks
+from jshard.generation import Sampling
+from jshard.generation.weight_placement import replicated
+from jshard.models.gpt import GPT, GPTConfig
 from local_tasks import TASKS, write_tasks
 from small_tokenizer import CHATML, make_tokenizer
 
@@ -94,7 +100,7 @@ def theirs(model, folder) -> Any:
         tasks=[*TASKS],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         fewshot_as_multiturn=options.get("apply_chat_template", False),
-        bootstrap_iters=10,
+        bootstrap_iters=0,
         **options,
     )
 
@@ -189,7 +195,8 @@ def test_a_run_scores_its_model_as_the_command_does(folder, tmp_path):
         },
         workdir=tmp_path / "run",
     )
-    trainer.fit()
+    with pytest.warns(UserWarning, match="1 of 5 requests do not fit"):
+        trainer.fit()
     first, last = (x for x in trainer.metrics if "eval_loss" in x)
     assert first["eval_end_perplexity"] != last["eval_end_perplexity"]
     assert {"eval_end_acc", "eval_write_exact_match"} < {*last}
@@ -198,3 +205,57 @@ def test_a_run_scores_its_model_as_the_command_does(folder, tmp_path):
     got = ours(tmp_path / "run", folder, "end", tmp_path / "x.json", "--limit=5")
     score = got["results"]["end"]["perplexity,none"]
     assert last["eval_end_perplexity"] == pytest.approx(score, rel=1e-5)
+
+
+STRIPPING = CHATML.replace("message['content']", "message['content'] | trim")
+WITHOUT_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('no system messages') }}{% endif %}" + CHATML
+)
+HISTORY = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "It is "},
+]
+
+
+def language_model(folder: Path, template: str) -> Any:
+    from jshard.evaluate.language_model import LanguageModel
+
+    make_tokenizer(folder, chat_template=template)
+    config = GPTConfig(vocab_size=400, num_layers=1, num_heads=2, width=16)
+    placement = replicated(GPT(config, rngs=nnx.Rngs(0)), jax.devices()[:1])
+    return LanguageModel(placement, load_tokenizer(folder), 4)
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPPING])
+def test_chats_are_written_as_transformers_writes_them(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    model = language_model(tmp_path, template)
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for asks in (True, False):
+        text = model.apply_chat_template(HISTORY, add_generation_prompt=asks)
+        assert text == peer.apply_chat_template(
+            HISTORY,
+            tokenize=False,
+            add_generation_prompt=asks,
+            continue_final_message=not asks,
+        )
+
+
+def test_a_template_without_system_messages_says_so(tmp_path):
+    model = language_model(tmp_path, WITHOUT_SYSTEM)
+    with pytest.warns(UserWarning, match="written without their system messages"):
+        text = model.apply_chat_template(HISTORY)
+    assert "France" in text
+    assert "brief" not in text
+
+
+def test_what_is_asked_of_sampling_is_done_or_refused():
+    from jshard.evaluate.language_model import sampling_of
+
+    asked = {"do_sample": True, "temperature": 0.5, "top_k": 3, "num_beams": 1}
+    assert sampling_of(asked) == Sampling(0.5, 3, 1.0)
+    assert sampling_of({"do_sample": False, "temperature": 0.0}) == Sampling(0)
+    with pytest.raises(UserError, match="num_beams': 4"):
+        sampling_of(asked | {"num_beams": 4})

@@ -28,7 +28,7 @@ TASKS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "fewshot_split": "train",
             "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
         },
-        [*CHOICES, {"question": LONG, "choices": [" fox", " dog", "a"], "answer": 0}],
+        [{"question": LONG, "choices": [" fox", " dog", "a"], "answer": 0}, *CHOICES],
     ),
     "end": (
         {
@@ -57,7 +57,7 @@ TASKS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "generation_kwargs": {"until": ["\n", "e"], "max_gen_toks": 20},
             "metric_list": [{"metric": "exact_match"}],
         },
-        [*PROMPTS, {"prompt": LONG}],
+        [{"prompt": LONG}, *PROMPTS],
     ),
 }
 
