@@ -42,8 +42,7 @@ PASSED_ON = (
 )  # fmt: skip
 PORTS = 20  # ports to try if other programs use them
 TRAIN = "train"
-# Those that run in several processes.
-COMMANDS = (TRAIN, "generate", "perplexity", "evaluate")
+COMMANDS = (TRAIN, "generate", "perplexity", "evaluate")  # in several processes
 NO_RESTART = (0, 2, 75)  # done, bad input, preempted
 _MANY: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 65_536}
 
