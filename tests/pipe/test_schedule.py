@@ -12,6 +12,7 @@ from jshard.pipe.schedule import (
     bubble,
     one_forward_one_backward,
 )
+from jshard.pipe.stages import Stages
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 16), (1, 2, 3)))
 
@@ -79,3 +80,16 @@ def _of(plan, does):
         (t, s, int(plan.micro[t, s]))
         for t, s in zip(*np.nonzero(plan.does == does), strict=True)
     ]
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (5, 4), (6, 4), (8, 4), (9, 5)])
+def test_each_layer_has_a_row_of_a_stage(layers, stages):
+    found = Stages(("blocks",), layers, stages)
+    rows, used = found.rows(), found.used()
+    assert rows.shape == used.shape == (stages, -(-layers // stages))
+    np.testing.assert_array_equal(rows[used], np.arange(layers))
+    np.testing.assert_array_equal(
+        rows.reshape(-1)[found.row_of_layer()], np.arange(layers)
+    )
+    assert found.counts() == used.sum(axis=1).tolist()
+    assert max(found.counts()) - min(found.counts()) <= 1
