@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1170,
     "surface": 540,
     "plan": 4700,
-    "training": 13035,
+    "training": 13037,
     "checkpoint": 5965,
     "generation": 900,
     "start-up note": 395,
