@@ -87,6 +87,8 @@ def run_unit(
         inputs = Inputs(weights, xs, [], args)
         grads = layer.transpose(inputs, consts, residuals, cotangents)
         parts = scatter(grads.weights, places)
+        # Without the barrier XLA may keep the gradients of many units for one scatter.
+        parts, grads = barrier(parts, grads._replace(weights=[]))
         return (reduce(parts, places, shards), *grads[1:], None)
 
     run.defvjp(forward, backward)
