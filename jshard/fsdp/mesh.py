@@ -4,7 +4,6 @@ Parameters are sharded over all axes but "replica" together. Examples are split 
 "replica", "pipe", "fsdp" and "expert", and each example's sequence over "context" and
 "tensor". What a model declares to be split over "tensor" (columns and rows of products)
 and "expert" (experts) is not gathered over these: each device computes with its part.
-Between its ends, a step that trains runs a Stack's layers in stages, over "pipe".
 """
 
 import contextlib
@@ -192,14 +191,16 @@ def _within_hosts(
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Returns ``mesh``; raises UserError for axes that it lacks or may not have."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise UserError(f"mesh is a {type(mesh).__name__}; see jshard.make_mesh")
     missing = [axis for axis in (REPLICA, FSDP) if axis not in mesh.axis_names]
     if missing:
         raise UserError(
             f"mesh: axes {mesh.axis_names} lack {missing}; make one with "
             "jshard.make_mesh, or add an axis of size 1"
         )
-    others = {axis: mesh.shape.get(axis, 1) for axis in (EXPERT, CONTEXT, TENSOR)}
-    others = {axis: size for axis, size in others.items() if size > 1}
+    inner = {EXPERT, CONTEXT, TENSOR}
+    others = {axis: n for axis, n in mesh.shape.items() if axis in inner and n > 1}
     if others and stages_of(mesh) > 1:
         raise UserError(
             f"mesh: pipe={stages_of(mesh)} does not go with {named_sizes(others)} yet; "
