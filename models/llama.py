@@ -1,4 +1,4 @@
-"""A family of decoders: Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral, Qwen's experts.
+"""A family of decoders: Llama, Mistral, Qwen, Gemma, Phi-3, OLMo, Mixtral and others.
 
 With its defaults ``LlamaConfig`` is Llama 2 (Touvron et al. 2023, arXiv:2307.09288,
 section 2.2). What other models do differently is a field of it, and
@@ -29,7 +29,7 @@ __all__ = ["Block", "Llama", "LlamaConfig"]
 
 
 class Block(nnx.Module):
-    """Attention and gated MLP, each on a normalised residual branch.
+    """Attention and gated MLP, each on a residual branch with norms before or after.
 
     Activations have names, for ``jshard.Names`` and ``jshard.Offload``: "qkv" (queries
     and keys after their rotation, values), "attended" (before the output projection),
@@ -39,10 +39,10 @@ class Block(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         width, hidden = config.width, config.hidden
         self.activation = ACTIVATIONS[config.activation]
-        self.norm1 = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.norm2 = _norm(config, rngs)
-        self.post_norms = config.post_norms
+        self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
+        if config.pre_norms:
+            self.norm1, self.norm2 = _norm(config, rngs), _norm(config, rngs)
         if config.post_norms:
             self.post_norm1, self.post_norm2 = _norm(config, rngs), _norm(config, rngs)
         self.has_experts, self.fused = config.num_experts > 0, config.fused
@@ -86,11 +86,10 @@ class Block(nnx.Module):
     ) -> Stream | tuple[Stream, Load]:
         """Returns the stream after this block, and the load of its experts if any."""
         x_BTD, layer, _ = stream
-        y_BTD, cache = self.attention(
-            self.norm1(x_BTD), stream, positions_BT, segment_ids_BT
-        )
+        y_BTD = self.norm1(x_BTD) if self.pre_norms else x_BTD
+        y_BTD, cache = self.attention(y_BTD, stream, positions_BT, segment_ids_BT)
         x_BTD = x_BTD + (self.post_norm1(y_BTD) if self.post_norms else y_BTD)
-        y_BTD, load = self._mlp(self.norm2(x_BTD))
+        y_BTD, load = self._mlp(self.norm2(x_BTD) if self.pre_norms else x_BTD)
         x_BTD = x_BTD + (self.post_norm2(y_BTD) if self.post_norms else y_BTD)
         stream = Stream(x_BTD, None if layer is None else layer + 1, cache)
         return stream if load is None else (stream, load)

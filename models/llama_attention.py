@@ -19,7 +19,7 @@ from jshard.models.layers import linear, residual_std, rms_norm
 from jshard.models.llama_config import LlamaConfig
 from jshard.models.rope import Rope, rotate_by
 from jshard.parallel.context import on_whole_sequences
-from jshard.parallel.tensor import own_columns
+from jshard.parallel.tensor import norm_columns, own_columns
 
 
 class Stream(NamedTuple):
@@ -56,8 +56,9 @@ class Attention(nnx.Module):
         self.out = linear(config, queries, width, rngs, std, bias=config.out_bias)
         if config.qk_norm:
             options = {"epsilon": config.norm_eps, "offset": config.norm_offset}
-            self.q_norm = rms_norm(config, config.H, rngs, **options)
-            self.k_norm = rms_norm(config, config.H, rngs, **options)
+            sizes = (queries, keys) if config.joint_qk_norm else (config.H, config.H)
+            self.q_norm = rms_norm(config, sizes[0], rngs, **options)
+            self.k_norm = rms_norm(config, sizes[1], rngs, **options)
 
     @property
     def tensor_split(self) -> jshard.nn.Split:
@@ -95,7 +96,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, kv_cache.KVCache | None]:
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = self._heads(x_BTD)
-        if config.qk_norm:
+        if config.qk_norm and not config.joint_qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         sliding = self._is_sliding(stream.layer)
         frequency_I, amplitude = self._rotation(sliding, x_BTD.dtype)
@@ -124,7 +125,10 @@ class Attention(nnx.Module):
             ends = config.H * N // n, config.H * (N + K) // n
             qkv = jnp.split(qkv_BTE, ends, axis=-1)
         else:
-            qkv = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+            qkv = [self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)]
+        if config.joint_qk_norm:
+            qkv[0] = norm_columns(self.q_norm, qkv[0])
+            qkv[1] = norm_columns(self.k_norm, qkv[1])
         return [x_BTE.reshape(*x_BTE.shape[:2], -1, config.H) for x_BTE in qkv]
 
     def _is_sliding(self, layer: jax.Array | None) -> bool | jax.Array:

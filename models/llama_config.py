@@ -43,7 +43,8 @@ class LlamaConfig:
       context_length: the longest text that the model is meant for; 0 is
         ``sequence_length``.
       rope_scaling: "none", "linear", "llama3" or "yarn"; with ``rope_factor``,
-        ``rope_low``, ``rope_high`` and ``rope_length`` (models/rope.py).
+        ``rope_low``, ``rope_high``, ``rope_length`` and ``rope_attention_factor``
+        (models/rope.py).
       qkv_bias: whether queries, keys and values have biases, as in Qwen 2.5
         (arXiv:2412.15115, section 2).
       out_bias: whether the attention's output projection has one.
@@ -51,12 +52,14 @@ class LlamaConfig:
         up another, as in Phi-3 (arXiv:2404.14219).
       qk_norm: whether each head's queries and keys are normalised before rotation, as
         in Qwen 3 (arXiv:2505.09388, section 2) and Gemma 3 (arXiv:2503.19786, 2).
+      joint_qk_norm: whether ``qk_norm`` is over all heads together, as in OLMo 2
+        (arXiv:2501.00656, section 2).
       pattern: repeated over the layers, "f" for full attention and "s" for a sliding
-        window: "s" is Mistral, "sf" Gemma 2, "sssssf" Gemma 3.
+        window: "s" is Mistral, "sf" Gemma 2, "sssf" OLMo 3, "sssssf" Gemma 3.
       window: positions that a layer "s" attends to, its own included (Mistral,
         arXiv:2310.06825, section 2).
       sliding_theta: ``rope_theta`` of layers "s", which have no scaling then; 0 is that
-        of the others (Gemma 3).
+        of the others (Gemma 3, OLMo 3).
       attention_scale: scores are divided by its root, Gemma's query_pre_attn_scalar;
         0 is H.
       attention_soft_cap: c in ``c tanh(score / c)``, 0 for none (Gemma 2,
@@ -65,7 +68,8 @@ class LlamaConfig:
       activation: "silu" or "gelu_tanh".
       norm_offset: whether norms multiply with 1 + their scale, which starts at 0
         (Gemma's reference code).
-      post_norms: whether a branch's output is normalised, too (Gemma 2, section 2).
+      pre_norms: whether a branch's input is normalised; not in OLMo 2.
+      post_norms: whether a branch's output is normalised (Gemma 2, section 2).
       scaled_embeddings: whether embeddings are multiplied by the root of D (Gemma).
       num_experts: experts of the MLP; 0 is an ordinary MLP (models/moe.py).
       experts_per_token: how many of them each token takes.
@@ -99,10 +103,12 @@ class LlamaConfig:
     rope_low: float = 1.0
     rope_high: float = 4.0
     rope_length: int = 8192
+    rope_attention_factor: float = 0.0
     qkv_bias: bool = False
     out_bias: bool = False
     fused: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     pattern: str = "f"
     window: int = 0
     sliding_theta: float = 0.0
@@ -111,6 +117,7 @@ class LlamaConfig:
     logit_soft_cap: float = 0.0
     activation: str = "silu"
     norm_offset: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     scaled_embeddings: bool = False
     num_experts: int = 0
@@ -148,6 +155,10 @@ class LlamaConfig:
                     f"model: {name}={getattr(self, name)!r} is unknown: use "
                     f"{', '.join(known)}"
                 )
+        if self.joint_qk_norm and (self.fused or not self.qk_norm):
+            raise jshard.UserError(
+                "model: joint_qk_norm=True needs qk_norm=True and fused=False"
+            )
         if self.num_experts and self.fused:
             raise jshard.UserError(
                 "model: fused=True is for an ordinary MLP: set num_experts=0"
@@ -184,4 +195,5 @@ class LlamaConfig:
             self.rope_low,
             self.rope_high,
             self.rope_length,
+            self.rope_attention_factor,
         )

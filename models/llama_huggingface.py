@@ -10,7 +10,8 @@ from typing import Any
 import jshard
 from jshard.hub.file_tensor import FileTensor
 from jshard.models.llama_config import LlamaConfig
-from jshard.models.llama_families import ACTIVATIONS, FAMILIES, read_config
+from jshard.models.llama_config_json import ACTIVATIONS, read_config
+from jshard.models.llama_families import FAMILIES
 from jshard.models.rope_huggingface import write_rope
 
 __all__ = ["read_config", "tensors", "write_config"]
@@ -40,13 +41,15 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "attention_bias": config.out_bias,
         "sliding_window": config.window or None,
-        **write_rope(config, local=name == "Gemma3ForCausalLM"),
+        **write_rope(config, two=config.sliding_theta > 0),
     }
     if "layer_types" in family.reads:
         sliding = ("full_attention", "sliding_attention")
         json["layer_types"] = [sliding[s] for s in config.sliding_layers]
     if family.model_type.startswith("qwen"):
         json["use_sliding_window"] = config.window > 0
+    if "rope_local_base_freq" in family.reads:
+        json["rope_local_base_freq"] = config.sliding_theta or config.rope_theta
     if gemma:
         json["query_pre_attn_scalar"] = config.attention_scale or config.H
         json["attn_logit_softcapping"] = config.attention_soft_cap or None
@@ -91,7 +94,12 @@ def _kind(name: str) -> str:
 def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
     """Returns the names of modules in a layer, by the name of our array."""
     norms = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-    if config.post_norms:
+    if not config.pre_norms:
+        norms = {
+            "post_norm1": "post_attention_layernorm",
+            "post_norm2": "post_feedforward_layernorm",
+        }
+    elif config.post_norms:
         norms |= {
             "post_norm1": "post_attention_layernorm",
             "norm2": "pre_feedforward_layernorm",
@@ -129,6 +137,8 @@ def _architecture(config: LlamaConfig) -> str:
         return "Gemma3ForCausalLM" if config.qk_norm else "Gemma2ForCausalLM"
     if config.fused:
         return "Phi3ForCausalLM"
+    if config.joint_qk_norm:
+        return "Olmo3ForCausalLM" if config.sliding_theta else "Olmo2ForCausalLM"
     if config.qk_norm:
         return "Qwen3ForCausalLM"
     if config.qkv_bias and not config.out_bias:

@@ -28,6 +28,7 @@ class Rope(NamedTuple):
       low: pairs that turn fewer times than this in ``length`` are slowed by ``factor``.
       high: pairs that turn more often are not slowed; between the two it is gradual.
       length: the context that the model was trained for before.
+      attention_factor: of queries and keys with "yarn"; 0 is what the paper says.
     """
 
     theta: float
@@ -36,6 +37,7 @@ class Rope(NamedTuple):
     low: float = 1.0
     high: float = 4.0
     length: int = 8192
+    attention_factor: float = 0.0
 
     def frequencies(self, H: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Returns radians per position of each pair, (I,)."""
@@ -59,9 +61,11 @@ class Rope(NamedTuple):
 
     def amplitude(self) -> float:
         """Returns the factor of queries and keys, YaRN's temperature (section 3.4)."""
-        if self.scaling != "yarn" or self.factor <= 1:
+        if self.scaling != "yarn":
             return 1.0
-        return 0.1 * math.log(self.factor) + 1
+        if self.attention_factor:
+            return self.attention_factor
+        return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1
 
     def _pair(self, turns: float, H: int) -> float:
         """Returns which pair turns so many times in the context, as a real number."""

@@ -1,8 +1,9 @@
 """Rotary positions in a config.json, as transformers 4 and 5 spell them.
 
 Version 4 has ``rope_theta`` and ``rope_scaling``, version 5 ``rope_parameters``; Gemma
-3 has them twice, for layers with and without a window. Both spellings are read, and
-both are written. Where a file has both, ``rope_scaling`` wins, as in transformers.
+3 and OLMo 3 have them twice, for layers with and without a window. Both spellings are
+read, and both are written. Where a file has both, ``rope_scaling`` wins, as in
+transformers.
 """
 
 from collections.abc import Collection
@@ -29,6 +30,7 @@ _OF_SCALINGS = (
     "finetuned",
 )
 _WHOLE = (None, 1, 1.0)
+_OLMO_THETA = 500000.0
 
 
 def read_rope(
@@ -67,7 +69,9 @@ def read_two_ropes(
     """
     config.fix("partial_rotary_factor", _WHOLE)
     theta = config.get("rope_theta", theta, POSITIVE)
-    near_theta = config.get("rope_local_base_freq", 10000.0, POSITIVE)
+    near_theta = 10000.0
+    if config.name == "Gemma3ForCausalLM":
+        near_theta = config.get("rope_local_base_freq", near_theta, POSITIVE)
     scaling, parameters = map(config.within, ("rope_scaling", "rope_parameters"))
     full = near = None
     if parameters:
@@ -78,6 +82,14 @@ def read_two_ropes(
     if scaling and full:
         full = full | scaling
     full = full or scaling
+    if config.name == "Olmo3ForCausalLM":
+        near_theta = _OLMO_THETA
+        if theta != near_theta and not (near and near.has("rope_theta")):
+            raise config.error(
+                "rope_theta",
+                "transformers 4 has it in all layers, and 5 not in those with a "
+                "window: set rope_parameters.sliding_attention.rope_theta",
+            )
     local = _read_parameters(near, near_theta, context, ()) if near else {}
     return {
         "rope_theta": float(theta),
@@ -117,19 +129,21 @@ def _read_parameters(
         # transformers takes 0 for a missing one.
         model["rope_low"] = float(rope.get("beta_slow", 1, NUMBER.or_null) or 1)
         model["rope_high"] = float(rope.get("beta_fast", 32, NUMBER.or_null) or 32)
-        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        factor = rope.get("attention_factor", None, POSITIVE.or_null)
+        model["rope_attention_factor"] = float(factor or 0)
+        for key in ("mscale", "mscale_all_dim"):
             rope.fix(key, [None])
         rope.fix("truncate", [True])
     rope.finish(_OF_SCALINGS)
     return model
 
 
-def write_rope(config: LlamaConfig, *, local: bool) -> dict[str, Any]:
+def write_rope(config: LlamaConfig, *, two: bool) -> dict[str, Any]:
     """Returns the keys of rotary positions in both spellings.
 
     Args:
       config: the model's.
-      local: whether layers with a sliding window have a rotation of their own.
+      two: whether layers with a sliding window have a rotation of their own.
     """
     scaling: dict[str, Any] = {"rope_type": config.rope_scaling}
     if config.rope_scaling == "none":
@@ -141,14 +155,15 @@ def write_rope(config: LlamaConfig, *, local: bool) -> dict[str, Any]:
         names = {"llama3": ("low_freq_factor", "high_freq_factor")}
         low, high = names.get(config.rope_scaling, ("beta_slow", "beta_fast"))
         scaling |= {low: config.rope_low, high: config.rope_high}
+    if config.rope_attention_factor:
+        scaling["attention_factor"] = config.rope_attention_factor
     parameters: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
     json: dict[str, Any] = {
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling == "none" else scaling,
     }
-    if local:
+    if two:
         theta = config.sliding_theta or config.rope_theta
-        json["rope_local_base_freq"] = theta
         near = {"rope_type": "default", "rope_theta": theta}
         parameters = {"full_attention": parameters, "sliding_attention": near}
     return {**json, "rope_parameters": parameters}

@@ -57,10 +57,14 @@ FAMILY = {
     "rope_low": Key(1.0, "turns below which positions are scaled in full", above=0),
     "rope_high": Key(4.0, "turns above which positions are not scaled", above=0),
     "rope_length": Key(8192, "context length before the scaling", at_least=1),
+    "rope_attention_factor": Key(
+        0.0, "factor of queries and keys with yarn; 0 is the paper's", at_least=0
+    ),
     "qkv_bias": Key(False, "whether queries, keys and values have biases"),
     "out_bias": Key(False, "whether the attention's output has a bias"),
     "fused": Key(False, "whether q, k and v are one projection, and gate and up"),
     "qk_norm": Key(False, "whether queries and keys are normalised"),
+    "joint_qk_norm": Key(False, "whether that is over all heads together"),
     "pattern": Key(
         "f", "repeated over layers: f full attention, s a sliding window, as in ssf"
     ),
@@ -75,6 +79,7 @@ FAMILY = {
         "silu", "activation of the gated MLP", choices=tuple(ACTIVATIONS)
     ),
     "norm_offset": Key(False, "whether norms multiply with 1 + their scale"),
+    "pre_norms": Key(True, "whether the inputs of branches are normalised"),
     "post_norms": Key(False, "whether the outputs of branches are normalised"),
     "scaled_embeddings": Key(False, "whether embeddings are scaled by sqrt(width)"),
     "num_experts": Key(0, "experts of the MLP; 0 is an ordinary MLP", at_least=0),

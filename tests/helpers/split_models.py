@@ -72,6 +72,7 @@ MODELS = {
     ),
     "fused": functools.partial(llama, fused=True),
     "tiles": functools.partial(llama, mlp_tile=8, qk_norm=True, qkv_bias=True),
+    "joint norms": functools.partial(llama, qk_norm=True, joint_qk_norm=True),
     "windows": functools.partial(llama, pattern="sf", window=5),
     "experts": functools.partial(
         llama, num_experts=4, experts_per_token=2, balance_weight=0.01

@@ -181,7 +181,7 @@ FAMILIES = {
         model_type,
         *OURS,
         base,
-        OF_DECODERS | ({} if name in ("Llama", "Gemma3") else SOME),
+        OF_DECODERS | ({} if name in ("Llama", "Gemma3", "Olmo3") else SOME),
     )
     for name, model_type, base in (
         ("Llama", "llama", DECODER),
@@ -191,6 +191,8 @@ FAMILIES = {
         ("Gemma2", "gemma2", GEMMA),
         ("Gemma3", "gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
         ("Phi3", "phi3", DECODER),
+        ("Olmo2", "olmo2", DECODER),
+        ("Olmo3", "olmo3", {**DECODER, "sliding_window": 4}),
         (
             "Mixtral",
             "mixtral",

@@ -63,6 +63,17 @@ CASES = {
             "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         },
     ),
+    "olmo2": ("Olmo2Config", {"pad_token_id": 0, "eos_token_id": 2}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "num_hidden_layers": 6,  # a pattern of four, and two
+            "sliding_window": 6,
+            "rope_scaling": YARN | {"attention_factor": 1.2},
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3-moe": (
         "Qwen3MoeConfig",

@@ -41,6 +41,7 @@ CASES = {
     ),
     "fused": ("fused", True, "adamw", {"tensor": 2, "remat": "none"}),
     "tiles": ("tiles", False, "adamw", {"tensor": 2, "remat": "attention"}),
+    "joint norms": ("joint norms", False, "adamw", {"tensor": 2}),
     "odd vocabulary": (
         "odd vocabulary",
         True,

@@ -60,6 +60,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
     "balanced": {**EXPERTS, "balance_weight": 0.1, "pattern": "fs", "window": 3},
     "fused": {"fused": True, "pattern": "s", "window": 3},
+    "olmo": {
+        "qk_norm": True,
+        "joint_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "pattern": "sf",
+        "window": 4,
+        "sliding_theta": 50.0,
+    },
     "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 8},
 }
 
