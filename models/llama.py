@@ -37,7 +37,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        width, hidden = config.width, config.hidden
+        width = config.width
         self.activation = ACTIVATIONS[config.activation]
         self.attention = Attention(config, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
@@ -46,23 +46,25 @@ class Block(nnx.Module):
         if config.post_norms:
             self.post_norm1, self.post_norm2 = _norm(config, rngs), _norm(config, rngs)
         self.has_experts, self.fused = config.num_experts > 0, config.fused
-        self.tile = config.mlp_tile
+        hidden = config.shared_hidden if self.has_experts else config.hidden
+        self.has_mlp, self.tile = hidden > 0, config.mlp_tile
         std = residual_std(config)
         if self.has_experts:
             self.experts = MixtureOfExperts(
                 width,
-                hidden,
+                config.hidden,
                 config.num_experts,
-                config.experts_per_token,
-                normalized=config.normalized_experts,
+                config.routing,
                 activation=self.activation,
                 residual_std=std,
                 dtype=config.dtype,
                 param_dtype=config.param_dtype,
                 rngs=rngs,
                 capacity=config.expert_capacity,
+                bias=config.expert_bias,
+                limit=config.expert_limit,
             )
-        else:
+        if self.has_mlp:
             if config.fused:
                 self.gate_up = linear(config, width, 2 * hidden, rngs, bias=False)
             else:
@@ -72,8 +74,8 @@ class Block(nnx.Module):
 
     @property
     def tensor_split(self) -> jshard.nn.Split | None:
-        """The MLP's hidden features."""
-        if self.has_experts:  # theirs
+        """The MLP's hidden features, beside those of experts."""
+        if not self.has_mlp:
             return None
         columns = () if self.fused else ("gate", "up")
         return jshard.nn.Split(columns=columns, rows=("down",))
@@ -95,9 +97,11 @@ class Block(nnx.Module):
         return stream if load is None else (stream, load)
 
     def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
-        if self.has_experts:
-            return self.experts(x_BTD)
-        return jshard.nn.tensor_parallel(self._gated, x_BTD), None
+        y_BTD, load = self.experts(x_BTD) if self.has_experts else (None, None)
+        if not self.has_mlp:
+            return y_BTD, load
+        mlp_BTD = jshard.nn.tensor_parallel(self._gated, x_BTD)
+        return mlp_BTD if y_BTD is None else y_BTD + mlp_BTD, load
 
     def _gated(self, x_BTD: jax.Array) -> jax.Array:
         if self.fused:
@@ -123,8 +127,14 @@ class Llama(Decoder):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embed = jshard.Unit(embedding(config, config.vocab_size, rngs))
+        first = config.dense_layers
+        if first:
+            dense = config.dense
+            self.dense_blocks = jshard.Stack(
+                lambda rngs: Block(dense, rngs=rngs), first, rngs=rngs
+            )
         self.blocks = jshard.Stack(
-            lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
+            lambda rngs: Block(config, rngs=rngs), config.num_layers - first, rngs=rngs
         )
         self.norm = _norm(config, rngs)
         if not config.tied:
@@ -151,7 +161,10 @@ class Llama(Decoder):
         x_BTD = embed(tokens_BT)
         if config.scaled_embeddings:
             x_BTD *= jnp.asarray(math.sqrt(config.width), x_BTD.dtype)
-        inputs = Stream(x_BTD, layer, cache), positions_BT, segment_ids_BT
+        stream, others = Stream(x_BTD, layer, cache), (positions_BT, segment_ids_BT)
+        if config.dense_layers:
+            stream = self.dense_blocks(stream, *others)
+        inputs = stream, *others
         if config.tied:
             head, out = embed, self.blocks(*inputs)
         else:

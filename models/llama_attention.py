@@ -17,7 +17,7 @@ import jshard
 from jshard.generation import kv_cache
 from jshard.models.layers import linear, residual_std, rms_norm
 from jshard.models.llama_config import LlamaConfig
-from jshard.models.rope import Rope, rotate_by
+from jshard.models.rope import Rope, rotate_some
 from jshard.parallel.context import on_whole_sequences
 from jshard.parallel.tensor import norm_columns, own_columns
 
@@ -52,6 +52,8 @@ class Attention(nnx.Module):
             self.q = linear(config, width, queries, rngs, bias=bias)
             self.k = linear(config, width, keys, rngs, bias=bias)
             self.v = linear(config, width, keys, rngs, bias=bias)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.num_heads, config.param_dtype))
         std = residual_std(config)
         self.out = linear(config, queries, width, rngs, std, bias=config.out_bias)
         if config.qk_norm:
@@ -67,6 +69,7 @@ class Attention(nnx.Module):
         return jshard.nn.Split(
             columns=() if config.fused else ("q", "k", "v"),
             rows=("out",),
+            dims={"sinks": -1} if config.sinks else {},
             counts={"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads},
         )
 
@@ -101,7 +104,8 @@ class Attention(nnx.Module):
         sliding = self._is_sliding(stream.layer)
         frequency_I, amplitude = self._rotation(sliding, x_BTD.dtype)
         q_BTNH, k_BTKH = (
-            rotate_by(x, frequency_I, positions_BT, amplitude) for x in (q_BTNH, k_BTKH)
+            rotate_some(x, frequency_I, positions_BT, amplitude)
+            for x in (q_BTNH, k_BTKH)
         )
         q_BTNH, k_BTKH, v_BTKH = (
             checkpoint_name(x, "qkv") for x in (q_BTNH, k_BTKH, v_BTKH)
@@ -143,7 +147,7 @@ class Attention(nnx.Module):
         config, wide = self.config, jnp.promote_types(dtype, jnp.float32)
 
         def of(rope: Rope) -> tuple[jax.Array, float]:
-            return rope.frequencies(config.H, wide), rope.amplitude()
+            return rope.frequencies(config.R, wide), rope.amplitude()
 
         full = of(config.rope)
         if not config.sliding_theta or sliding is False:
@@ -160,6 +164,9 @@ class Attention(nnx.Module):
         options = {"scale": scale, "soft_cap": config.attention_soft_cap}
         return {name: value for name, value in options.items() if value}
 
+    def _sinks(self) -> jax.Array | None:
+        return self.sinks.get_value() if self.config.sinks else None
+
     def _attend(
         self,
         sliding: bool | jax.Array,
@@ -168,8 +175,10 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         config = self.config
 
-        def attend_whole(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
-            options: dict[str, Any] = self._options()
+        def attend_whole(
+            q: Any, k: Any, v: Any, segment_ids: Any, sinks_N: Any
+        ) -> jax.Array:
+            options: dict[str, Any] = {**self._options(), "sinks_N": sinks_N}
             if segment_ids is not None:
                 options["segment_ids_BT"] = segment_ids
                 options["max_segments"] = config.max_segments or None
@@ -186,7 +195,7 @@ class Attention(nnx.Module):
                 return attend_near(q, k, v) if sliding else attend(q, k, v)
             return lax.cond(sliding, attend_near, attend, q, k, v)
 
-        return on_whole_sequences(attend_whole, *qkv, segment_ids_BT)
+        return on_whole_sequences(attend_whole, *qkv, segment_ids_BT, self._sinks())
 
     def _attend_to_cache(
         self,
@@ -208,5 +217,6 @@ class Attention(nnx.Module):
             stream.cache,
             stream.layer,
             window=window,
+            sinks_N=self._sinks(),
             **self._options(),
         )

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 import jshard
+from jshard.models.moe import Routing
 from jshard.models.rope import SCALINGS, Rope
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,  # SwiGLU (Shazeer 2020, arXiv:2002.05202, section 2)
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # GEGLU, likewise
 }
 
@@ -43,8 +45,10 @@ class LlamaConfig:
       context_length: the longest text that the model is meant for; 0 is
         ``sequence_length``.
       rope_scaling: "none", "linear", "llama3" or "yarn"; with ``rope_factor``,
-        ``rope_low``, ``rope_high``, ``rope_length`` and ``rope_attention_factor``
-        (models/rope.py).
+        ``rope_low``, ``rope_high``, ``rope_length``, ``rope_attention_factor`` and
+        ``rope_truncate`` (models/rope.py).
+      rotary_width: the first dimensions of a head, which alone are rotated (GLM 4.5);
+        0 is H.
       qkv_bias: whether queries, keys and values have biases, as in Qwen 2.5
         (arXiv:2412.15115, section 2).
       out_bias: whether the attention's output projection has one.
@@ -60,12 +64,14 @@ class LlamaConfig:
         arXiv:2310.06825, section 2).
       sliding_theta: ``rope_theta`` of layers "s", which have no scaling then; 0 is that
         of the others (Gemma 3, OLMo 3).
+      sinks: whether each head has a score for attending to nothing (gpt-oss,
+        arXiv:2508.10925, section 2.1).
       attention_scale: scores are divided by its root, Gemma's query_pre_attn_scalar;
         0 is H.
       attention_soft_cap: c in ``c tanh(score / c)``, 0 for none (Gemma 2,
         arXiv:2408.00118, section 2).
       logit_soft_cap: the same for logits.
-      activation: "silu" or "gelu_tanh".
+      activation: "silu", "gelu_tanh" or "quick_gelu".
       norm_offset: whether norms multiply with 1 + their scale, which starts at 0
         (Gemma's reference code).
       pre_norms: whether a branch's input is normalised; not in OLMo 2.
@@ -74,6 +80,19 @@ class LlamaConfig:
       num_experts: experts of the MLP; 0 is an ordinary MLP (models/moe.py).
       experts_per_token: how many of them each token takes.
       normalized_experts: whether the weights of a token's experts sum to 1.
+      expert_bias: whether router and experts have biases, and the columns of gate and
+        up alternate in one kernel, as in gpt-oss.
+      expert_limit: bound of an expert's gate and up, and 1 is added to up, as in
+        gpt-oss; 0 for neither.
+      sigmoid_router: whether an expert's score is a sigmoid, with a correction for the
+        choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+      expert_groups: of neighbouring experts; a token's are in the best
+        ``chosen_groups`` of them.
+      chosen_groups: see ``expert_groups``.
+      expert_scale: what the weights of a token's experts are multiplied with.
+      shared_hidden: width of an MLP of all tokens beside the experts; 0 is none.
+      dense_layers: layers before those with experts, a Stack of their own.
+      dense_hidden: width of their MLP.
       balance_weight: weight of the load-balancing loss in ``loss``; 0 leaves it out.
       expert_capacity: where experts are split over devices, the rows that the first
         round of an exchange carries, as a multiple of an even share. Further rounds
@@ -104,6 +123,8 @@ class LlamaConfig:
     rope_high: float = 4.0
     rope_length: int = 8192
     rope_attention_factor: float = 0.0
+    rope_truncate: bool = True
+    rotary_width: int = 0
     qkv_bias: bool = False
     out_bias: bool = False
     fused: bool = False
@@ -112,6 +133,7 @@ class LlamaConfig:
     pattern: str = "f"
     window: int = 0
     sliding_theta: float = 0.0
+    sinks: bool = False
     attention_scale: float = 0.0
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
@@ -123,6 +145,15 @@ class LlamaConfig:
     num_experts: int = 0
     experts_per_token: int = 2
     normalized_experts: bool = True
+    expert_bias: bool = False
+    expert_limit: float = 0.0
+    sigmoid_router: bool = False
+    expert_groups: int = 1
+    chosen_groups: int = 1
+    expert_scale: float = 1.0
+    shared_hidden: int = 0
+    dense_layers: int = 0
+    dense_hidden: int = 0
     balance_weight: float = 0.0
     expert_capacity: float = 1.25
     max_segments: int = 0
@@ -132,6 +163,11 @@ class LlamaConfig:
             raise jshard.UserError(
                 f"model: width={self.width} divided by num_heads={self.num_heads} must "
                 "be an even integer"
+            )
+        if self.R % 2 or self.R > self.H:
+            raise jshard.UserError(
+                f"model: rotary_width={self.rotary_width} must be even, and at most "
+                f"the width of a head, {self.H}"
             )
         if self.H % 2:
             raise jshard.UserError(f"model: head_width={self.head_width} must be even")
@@ -168,15 +204,69 @@ class LlamaConfig:
                 f"model: experts_per_token={self.experts_per_token} must be between 1 "
                 f"and num_experts={self.num_experts}"
             )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
         if self.expert_capacity <= 0:
             raise jshard.UserError(
                 f"model: expert_capacity={self.expert_capacity} must be above 0"
+            )
+
+        groups, chosen = self.expert_groups, self.chosen_groups
+        per_group, rest = divmod(self.num_experts, groups)
+        if groups > 1 and (rest or per_group < 2 or not 0 < chosen <= groups):
+            raise jshard.UserError(
+                f"model: expert_groups={groups} must divide num_experts="
+                f"{self.num_experts} into groups of two or more, of which "
+                f"chosen_groups={chosen} are taken"
+            )
+        if groups > 1 and chosen * per_group < self.experts_per_token:
+            raise jshard.UserError(
+                f"model: chosen_groups={chosen} have {chosen * per_group} experts, "
+                f"fewer than experts_per_token={self.experts_per_token}"
+            )
+        if groups > 1 and not self.sigmoid_router:
+            raise jshard.UserError("model: expert_groups needs sigmoid_router=True")
+        if self.dense_layers and not (
+            self.num_experts
+            and self.dense_hidden
+            and self.dense_layers < self.num_layers
+        ):
+            raise jshard.UserError(
+                f"model: dense_layers={self.dense_layers} needs num_experts, "
+                "dense_hidden and more layers than these"
             )
 
     @property
     def H(self) -> int:
         """The width of a head."""
         return self.head_width or self.width // self.num_heads
+
+    @property
+    def R(self) -> int:
+        """The dimensions of a head that are rotated."""
+        return self.rotary_width or self.H
+
+    @property
+    def dense(self) -> "LlamaConfig":
+        """The same without experts, of the first layers."""
+        return dataclasses.replace(
+            self, num_experts=0, hidden=self.dense_hidden, dense_layers=0,
+            expert_groups=1,
+        )  # fmt: skip
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts are chosen and weighted."""
+        return Routing(
+            self.experts_per_token,
+            self.normalized_experts,
+            self.sigmoid_router,
+            self.expert_groups,
+            self.chosen_groups,
+            self.expert_scale,
+            self.expert_bias,
+        )
 
     @property
     def sliding_layers(self) -> tuple[bool, ...]:
@@ -196,4 +286,5 @@ class LlamaConfig:
             self.rope_high,
             self.rope_length,
             self.rope_attention_factor,
+            self.rope_truncate,
         )

@@ -38,10 +38,14 @@ _INERT = {
     "attn_logit_softcapping",
     "cache_implementation",
     "embd_pdrop",
+    "experts_per_token",
     "hidden_act",
     "hidden_activation",
+    "initial_context_length",
     "intermediate_size",
     "max_window_layers",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
     "output_router_logits",
     "pretraining_tp",
     "resid_pdrop",
@@ -72,13 +76,13 @@ def read_config(json: Json) -> dict[str, Any]:
         return config.get(key, defaults[key], kind.or_null if nullable else kind)
 
     def flag(key: str) -> bool:
-        return key in family.reads and config.get(key, False, FLAG)
+        return key in family.reads and config.get(key, defaults.get(key, False), FLAG)
 
     _refuse_missing(config, family)
     width, heads = (
         config.need(key, COUNT) for key in ("hidden_size", "num_attention_heads")
     )
-    gemma, moe = "norm_offset" in family.model, "num_local_experts" in family.reads
+    gemma, moe = "norm_offset" in family.model, "num_experts_per_tok" in family.reads
     context = get("max_position_embeddings", COUNT)
     layers = config.need("num_hidden_layers", COUNT)
     window = get("sliding_window", COUNT)
@@ -92,7 +96,8 @@ def read_config(json: Json) -> dict[str, Any]:
     scalings = () if "fused" in family.model else SCALINGS[1:]
     two_ropes = family.model_type in ("gemma3_text", "olmo3")
     rope = read_two_ropes if two_ropes else read_rope
-    hidden = "moe_intermediate_size" if family.model_type == "qwen3_moe" else None
+    of_experts = "moe_intermediate_size" in family.reads
+    hidden = "moe_intermediate_size" if of_experts else "intermediate_size"
     bias = flag("attention_bias")
     model = {
         field.name: field.default
@@ -107,24 +112,31 @@ def read_config(json: Json) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": get("num_key_value_heads", COUNT) or heads,
         "width": width,
-        "hidden": config.need(hidden or "intermediate_size", COUNT),
+        "hidden": config.need(hidden, COUNT),
         "head_width": 0 if head_width * heads == width else head_width,
         "norm_eps": float(get("rms_norm_eps", NUMBER)),
         "tied": get("tie_word_embeddings", FLAG),
         "qkv_bias": bias,
-        "out_bias": bias,
+        "qk_norm": flag("use_qk_norm"),
+        "out_bias": bias and family.model_type != "glm4_moe",
         "pattern": pattern,
         "window": window if "s" in pattern else 0,
         **rope(
-            config, theta=get("rope_theta", POSITIVE), context=context,
+            config,
+            theta=get("rope_theta", POSITIVE),
+            context=context,
             scalings=scalings,
         ),
-        **family.model,
         "activation": ACTIVATIONS[activation],
-    }  # fmt: skip
+        **family.model,
+    }
+    if (part := model.pop("rotary_part", 1.0)) != 1:
+        model["rotary_width"] = int(part * (head_width or width // heads))
     if gemma:
         model |= _read_gemma(config, family)
-    if moe:
+    if "n_group" in family.reads:
+        model |= _read_grouped_experts(config, model["hidden"], layers)
+    elif moe:
         model |= _read_experts(config, family)
     # Phi-3's is of longrope. That of others is above their rope_parameters' in 5.23.
     longrope = {"original_max_position_embeddings"} & set(family.reads)
@@ -147,6 +159,9 @@ def _refuse_missing(config: ConfigJson, family: Family) -> None:
     if family.model_type == "qwen3_moe":
         config.fix("decoder_sparse_step", [1])
         config.fix("mlp_only_layers", [[], None])
+    if family.model_type == "gpt_oss":
+        config.fix("swiglu_alpha", [1.702])
+        config.fix("swiglu_limit", [7, 7.0])
 
 
 def _read_gemma(config: ConfigJson, family: Family) -> dict[str, float]:
@@ -163,19 +178,46 @@ def _read_gemma(config: ConfigJson, family: Family) -> dict[str, float]:
     }  # fmt: skip
 
 
+# How many there are, and how many a token takes.
+_EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8), "gpt_oss": (128, 4)}
+
+
+def _read_grouped_experts(
+    config: ConfigJson, hidden: int, layers: int
+) -> dict[str, Any]:
+    """Returns the same of groups of experts beside a shared one, after dense layers."""
+    experts = config.get("n_routed_experts", 128, COUNT)
+    config.fix("num_local_experts", [experts])
+    dense = config.get("first_k_dense_replace", 1, INTEGER)
+    if dense >= layers:
+        raise config.error("first_k_dense_replace", "no layer has experts")
+    return {
+        "num_experts": experts,
+        "experts_per_token": config.get("num_experts_per_tok", 8, COUNT),
+        "normalized_experts": config.get("norm_topk_prob", True, FLAG),
+        "expert_groups": config.get("n_group", 1, COUNT),
+        "chosen_groups": config.get("topk_group", 1, COUNT),
+        "expert_scale": float(config.get("routed_scaling_factor", 1.0, POSITIVE)),
+        "shared_hidden": hidden * config.get("n_shared_experts", 1, COUNT),
+        "dense_layers": dense,
+        "dense_hidden": config.need("intermediate_size", COUNT),
+    }
+
+
 def _read_experts(config: ConfigJson, family: Family) -> dict[str, Any]:
     """Returns how many experts there are, and how they are chosen and weighted."""
     qwen = family.model_type == "qwen3_moe"
     if qwen:  # of layers without experts, which there are not
         config.get("intermediate_size", None, COUNT)
     number = config.get("num_experts", None, COUNT)
-    experts = config.get("num_local_experts", number or (128 if qwen else 8), COUNT)
+    default, taken = _EXPERTS[family.model_type]
+    experts = config.get("num_local_experts", number or default, COUNT)
     if number not in (None, experts):  # one is another name of the other
         raise config.error("num_experts", f"num_local_experts is {experts}")
     normalized = config.get("norm_topk_prob", False, FLAG) if qwen else True
     return {
         "num_experts": experts,
-        "experts_per_token": config.get("num_experts_per_tok", 8 if qwen else 2, COUNT),
+        "experts_per_token": config.get("num_experts_per_tok", taken, COUNT),
         "normalized_experts": normalized,
     }
 

@@ -61,6 +61,17 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
 }
 _QWEN_WINDOWS = ("use_sliding_window", "max_window_layers", "layer_types")
+_GROUPED_EXPERTS = (
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+)
 _OLMO = {
     "qk_norm": True,
     "joint_qk_norm": True,
@@ -117,6 +128,37 @@ FAMILIES = {
         {**_GEMMA, "qk_norm": True},
         {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "rope_theta": 1e6},
         (*_GEMMA_READS, "sliding_window_pattern", "rope_local_base_freq"),
+        ("head_dim", "num_key_value_heads"),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        {"sigmoid_router": True},
+        {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+        },
+        ("attention_bias", "use_qk_norm", *_GROUPED_EXPERTS),
+        ("head_dim", "num_key_value_heads"),
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        {
+            "sinks": True,
+            "expert_bias": True,
+            "expert_limit": 7.0,
+            "activation": "quick_gelu",
+        },
+        {
+            "attention_bias": True,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+        },
+        ("attention_bias", "layer_types", "num_local_experts", "num_experts_per_tok"),
         ("head_dim", "num_key_value_heads"),
     ),
     "MixtralForCausalLM": Family(

@@ -9,7 +9,16 @@ transformers.
 from collections.abc import Collection
 from typing import Any
 
-from jshard.models.huggingface_config import COUNT, NUMBER, POSITIVE, ConfigJson, one_of
+from jshard.models.huggingface_config import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    ConfigJson,
+    Kind,
+    one_of,
+)
 from jshard.models.llama_config import LlamaConfig
 
 # Keys within ``rope_parameters``; a kind of scaling reads some of them.
@@ -31,6 +40,9 @@ _OF_SCALINGS = (
 )
 _WHOLE = (None, 1, 1.0)
 _OLMO_THETA = 500000.0
+# What may rotate a part of each head alone.
+_PARTIAL = ("Glm4MoeForCausalLM",)
+_PART = Kind("above 0 and at most 1", lambda x: POSITIVE.fits(x) and x <= 1)
 
 
 def read_rope(
@@ -47,13 +59,19 @@ def read_rope(
     Raises:
       UserError: a kind of scaling is not there, or lacks a key.
     """
-    config.fix("partial_rotary_factor", _WHOLE)
+    part = 1.0
+    if config.name in _PARTIAL:
+        part = config.get("partial_rotary_factor", 0.5, _PART)
+    else:
+        config.fix("partial_rotary_factor", _WHOLE)
     theta = config.get("rope_theta", theta, POSITIVE)
     both = [config.within(key) for key in ("rope_scaling", "rope_parameters")]
     chosen = [parameters for parameters in both if parameters]
     if not chosen:
-        return {"rope_theta": float(theta)}
-    return _read_parameters(chosen[0], theta, context, scalings)
+        if config.name == "GptOssForCausalLM":
+            config.need("rope_scaling", OBJECT)
+        return {"rope_theta": float(theta), "rotary_part": part}
+    return _read_parameters(chosen[0], theta, context, scalings, part)
 
 
 def read_two_ropes(
@@ -82,6 +100,8 @@ def read_two_ropes(
     if scaling and full:
         full = full | scaling
     full = full or scaling
+    if full:
+        full.fix("truncate", [True])  # transformers passes over it
     if config.name == "Olmo3ForCausalLM":
         near_theta = _OLMO_THETA
         if theta != near_theta and not (near and near.has("rope_theta")):
@@ -99,15 +119,26 @@ def read_two_ropes(
 
 
 def _read_parameters(
-    rope: ConfigJson, theta: float, context: int, scalings: Collection[str]
+    rope: ConfigJson,
+    theta: float,
+    context: int,
+    scalings: Collection[str],
+    part: float = 1.0,
 ) -> dict[str, Any]:
-    """Returns the keys of ``LlamaConfig`` that one rotation's object decides."""
-    rope.fix("partial_rotary_factor", _WHOLE)
+    """Returns the keys of ``LlamaConfig`` that one rotation's object decides.
+
+    Beside them is "rotary_part", of the dimensions of a head.
+    """
+    if rope.name in _PARTIAL:
+        part = rope.get("partial_rotary_factor", part, _PART)
+    else:
+        rope.fix("partial_rotary_factor", _WHOLE)
     kinds = one_of(["default", *scalings])
     spelled = "rope_type" if rope.has("rope_type") else "type"
     kind = rope.get(spelled, "default", kinds)
     model: dict[str, Any] = {
-        "rope_theta": float(rope.get("rope_theta", theta, POSITIVE))
+        "rope_theta": float(rope.get("rope_theta", theta, POSITIVE)),
+        "rotary_part": part,
     }
     if kind != "default":
         model["rope_scaling"] = kind
@@ -133,7 +164,7 @@ def _read_parameters(
         model["rope_attention_factor"] = float(factor or 0)
         for key in ("mscale", "mscale_all_dim"):
             rope.fix(key, [None])
-        rope.fix("truncate", [True])
+        model["rope_truncate"] = rope.get("truncate", True, FLAG)
     rope.finish(_OF_SCALINGS)
     return model
 
@@ -155,9 +186,13 @@ def write_rope(config: LlamaConfig, *, two: bool) -> dict[str, Any]:
         names = {"llama3": ("low_freq_factor", "high_freq_factor")}
         low, high = names.get(config.rope_scaling, ("beta_slow", "beta_fast"))
         scaling |= {low: config.rope_low, high: config.rope_high}
+    if config.rope_scaling == "yarn":
+        scaling["truncate"] = config.rope_truncate
     if config.rope_attention_factor:
         scaling["attention_factor"] = config.rope_attention_factor
     parameters: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
+    if config.rotary_width:
+        parameters["partial_rotary_factor"] = config.rotary_width / config.H
     json: dict[str, Any] = {
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling == "none" else scaling,

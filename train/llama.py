@@ -60,6 +60,12 @@ FAMILY = {
     "rope_attention_factor": Key(
         0.0, "factor of queries and keys with yarn; 0 is the paper's", at_least=0
     ),
+    "rope_truncate": Key(
+        True, "whether yarn rounds the pairs that it starts and ends at"
+    ),
+    "rotary_width": Key(
+        0, "dimensions of a head that are rotated; 0 is all", at_least=0
+    ),
     "qkv_bias": Key(False, "whether queries, keys and values have biases"),
     "out_bias": Key(False, "whether the attention's output has a bias"),
     "fused": Key(False, "whether q, k and v are one projection, and gate and up"),
@@ -70,6 +76,7 @@ FAMILY = {
     ),
     "window": Key(0, "positions that a layer s attends to", at_least=0),
     "sliding_theta": Key(0.0, "rope_theta of layers s; 0 is the same", at_least=0),
+    "sinks": Key(False, "whether heads have a score for attending to nothing"),
     "attention_scale": Key(
         0.0, "scores are divided by its root; 0 is the width of a head", at_least=0
     ),
@@ -85,6 +92,17 @@ FAMILY = {
     "num_experts": Key(0, "experts of the MLP; 0 is an ordinary MLP", at_least=0),
     "experts_per_token": Key(2, "experts that a token takes", at_least=1),
     "normalized_experts": Key(True, "whether weights of a token's experts sum to 1"),
+    "expert_bias": Key(False, "whether router and experts have biases"),
+    "expert_limit": Key(0.0, "bound of gate and up, to which 1 is added", at_least=0),
+    "sigmoid_router": Key(False, "whether scores are sigmoids, with a correction"),
+    "expert_groups": Key(1, "groups of experts", at_least=1),
+    "chosen_groups": Key(1, "groups that a token's experts are in", at_least=1),
+    "expert_scale": Key(1.0, "factor of the weights of a token's experts", above=0),
+    "shared_hidden": Key(
+        0, "width of an MLP beside the experts; 0 is none", at_least=0
+    ),
+    "dense_layers": Key(0, "layers before those with experts", at_least=0),
+    "dense_hidden": Key(0, "width of their MLP", at_least=0),
     "balance_weight": Key(
         0.0, "weight of the experts' load-balancing loss", at_least=0
     ),
@@ -180,7 +198,10 @@ def products_per_token(config):
     mlp = 3 * model.width * model.hidden
     if model.num_experts:
         mlp = mlp * model.experts_per_token + model.width * model.num_experts
+        mlp += 3 * model.width * model.shared_hidden
     matrices = model.num_layers * (attention + mlp) + model.width * model.vocab_size
+    dense = 3 * model.width * model.dense_hidden
+    matrices += model.dense_layers * (dense - mlp)
     near = min(model.window, T)
     scores = sum(
         heads * (2 * near - near**2 / T if sliding else T)

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.nn.blockwise_attention import softmax_beside
+
 
 class KVCache(NamedTuple):
     """Keys and values of all layers; slot s holds those of the token at position s."""
@@ -66,6 +68,7 @@ def attend(
     window: jax.Array | int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Writes new tokens' keys and values, and attends the tokens to the cache.
 
@@ -86,6 +89,7 @@ def attend(
       window: a token attends only to the latest ``window`` positions, its own included.
       soft_cap: c in ``c tanh(score / c)``.
       scale: of the scores; by default 1 / sqrt(H).
+      sinks_N: the score of one more key of each head, which has no value.
 
     Returns:
       The attended values, (B, T, N, H), in the queries' dtype, and the cache.
@@ -104,7 +108,8 @@ def attend(
     seen_BTS = behind_BTS >= 0
     if window is not None:
         seen_BTS &= behind_BTS < window
-    options = {"bias_BNTS": bias_BNTS, "soft_cap": soft_cap, "scale": scale}
+    options: dict[str, Any] = {"bias_BNTS": bias_BNTS, "sinks_N": sinks_N}
+    options |= {"soft_cap": soft_cap, "scale": scale}
     return _attend(q_BTNH, cache, layer, seen_BTS, **options), cache
 
 
@@ -144,6 +149,7 @@ def _attend(
     bias_BNTS: jax.Array | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the values of the slots that are seen, weighted, (B, T, N, H)."""
     B, T, N, H = q_BTNH.shape
@@ -162,7 +168,7 @@ def _attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # Not -inf: a row of padding, which sees nothing, would become nan.
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(scores).astype(v_BKSH.dtype)
+    weights = softmax_beside(scores, sinks_N).astype(v_BKSH.dtype)
     y_BTKGH = jnp.einsum(
         "BKGTS,BKSH->BTKGH", weights, v_BKSH, preferred_element_type=dtype
     )

@@ -135,6 +135,15 @@ OF_DECODERS: dict[str, list[Any]] = {
     "num_experts_per_tok": [1, 2],
     "moe_intermediate_size": [20],
     "norm_topk_prob": [False, True],
+    "n_routed_experts": [8],
+    "n_group": [1, 2],
+    "topk_group": [1, 2],
+    "n_shared_experts": [1, 2],
+    "routed_scaling_factor": [1.5],
+    "first_k_dense_replace": [0, 2, 3],
+    "use_qk_norm": [False, True],
+    "num_nextn_predict_layers": [0],
+    "swiglu_limit": [7.0, 2.0],
     "mlp_only_layers": [[], [1]],
     "decoder_sparse_step": [1, 2],
     "pretraining_tp": [2],
@@ -191,6 +200,18 @@ FAMILIES = {
         ("Gemma2", "gemma2", GEMMA),
         ("Gemma3", "gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
         ("Phi3", "phi3", DECODER),
+        (
+            "GptOss",
+            "gpt_oss",
+            {**DECODER, **EXPERTS, "num_local_experts": 4, "head_dim": 8}
+            | {"rope_scaling": YARN, "sliding_window": 4},
+        ),
+        (
+            "Glm4Moe",
+            "glm4_moe",
+            {**DECODER, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 20}
+            | {"n_routed_experts": 4},
+        ),
         ("Olmo2", "olmo2", DECODER),
         ("Olmo3", "olmo3", {**DECODER, "sliding_window": 4}),
         (

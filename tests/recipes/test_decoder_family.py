@@ -19,7 +19,7 @@ import hlo
 import jshard
 import parity
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.models.moe import MixtureOfExperts, load_balancing_loss
+from jshard.models.moe import MixtureOfExperts, Routing, load_balancing_loss
 from jshard.recipes.llama import loss_fn
 
 SMALL: dict[str, Any] = {
@@ -163,8 +163,7 @@ def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normali
         D,
         F,
         E,
-        K,
-        normalized=normalized,
+        Routing(K, normalized),
         activation=jax.nn.silu,
         residual_std=0.3,
         dtype=jnp.float64,
