@@ -16,8 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.generation.kv_cache import KVCache
+from jshard.generation.kv_cache import KVCache, LatentCache
 from jshard.models.decoder import Decoder, Features
+from jshard.models.latent_attention import LatentAttention
 from jshard.models.layers import embedding, linear, residual_std, rms_norm
 from jshard.models.llama_attention import Attention, Stream
 from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
@@ -39,7 +40,8 @@ class Block(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         width = config.width
         self.activation = ACTIVATIONS[config.activation]
-        self.attention = Attention(config, rngs=rngs)
+        attention = LatentAttention if config.kv_rank else Attention
+        self.attention = attention(config, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
         if config.pre_norms:
             self.norm1, self.norm2 = _norm(config, rngs), _norm(config, rngs)
@@ -97,11 +99,13 @@ class Block(nnx.Module):
         return stream if load is None else (stream, load)
 
     def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
-        y_BTD, load = self.experts(x_BTD) if self.has_experts else (None, None)
         if not self.has_mlp:
-            return y_BTD, load
-        mlp_BTD = jshard.nn.tensor_parallel(self._gated, x_BTD)
-        return mlp_BTD if y_BTD is None else y_BTD + mlp_BTD, load
+            return self.experts(x_BTD)
+        y_BTD = jshard.nn.tensor_parallel(self._gated, x_BTD)
+        if not self.has_experts:
+            return y_BTD, None
+        of_experts_BTD, load = self.experts(x_BTD)
+        return y_BTD + of_experts_BTD, load
 
     def _gated(self, x_BTD: jax.Array) -> jax.Array:
         if self.fused:
@@ -147,7 +151,7 @@ class Llama(Decoder):
         tokens_BT: jax.Array,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | LatentCache | None = None,
     ) -> Features:
         """Returns what the head is applied to; with a cache, for ``decode``.
 
@@ -183,11 +187,14 @@ class Llama(Decoder):
             stream.cache,
         )
 
-    def init_cache(self, batch: int, length: int) -> KVCache:
+    def init_cache(self, batch: int, length: int) -> KVCache | LatentCache:
         """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
         config = self.config
         K, H = config.num_kv_heads, config.H
         dtype = config.dtype or config.param_dtype
+        if config.kv_rank:
+            width = config.kv_rank + config.R
+            return LatentCache.zeros(config.num_layers, batch, length, width, dtype)
         return KVCache.zeros(config.num_layers, batch, length, K, H, dtype)
 
 

@@ -28,12 +28,12 @@ class Stream(NamedTuple):
     Attributes:
       x_BTD: the residual stream.
       layer: the number of the layer that comes, where layers differ or have a cache.
-      cache: keys and values of all layers, when decoding.
+      cache: keys and values of all layers, or their latents, when decoding.
     """
 
     x_BTD: jax.Array
     layer: jax.Array | None = None
-    cache: kv_cache.KVCache | None = None
+    cache: kv_cache.KVCache | kv_cache.LatentCache | None = None
 
 
 class Attention(nnx.Module):
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         stream: Stream,
         positions_BT: jax.Array | None,
         segment_ids_BT: jax.Array | None,
-    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+    ) -> tuple[jax.Array, kv_cache.KVCache | kv_cache.LatentCache | None]:
         """Returns the attention output, (B, T, D), and the cache with these tokens."""
         if stream.cache is not None:
             return self._mixed(x_BTD, stream, positions_BT, segment_ids_BT)
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
         stream: Stream,
         positions_BT: jax.Array | None,
         segment_ids_BT: jax.Array | None,
-    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+    ) -> tuple[jax.Array, kv_cache.KVCache | kv_cache.LatentCache | None]:
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = self._heads(x_BTD)
         if config.qk_norm and not config.joint_qk_norm:
@@ -205,7 +205,7 @@ class Attention(nnx.Module):
         stream: Stream,
     ) -> tuple[jax.Array, kv_cache.KVCache]:
         assert positions_BT is not None
-        assert stream.cache is not None
+        assert isinstance(stream.cache, kv_cache.KVCache)
         assert stream.layer is not None
         window = None
         if sliding is not False:

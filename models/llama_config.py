@@ -45,10 +45,15 @@ class LlamaConfig:
       context_length: the longest text that the model is meant for; 0 is
         ``sequence_length``.
       rope_scaling: "none", "linear", "llama3" or "yarn"; with ``rope_factor``,
-        ``rope_low``, ``rope_high``, ``rope_length``, ``rope_attention_factor`` and
-        ``rope_truncate`` (models/rope.py).
+        ``rope_low``, ``rope_high``, ``rope_length``, ``rope_attention_factor``,
+        ``rope_truncate`` and ``rope_mscale`` (models/rope.py).
       rotary_width: the first dimensions of a head, which alone are rotated (GLM 4.5);
         0 is H.
+      kv_rank: width of the latents that keys and values are projections of, as in
+        DeepSeek-V3 (models/latent_attention.py); the last ``rotary_width`` dimensions
+        of a head are rotated then. 0 is ordinary attention.
+      q_rank: the same of queries; 0 is none.
+      value_width: width of a head's values with ``kv_rank``, at most H.
       qkv_bias: whether queries, keys and values have biases, as in Qwen 2.5
         (arXiv:2412.15115, section 2).
       out_bias: whether the attention's output projection has one.
@@ -124,7 +129,11 @@ class LlamaConfig:
     rope_length: int = 8192
     rope_attention_factor: float = 0.0
     rope_truncate: bool = True
+    rope_mscale: float = 0.0
     rotary_width: int = 0
+    kv_rank: int = 0
+    q_rank: int = 0
+    value_width: int = 0
     qkv_bias: bool = False
     out_bias: bool = False
     fused: bool = False
@@ -194,6 +203,16 @@ class LlamaConfig:
         if self.joint_qk_norm and (self.fused or not self.qk_norm):
             raise jshard.UserError(
                 "model: joint_qk_norm=True needs qk_norm=True and fused=False"
+            )
+        if self.kv_rank and not (
+            0 < self.value_width <= self.H
+            and 0 < self.rotary_width < self.H
+            and self.num_kv_heads == self.num_heads
+            and set(self.pattern) == {"f"}
+        ):
+            raise jshard.UserError(
+                f"model: kv_rank={self.kv_rank} needs rotary_width and value_width up "
+                f"to the width of a head, {self.H}, num_kv_heads=num_heads, pattern=f"
             )
         if self.num_experts and self.fused:
             raise jshard.UserError(
@@ -287,4 +306,5 @@ class LlamaConfig:
             self.rope_length,
             self.rope_attention_factor,
             self.rope_truncate,
+            self.rope_mscale,
         )

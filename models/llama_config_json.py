@@ -88,6 +88,7 @@ def read_config(json: Json) -> dict[str, Any]:
     window = get("sliding_window", COUNT)
     pattern = _read_pattern(config, family, layers, window)
     head_width = get("head_dim", COUNT) or 0
+    latents = "kv_lora_rank" in family.reads
     key, activation = "hidden_act", "silu"
     if gemma:
         key, activation = "hidden_activation", "gelu_pytorch_tanh"
@@ -98,6 +99,7 @@ def read_config(json: Json) -> dict[str, Any]:
     rope = read_two_ropes if two_ropes else read_rope
     of_experts = "moe_intermediate_size" in family.reads
     hidden = "moe_intermediate_size" if of_experts else "intermediate_size"
+    hidden = config.need(hidden, COUNT)
     bias = flag("attention_bias")
     model = {
         field.name: field.default
@@ -112,7 +114,7 @@ def read_config(json: Json) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": get("num_key_value_heads", COUNT) or heads,
         "width": width,
-        "hidden": config.need(hidden, COUNT),
+        "hidden": hidden,
         "head_width": 0 if head_width * heads == width else head_width,
         "norm_eps": float(get("rms_norm_eps", NUMBER)),
         "tied": get("tie_word_embeddings", FLAG),
@@ -130,12 +132,15 @@ def read_config(json: Json) -> dict[str, Any]:
         "activation": ACTIVATIONS[activation],
         **family.model,
     }
+    if latents:
+        model |= _read_latents(config, width, heads)
     if (part := model.pop("rotary_part", 1.0)) != 1:
         model["rotary_width"] = int(part * (head_width or width // heads))
     if gemma:
         model |= _read_gemma(config, family)
     if "n_group" in family.reads:
-        model |= _read_grouped_experts(config, model["hidden"], layers)
+        missing = _GROUPED_EXPERTS[family.model_type]
+        model |= _read_grouped_experts(config, hidden, layers, missing)
     elif moe:
         model |= _read_experts(config, family)
     # Phi-3's is of longrope. That of others is above their rope_parameters' in 5.23.
@@ -182,22 +187,49 @@ def _read_gemma(config: ConfigJson, family: Family) -> dict[str, float]:
 _EXPERTS = {"mixtral": (8, 2), "qwen3_moe": (128, 8), "gpt_oss": (128, 4)}
 
 
+# n_routed_experts, n_group, topk_group, routed_scaling_factor, first_k_dense_replace
+_GROUPED_EXPERTS = {
+    "glm4_moe": (128, 1, 1, 1.0, 1),
+    "deepseek_v3": (256, 8, 4, 2.5, 3),
+}
+
+
+def _read_latents(config: ConfigJson, width: int, heads: int) -> dict[str, Any]:
+    """Returns the sizes of DeepSeek's attention."""
+    if heads != 128:  # transformers' number of a missing one
+        config.need("num_key_value_heads", one_of([None, heads]))
+    config.fix("attention_bias", [False])
+    config.fix("rope_interleave", [True])
+    rotated = config.get("qk_rope_head_dim", 64, COUNT)
+    head_width = config.get("qk_nope_head_dim", 128, COUNT) + rotated
+    config.fix("qk_head_dim", [None, head_width])
+    return {
+        "kv_rank": config.get("kv_lora_rank", 512, COUNT),
+        "q_rank": config.get("q_lora_rank", 1536, COUNT.or_null) or 0,
+        "value_width": config.get("v_head_dim", 128, COUNT),
+        "rotary_width": rotated,
+        "head_width": 0 if head_width * heads == width else head_width,
+        "num_kv_heads": heads,
+    }
+
+
 def _read_grouped_experts(
-    config: ConfigJson, hidden: int, layers: int
+    config: ConfigJson, hidden: int, layers: int, missing: tuple
 ) -> dict[str, Any]:
     """Returns the same of groups of experts beside a shared one, after dense layers."""
-    experts = config.get("n_routed_experts", 128, COUNT)
+    experts, groups, chosen, scale, dense = missing
+    experts = config.get("n_routed_experts", experts, COUNT)
     config.fix("num_local_experts", [experts])
-    dense = config.get("first_k_dense_replace", 1, INTEGER)
+    dense = config.get("first_k_dense_replace", dense, INTEGER)
     if dense >= layers:
         raise config.error("first_k_dense_replace", "no layer has experts")
     return {
         "num_experts": experts,
         "experts_per_token": config.get("num_experts_per_tok", 8, COUNT),
         "normalized_experts": config.get("norm_topk_prob", True, FLAG),
-        "expert_groups": config.get("n_group", 1, COUNT),
-        "chosen_groups": config.get("topk_group", 1, COUNT),
-        "expert_scale": float(config.get("routed_scaling_factor", 1.0, POSITIVE)),
+        "expert_groups": config.get("n_group", groups, COUNT),
+        "chosen_groups": config.get("topk_group", chosen, COUNT),
+        "expert_scale": float(config.get("routed_scaling_factor", scale, POSITIVE)),
         "shared_hidden": hidden * config.get("n_shared_experts", 1, COUNT),
         "dense_layers": dense,
         "dense_hidden": config.need("intermediate_size", COUNT),

@@ -72,6 +72,13 @@ _GROUPED_EXPERTS = (
     "first_k_dense_replace",
     "norm_topk_prob",
 )
+_LATENTS = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 _OLMO = {
     "qk_norm": True,
     "joint_qk_norm": True,
@@ -140,6 +147,12 @@ FAMILIES = {
         },
         ("attention_bias", "use_qk_norm", *_GROUPED_EXPERTS),
         ("head_dim", "num_key_value_heads"),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        {"sigmoid_router": True},
+        {"max_position_embeddings": 4096},
+        (*_GROUPED_EXPERTS, *_LATENTS),
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",

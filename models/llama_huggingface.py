@@ -73,10 +73,16 @@ def _experts_json(config: LlamaConfig, name: str) -> dict[str, Any]:
         "norm_topk_prob": config.normalized_experts,
     }
     if "n_group" in FAMILIES[name].reads:
+        json |= (
+            _latents_json(config)
+            if config.kv_rank
+            else {
+                "use_qk_norm": config.qk_norm,
+                "attention_bias": config.qkv_bias,
+                "partial_rotary_factor": config.R / config.H,
+            }
+        )
         return json | {
-            "use_qk_norm": config.qk_norm,
-            "attention_bias": config.qkv_bias,
-            "partial_rotary_factor": config.R / config.H,
             "intermediate_size": config.dense_hidden,
             "moe_intermediate_size": config.hidden,
             "n_routed_experts": config.num_experts,
@@ -90,6 +96,18 @@ def _experts_json(config: LlamaConfig, name: str) -> dict[str, Any]:
         json |= {"moe_intermediate_size": config.hidden, "mlp_only_layers": []}
         return json | {"num_experts": config.num_experts}
     return json | {"num_local_experts": config.num_experts}
+
+
+def _latents_json(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the keys of DeepSeek's attention."""
+    return {
+        "head_dim": config.R,  # as transformers has it
+        "kv_lora_rank": config.kv_rank,
+        "q_lora_rank": config.q_rank or None,
+        "qk_nope_head_dim": config.H - config.R,
+        "qk_rope_head_dim": config.R,
+        "v_head_dim": config.value_width,
+    }
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
@@ -132,9 +150,12 @@ def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
     found = {
         f"{ours}.scale": FileTensor((f"{name}.weight",)) for ours, name in norms.items()
     }
-    for ours in ("qkv",) if config.fused else ("q", "k", "v"):
-        theirs = f"self_attn.{ours}_proj"
-        found |= linear(f"attention.{ours}", theirs, config.qkv_bias)
+    if config.kv_rank:
+        found |= _latent_tensors(config)
+    else:
+        for ours in ("qkv",) if config.fused else ("q", "k", "v"):
+            theirs = f"self_attn.{ours}_proj"
+            found |= linear(f"attention.{ours}", theirs, config.qkv_bias)
     found |= linear("attention.out", "self_attn.o_proj", config.out_bias)
     if config.sinks:
         found["attention.sinks"] = FileTensor(("self_attn.sinks",))
@@ -145,6 +166,22 @@ def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
     if not config.num_experts or config.shared_hidden:
         for ours in ("gate_up", "down") if config.fused else ("gate", "up", "down"):
             found |= linear(ours, f"{mlp}.{ours}_proj", bias=False)
+    return found
+
+
+def _latent_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
+    """Returns the names of the projections to and from latents."""
+    names = {"kv_down": "kv_a_proj_with_mqa", "kv": "kv_b_proj", "q": "q_proj"}
+    norms = {"kv_norm": "kv_a_layernorm"}
+    if config.q_rank:
+        names |= {"q_down": "q_a_proj", "q": "q_b_proj"}
+        norms["q_norm"] = "q_a_layernorm"
+    found = {
+        f"attention.{ours}.scale": FileTensor((f"self_attn.{name}.weight",))
+        for ours, name in norms.items()
+    }
+    for ours, name in names.items():
+        found |= linear(f"attention.{ours}", f"self_attn.{name}", bias=False)
     return found
 
 
@@ -178,7 +215,7 @@ def _architecture(config: LlamaConfig) -> str:
     if config.sinks:
         return "GptOssForCausalLM"
     if config.sigmoid_router:
-        return "Glm4MoeForCausalLM"
+        return "DeepseekV3ForCausalLM" if config.kv_rank else "Glm4MoeForCausalLM"
     if config.num_experts:
         return "Qwen3MoeForCausalLM" if config.qk_norm else "MixtralForCausalLM"
     if config.norm_offset:

@@ -223,9 +223,11 @@ class MixtureOfExperts(nnx.Module):
         dtypes: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
         self.router = Router(width, num_experts, routing, **dtypes)
 
-        def experts(size_in: int, size_out: int, std: float, **bias: bool) -> Experts:
+        def experts(
+            size_in: int, size_out: int, std: float, bias: bool = False
+        ) -> Experts:
             sizes = num_experts, size_in, size_out
-            return Experts(*sizes, std=std, dtype=dtype, **dtypes, **bias)
+            return Experts(*sizes, std=std, bias=bias, dtype=dtype, **dtypes)
 
         if bias:
             self.gate_up = experts(width, 2 * hidden, 0.02, bias=True)

@@ -29,6 +29,7 @@ class Rope(NamedTuple):
       high: pairs that turn more often are not slowed; between the two it is gradual.
       length: the context that the model was trained for before.
       attention_factor: of queries and keys with "yarn"; 0 is what the paper says.
+      mscale: of ``temperature``.
       truncate: whether "yarn" is gradual between whole numbers of pairs.
     """
 
@@ -40,6 +41,7 @@ class Rope(NamedTuple):
     length: int = 8192
     attention_factor: float = 0.0
     truncate: bool = True
+    mscale: float = 0.0
 
     def frequencies(self, H: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Returns radians per position of each pair, (I,)."""
@@ -70,6 +72,12 @@ class Rope(NamedTuple):
         if self.attention_factor:
             return self.attention_factor
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1
+
+    def temperature(self) -> float:
+        """Returns a factor of queries and of keys, rotated or not (DeepSeek-V3)."""
+        if self.scaling != "yarn" or self.factor <= 1:
+            return 1.0
+        return 0.1 * self.mscale * math.log(self.factor) + 1
 
     def _pair(self, turns: float, H: int) -> float:
         """Returns which pair turns so many times in the context, as a real number."""

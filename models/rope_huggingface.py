@@ -20,6 +20,7 @@ from jshard.models.huggingface_config import (
     one_of,
 )
 from jshard.models.llama_config import LlamaConfig
+from jshard.models.rope import Rope
 
 # Keys within ``rope_parameters``; a kind of scaling reads some of them.
 _OF_SCALINGS = (
@@ -162,11 +163,28 @@ def _read_parameters(
         model["rope_high"] = float(rope.get("beta_fast", 32, NUMBER.or_null) or 32)
         factor = rope.get("attention_factor", None, POSITIVE.or_null)
         model["rope_attention_factor"] = float(factor or 0)
+        if rope.name == "DeepseekV3ForCausalLM":
+            model |= _read_mscales(rope, model["rope_factor"], factor)
+        model["rope_truncate"] = rope.get("truncate", True, FLAG)
+    if "rope_mscale" not in model:
         for key in ("mscale", "mscale_all_dim"):
             rope.fix(key, [None])
-        model["rope_truncate"] = rope.get("truncate", True, FLAG)
     rope.finish(_OF_SCALINGS)
     return model
+
+
+def _read_mscales(
+    rope: ConfigJson, factor: float, attention_factor: float | None
+) -> dict[str, float]:
+    """Returns DeepSeek's factors of rotated dimensions, and of all."""
+    mscale = rope.get("mscale", None, NUMBER.or_null)
+    mscale_all = rope.get("mscale_all_dim", 0, NUMBER)
+    found = {"rope_mscale": float(mscale_all)}
+    if attention_factor is None and mscale and mscale_all:
+        scaled = Rope(1.0, "yarn", factor, mscale=mscale).temperature()
+        all_scaled = Rope(1.0, "yarn", factor, mscale=mscale_all).temperature()
+        found["rope_attention_factor"] = scaled / all_scaled
+    return found
 
 
 def write_rope(config: LlamaConfig, *, two: bool) -> dict[str, Any]:
@@ -188,10 +206,12 @@ def write_rope(config: LlamaConfig, *, two: bool) -> dict[str, Any]:
         scaling |= {low: config.rope_low, high: config.rope_high}
     if config.rope_scaling == "yarn":
         scaling["truncate"] = config.rope_truncate
+        if config.rope_mscale:
+            scaling["mscale_all_dim"] = config.rope_mscale
     if config.rope_attention_factor:
         scaling["attention_factor"] = config.rope_attention_factor
     parameters: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
-    if config.rotary_width:
+    if config.rotary_width and not config.kv_rank:
         parameters["partial_rotary_factor"] = config.rotary_width / config.H
     json: dict[str, Any] = {
         "rope_theta": config.rope_theta,

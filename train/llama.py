@@ -44,7 +44,8 @@ SIZES = {
     "3-405b": (126, 128, 8, 16384, 53248, 8e-5),
 }
 
-# What other models of the family do differently.
+# What other models of the family do differently; later ones' keys are in their folders'
+# config.json alone (--config.model.from).
 FAMILY = {
     "head_width": Key(0, "width of a head; 0 is width / num_heads", at_least=0),
     "context_length": Key(
@@ -57,26 +58,15 @@ FAMILY = {
     "rope_low": Key(1.0, "turns below which positions are scaled in full", above=0),
     "rope_high": Key(4.0, "turns above which positions are not scaled", above=0),
     "rope_length": Key(8192, "context length before the scaling", at_least=1),
-    "rope_attention_factor": Key(
-        0.0, "factor of queries and keys with yarn; 0 is the paper's", at_least=0
-    ),
-    "rope_truncate": Key(
-        True, "whether yarn rounds the pairs that it starts and ends at"
-    ),
-    "rotary_width": Key(
-        0, "dimensions of a head that are rotated; 0 is all", at_least=0
-    ),
     "qkv_bias": Key(False, "whether queries, keys and values have biases"),
     "out_bias": Key(False, "whether the attention's output has a bias"),
     "fused": Key(False, "whether q, k and v are one projection, and gate and up"),
     "qk_norm": Key(False, "whether queries and keys are normalised"),
-    "joint_qk_norm": Key(False, "whether that is over all heads together"),
     "pattern": Key(
         "f", "repeated over layers: f full attention, s a sliding window, as in ssf"
     ),
     "window": Key(0, "positions that a layer s attends to", at_least=0),
     "sliding_theta": Key(0.0, "rope_theta of layers s; 0 is the same", at_least=0),
-    "sinks": Key(False, "whether heads have a score for attending to nothing"),
     "attention_scale": Key(
         0.0, "scores are divided by its root; 0 is the width of a head", at_least=0
     ),
@@ -86,23 +76,11 @@ FAMILY = {
         "silu", "activation of the gated MLP", choices=tuple(ACTIVATIONS)
     ),
     "norm_offset": Key(False, "whether norms multiply with 1 + their scale"),
-    "pre_norms": Key(True, "whether the inputs of branches are normalised"),
     "post_norms": Key(False, "whether the outputs of branches are normalised"),
     "scaled_embeddings": Key(False, "whether embeddings are scaled by sqrt(width)"),
     "num_experts": Key(0, "experts of the MLP; 0 is an ordinary MLP", at_least=0),
     "experts_per_token": Key(2, "experts that a token takes", at_least=1),
     "normalized_experts": Key(True, "whether weights of a token's experts sum to 1"),
-    "expert_bias": Key(False, "whether router and experts have biases"),
-    "expert_limit": Key(0.0, "bound of gate and up, to which 1 is added", at_least=0),
-    "sigmoid_router": Key(False, "whether scores are sigmoids, with a correction"),
-    "expert_groups": Key(1, "groups of experts", at_least=1),
-    "chosen_groups": Key(1, "groups that a token's experts are in", at_least=1),
-    "expert_scale": Key(1.0, "factor of the weights of a token's experts", above=0),
-    "shared_hidden": Key(
-        0, "width of an MLP beside the experts; 0 is none", at_least=0
-    ),
-    "dense_layers": Key(0, "layers before those with experts", at_least=0),
-    "dense_hidden": Key(0, "width of their MLP", at_least=0),
     "balance_weight": Key(
         0.0, "weight of the experts' load-balancing loss", at_least=0
     ),
@@ -195,6 +173,10 @@ def products_per_token(config):
     model = LlamaConfig(**config.model)
     heads, T = model.H * model.num_heads, model.sequence_length
     attention = 2 * model.width * (heads + model.H * model.num_kv_heads)
+    if model.kv_rank:
+        N, C, R, V = model.num_heads, model.kv_rank, model.R, model.value_width
+        attention = model.width * (C + R + N * V) + C * N * (model.H - R + V)
+        attention += model.q_rank * (model.width + heads) or model.width * heads
     mlp = 3 * model.width * model.hidden
     if model.num_experts:
         mlp = mlp * model.experts_per_token + model.width * model.num_experts

@@ -142,6 +142,8 @@ OF_DECODERS: dict[str, list[Any]] = {
     "routed_scaling_factor": [1.5],
     "first_k_dense_replace": [0, 2, 3],
     "use_qk_norm": [False, True],
+    "q_lora_rank": [8],
+    "rope_interleave": [True, False],
     "num_nextn_predict_layers": [0],
     "swiglu_limit": [7.0, 2.0],
     "mlp_only_layers": [[], [1]],
@@ -211,6 +213,15 @@ FAMILIES = {
             "glm4_moe",
             {**DECODER, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 20}
             | {"n_routed_experts": 4},
+        ),
+        (
+            "DeepseekV3",
+            "deepseek_v3",
+            {**DECODER, "n_routed_experts": 8, "moe_intermediate_size": 20}
+            | {"num_experts_per_tok": 2, "num_key_value_heads": 4, "n_group": 4}
+            | {"topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 12}
+            | {"q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
+            | {"v_head_dim": 14},
         ),
         ("Olmo2", "olmo2", DECODER),
         ("Olmo3", "olmo3", {**DECODER, "sliding_window": 4}),

@@ -25,6 +25,7 @@ NULLS = {
     "Gemma3": {"attn_logit_softcapping", "final_logit_softcapping", "layer_types"},
     "Phi3": {"num_key_value_heads", "sliding_window", "rope_scaling"},
     "GptOss": {"layer_types", "rope_parameters"},
+    "DeepseekV3": {"q_lora_rank", "rope_scaling", "rope_parameters"},
     "Glm4Moe": {"rope_scaling", "rope_parameters"},
     "Olmo2": {"num_key_value_heads", "rope_scaling", "rope_parameters"},
     "Olmo3": {"num_key_value_heads", "layer_types", "rope_scaling"},
