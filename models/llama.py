@@ -40,11 +40,13 @@ class Block(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         width = config.width
         self.activation = ACTIVATIONS[config.activation]
-        attention = LatentAttention if config.kv_rank else Attention
-        self.attention = attention(config, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
         if config.pre_norms:
-            self.norm1, self.norm2 = _norm(config, rngs), _norm(config, rngs)
+            self.norm1 = _norm(config, rngs)
+        attention = LatentAttention if config.kv_rank else Attention
+        self.attention = attention(config, rngs=rngs)
+        if config.pre_norms:
+            self.norm2 = _norm(config, rngs)
         if config.post_norms:
             self.post_norm1, self.post_norm2 = _norm(config, rngs), _norm(config, rngs)
         self.has_experts, self.fused = config.num_experts > 0, config.fused

@@ -25,7 +25,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[name]
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     context = config.context_length or config.sequence_length
-    gemma = config.norm_offset
+    gemma, local = config.norm_offset, "rope_local_base_freq" in family.reads
     json = {
         "architectures": [name],
         "model_type": family.model_type,
@@ -44,14 +44,14 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "attention_bias": config.out_bias,
         "sliding_window": config.window or None,
-        **write_rope(config, two=config.sliding_theta > 0),
+        **write_rope(config, two=local or config.sliding_theta > 0),
     }
     if "layer_types" in family.reads:
         sliding = ("full_attention", "sliding_attention")
         json["layer_types"] = [sliding[s] for s in config.sliding_layers]
     if family.model_type.startswith("qwen"):
         json["use_sliding_window"] = config.window > 0
-    if "rope_local_base_freq" in family.reads:
+    if local:
         json["rope_local_base_freq"] = config.sliding_theta or config.rope_theta
     if gemma:
         json["query_pre_attn_scalar"] = config.attention_scale or config.H
@@ -73,16 +73,13 @@ def _experts_json(config: LlamaConfig, name: str) -> dict[str, Any]:
         "norm_topk_prob": config.normalized_experts,
     }
     if "n_group" in FAMILIES[name].reads:
-        json |= (
-            _latents_json(config)
-            if config.kv_rank
-            else {
-                "use_qk_norm": config.qk_norm,
-                "attention_bias": config.qkv_bias,
-                "partial_rotary_factor": config.R / config.H,
-            }
-        )
+        attention = {
+            "use_qk_norm": config.qk_norm,
+            "attention_bias": config.qkv_bias,
+            "partial_rotary_factor": config.R / config.H,
+        }
         return json | {
+            **(_latents_json(config) if config.kv_rank else attention),
             "intermediate_size": config.dense_hidden,
             "moe_intermediate_size": config.hidden,
             "n_routed_experts": config.num_experts,
