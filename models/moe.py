@@ -199,7 +199,9 @@ class MixtureOfExperts(nnx.Module):
     @property
     def tensor_split(self) -> jshard.nn.Split:
         """The experts' hidden features."""
-        return jshard.nn.Split(columns=self.expert_split[:-1], rows=("down",))
+        counts = {"hidden": self.hidden} if self.bias else {}  # their pairs of columns
+        columns = self.expert_split[:-1]
+        return jshard.nn.Split(columns=columns, rows=("down",), counts=counts)
 
     def __init__(
         self,
@@ -219,7 +221,7 @@ class MixtureOfExperts(nnx.Module):
     ):
         self.num_experts, self.routing = num_experts, routing
         self.activation, self.capacity = activation, capacity
-        self.bias, self.limit = bias, limit
+        self.hidden, self.bias, self.limit = hidden, bias, limit
         dtypes: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
         self.router = Router(width, num_experts, routing, **dtypes)
 
