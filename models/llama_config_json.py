@@ -36,8 +36,10 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _INERT = {
     "attention_dropout",
     "attn_logit_softcapping",
+    "aux_loss_alpha",
     "cache_implementation",
     "embd_pdrop",
+    "ep_size",
     "experts_per_token",
     "hidden_act",
     "hidden_activation",
@@ -51,6 +53,7 @@ _INERT = {
     "resid_pdrop",
     "router_aux_loss_coef",
     "router_jitter_noise",
+    "seq_aux",
     "_sliding_window_pattern",
 } | {key for family in FAMILIES.values() for key in family.reads}
 _INERT -= {"original_max_position_embeddings"}
@@ -200,6 +203,10 @@ def _read_latents(config: ConfigJson, width: int, heads: int) -> dict[str, Any]:
         config.need("num_key_value_heads", one_of([None, heads]))
     config.fix("attention_bias", [False])
     config.fix("rope_interleave", [True])
+    # Of DeepSeek's own code; transformers does it so whatever they are.
+    config.fix("moe_layer_freq", [1])
+    config.fix("scoring_func", ["sigmoid"])
+    config.fix("topk_method", ["noaux_tc"])
     rotated = config.get("qk_rope_head_dim", 64, COUNT)
     head_width = config.get("qk_nope_head_dim", 128, COUNT) + rotated
     config.fix("qk_head_dim", [None, head_width])
