@@ -13,8 +13,8 @@ from jshard.models.rope import SCALINGS, Rope
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,  # SwiGLU (Shazeer 2020, arXiv:2002.05202, section 2)
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # GEGLU, likewise
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -173,13 +173,13 @@ class LlamaConfig:
                 f"model: width={self.width} divided by num_heads={self.num_heads} must "
                 "be an even integer"
             )
+        if self.H % 2:
+            raise jshard.UserError(f"model: head_width={self.head_width} must be even")
         if self.R % 2 or self.R > self.H:
             raise jshard.UserError(
                 f"model: rotary_width={self.rotary_width} must be even, and at most "
                 f"the width of a head, {self.H}"
             )
-        if self.H % 2:
-            raise jshard.UserError(f"model: head_width={self.head_width} must be even")
         if self.num_heads % self.num_kv_heads:
             raise jshard.UserError(
                 f"model: num_heads={self.num_heads} is not divisible by "
