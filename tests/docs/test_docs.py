@@ -123,6 +123,8 @@ def test_the_site_is_short_enough_to_read():
         ("multi-node", "tutorials/many_hosts"),
         ("gs://", "how_to/buckets"),
         ("s3 bucket", "how_to/buckets"),
+        ("Hugging Face dataset", "how_to/datasets"),
+        ("learning rate for each layer", "how_to/freeze"),
     ],
 )
 def test_what_people_search_for_is_in_a_heading(search, page):

@@ -24,7 +24,7 @@ MOST_LINES = {
     "fsdp": 1535,
     "nn": 1300,
     "optim": 1150,
-    "unit": 2475,
+    "unit": 2476,
     "cpu": 380,
     "collectives": 475,
     "layout": 1955,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "cli": 710,
     "compat": 800,
     "parallel": 565,
-    "ground": 1475,
+    "ground": 1480,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10

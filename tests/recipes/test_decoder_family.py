@@ -204,12 +204,12 @@ def test_packed_documents_have_the_losses_of_the_documents_alone(x64, family):
 @pytest.mark.quick("deepseek")
 @pytest.mark.parametrize("family", ["gpt-oss", "glm", "deepseek", "olmo"])
 def test_decoding_gives_the_logits_of_the_whole_text(x64, family):
-    model, T = make_model(family), 12
+    model, T = make_model(family, num_layers=2), 12
     tokens = np.random.default_rng(2).integers(0, 40, (2, T))
     want = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
     decode = nnx.jit(lambda model, *inputs: model.decode(*inputs))
     cache, got = model.init_cache(2, T), []
-    for start, stop in ((0, 7), (7, 8), (8, T)):
+    for start, stop in ((0, 4), (4, 8), (8, T)):  # of one shape: one program
         part = tokens[:, start:stop]
         positions = np.broadcast_to(np.arange(start, stop), part.shape)
         logits, cache = decode(model, part, positions, cache)
@@ -217,7 +217,7 @@ def test_decoding_gives_the_logits_of_the_whole_text(x64, family):
     assert parity.error(jnp.concatenate(got, axis=1), want) <= 1e-9
     if family == "deepseek":
         latents = LATENTS["kv_rank"] + LATENTS["rotary_width"]
-        assert [x.size for x in cache] == [2 * 4 * T * latents]
+        assert [x.size for x in cache] == [2 * 2 * T * latents]
 
 
 @pytest.mark.parametrize("normalized", [True, False])
