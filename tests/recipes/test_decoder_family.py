@@ -19,7 +19,7 @@ import hlo
 import jshard
 import parity
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.models.moe import MixtureOfExperts, Routing, load_balancing_loss
+from jshard.models.moe import MixtureOfExperts, Router, Routing, load_balancing_loss
 from jshard.recipes.llama import loss_fn
 
 SMALL: dict[str, Any] = {
@@ -218,6 +218,29 @@ def test_decoding_gives_the_logits_of_the_whole_text(x64, family):
     if family == "deepseek":
         latents = LATENTS["kv_rank"] + LATENTS["rotary_width"]
         assert [x.size for x in cache] == [2 * 2 * T * latents]
+
+
+def test_a_tokens_experts_are_in_its_best_groups(x64):
+    N, D, E, K = 30, 4, 8, 3
+    routing = Routing(K, sigmoid=True, groups=4, chosen_groups=2, scale=1.5)
+    router = Router(D, E, routing, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    kernel, correction = rng.standard_normal((D, E)), rng.standard_normal(E) * 0.3
+    router.kernel.set_value(jnp.asarray(kernel))
+    router.correction.set_value(jnp.asarray(correction))
+    x_ND = rng.standard_normal((N, D))
+    weight_NK, expert_NK, _ = router(jnp.asarray(x_ND))
+    changed = 0
+    for x, weights, experts in zip(x_ND, weight_NK, expert_NK, strict=True):
+        score = 1 / (1 + np.exp(-x @ kernel))
+        ranked = score + correction
+        groups = np.argsort(ranked.reshape(4, 2).sum(1))[-2:]
+        allowed = [e for e in range(E) if e // 2 in groups]
+        want = sorted(allowed, key=lambda e, ranked=ranked: -ranked[e])[:K]
+        changed += set(want) != set(np.argsort(ranked)[-K:])
+        assert experts.tolist() == want
+        np.testing.assert_allclose(weights, 1.5 * score[want] / score[want].sum())
+    assert changed > 3  # the groups matter
 
 
 @pytest.mark.parametrize("normalized", [True, False])
