@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard
-from jshard.generation.kv_cache import KVCache
 from jshard.parallel.tensor import with_all_columns
 
 
@@ -23,14 +22,14 @@ class Features(NamedTuple):
       head_DV: the head, with the columns of this device if they are split.
       soft_cap: c in ``c tanh(logit / c)``, if logits have one.
       penalty: what is added to the loss.
-      cache: keys and values of all tokens so far, when decoding.
+      cache: what ``init_cache`` returns, with all tokens so far, when decoding.
     """
 
     x_BTD: jax.Array
     head_DV: jax.Array
     soft_cap: float | None = None
     penalty: jshard.Mean | jshard.Loss | None = None
-    cache: KVCache | None = None
+    cache: Any = None
 
 
 class Decoder(nnx.Module):
@@ -53,12 +52,12 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-        cache: KVCache | None = None,
+        cache: Any = None,
     ) -> Features:
         """Returns what the head is applied to; with a cache, for ``decode``."""
         raise NotImplementedError
 
-    def init_cache(self, batch: int, length: int) -> KVCache:
+    def init_cache(self, batch: int, length: int) -> Any:
         """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
         raise NotImplementedError
 
@@ -112,8 +111,8 @@ class Decoder(nnx.Module):
         return cross_entropy if out.penalty is None else cross_entropy + out.penalty
 
     def decode(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
         """Returns the logits of new tokens, (B, T, V), and the cache with them.
 
         Args:

@@ -1,4 +1,4 @@
-"""A family of decoders: Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral, Qwen's experts.
+"""A family of decoders: Llama, Mistral, Qwen, Gemma, Phi-3, OLMo, Mixtral and others.
 
 With its defaults ``LlamaConfig`` is Llama 2 (Touvron et al. 2023, arXiv:2307.09288,
 section 2.2). What other models do differently is a field of it, and
@@ -16,8 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.generation.kv_cache import KVCache
+from jshard.generation.kv_cache import KVCache, LatentCache
 from jshard.models.decoder import Decoder, Features
+from jshard.models.latent_attention import LatentAttention
 from jshard.models.layers import embedding, linear, residual_std, rms_norm
 from jshard.models.llama_attention import Attention, Stream
 from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
@@ -29,7 +30,7 @@ __all__ = ["Block", "Llama", "LlamaConfig"]
 
 
 class Block(nnx.Module):
-    """Attention and gated MLP, each on a normalised residual branch.
+    """Attention and gated MLP, each on a residual branch with norms before or after.
 
     Activations have names, for ``jshard.Names`` and ``jshard.Offload``: "qkv" (queries
     and keys after their rotation, values), "attended" (before the output projection),
@@ -37,32 +38,37 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        width, hidden = config.width, config.hidden
+        width = config.width
         self.activation = ACTIVATIONS[config.activation]
-        self.norm1 = _norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.norm2 = _norm(config, rngs)
-        self.post_norms = config.post_norms
+        self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
+        if config.pre_norms:
+            self.norm1 = _norm(config, rngs)
+        attention = LatentAttention if config.kv_rank else Attention
+        self.attention = attention(config, rngs=rngs)
+        if config.pre_norms:
+            self.norm2 = _norm(config, rngs)
         if config.post_norms:
             self.post_norm1, self.post_norm2 = _norm(config, rngs), _norm(config, rngs)
         self.has_experts, self.fused = config.num_experts > 0, config.fused
-        self.tile = config.mlp_tile
+        hidden = config.shared_hidden if self.has_experts else config.hidden
+        self.has_mlp, self.tile = hidden > 0, config.mlp_tile
         std = residual_std(config)
         if self.has_experts:
             self.experts = MixtureOfExperts(
                 width,
-                hidden,
+                config.hidden,
                 config.num_experts,
-                config.experts_per_token,
-                normalized=config.normalized_experts,
+                config.routing,
                 activation=self.activation,
                 residual_std=std,
                 dtype=config.dtype,
                 param_dtype=config.param_dtype,
                 rngs=rngs,
                 capacity=config.expert_capacity,
+                bias=config.expert_bias,
+                limit=config.expert_limit,
             )
-        else:
+        if self.has_mlp:
             if config.fused:
                 self.gate_up = linear(config, width, 2 * hidden, rngs, bias=False)
             else:
@@ -72,8 +78,8 @@ class Block(nnx.Module):
 
     @property
     def tensor_split(self) -> jshard.nn.Split | None:
-        """The MLP's hidden features."""
-        if self.has_experts:  # theirs
+        """The MLP's hidden features, beside those of experts."""
+        if not self.has_mlp:
             return None
         columns = () if self.fused else ("gate", "up")
         return jshard.nn.Split(columns=columns, rows=("down",))
@@ -86,19 +92,22 @@ class Block(nnx.Module):
     ) -> Stream | tuple[Stream, Load]:
         """Returns the stream after this block, and the load of its experts if any."""
         x_BTD, layer, _ = stream
-        y_BTD, cache = self.attention(
-            self.norm1(x_BTD), stream, positions_BT, segment_ids_BT
-        )
+        y_BTD = self.norm1(x_BTD) if self.pre_norms else x_BTD
+        y_BTD, cache = self.attention(y_BTD, stream, positions_BT, segment_ids_BT)
         x_BTD = x_BTD + (self.post_norm1(y_BTD) if self.post_norms else y_BTD)
-        y_BTD, load = self._mlp(self.norm2(x_BTD))
+        y_BTD, load = self._mlp(self.norm2(x_BTD) if self.pre_norms else x_BTD)
         x_BTD = x_BTD + (self.post_norm2(y_BTD) if self.post_norms else y_BTD)
         stream = Stream(x_BTD, None if layer is None else layer + 1, cache)
         return stream if load is None else (stream, load)
 
     def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
-        if self.has_experts:
+        if not self.has_mlp:
             return self.experts(x_BTD)
-        return jshard.nn.tensor_parallel(self._gated, x_BTD), None
+        y_BTD = jshard.nn.tensor_parallel(self._gated, x_BTD)
+        if not self.has_experts:
+            return y_BTD, None
+        of_experts_BTD, load = self.experts(x_BTD)
+        return y_BTD + of_experts_BTD, load
 
     def _gated(self, x_BTD: jax.Array) -> jax.Array:
         if self.fused:
@@ -124,8 +133,14 @@ class Llama(Decoder):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embed = jshard.Unit(embedding(config, config.vocab_size, rngs))
+        first = config.dense_layers
+        if first:
+            dense = config.dense
+            self.dense_blocks = jshard.Stack(
+                lambda rngs: Block(dense, rngs=rngs), first, rngs=rngs
+            )
         self.blocks = jshard.Stack(
-            lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
+            lambda rngs: Block(config, rngs=rngs), config.num_layers - first, rngs=rngs
         )
         self.norm = _norm(config, rngs)
         if not config.tied:
@@ -138,7 +153,7 @@ class Llama(Decoder):
         tokens_BT: jax.Array,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | LatentCache | None = None,
     ) -> Features:
         """Returns what the head is applied to; with a cache, for ``decode``.
 
@@ -152,7 +167,10 @@ class Llama(Decoder):
         x_BTD = embed(tokens_BT)
         if config.scaled_embeddings:
             x_BTD *= jnp.asarray(math.sqrt(config.width), x_BTD.dtype)
-        inputs = Stream(x_BTD, layer, cache), positions_BT, segment_ids_BT
+        stream, others = Stream(x_BTD, layer, cache), (positions_BT, segment_ids_BT)
+        if config.dense_layers:
+            stream = self.dense_blocks(stream, *others)
+        inputs = stream, *others
         if config.tied:
             head, out = embed, self.blocks(*inputs)
         else:
@@ -171,11 +189,14 @@ class Llama(Decoder):
             stream.cache,
         )
 
-    def init_cache(self, batch: int, length: int) -> KVCache:
+    def init_cache(self, batch: int, length: int) -> KVCache | LatentCache:
         """Returns an empty cache for ``batch`` rows of up to ``length`` tokens."""
         config = self.config
         K, H = config.num_kv_heads, config.H
         dtype = config.dtype or config.param_dtype
+        if config.kv_rank:
+            width = config.kv_rank + config.R
+            return LatentCache.zeros(config.num_layers, batch, length, width, dtype)
         return KVCache.zeros(config.num_layers, batch, length, K, H, dtype)
 
 

@@ -17,9 +17,9 @@ import jshard
 from jshard.generation import kv_cache
 from jshard.models.layers import linear, residual_std, rms_norm
 from jshard.models.llama_config import LlamaConfig
-from jshard.models.rope import Rope, rotate_by
+from jshard.models.rope import Rope, rotate_some
 from jshard.parallel.context import on_whole_sequences
-from jshard.parallel.tensor import own_columns
+from jshard.parallel.tensor import norm_columns, own_columns
 
 
 class Stream(NamedTuple):
@@ -28,12 +28,12 @@ class Stream(NamedTuple):
     Attributes:
       x_BTD: the residual stream.
       layer: the number of the layer that comes, where layers differ or have a cache.
-      cache: keys and values of all layers, when decoding.
+      cache: keys and values of all layers, or their latents, when decoding.
     """
 
     x_BTD: jax.Array
     layer: jax.Array | None = None
-    cache: kv_cache.KVCache | None = None
+    cache: kv_cache.KVCache | kv_cache.LatentCache | None = None
 
 
 class Attention(nnx.Module):
@@ -52,12 +52,15 @@ class Attention(nnx.Module):
             self.q = linear(config, width, queries, rngs, bias=bias)
             self.k = linear(config, width, keys, rngs, bias=bias)
             self.v = linear(config, width, keys, rngs, bias=bias)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.num_heads, config.param_dtype))
         std = residual_std(config)
         self.out = linear(config, queries, width, rngs, std, bias=config.out_bias)
         if config.qk_norm:
             options = {"epsilon": config.norm_eps, "offset": config.norm_offset}
-            self.q_norm = rms_norm(config, config.H, rngs, **options)
-            self.k_norm = rms_norm(config, config.H, rngs, **options)
+            sizes = (queries, keys) if config.joint_qk_norm else (config.H, config.H)
+            self.q_norm = rms_norm(config, sizes[0], rngs, **options)
+            self.k_norm = rms_norm(config, sizes[1], rngs, **options)
 
     @property
     def tensor_split(self) -> jshard.nn.Split:
@@ -66,6 +69,7 @@ class Attention(nnx.Module):
         return jshard.nn.Split(
             columns=() if config.fused else ("q", "k", "v"),
             rows=("out",),
+            dims={"sinks": -1} if config.sinks else {},
             counts={"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads},
         )
 
@@ -75,7 +79,7 @@ class Attention(nnx.Module):
         stream: Stream,
         positions_BT: jax.Array | None,
         segment_ids_BT: jax.Array | None,
-    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+    ) -> tuple[jax.Array, kv_cache.KVCache | kv_cache.LatentCache | None]:
         """Returns the attention output, (B, T, D), and the cache with these tokens."""
         if stream.cache is not None:
             return self._mixed(x_BTD, stream, positions_BT, segment_ids_BT)
@@ -92,15 +96,16 @@ class Attention(nnx.Module):
         stream: Stream,
         positions_BT: jax.Array | None,
         segment_ids_BT: jax.Array | None,
-    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+    ) -> tuple[jax.Array, kv_cache.KVCache | kv_cache.LatentCache | None]:
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = self._heads(x_BTD)
-        if config.qk_norm:
+        if config.qk_norm and not config.joint_qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         sliding = self._is_sliding(stream.layer)
         frequency_I, amplitude = self._rotation(sliding, x_BTD.dtype)
         q_BTNH, k_BTKH = (
-            rotate_by(x, frequency_I, positions_BT, amplitude) for x in (q_BTNH, k_BTKH)
+            rotate_some(x, frequency_I, positions_BT, amplitude)
+            for x in (q_BTNH, k_BTKH)
         )
         q_BTNH, k_BTKH, v_BTKH = (
             checkpoint_name(x, "qkv") for x in (q_BTNH, k_BTKH, v_BTKH)
@@ -124,7 +129,10 @@ class Attention(nnx.Module):
             ends = config.H * N // n, config.H * (N + K) // n
             qkv = jnp.split(qkv_BTE, ends, axis=-1)
         else:
-            qkv = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+            qkv = [self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)]
+        if config.joint_qk_norm:
+            qkv[0] = norm_columns(self.q_norm, qkv[0])
+            qkv[1] = norm_columns(self.k_norm, qkv[1])
         return [x_BTE.reshape(*x_BTE.shape[:2], -1, config.H) for x_BTE in qkv]
 
     def _is_sliding(self, layer: jax.Array | None) -> bool | jax.Array:
@@ -139,7 +147,7 @@ class Attention(nnx.Module):
         config, wide = self.config, jnp.promote_types(dtype, jnp.float32)
 
         def of(rope: Rope) -> tuple[jax.Array, float]:
-            return rope.frequencies(config.H, wide), rope.amplitude()
+            return rope.frequencies(config.R, wide), rope.amplitude()
 
         full = of(config.rope)
         if not config.sliding_theta or sliding is False:
@@ -156,6 +164,9 @@ class Attention(nnx.Module):
         options = {"scale": scale, "soft_cap": config.attention_soft_cap}
         return {name: value for name, value in options.items() if value}
 
+    def _sinks(self) -> jax.Array | None:
+        return self.sinks.get_value() if self.config.sinks else None
+
     def _attend(
         self,
         sliding: bool | jax.Array,
@@ -164,8 +175,10 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         config = self.config
 
-        def attend_whole(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
-            options: dict[str, Any] = self._options()
+        def attend_whole(
+            q: Any, k: Any, v: Any, segment_ids: Any, sinks_N: Any
+        ) -> jax.Array:
+            options: dict[str, Any] = {**self._options(), "sinks_N": sinks_N}
             if segment_ids is not None:
                 options["segment_ids_BT"] = segment_ids
                 options["max_segments"] = config.max_segments or None
@@ -182,7 +195,7 @@ class Attention(nnx.Module):
                 return attend_near(q, k, v) if sliding else attend(q, k, v)
             return lax.cond(sliding, attend_near, attend, q, k, v)
 
-        return on_whole_sequences(attend_whole, *qkv, segment_ids_BT)
+        return on_whole_sequences(attend_whole, *qkv, segment_ids_BT, self._sinks())
 
     def _attend_to_cache(
         self,
@@ -192,7 +205,7 @@ class Attention(nnx.Module):
         stream: Stream,
     ) -> tuple[jax.Array, kv_cache.KVCache]:
         assert positions_BT is not None
-        assert stream.cache is not None
+        assert isinstance(stream.cache, kv_cache.KVCache)
         assert stream.layer is not None
         window = None
         if sliding is not False:
@@ -204,5 +217,6 @@ class Attention(nnx.Module):
             stream.cache,
             stream.layer,
             window=window,
+            sinks_N=self._sinks(),
             **self._options(),
         )

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 import jshard
+from jshard.models.moe import Routing
 from jshard.models.rope import SCALINGS, Rope
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,  # SwiGLU (Shazeer 2020, arXiv:2002.05202, section 2)
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # GEGLU, likewise
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -43,7 +45,15 @@ class LlamaConfig:
       context_length: the longest text that the model is meant for; 0 is
         ``sequence_length``.
       rope_scaling: "none", "linear", "llama3" or "yarn"; with ``rope_factor``,
-        ``rope_low``, ``rope_high`` and ``rope_length`` (models/rope.py).
+        ``rope_low``, ``rope_high``, ``rope_length``, ``rope_attention_factor``,
+        ``rope_truncate`` and ``rope_mscale`` (models/rope.py).
+      rotary_width: the first dimensions of a head, which alone are rotated (GLM 4.5);
+        0 is H.
+      kv_rank: width of the latents that keys and values are projections of, as in
+        DeepSeek-V3 (models/latent_attention.py); the last ``rotary_width`` dimensions
+        of a head are rotated then. 0 is ordinary attention.
+      q_rank: the same of queries; 0 is none.
+      value_width: width of a head's values with ``kv_rank``, at most H.
       qkv_bias: whether queries, keys and values have biases, as in Qwen 2.5
         (arXiv:2412.15115, section 2).
       out_bias: whether the attention's output projection has one.
@@ -51,25 +61,43 @@ class LlamaConfig:
         up another, as in Phi-3 (arXiv:2404.14219).
       qk_norm: whether each head's queries and keys are normalised before rotation, as
         in Qwen 3 (arXiv:2505.09388, section 2) and Gemma 3 (arXiv:2503.19786, 2).
+      joint_qk_norm: whether ``qk_norm`` is over all heads together, as in OLMo 2
+        (arXiv:2501.00656, section 2).
       pattern: repeated over the layers, "f" for full attention and "s" for a sliding
-        window: "s" is Mistral, "sf" Gemma 2, "sssssf" Gemma 3.
+        window: "s" is Mistral, "sf" Gemma 2, "sssf" OLMo 3, "sssssf" Gemma 3.
       window: positions that a layer "s" attends to, its own included (Mistral,
         arXiv:2310.06825, section 2).
       sliding_theta: ``rope_theta`` of layers "s", which have no scaling then; 0 is that
-        of the others (Gemma 3).
+        of the others (Gemma 3, OLMo 3).
+      sinks: whether each head has a score for attending to nothing (gpt-oss,
+        arXiv:2508.10925, section 2.1).
       attention_scale: scores are divided by its root, Gemma's query_pre_attn_scalar;
         0 is H.
       attention_soft_cap: c in ``c tanh(score / c)``, 0 for none (Gemma 2,
         arXiv:2408.00118, section 2).
       logit_soft_cap: the same for logits.
-      activation: "silu" or "gelu_tanh".
+      activation: "silu", "gelu_tanh" or "quick_gelu".
       norm_offset: whether norms multiply with 1 + their scale, which starts at 0
         (Gemma's reference code).
-      post_norms: whether a branch's output is normalised, too (Gemma 2, section 2).
+      pre_norms: whether a branch's input is normalised; not in OLMo 2.
+      post_norms: whether a branch's output is normalised (Gemma 2, section 2).
       scaled_embeddings: whether embeddings are multiplied by the root of D (Gemma).
       num_experts: experts of the MLP; 0 is an ordinary MLP (models/moe.py).
       experts_per_token: how many of them each token takes.
       normalized_experts: whether the weights of a token's experts sum to 1.
+      expert_bias: whether router and experts have biases, and the columns of gate and
+        up alternate in one kernel, as in gpt-oss.
+      expert_limit: bound of an expert's gate and up, and 1 is added to up, as in
+        gpt-oss; 0 for neither.
+      sigmoid_router: whether an expert's score is a sigmoid, with a correction for the
+        choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+      expert_groups: of neighbouring experts; a token's are in the best
+        ``chosen_groups`` of them.
+      chosen_groups: see ``expert_groups``.
+      expert_scale: what the weights of a token's experts are multiplied with.
+      shared_hidden: width of an MLP of all tokens beside the experts; 0 is none.
+      dense_layers: layers before those with experts, a Stack of their own.
+      dense_hidden: width of their MLP.
       balance_weight: weight of the load-balancing loss in ``loss``; 0 leaves it out.
       expert_capacity: where experts are split over devices, the rows that the first
         round of an exchange carries, as a multiple of an even share. Further rounds
@@ -99,23 +127,42 @@ class LlamaConfig:
     rope_low: float = 1.0
     rope_high: float = 4.0
     rope_length: int = 8192
+    rope_attention_factor: float = 0.0
+    rope_truncate: bool = True
+    rope_mscale: float = 0.0
+    rotary_width: int = 0
+    kv_rank: int = 0
+    q_rank: int = 0
+    value_width: int = 0
     qkv_bias: bool = False
     out_bias: bool = False
     fused: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     pattern: str = "f"
     window: int = 0
     sliding_theta: float = 0.0
+    sinks: bool = False
     attention_scale: float = 0.0
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
     activation: str = "silu"
     norm_offset: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     scaled_embeddings: bool = False
     num_experts: int = 0
     experts_per_token: int = 2
     normalized_experts: bool = True
+    expert_bias: bool = False
+    expert_limit: float = 0.0
+    sigmoid_router: bool = False
+    expert_groups: int = 1
+    chosen_groups: int = 1
+    expert_scale: float = 1.0
+    shared_hidden: int = 0
+    dense_layers: int = 0
+    dense_hidden: int = 0
     balance_weight: float = 0.0
     expert_capacity: float = 1.25
     max_segments: int = 0
@@ -128,6 +175,11 @@ class LlamaConfig:
             )
         if self.H % 2:
             raise jshard.UserError(f"model: head_width={self.head_width} must be even")
+        if self.R % 2 or self.R > self.H:
+            raise jshard.UserError(
+                f"model: rotary_width={self.rotary_width} must be even, and at most "
+                f"the width of a head, {self.H}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise jshard.UserError(
                 f"model: num_heads={self.num_heads} is not divisible by "
@@ -148,6 +200,20 @@ class LlamaConfig:
                     f"model: {name}={getattr(self, name)!r} is unknown: use "
                     f"{', '.join(known)}"
                 )
+        if self.joint_qk_norm and (self.fused or not self.qk_norm):
+            raise jshard.UserError(
+                "model: joint_qk_norm=True needs qk_norm=True and fused=False"
+            )
+        if self.kv_rank and not (
+            0 < self.value_width <= self.H
+            and 0 < self.rotary_width < self.H
+            and self.num_kv_heads == self.num_heads
+            and set(self.pattern) == {"f"}
+        ):
+            raise jshard.UserError(
+                f"model: kv_rank={self.kv_rank} needs rotary_width and value_width up "
+                f"to the width of a head, {self.H}, num_kv_heads=num_heads, pattern=f"
+            )
         if self.num_experts and self.fused:
             raise jshard.UserError(
                 "model: fused=True is for an ordinary MLP: set num_experts=0"
@@ -157,15 +223,69 @@ class LlamaConfig:
                 f"model: experts_per_token={self.experts_per_token} must be between 1 "
                 f"and num_experts={self.num_experts}"
             )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
         if self.expert_capacity <= 0:
             raise jshard.UserError(
                 f"model: expert_capacity={self.expert_capacity} must be above 0"
+            )
+
+        groups, chosen = self.expert_groups, self.chosen_groups
+        per_group, rest = divmod(self.num_experts, groups)
+        if groups > 1 and (rest or per_group < 2 or not 0 < chosen <= groups):
+            raise jshard.UserError(
+                f"model: expert_groups={groups} must divide num_experts="
+                f"{self.num_experts} into groups of two or more, of which "
+                f"chosen_groups={chosen} are taken"
+            )
+        if groups > 1 and chosen * per_group < self.experts_per_token:
+            raise jshard.UserError(
+                f"model: chosen_groups={chosen} have {chosen * per_group} experts, "
+                f"fewer than experts_per_token={self.experts_per_token}"
+            )
+        if groups > 1 and not self.sigmoid_router:
+            raise jshard.UserError("model: expert_groups needs sigmoid_router=True")
+        if self.dense_layers and not (
+            self.num_experts
+            and self.dense_hidden
+            and self.dense_layers < self.num_layers
+        ):
+            raise jshard.UserError(
+                f"model: dense_layers={self.dense_layers} needs num_experts, "
+                "dense_hidden and more layers than these"
             )
 
     @property
     def H(self) -> int:
         """The width of a head."""
         return self.head_width or self.width // self.num_heads
+
+    @property
+    def R(self) -> int:
+        """The dimensions of a head that are rotated."""
+        return self.rotary_width or self.H
+
+    @property
+    def dense(self) -> "LlamaConfig":
+        """The same without experts, of the first layers."""
+        return dataclasses.replace(
+            self, num_experts=0, hidden=self.dense_hidden, dense_layers=0,
+            expert_groups=1,
+        )  # fmt: skip
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts are chosen and weighted."""
+        return Routing(
+            self.experts_per_token,
+            self.normalized_experts,
+            self.sigmoid_router,
+            self.expert_groups,
+            self.chosen_groups,
+            self.expert_scale,
+            self.expert_bias,
+        )
 
     @property
     def sliding_layers(self) -> tuple[bool, ...]:
@@ -184,4 +304,7 @@ class LlamaConfig:
             self.rope_low,
             self.rope_high,
             self.rope_length,
+            self.rope_attention_factor,
+            self.rope_truncate,
+            self.rope_mscale,
         )

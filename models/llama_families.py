@@ -1,38 +1,12 @@
-"""The decoder families of transformers, and what their config.json says.
+"""The decoder families of transformers, and what distinguishes them.
 
-The keys and their defaults are those of transformers' configuration_*.py (4.57 and
-5.23), which differ in how they spell rotary positions (models/rope_huggingface.py).
+The keys of config.json and their defaults are those of transformers' configuration_*.py
+(4.57 and 5.24), which differ in how they spell rotary positions
+(models/rope_huggingface.py). models/llama_config_json.py reads them.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from jshard.models.huggingface_config import (
-    COUNT,
-    FLAG,
-    INTEGER,
-    NUMBER,
-    POSITIVE,
-    ConfigJson,
-    Json,
-    Kind,
-    one_of,
-)
-from jshard.models.llama_config import LlamaConfig
-from jshard.models.rope import SCALINGS
-from jshard.models.rope_huggingface import read_rope, read_two_ropes
-
-# What config.json does not decide.
-_OF_TRAINING = (
-    "loss_chunk",
-    "attention",
-    "dtype",
-    "param_dtype",
-    "balance_weight",
-    "expert_capacity",
-    "max_segments",
-)
 
 
 class Family(NamedTuple):
@@ -53,7 +27,7 @@ class Family(NamedTuple):
     not_null: tuple[str, ...] = ()
 
 
-_DEFAULTS = {
+DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -87,6 +61,31 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
 }
 _QWEN_WINDOWS = ("use_sliding_window", "max_window_layers", "layer_types")
+_GROUPED_EXPERTS = (
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+)
+_LATENTS = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+_OLMO = {
+    "qk_norm": True,
+    "joint_qk_norm": True,
+    "pre_norms": False,
+    "post_norms": True,
+}
+_OLMO_DEFAULTS = {"rms_norm_eps": 1e-5}
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", {}, {}, ("attention_bias", "mlp_bias")),
     "MistralForCausalLM": Family(
@@ -101,6 +100,13 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", {"qkv_bias": True}, _QWEN_DEFAULTS, _QWEN_WINDOWS, ("head_dim",)
+    ),
+    "Olmo2ForCausalLM": Family("olmo2", _OLMO, _OLMO_DEFAULTS, ("attention_bias",)),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        _OLMO,
+        {**_OLMO_DEFAULTS, "rope_theta": 5e5, "sliding_window": 4096},
+        ("attention_bias", "layer_types"),
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
@@ -131,6 +137,43 @@ FAMILIES = {
         (*_GEMMA_READS, "sliding_window_pattern", "rope_local_base_freq"),
         ("head_dim", "num_key_value_heads"),
     ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        {"sigmoid_router": True},
+        {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+        },
+        ("attention_bias", "use_qk_norm", *_GROUPED_EXPERTS),
+        ("head_dim", "num_key_value_heads"),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        {"sigmoid_router": True},
+        {"max_position_embeddings": 4096},
+        (*_GROUPED_EXPERTS, *_LATENTS),
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        {
+            "sinks": True,
+            "expert_bias": True,
+            "expert_limit": 7.0,
+            "activation": "quick_gelu",
+        },
+        {
+            "attention_bias": True,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+        },
+        ("attention_bias", "layer_types", "num_local_experts", "num_experts_per_tok"),
+        ("head_dim", "num_key_value_heads"),
+    ),
     "MixtralForCausalLM": Family(
         "mixtral",
         {},
@@ -158,191 +201,3 @@ FAMILIES = {
         ("head_dim", "num_key_value_heads"),
     ),
 }
-_LETTERS = {"full_attention": "f", "sliding_attention": "s"}
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What changes nothing in transformers, of training or of generation: it reads none of
-# the other families' keys, either.
-_INERT = {
-    "attention_dropout",
-    "attn_logit_softcapping",
-    "cache_implementation",
-    "embd_pdrop",
-    "hidden_act",
-    "hidden_activation",
-    "intermediate_size",
-    "max_window_layers",
-    "output_router_logits",
-    "pretraining_tp",
-    "resid_pdrop",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "_sliding_window_pattern",
-} | {key for family in FAMILIES.values() for key in family.reads}
-_INERT -= {"original_max_position_embeddings"}
-
-
-def read_config(json: Json) -> dict[str, Any]:
-    """Returns the keys of ``LlamaConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
-
-    Raises:
-      UserError: the architecture, or a feature of it, is not there; or a key is
-        missing, unknown or of a wrong type.
-    """
-    config = ConfigJson.of(json, FAMILIES)
-    family = FAMILIES[config.name]
-    defaults = {**_DEFAULTS, **family.defaults}
-
-    def get(key: str, kind: Kind) -> Any:
-        nullable = defaults[key] is None or key in _NULLABLE
-        nullable = nullable and key not in family.not_null
-        return config.get(key, defaults[key], kind.or_null if nullable else kind)
-
-    def flag(key: str) -> bool:
-        return key in family.reads and config.get(key, False, FLAG)
-
-    _refuse_missing(config, family)
-    width, heads = (
-        config.need(key, COUNT) for key in ("hidden_size", "num_attention_heads")
-    )
-    gemma, moe = "post_norms" in family.model, "num_local_experts" in family.reads
-    context = get("max_position_embeddings", COUNT)
-    layers = config.need("num_hidden_layers", COUNT)
-    window = get("sliding_window", COUNT)
-    pattern = _read_pattern(config, family, layers, window)
-    head_width = get("head_dim", COUNT) or 0
-    key, activation = "hidden_act", "silu"
-    if gemma:
-        key, activation = "hidden_activation", "gelu_pytorch_tanh"
-    activation = config.get(key, activation, one_of(ACTIVATIONS))
-    # transformers takes any scaling of Phi-3 for longrope.
-    scalings = () if "fused" in family.model else SCALINGS[1:]
-    rope = read_two_ropes if "rope_local_base_freq" in family.reads else read_rope
-    hidden = "moe_intermediate_size" if family.model_type == "qwen3_moe" else None
-    bias = flag("attention_bias")
-    model = {
-        field.name: field.default
-        for field in dataclasses.fields(LlamaConfig)
-        if field.name not in _OF_TRAINING
-    }
-    model |= {
-        "vocab_size": config.need("vocab_size", COUNT),
-        "sequence_length": context,
-        "context_length": context,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": get("num_key_value_heads", COUNT) or heads,
-        "width": width,
-        "hidden": config.need(hidden or "intermediate_size", COUNT),
-        "head_width": 0 if head_width * heads == width else head_width,
-        "norm_eps": float(get("rms_norm_eps", NUMBER)),
-        "tied": get("tie_word_embeddings", FLAG),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "pattern": pattern,
-        "window": window if "s" in pattern else 0,
-        **rope(
-            config, theta=get("rope_theta", POSITIVE), context=context,
-            scalings=scalings,
-        ),
-        **family.model,
-        "activation": ACTIVATIONS[activation],
-    }  # fmt: skip
-    if gemma:
-        model |= _read_gemma(config, family)
-    if moe:
-        model |= _read_experts(config, family)
-    # Phi-3's is of longrope. That of others is above their rope_parameters' in 5.23.
-    longrope = {"original_max_position_embeddings"} & set(family.reads)
-    config.finish(_INERT | longrope)
-    return model
-
-
-# Where they have a default, null means none: no window, all heads.
-_NULLABLE = ("num_key_value_heads", "sliding_window")
-
-
-def _refuse_missing(config: ConfigJson, family: Family) -> None:
-    """Raises a UserError for what models/llama.py has not."""
-    if "mlp_bias" in family.reads:
-        config.fix("mlp_bias", [False])
-    if "use_bidirectional_attention" in family.reads:
-        config.fix("use_bidirectional_attention", [False, None])
-    if family.model_type == "phi3":
-        config.fix("partial_rotary_factor", [1, 1.0])
-    if family.model_type == "qwen3_moe":
-        config.fix("decoder_sparse_step", [1])
-        config.fix("mlp_only_layers", [[], None])
-
-
-def _read_gemma(config: ConfigJson, family: Family) -> dict[str, float]:
-    """Returns the scale and the soft caps; null is no cap."""
-    caps = {"attention_soft_cap": 0.0}
-    if "attn_logit_softcapping" in family.reads:
-        cap = config.get("attn_logit_softcapping", 50.0, POSITIVE.or_null)
-        caps["attention_soft_cap"] = float(cap or 0)
-    cap = 30.0 if family.model_type == "gemma2" else None
-    cap = config.get("final_logit_softcapping", cap, POSITIVE.or_null)
-    scale = config.get("query_pre_attn_scalar", 256, POSITIVE)
-    return {
-        **caps, "logit_soft_cap": float(cap or 0), "attention_scale": float(scale)
-    }  # fmt: skip
-
-
-def _read_experts(config: ConfigJson, family: Family) -> dict[str, Any]:
-    """Returns how many experts there are, and how they are chosen and weighted."""
-    qwen = family.model_type == "qwen3_moe"
-    if qwen:  # of layers without experts, which there are not
-        config.get("intermediate_size", None, COUNT)
-    number = config.get("num_experts", None, COUNT)
-    experts = config.get("num_local_experts", number or (128 if qwen else 8), COUNT)
-    if number not in (None, experts):  # one is another name of the other
-        raise config.error("num_experts", f"num_local_experts is {experts}")
-    normalized = config.get("norm_topk_prob", False, FLAG) if qwen else True
-    return {
-        "num_experts": experts,
-        "experts_per_token": config.get("num_experts_per_tok", 8 if qwen else 2, COUNT),
-        "normalized_experts": normalized,
-    }
-
-
-def _read_pattern(
-    config: ConfigJson, family: Family, layers: int, window: int | None
-) -> str:
-    """Returns the shortest pattern of the layers' kinds of attention."""
-    if family.model_type == "llama":
-        window = None
-    if "use_sliding_window" in family.reads:
-        window = window if config.get("use_sliding_window", False, FLAG) else None
-    if "layer_types" not in family.reads:  # transformers may write them
-        kind = "sliding_attention" if window else "full_attention"
-        config.fix("layer_types", [None, [kind] * layers])
-        return _LETTERS[kind]
-    kinds = config.get("layer_types", None, _layer_types(layers).or_null)
-    if "max_window_layers" in family.reads:
-        full = min(config.get("max_window_layers", 28, INTEGER), layers)
-        full = full if window else layers
-        letters = "f" * full + "s" * (layers - full)
-    else:
-        every = 2
-        if "sliding_window_pattern" in family.reads:
-            every = config.get("sliding_window_pattern", 6, COUNT)
-        letters = "".join("s" if (i + 1) % every else "f" for i in range(layers))
-    if kinds is not None:
-        letters = "".join(_LETTERS[kind] for kind in kinds)
-    if "s" in letters and not window:
-        raise config.error("sliding_window", "layers with a window need it")
-    for period in range(1, layers):
-        if all(letter == letters[i % period] for i, letter in enumerate(letters)):
-            return letters[:period]
-    return letters
-
-
-def _layer_types(layers: int) -> Kind:
-    def fits(x: Any) -> bool:
-        known = isinstance(x, list) and all(type(kind) is str for kind in x)
-        return known and len(x) == layers and set(x) <= set(_LETTERS)
-
-    return Kind(f"a list of {layers} of {', '.join(_LETTERS)}", fits)

@@ -10,8 +10,10 @@ from typing import Any
 import jshard
 from jshard.hub.file_tensor import FileTensor
 from jshard.models.llama_config import LlamaConfig
-from jshard.models.llama_families import ACTIVATIONS, FAMILIES, read_config
+from jshard.models.llama_config_json import ACTIVATIONS, read_config
+from jshard.models.llama_families import FAMILIES
 from jshard.models.rope_huggingface import write_rope
+from jshard.models.tensor_places import linear
 
 __all__ = ["read_config", "tensors", "write_config"]
 
@@ -23,7 +25,7 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[name]
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     context = config.context_length or config.sequence_length
-    gemma = config.norm_offset
+    gemma, local = config.norm_offset, "rope_local_base_freq" in family.reads
     json = {
         "architectures": [name],
         "model_type": family.model_type,
@@ -35,18 +37,22 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": config.H,
         "hidden_size": config.width,
         "intermediate_size": config.hidden,
-        "hidden_activation" if gemma else "hidden_act": activations[config.activation],
+        "hidden_activation" if gemma else "hidden_act": activations.get(
+            config.activation, "silu"
+        ),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "attention_bias": config.out_bias,
         "sliding_window": config.window or None,
-        **write_rope(config, local=name == "Gemma3ForCausalLM"),
+        **write_rope(config, two=local or config.sliding_theta > 0),
     }
     if "layer_types" in family.reads:
         sliding = ("full_attention", "sliding_attention")
         json["layer_types"] = [sliding[s] for s in config.sliding_layers]
     if family.model_type.startswith("qwen"):
         json["use_sliding_window"] = config.window > 0
+    if local:
+        json["rope_local_base_freq"] = config.sliding_theta or config.rope_theta
     if gemma:
         json["query_pre_attn_scalar"] = config.attention_scale or config.H
         json["attn_logit_softcapping"] = config.attention_soft_cap or None
@@ -54,17 +60,51 @@ def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
         if config.attention_scale == int(config.attention_scale):
             json["query_pre_attn_scalar"] = int(json["query_pre_attn_scalar"])
     if config.num_experts:
-        experts = "num_experts" if config.qk_norm else "num_local_experts"
-        json |= {
-            experts: config.num_experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "router_aux_loss_coef": config.balance_weight,
-            "norm_topk_prob": config.normalized_experts,
-        }
-        if config.qk_norm:
-            json |= {"moe_intermediate_size": config.hidden, "mlp_only_layers": []}
+        json |= _experts_json(config, name)
     _check_same(config, read_config(json), name)
     return json
+
+
+def _experts_json(config: LlamaConfig, name: str) -> dict[str, Any]:
+    """Returns the keys of experts."""
+    json: dict[str, Any] = {
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.balance_weight,
+        "norm_topk_prob": config.normalized_experts,
+    }
+    if "n_group" in FAMILIES[name].reads:
+        attention = {
+            "use_qk_norm": config.qk_norm,
+            "attention_bias": config.qkv_bias,
+            "partial_rotary_factor": config.R / config.H,
+        }
+        return json | {
+            **(_latents_json(config) if config.kv_rank else attention),
+            "intermediate_size": config.dense_hidden,
+            "moe_intermediate_size": config.hidden,
+            "n_routed_experts": config.num_experts,
+            "n_shared_experts": config.shared_hidden // config.hidden,
+            "routed_scaling_factor": config.expert_scale,
+            "n_group": config.expert_groups,
+            "topk_group": config.chosen_groups,
+            "first_k_dense_replace": config.dense_layers,
+        }
+    if name == "Qwen3MoeForCausalLM":
+        json |= {"moe_intermediate_size": config.hidden, "mlp_only_layers": []}
+        return json | {"num_experts": config.num_experts}
+    return json | {"num_local_experts": config.num_experts}
+
+
+def _latents_json(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the keys of DeepSeek's attention."""
+    return {
+        "head_dim": config.R,  # as transformers has it
+        "kv_lora_rank": config.kv_rank,
+        "q_lora_rank": config.q_rank or None,
+        "qk_nope_head_dim": config.H - config.R,
+        "qk_rope_head_dim": config.R,
+        "v_head_dim": config.value_width,
+    }
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
@@ -75,23 +115,27 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
         "norm.scale": FileTensor(("model.norm.weight",)),
     }
     if not config.tied:
-        found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
-    layer = _layer_tensors(config)
-    for i in range(config.num_layers):
-        for name, place in layer.items():
-            names = tuple(f"model.layers.{i}.{x}.{_kind(name)}" for x in place.names)
-            found[f"blocks.{i}.{name}"] = place._replace(names=names)
+        found |= linear("head", "lm_head", bias=False)
+    first, last = config.dense_layers, config.num_layers
+    stacks = {"dense_blocks": (config.dense, 0, first), "blocks": (config, first, last)}
+    for stack, (own, start, stop) in stacks.items():
+        layer = _layer_tensors(own)
+        for i in range(start, stop):
+            for name, place in layer.items():
+                names = tuple(f"model.layers.{i}.{x}" for x in place.names)
+                found[f"{stack}.{i - start}.{name}"] = place._replace(names=names)
     return found
 
 
-def _kind(name: str) -> str:
-    return "bias" if name.endswith(".bias") else "weight"
-
-
 def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
-    """Returns the names of modules in a layer, by the name of our array."""
+    """Returns the names within a layer, by the name of our array."""
     norms = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-    if config.post_norms:
+    if not config.pre_norms:
+        norms = {
+            "post_norm1": "post_attention_layernorm",
+            "post_norm2": "post_feedforward_layernorm",
+        }
+    elif config.post_norms:
         norms |= {
             "post_norm1": "post_attention_layernorm",
             "norm2": "pre_feedforward_layernorm",
@@ -100,35 +144,83 @@ def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
     if config.qk_norm:
         norms |= {"attention.q_norm": "self_attn.q_norm"}
         norms |= {"attention.k_norm": "self_attn.k_norm"}
-    found = {f"{ours}.scale": FileTensor((name,)) for ours, name in norms.items()}
-    projections = {"qkv": "qkv"} if config.fused else {"q": "q", "k": "k", "v": "v"}
-    for ours, name in {**projections, "out": "o"}.items():
-        projection = (f"self_attn.{name}_proj",)
-        found[f"attention.{ours}.kernel"] = FileTensor(projection, transposed=True)
-        if config.out_bias if ours == "out" else config.qkv_bias:
-            found[f"attention.{ours}.bias"] = FileTensor(projection)
-    if not config.num_experts:
+    found = {
+        f"{ours}.scale": FileTensor((f"{name}.weight",)) for ours, name in norms.items()
+    }
+    if config.kv_rank:
+        found |= _latent_tensors(config)
+    else:
+        for ours in ("qkv",) if config.fused else ("q", "k", "v"):
+            theirs = f"self_attn.{ours}_proj"
+            found |= linear(f"attention.{ours}", theirs, config.qkv_bias)
+    found |= linear("attention.out", "self_attn.o_proj", config.out_bias)
+    if config.sinks:
+        found["attention.sinks"] = FileTensor(("self_attn.sinks",))
+    mlp = "mlp"
+    if config.num_experts:
+        found |= _expert_tensors(config)
+        mlp = "mlp.shared_experts"
+    if not config.num_experts or config.shared_hidden:
         for ours in ("gate_up", "down") if config.fused else ("gate", "up", "down"):
-            found[f"{ours}.kernel"] = FileTensor((f"mlp.{ours}_proj",), transposed=True)
-        return found
+            found |= linear(ours, f"{mlp}.{ours}_proj", bias=False)
+    return found
+
+
+def _latent_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
+    """Returns the names of the projections to and from latents."""
+    names = {"kv_down": "kv_a_proj_with_mqa", "kv": "kv_b_proj", "q": "q_proj"}
+    norms = {"kv_norm": "kv_a_layernorm"}
+    if config.q_rank:
+        names |= {"q_down": "q_a_proj", "q": "q_b_proj"}
+        norms["q_norm"] = "q_a_layernorm"
+    found = {
+        f"attention.{ours}.scale": FileTensor((f"self_attn.{name}.weight",))
+        for ours, name in norms.items()
+    }
+    for ours, name in names.items():
+        found |= linear(f"attention.{ours}", f"self_attn.{name}", bias=False)
+    return found
+
+
+def _expert_tensors(config: LlamaConfig) -> dict[str, FileTensor]:
+    """Returns the names of a layer's router and experts."""
+    if config.expert_bias:
+        return {
+            **linear("experts.router", "mlp.router"),
+            "experts.gate_up.kernel": FileTensor(("mlp.experts.gate_up_proj",)),
+            "experts.gate_up.bias": FileTensor(("mlp.experts.gate_up_proj_bias",)),
+            "experts.down.kernel": FileTensor(("mlp.experts.down_proj",)),
+            "experts.down_bias": FileTensor(("mlp.experts.down_proj_bias",)),
+        }
     mixtral = _architecture(config) == "MixtralForCausalLM"
     moe = "block_sparse_moe" if mixtral else "mlp"
-    found["experts.router.kernel"] = FileTensor((f"{moe}.gate",), transposed=True)
+    found = linear("experts.router", f"{moe}.gate", bias=False)
+    if config.sigmoid_router:
+        correction = FileTensor((f"{moe}.gate.e_score_correction_bias",))
+        found["experts.router.correction"] = correction
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
         projection = theirs if mixtral else f"{ours}_proj"
-        names = (f"{moe}.experts.{e}.{projection}" for e in range(config.num_experts))
-        found[f"experts.{ours}.kernel"] = FileTensor(tuple(names), transposed=True)
+        names = tuple(
+            f"{moe}.experts.{e}.{projection}.weight" for e in range(config.num_experts)
+        )
+        found[f"experts.{ours}.kernel"] = FileTensor(names, transposed=True)
     return found
 
 
 def _architecture(config: LlamaConfig) -> str:
     """Returns the architecture that may have a model's features."""
+    if config.sinks:
+        return "GptOssForCausalLM"
+    if config.sigmoid_router:
+        return "DeepseekV3ForCausalLM" if config.kv_rank else "Glm4MoeForCausalLM"
     if config.num_experts:
         return "Qwen3MoeForCausalLM" if config.qk_norm else "MixtralForCausalLM"
     if config.norm_offset:
         return "Gemma3ForCausalLM" if config.qk_norm else "Gemma2ForCausalLM"
     if config.fused:
         return "Phi3ForCausalLM"
+    if config.joint_qk_norm:
+        return "Olmo3ForCausalLM" if config.sliding_theta else "Olmo2ForCausalLM"
     if config.qk_norm:
         return "Qwen3ForCausalLM"
     if config.qkv_bias and not config.out_bias:

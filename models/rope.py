@@ -28,6 +28,9 @@ class Rope(NamedTuple):
       low: pairs that turn fewer times than this in ``length`` are slowed by ``factor``.
       high: pairs that turn more often are not slowed; between the two it is gradual.
       length: the context that the model was trained for before.
+      attention_factor: of queries and keys with "yarn"; 0 is what the paper says.
+      mscale: of ``temperature``.
+      truncate: whether "yarn" is gradual between whole numbers of pairs.
     """
 
     theta: float
@@ -36,6 +39,9 @@ class Rope(NamedTuple):
     low: float = 1.0
     high: float = 4.0
     length: int = 8192
+    attention_factor: float = 0.0
+    truncate: bool = True
+    mscale: float = 0.0
 
     def frequencies(self, H: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Returns radians per position of each pair, (I,)."""
@@ -49,8 +55,10 @@ class Rope(NamedTuple):
             kept_I = (turns_I - self.low) / (self.high - self.low)
         else:
             # The authors' code is gradual in the number of the pair, not in its turns.
-            first = max(math.floor(self._pair(self.high, H)), 0)
-            last = min(math.ceil(self._pair(self.low, H)), H - 1)
+            first, last = self._pair(self.high, H), self._pair(self.low, H)
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, H - 1)
             # As theirs, also where last is before first.
             slowed_I = (jnp.arange(H // 2) - first) / (last - first or 1e-3)
             kept_I = 1 - slowed_I
@@ -59,9 +67,17 @@ class Rope(NamedTuple):
 
     def amplitude(self) -> float:
         """Returns the factor of queries and keys, YaRN's temperature (section 3.4)."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.attention_factor:
+            return self.attention_factor
+        return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1
+
+    def temperature(self) -> float:
+        """Returns a factor of queries and of keys, rotated or not (DeepSeek-V3)."""
         if self.scaling != "yarn" or self.factor <= 1:
             return 1.0
-        return 0.1 * math.log(self.factor) + 1
+        return 0.1 * self.mscale * math.log(self.factor) + 1
 
     def _pair(self, turns: float, H: int) -> float:
         """Returns which pair turns so many times in the context, as a real number."""
@@ -113,3 +129,17 @@ def rotate_by(
     a_BTNI, b_BTNI = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
     turned = (a_BTNI * cos - b_BTNI * sin, b_BTNI * cos + a_BTNI * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+
+def rotate_some(
+    x_BTNH: jax.Array,
+    frequency_I: jax.Array,
+    positions_BT: jax.Array | None = None,
+    amplitude: float | jax.Array = 1.0,
+) -> jax.Array:
+    """Rotates the first dimensions of each head, as many as there are pairs for."""
+    width = 2 * len(frequency_I)
+    turned = rotate_by(x_BTNH[..., :width], frequency_I, positions_BT, amplitude)
+    if width == x_BTNH.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x_BTNH[..., width:]], axis=-1)

@@ -1,15 +1,26 @@
 """Rotary positions in a config.json, as transformers 4 and 5 spell them.
 
 Version 4 has ``rope_theta`` and ``rope_scaling``, version 5 ``rope_parameters``; Gemma
-3 has them twice, for layers with and without a window. Both spellings are read, and
-both are written. Where a file has both, ``rope_scaling`` wins, as in transformers.
+3 and OLMo 3 have them twice, for layers with and without a window. Both spellings are
+read, and both are written. Where a file has both, ``rope_scaling`` wins, as in
+transformers.
 """
 
 from collections.abc import Collection
 from typing import Any
 
-from jshard.models.huggingface_config import COUNT, NUMBER, POSITIVE, ConfigJson, one_of
+from jshard.models.huggingface_config import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    ConfigJson,
+    Kind,
+    one_of,
+)
 from jshard.models.llama_config import LlamaConfig
+from jshard.models.rope import Rope
 
 # Keys within ``rope_parameters``; a kind of scaling reads some of them.
 _OF_SCALINGS = (
@@ -29,6 +40,10 @@ _OF_SCALINGS = (
     "finetuned",
 )
 _WHOLE = (None, 1, 1.0)
+_OLMO_THETA = 500000.0
+# What may rotate a part of each head alone.
+_PARTIAL = ("Glm4MoeForCausalLM",)
+_PART = Kind("above 0 and at most 1", lambda x: POSITIVE.fits(x) and x <= 1)
 
 
 def read_rope(
@@ -45,13 +60,19 @@ def read_rope(
     Raises:
       UserError: a kind of scaling is not there, or lacks a key.
     """
-    config.fix("partial_rotary_factor", _WHOLE)
+    part = 1.0
+    if config.name in _PARTIAL:
+        part = config.get("partial_rotary_factor", 0.5, _PART)
+    else:
+        config.fix("partial_rotary_factor", _WHOLE)
     theta = config.get("rope_theta", theta, POSITIVE)
     both = [config.within(key) for key in ("rope_scaling", "rope_parameters")]
     chosen = [parameters for parameters in both if parameters]
     if not chosen:
-        return {"rope_theta": float(theta)}
-    return _read_parameters(chosen[0], theta, context, scalings)
+        if config.name == "GptOssForCausalLM":
+            config.need("rope_scaling", OBJECT)
+        return {"rope_theta": float(theta), "rotary_part": part}
+    return _read_parameters(chosen[0], theta, context, scalings, part)
 
 
 def read_two_ropes(
@@ -67,7 +88,9 @@ def read_two_ropes(
     """
     config.fix("partial_rotary_factor", _WHOLE)
     theta = config.get("rope_theta", theta, POSITIVE)
-    near_theta = config.get("rope_local_base_freq", 10000.0, POSITIVE)
+    near_theta = 10000.0
+    if config.name == "Gemma3ForCausalLM":
+        near_theta = config.get("rope_local_base_freq", near_theta, POSITIVE)
     scaling, parameters = map(config.within, ("rope_scaling", "rope_parameters"))
     full = near = None
     if parameters:
@@ -78,6 +101,16 @@ def read_two_ropes(
     if scaling and full:
         full = full | scaling
     full = full or scaling
+    if full:
+        full.fix("truncate", [True])  # transformers passes over it
+    if config.name == "Olmo3ForCausalLM":
+        near_theta = _OLMO_THETA
+        if theta != near_theta and not (near and near.has("rope_theta")):
+            raise config.error(
+                "rope_theta",
+                "transformers 4 has it in all layers, and 5 not in those with a "
+                "window: set rope_parameters.sliding_attention.rope_theta",
+            )
     local = _read_parameters(near, near_theta, context, ()) if near else {}
     return {
         "rope_theta": float(theta),
@@ -87,15 +120,26 @@ def read_two_ropes(
 
 
 def _read_parameters(
-    rope: ConfigJson, theta: float, context: int, scalings: Collection[str]
+    rope: ConfigJson,
+    theta: float,
+    context: int,
+    scalings: Collection[str],
+    part: float = 1.0,
 ) -> dict[str, Any]:
-    """Returns the keys of ``LlamaConfig`` that one rotation's object decides."""
-    rope.fix("partial_rotary_factor", _WHOLE)
+    """Returns the keys of ``LlamaConfig`` that one rotation's object decides.
+
+    Beside them is "rotary_part", of the dimensions of a head.
+    """
+    if rope.name in _PARTIAL:
+        part = rope.get("partial_rotary_factor", part, _PART)
+    else:
+        rope.fix("partial_rotary_factor", _WHOLE)
     kinds = one_of(["default", *scalings])
     spelled = "rope_type" if rope.has("rope_type") else "type"
     kind = rope.get(spelled, "default", kinds)
     model: dict[str, Any] = {
-        "rope_theta": float(rope.get("rope_theta", theta, POSITIVE))
+        "rope_theta": float(rope.get("rope_theta", theta, POSITIVE)),
+        "rotary_part": part,
     }
     if kind != "default":
         model["rope_scaling"] = kind
@@ -117,19 +161,38 @@ def _read_parameters(
         # transformers takes 0 for a missing one.
         model["rope_low"] = float(rope.get("beta_slow", 1, NUMBER.or_null) or 1)
         model["rope_high"] = float(rope.get("beta_fast", 32, NUMBER.or_null) or 32)
-        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        factor = rope.get("attention_factor", None, POSITIVE.or_null)
+        model["rope_attention_factor"] = float(factor or 0)
+        if rope.name == "DeepseekV3ForCausalLM":
+            model |= _read_mscales(rope, model["rope_factor"], factor)
+        model["rope_truncate"] = rope.get("truncate", True, FLAG)
+    if "rope_mscale" not in model:
+        for key in ("mscale", "mscale_all_dim"):
             rope.fix(key, [None])
-        rope.fix("truncate", [True])
     rope.finish(_OF_SCALINGS)
     return model
 
 
-def write_rope(config: LlamaConfig, *, local: bool) -> dict[str, Any]:
+def _read_mscales(
+    rope: ConfigJson, factor: float, attention_factor: float | None
+) -> dict[str, float]:
+    """Returns DeepSeek's factors of rotated dimensions, and of all."""
+    mscale = rope.get("mscale", None, NUMBER.or_null)
+    mscale_all = rope.get("mscale_all_dim", 0, NUMBER)
+    found = {"rope_mscale": float(mscale_all)}
+    if attention_factor is None and mscale and mscale_all:
+        scaled = Rope(1.0, "yarn", factor, mscale=mscale).temperature()
+        all_scaled = Rope(1.0, "yarn", factor, mscale=mscale_all).temperature()
+        found["rope_attention_factor"] = scaled / all_scaled
+    return found
+
+
+def write_rope(config: LlamaConfig, *, two: bool) -> dict[str, Any]:
     """Returns the keys of rotary positions in both spellings.
 
     Args:
       config: the model's.
-      local: whether layers with a sliding window have a rotation of their own.
+      two: whether layers with a sliding window have a rotation of their own.
     """
     scaling: dict[str, Any] = {"rope_type": config.rope_scaling}
     if config.rope_scaling == "none":
@@ -141,14 +204,21 @@ def write_rope(config: LlamaConfig, *, local: bool) -> dict[str, Any]:
         names = {"llama3": ("low_freq_factor", "high_freq_factor")}
         low, high = names.get(config.rope_scaling, ("beta_slow", "beta_fast"))
         scaling |= {low: config.rope_low, high: config.rope_high}
+    if config.rope_scaling == "yarn":
+        scaling["truncate"] = config.rope_truncate
+        if config.rope_mscale:
+            scaling["mscale_all_dim"] = config.rope_mscale
+    if config.rope_attention_factor:
+        scaling["attention_factor"] = config.rope_attention_factor
     parameters: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
+    if config.rotary_width and not config.kv_rank:
+        parameters["partial_rotary_factor"] = config.rotary_width / config.H
     json: dict[str, Any] = {
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling == "none" else scaling,
     }
-    if local:
+    if two:
         theta = config.sliding_theta or config.rope_theta
-        json["rope_local_base_freq"] = theta
         near = {"rope_type": "default", "rope_theta": theta}
         parameters = {"full_attention": parameters, "sliding_attention": near}
     return {**json, "rope_parameters": parameters}

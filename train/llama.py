@@ -44,7 +44,8 @@ SIZES = {
     "3-405b": (126, 128, 8, 16384, 53248, 8e-5),
 }
 
-# What other models of the family do differently.
+# What other models of the family do differently; later ones' keys are in their folders'
+# config.json alone (--config.model.from).
 FAMILY = {
     "head_width": Key(0, "width of a head; 0 is width / num_heads", at_least=0),
     "context_length": Key(
@@ -172,10 +173,17 @@ def products_per_token(config):
     model = LlamaConfig(**config.model)
     heads, T = model.H * model.num_heads, model.sequence_length
     attention = 2 * model.width * (heads + model.H * model.num_kv_heads)
+    if model.kv_rank:
+        N, C, R, V = model.num_heads, model.kv_rank, model.R, model.value_width
+        attention = model.width * (C + R + N * V) + C * N * (model.H - R + V)
+        attention += model.q_rank * (model.width + heads) or model.width * heads
     mlp = 3 * model.width * model.hidden
     if model.num_experts:
         mlp = mlp * model.experts_per_token + model.width * model.num_experts
+        mlp += 3 * model.width * model.shared_hidden
     matrices = model.num_layers * (attention + mlp) + model.width * model.vocab_size
+    dense = 3 * model.width * model.dense_hidden
+    matrices += model.dense_layers * (dense - mlp)
     near = min(model.window, T)
     scores = sum(
         heads * (2 * near - near**2 / T if sliding else T)

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.nn.blockwise_attention import softmax_beside
+
 
 class KVCache(NamedTuple):
     """Keys and values of all layers; slot s holds those of the token at position s."""
@@ -54,6 +56,24 @@ class KVCache(NamedTuple):
         return cls(*(x.transpose(order).astype(dtype) for x in (k_LBSKH, v_LBSKH)))
 
 
+class LatentCache(NamedTuple):
+    """Latents of all layers, of which keys and values are projections (DeepSeek-V2)."""
+
+    latent_BL1SC: jax.Array
+
+    @property
+    def slots(self) -> int:
+        """How many tokens of a row there is room for."""
+        return self.latent_BL1SC.shape[3]
+
+    @classmethod
+    def zeros(
+        cls, num_layers: int, batch: int, length: int, width: int, dtype: Any
+    ) -> "LatentCache":
+        """Returns an empty cache with ``length`` slots for each of ``batch`` rows."""
+        return cls(jnp.zeros((batch, num_layers, 1, length, width), dtype))
+
+
 def attend(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
@@ -66,6 +86,7 @@ def attend(
     window: jax.Array | int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Writes new tokens' keys and values, and attends the tokens to the cache.
 
@@ -86,6 +107,7 @@ def attend(
       window: a token attends only to the latest ``window`` positions, its own included.
       soft_cap: c in ``c tanh(score / c)``.
       scale: of the scores; by default 1 / sqrt(H).
+      sinks_N: the score of one more key of each head, which has no value.
 
     Returns:
       The attended values, (B, T, N, H), in the queries' dtype, and the cache.
@@ -104,8 +126,42 @@ def attend(
     seen_BTS = behind_BTS >= 0
     if window is not None:
         seen_BTS &= behind_BTS < window
-    options = {"bias_BNTS": bias_BNTS, "soft_cap": soft_cap, "scale": scale}
-    return _attend(q_BTNH, cache, layer, seen_BTS, **options), cache
+    options: dict[str, Any] = {"bias_BNTS": bias_BNTS, "sinks_N": sinks_N}
+    options |= {"soft_cap": soft_cap, "scale": scale}
+    k_BKSH, v_BKSH = (_of_layer(x, layer) for x in cache)
+    return _attend(q_BTNH, k_BKSH, v_BKSH, seen_BTS, **options), cache
+
+
+def attend_to_latents(
+    q_BTNC: jax.Array,
+    latent_BTC: jax.Array,
+    width: int,
+    positions_BT: jax.Array,
+    cache: LatentCache,
+    layer: jax.Array | int,
+    *,
+    scale: float,
+) -> tuple[jax.Array, LatentCache]:
+    """Writes new tokens' latents, and attends the tokens to all, as ``attend`` does.
+
+    Args:
+      q_BTNC: queries of the new tokens, projected to the latents.
+      latent_BTC: their latents, which are the keys of all heads.
+      width: the first features of latents, which are the values.
+      positions_BT: their positions, integers.
+      cache: latents of all layers.
+      layer: which of them is this one.
+      scale: of the scores.
+
+    Returns:
+      The attended values, (B, T, N, ``width``), in the queries' dtype, and the cache.
+    """
+    new_BT1C = latent_BTC[:, :, None]
+    cache = LatentCache(_write(cache.latent_BL1SC, new_BT1C, positions_BT, layer))
+    seen_BTS = positions_BT[..., None] >= jnp.arange(cache.slots)
+    k_B1SC = _of_layer(cache.latent_BL1SC, layer)
+    v_B1SC = k_B1SC[..., :width]
+    return _attend(q_BTNC, k_B1SC, v_B1SC, seen_BTS, scale=scale), cache
 
 
 def cross_attend(
@@ -132,24 +188,27 @@ def cross_attend(
       AssertionError: shapes do not match.
     """
     chex.assert_shape(mask_BS, (q_BTNH.shape[0], cache.slots))
-    return _attend(q_BTNH, cache, layer, mask_BS[:, None], scale=scale)
+    k_BKSH, v_BKSH = (_of_layer(x, layer) for x in cache)
+    return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BS[:, None], scale=scale)
+
+
+def _of_layer(cache_BLKSH: jax.Array, layer: jax.Array | int) -> jax.Array:
+    return lax.dynamic_index_in_dim(cache_BLKSH, layer, axis=1, keepdims=False)
 
 
 def _attend(
     q_BTNH: jax.Array,
-    cache: KVCache,
-    layer: jax.Array | int,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
     seen_BTS: jax.Array,
     *,
     bias_BNTS: jax.Array | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the values of the slots that are seen, weighted, (B, T, N, H)."""
     B, T, N, H = q_BTNH.shape
-    k_BKSH, v_BKSH = (
-        lax.dynamic_index_in_dim(x, layer, axis=1, keepdims=False) for x in cache
-    )
     K = k_BKSH.shape[1]
     dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5 if scale is None else scale)
@@ -162,11 +221,11 @@ def _attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # Not -inf: a row of padding, which sees nothing, would become nan.
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(scores).astype(v_BKSH.dtype)
+    weights = softmax_beside(scores, sinks_N).astype(v_BKSH.dtype)
     y_BTKGH = jnp.einsum(
         "BKGTS,BKSH->BTKGH", weights, v_BKSH, preferred_element_type=dtype
     )
-    return y_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    return y_BTKGH.reshape(B, T, N, -1).astype(q_BTNH.dtype)
 
 
 def _write(

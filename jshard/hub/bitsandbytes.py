@@ -13,7 +13,7 @@ import numpy as np
 from jshard.checkpoint.untrusted import parse_json
 from jshard.four_bit.codes import BLOCK, CODES, GROUP, FourBit, scale_table
 from jshard.hub.file_tensor import FileTensor
-from jshard.hub.safetensors_file import StoredTensor
+from jshard.hub.safetensors_file import Stored
 
 _SCALES, _OF_SCALES = ".absmax", ".nested_absmax"
 _TABLES = (".quant_map", ".nested_quant_map")
@@ -36,7 +36,7 @@ def problem_of_config(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def is_stored(place: FileTensor, found: Mapping[str, StoredTensor]) -> bool:
+def is_stored(place: FileTensor, found: Mapping[str, Stored]) -> bool:
     """Returns whether the files have a weight in 4 bits."""
     return len(place.names) == 1 and place.names[0] + _SCALES in found
 
@@ -47,9 +47,7 @@ def tensors(name: str, kind: str) -> list[str]:
     return [name + end for end in ends]
 
 
-def problem(
-    place: FileTensor, four_bit: FourBit, found: Mapping[str, StoredTensor]
-) -> str:
+def problem(place: FileTensor, four_bit: FourBit, found: Mapping[str, Stored]) -> str:
     """Returns why the files' tensors are not a weight's, as "NAME ..."; "" if they are.
 
     Tables are read; they are small.
@@ -78,7 +76,7 @@ def problem(
     return ""
 
 
-def read(place: FileTensor, kind: str, found: Mapping[str, StoredTensor]) -> np.ndarray:
+def read(place: FileTensor, kind: str, found: Mapping[str, Stored]) -> np.ndarray:
     """Returns the bytes of a weight (``FourBit``)."""
     name = place.names[0]
     mean = np.float32(_state(name, kind, found)["nested_offset"])
@@ -86,7 +84,5 @@ def read(place: FileTensor, kind: str, found: Mapping[str, StoredTensor]) -> np.
     return np.concatenate([x.reshape(-1).view(np.uint8) for x in (*parts, mean)])
 
 
-def _state(
-    name: str, kind: str, found: Mapping[str, StoredTensor]
-) -> Mapping[str, Any]:
+def _state(name: str, kind: str, found: Mapping[str, Stored]) -> Mapping[str, Any]:
     return parse_json(found[name + _STATE + kind].open().tobytes())

@@ -115,11 +115,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {file}: it holds no JSON object")
     if quantised := content.pop("quantization_config", None):
         given = quantised if isinstance(quantised, dict) else {}
-        if problem := bitsandbytes.problem_of_config(given):
+        problem = bitsandbytes.problem_of_config(given)
+        if problem and given.get("quant_method") != "mxfp4":  # read as it is
             raise UserError(
                 f"{folder} is quantised ({problem} in {CONFIG}): give the folder of "
-                "the unquantised model, or one that bitsandbytes quantised to nf4 or "
-                "fp4 with bnb_4bit_use_double_quant"
+                "the unquantised model, gpt-oss's in MXFP4, or one that bitsandbytes "
+                "quantised to nf4 or fp4 with bnb_4bit_use_double_quant"
             )
     if not is_safetensors(folder) and any((folder / x).exists() for x in _PICKLED):
         raise UserError(

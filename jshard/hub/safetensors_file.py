@@ -4,6 +4,7 @@ The library checks the files. Its own slices (0.8) lack float8 in NumPy, and arr
 without elements.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
 from jshard.errors import UserError
+from jshard.four_bit import mxfp4
 from jshard.hub.safetensors_write import INDEX, SINGLE
 
 DTYPES: dict[str, Any] = {
@@ -58,6 +60,43 @@ class StoredTensor(NamedTuple):
         return np.memmap(
             self.file, DTYPES[self.dtype], "r", offset=self.offset, shape=self.shape
         )
+
+
+class MXFP4Tensor(NamedTuple):
+    """A tensor that is decoded where it is read (``jshard.four_bit.mxfp4``).
+
+    Attributes:
+      codes: Its codes.
+      scales: Their scales.
+      shape: Its shape.
+      dtype: What it is decoded to.
+    """
+
+    codes: StoredTensor
+    scales: StoredTensor
+    shape: tuple[int, ...]
+    dtype: str = "BF16"
+
+    def open(self) -> Any:
+        """Maps the tensor into memory; slices of it are read and decoded."""
+        return mxfp4.Decoded(self.codes.open(), self.scales.open())
+
+
+Stored = StoredTensor | MXFP4Tensor
+
+
+def join_mxfp4(found: Mapping[str, StoredTensor]) -> dict[str, Stored]:
+    """Replaces pairs NAME_blocks and NAME_scales of bytes by the tensor NAME."""
+    joined: dict[str, Stored] = dict(found)
+    for name, codes in found.items():
+        whole = name.removesuffix("_blocks")
+        scales = found.get(f"{whole}_scales")
+        if whole == name or scales is None or {codes.dtype, scales.dtype} != {"U8"}:
+            continue
+        if (shape := mxfp4.decoded_shape(codes.shape, scales.shape)) is not None:
+            del joined[name], joined[f"{whole}_scales"]
+            joined[whole] = MXFP4Tensor(codes, scales, shape)
+    return joined
 
 
 def find_tensors(path: Path) -> dict[str, StoredTensor]:

@@ -16,7 +16,7 @@ from jshard.four_bit.codes import FourBit
 from jshard.fsdp.state import TrainState
 from jshard.hub import bitsandbytes
 from jshard.hub.file_tensor import FileTensor
-from jshard.hub.safetensors_file import DTYPES, StoredTensor, find_tensors
+from jshard.hub.safetensors_file import DTYPES, Stored, find_tensors, join_mxfp4
 from jshard.hub.safetensors_write import INDEX, SINGLE
 from jshard.hub.tensor_names import Index, tensor_names
 from jshard.layout.transfer import put, put_parts
@@ -53,6 +53,9 @@ _REDUNDANT = (
     "seq_relationship.bias",
     "num_batches_tracked",
 )
+# What a layer has that predicts further tokens (DeepSeek-V3, GLM 4.5), which
+# transformers does not read either.
+_OF_FURTHER_TOKENS = "eh_proj.weight"
 
 
 def is_safetensors(path: Path) -> bool:
@@ -93,7 +96,7 @@ def load_safetensors(
       UserError: Files are missing or damaged, or their tensors are not exactly those of
         the model; the message lists the first differences.
     """
-    found = find_tensors(path)
+    found = join_mxfp4(find_tensors(path))
     wanted = _wanted(path, state, found, tensors)
     variables = metadata.variables_by_name(state)
     _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
@@ -118,7 +121,7 @@ def check_safetensors(
     path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Raises what ``load_safetensors`` would raise, without reading any values."""
-    found = find_tensors(path)
+    found = join_mxfp4(find_tensors(path))
     wanted = _wanted(path, state, found, tensors)
     variables = metadata.variables_by_name(state)
     _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
@@ -127,7 +130,7 @@ def check_safetensors(
 def _wanted(
     path: Path,
     state: TrainState,
-    found: Mapping[str, StoredTensor],
+    found: Mapping[str, Stored],
     tensors: Mapping[str, FileTensor] | None,
 ) -> dict[str, tuple[Any, Layers]]:
     """Returns the abstract arrays to read and the places of their layers, by name.
@@ -188,7 +191,7 @@ def _check(
     path: Path,
     wanted: Mapping[str, tuple[Any, Layers]],
     variables: Mapping[str, nnx.Variable],
-    found: Mapping[str, StoredTensor],
+    found: Mapping[str, Stored],
     redundant: tuple[str, ...],
 ) -> None:
     """Raises UserError unless the tensors are exactly those of the model.
@@ -215,13 +218,19 @@ def _check(
         if place not in in_bits
         for name in place.names
     }
+    further = tuple(
+        name.removesuffix(_OF_FURTHER_TOKENS)
+        for name in (found if redundant else ())
+        if name.endswith(f".{_OF_FURTHER_TOKENS}")
+    )
     problems = [bitsandbytes.problem(*one, found) for one in in_bits.items()]
     problems = list(filter(None, problems))
     problems += [f"{name} is missing" for name in expected if name not in found]
     problems += [
         f"{name} is not in the model"
         for name in found
-        if name not in expected.keys() | known and not name.endswith(redundant)
+        if name not in expected.keys() | known
+        and not (name.endswith(redundant) or name.startswith(further))
     ]
     for name in (name for name in expected if name in found):
         shape, dtype = expected[name]
@@ -241,7 +250,7 @@ def _in_bits(
     four_bit: FourBit,
     exact: jax.ShapeDtypeStruct,
     layers: Layers,
-    found: Mapping[str, StoredTensor],
+    found: Mapping[str, Stored],
 ) -> np.ndarray:
     """Reads a weight in 4 bits, (*layers, bytes), from either kind of tensors."""
     of_layers = exact.shape[: exact.ndim - len(four_bit.shape)]
@@ -264,7 +273,7 @@ def _load(
     array: jax.ShapeDtypeStruct,
     exact: tuple[int, ...],
     layers: Layers,
-    found: Mapping[str, StoredTensor],
+    found: Mapping[str, Stored],
 ) -> jax.Array:
     """Reads one array from the tensors of its layers; its padding is zeros.
 
@@ -282,7 +291,7 @@ def _read(
     index: tuple[slice, ...],
     dtype: Any,
     layers: Layers,
-    found: Mapping[str, StoredTensor],
+    found: Mapping[str, Stored],
 ) -> np.ndarray:
     """Reads a slice of an array."""
     layer_dims = len(next(iter(layers)))

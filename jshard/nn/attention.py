@@ -52,6 +52,7 @@ def dot_product_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sinks_N: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Computes ``softmax(scale * q @ k.T) @ v`` per head (arXiv:1706.03762).
@@ -59,13 +60,14 @@ def dot_product_attention(
     - "cudnn" is flash attention (Dao 2023, arXiv:2307.08691), which never stores
       scores. It needs an NVIDIA GPU of compute capability 8.0 or more, bfloat16 or
       float16, heads whose width 8 divides and that is at most 128 (256 on Hopper), and
-      no ``soft_cap``; for packed documents capability 9.0 and ``max_segments``.
+      neither ``soft_cap`` nor sinks; for packed documents capability 9.0 and
+      ``max_segments``.
     - "blockwise" is plain JAX, with memory that grows with T + S (Rabe & Staats 2021,
       arXiv:2112.05682). It can do everything.
-    - "xla" stores the scores of all pairs, (B, N, T, S), and has no ``soft_cap``.
+    - "xla" stores the scores of all pairs, (B, N, T, S), and has neither.
     - "auto" is "cudnn" if it can be used. Otherwise it is "blockwise" for a
-      ``soft_cap`` and, on GPUs, for more than 1024 tokens, with a warning that says
-      why; and else "xla".
+      ``soft_cap`` or sinks and, on GPUs, for more than 1024 tokens, with a warning that
+      says why; and else "xla".
 
     In a step that splits sequences over the mesh's "context" axis, queries, keys and
     ids are this device's parts, and devices exchange heads (``parallel/context.py``).
@@ -83,6 +85,8 @@ def dot_product_attention(
         included, as in Mistral (arXiv:2310.06825, section 2). Needs ``is_causal``.
       soft_cap: c in ``c tanh(score / c)``, as in Gemma 2 (arXiv:2408.00118, section 2).
       scale: of the scores; by default 1 / sqrt(H).
+      sinks_N: the score of one more key of each head, which has no value, as in gpt-oss
+        (arXiv:2508.10925, section 2.1).
       implementation: "auto", "cudnn", "blockwise" or "xla".
 
     Returns:
@@ -95,18 +99,19 @@ def dot_product_attention(
       ValueError: shapes or dtypes do not match.
     """
     scale = 1 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
-    scores = Scores(scale, is_causal, window, soft_cap)
+    scores = Scores(scale, is_causal, window, soft_cap, sinks_N is not None)
 
-    def attend(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
+    def attend(q: Any, k: Any, v: Any, segment_ids: Any, sinks_N: Any) -> jax.Array:
         _check(q, k, segment_ids, max_segments, scores)
         packed = segment_ids is not None
         kernel = _choose(implementation, q, k, packed, max_segments, scores)
         if kernel == "cudnn":
             q, k, v = (checkpoint_name(x, ATTENTION_OPERANDS) for x in (q, k, v))
         with jax.named_scope(f"{kernel}-attention"):
-            return _attend(kernel, q, k, v, segment_ids, max_segments, scores)
+            ids = segment_ids, max_segments
+            return _attend(kernel, q, k, v, *ids, scores, sinks_N)
 
-    return on_whole_sequences(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    return on_whole_sequences(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
 
 
 def _check(q: Any, k: Any, ids: Any, most: int | None, scores: Scores) -> None:
@@ -137,13 +142,20 @@ def _check(q: Any, k: Any, ids: Any, most: int | None, scores: Scores) -> None:
 
 
 def _attend(
-    kernel: str, q: Any, k: Any, v: Any, ids: Any, most: int | None, scores: Scores
+    kernel: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    ids: Any,
+    most: int | None,
+    scores: Scores,
+    sinks_N: Any,
 ) -> jax.Array:
     """Returns the attended values by one of the kernels."""
     document_BT = None if ids is None else documents(ids)
     options: dict[str, Any] = {"scale": scores.scale, "is_causal": scores.is_causal}
     if kernel == "blockwise":
-        out = blockwise_attention(q, k, v, document_BT, scores)
+        out = blockwise_attention(q, k, v, document_BT, scores, sinks_N=sinks_N)
     elif kernel == "cudnn" and document_BT is not None:
         assert most is not None
         packed = starts_and_lengths(document_BT, max(most, 2))
@@ -169,8 +181,10 @@ def _choose(
         raise UserError(
             f"attention {wanted!r} is unknown: use {', '.join(IMPLEMENTATIONS)}"
         )
-    if wanted == "xla" and scores.soft_cap is not None:
-        raise UserError("attention 'xla' has no soft cap; use 'auto' or 'blockwise'")
+    lacking = "soft cap" if scores.soft_cap is not None else None
+    lacking = "sinks" if scores.has_sinks else lacking
+    if wanted == "xla" and lacking:
+        raise UserError(f"attention 'xla' has no {lacking}; use 'auto' or 'blockwise'")
     if wanted in ("xla", "blockwise"):
         return wanted
     platform, kind = _target()
@@ -186,7 +200,7 @@ def _choose(
             f"{KERNELS['cudnn-attention']}, which {obstacle}",
             stacklevel=5,  # the caller of dot_product_attention
         )
-    return "blockwise" if long or scores.soft_cap is not None else "xla"
+    return "blockwise" if long or lacking else "xla"
 
 
 def _obstacle(
@@ -202,6 +216,8 @@ def _obstacle(
         return of_width
     if scores.soft_cap is not None:
         return "has no soft cap"
+    if scores.has_sinks:
+        return "has no sinks"
     if packed and most is None:
         return "needs max_segments, the most documents of a row, with segment ids"
     if packed and q.size >= 2**31:

@@ -27,6 +27,7 @@ class Scores:
     is_causal: bool = False  # whether position t attends only to positions up to t
     window: int | None = None  # latest positions that t attends to, its own included
     soft_cap: float | None = None  # c in c tanh(score / c)
+    has_sinks: bool = False  # whether heads have a key without a value
 
 
 def blockwise_attention(
@@ -36,13 +37,15 @@ def blockwise_attention(
     segments_BT: jax.Array | None,
     scores: Scores,
     block: int | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes ``softmax(scores) @ v`` per head, (B, T, N, H), in the queries' dtype.
 
     Each key-value head serves N / K heads of queries. Positions attend within segments,
     if there are any (T = S then). Sums are in float32 or wider; weights are rounded to
     the dtype of the values before their product. ``block`` is the queries of a block,
-    by default as many as there is room for.
+    by default as many as there is room for. ``sinks_N`` are the scores of a key of each
+    head that has no value.
     """
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     dtype, wide = q_BTNH.dtype, jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -79,7 +82,7 @@ def blockwise_attention(
                 counts &= same_BCS[:, None, None]
             # Not infinite: no key may count for a query that fills up the last block.
             logits = jnp.where(counts, logits, jnp.finfo(wide).min)
-            weights = jax.nn.softmax(logits).astype(dtype)
+            weights = softmax_beside(logits, sinks_N).astype(dtype)
             return product("bkgcs,bskh->bckgh", weights, v_BSKH).astype(dtype)
 
         return lax.map(one, jax.tree.map(lambda x: x[some], inputs))
@@ -88,3 +91,18 @@ def blockwise_attention(
     ranges = [slice(i, min(blocks, i + size)) for i in range(0, blocks, size)]
     out = jnp.moveaxis(jnp.concatenate(list(map(attend, ranges))), 0, 1)
     return out.reshape(B, blocks * C, N, H)[:, :T]
+
+
+def softmax_beside(
+    scores_BKGTS: jax.Array, sinks_N: jax.Array | None = None
+) -> jax.Array:
+    """Returns the softmax over keys, of which a head may have one more, its sink."""
+    if sinks_N is None:
+        return jax.nn.softmax(scores_BKGTS)
+    _, K, G, *_ = scores_BKGTS.shape
+    sinks_KG11 = sinks_N.astype(scores_BKGTS.dtype).reshape(K, G, 1, 1)
+    most = jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11)
+    most = lax.stop_gradient(most)
+    weights = jnp.exp(scores_BKGTS - most)
+    sums = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks_KG11 - most)
+    return weights / sums

@@ -40,20 +40,22 @@ def on_whole_sequences(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes ``attend(q, k, v, segment_ids)`` with some heads of whole sequences.
+    """Computes ``attend(q, k, v, ids, sinks)`` with some heads of whole sequences.
 
     Each of n devices takes every n-th part of the heads. Key-value heads are repeated
     until n divides them. If n does not divide the heads of queries, some devices attend
     with heads of zeros.
 
     Args:
-      attend: maps (B, S, N', H) queries, (B, S, K', H) keys and values, and (B, S)
-        segment ids or None, to (B, S, N', H).
+      attend: maps (B, S, N', H) queries, (B, S, K', H) keys and values, (B, S) segment
+        ids or None, and (N',) sinks or None, to (B, S, N', H).
       q_BTNH: this device's queries.
       k_BTKH: its keys; each head serves N / K heads of queries.
       v_BTKH: its values.
       segment_ids_BT: the documents of its tokens.
+      sinks_N: a number for each head of queries.
 
     Returns:
       The attended values of this device's tokens, (B, T, N, H).
@@ -61,7 +63,7 @@ def on_whole_sequences(
     n, N, K = context_size(), q_BTNH.shape[2], k_BTKH.shape[2]
     axes = sequence_axes()
     if n == 1:
-        return attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+        return attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
     # The fewest copies of each key-value head that n divides, and whose groups of
     # queries stay whole.
     group = N // K
@@ -79,6 +81,11 @@ def on_whole_sequences(
             jnp.pad(x, [(0, 0), (0, 0), (0, heads - N), (0, 0)])
             for x in (q_BTNH, k_BTKH, v_BTKH)
         )
+    if sinks_N is not None:
+        sinks_N = jnp.pad(sinks_N, (0, heads - N))
+        sinks_N = lax.dynamic_slice_in_dim(
+            sinks_N, lax.axis_index(axes) * (heads // n), heads // n
+        )
     with jax.named_scope(EXCHANGE):
         q_BSNH, k_BSKH, v_BSKH = (
             lax.all_to_all(x, axes, 2, 1, tiled=True) for x in (q_BTNH, k_BTKH, v_BTKH)
@@ -87,7 +94,7 @@ def on_whole_sequences(
         if segment_ids_BT is not None:
             segment_ids_BS = lax.all_gather(segment_ids_BT, axes, axis=1, tiled=True)
     with split_sequences(()):
-        y_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS)
+        y_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, segment_ids_BS, sinks_N)
     with jax.named_scope(EXCHANGE):
         y_BTNH = lax.all_to_all(y_BSNH, axes, 1, 2, tiled=True)
     return y_BTNH[:, :, :N]

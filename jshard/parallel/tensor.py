@@ -16,7 +16,7 @@ V columns of this device.
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,10 @@ def _in_turn(exchange: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:
     return done
 
 
-def own_columns(layer: nnx.Linear, sizes: Sequence[int]) -> nnx.Linear:
+_Layer = TypeVar("_Layer", nnx.Linear, nnx.RMSNorm)
+
+
+def own_columns(layer: _Layer, sizes: Sequence[int]) -> _Layer:
     """Returns a layer with this device's columns of each of its fused projections.
 
     Its weights are gathered whole, because no device's columns are next to each other.
@@ -158,6 +161,19 @@ def own_columns(layer: nnx.Linear, sizes: Sequence[int]) -> nnx.Linear:
 
     graphdef, state = nnx.split(layer)
     return nnx.merge(graphdef, jax.tree.map(own, state))
+
+
+def norm_columns(norm: nnx.RMSNorm, x_BSE: jax.Array) -> jax.Array:
+    """Normalises features of which each device of "tensor" has as many.
+
+    Args:
+      norm: its scale has all features; outside of ``tensor_parallel`` so has ``x_BSE``.
+      x_BSE: this device's features.
+    """
+    if within_tensor_parallel():
+        norm = own_columns(norm, [norm.num_features])
+        norm.axis_name = TENSOR
+    return norm(x_BSE)
 
 
 def within_tensor_parallel() -> bool:

@@ -28,6 +28,9 @@ def randomize(model: Any) -> Any:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter) * 0.2
             parameter.copy_(noise + 1 if "norm" in name else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model.eval()
 
 
@@ -66,7 +69,7 @@ def store(
     model: nnx.Module, tensors: Mapping[str, FileTensor]
 ) -> dict[str, np.ndarray]:
     """The tensors of a model's files."""
-    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    params = nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))
     arrays = {".".join(map(str, path)): v.get_value() for path, v in params}
     files = {}
     for name, tensor in tensors.items():

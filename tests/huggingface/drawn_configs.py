@@ -135,6 +135,17 @@ OF_DECODERS: dict[str, list[Any]] = {
     "num_experts_per_tok": [1, 2],
     "moe_intermediate_size": [20],
     "norm_topk_prob": [False, True],
+    "n_routed_experts": [8],
+    "n_group": [1, 2],
+    "topk_group": [1, 2],
+    "n_shared_experts": [1, 2],
+    "routed_scaling_factor": [1.5],
+    "first_k_dense_replace": [0, 2, 3],
+    "use_qk_norm": [False, True],
+    "q_lora_rank": [8],
+    "rope_interleave": [True, False],
+    "num_nextn_predict_layers": [0],
+    "swiglu_limit": [7.0, 2.0],
     "mlp_only_layers": [[], [1]],
     "decoder_sparse_step": [1, 2],
     "pretraining_tp": [2],
@@ -181,7 +192,7 @@ FAMILIES = {
         model_type,
         *OURS,
         base,
-        OF_DECODERS | ({} if name in ("Llama", "Gemma3") else SOME),
+        OF_DECODERS | ({} if name in ("Llama", "Gemma3", "Olmo3") else SOME),
     )
     for name, model_type, base in (
         ("Llama", "llama", DECODER),
@@ -191,6 +202,29 @@ FAMILIES = {
         ("Gemma2", "gemma2", GEMMA),
         ("Gemma3", "gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
         ("Phi3", "phi3", DECODER),
+        (
+            "GptOss",
+            "gpt_oss",
+            {**DECODER, **EXPERTS, "num_local_experts": 4, "head_dim": 8}
+            | {"rope_scaling": YARN, "sliding_window": 4},
+        ),
+        (
+            "Glm4Moe",
+            "glm4_moe",
+            {**DECODER, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 20}
+            | {"n_routed_experts": 4},
+        ),
+        (
+            "DeepseekV3",
+            "deepseek_v3",
+            {**DECODER, "n_routed_experts": 8, "moe_intermediate_size": 20}
+            | {"num_experts_per_tok": 2, "num_key_value_heads": 4, "n_group": 4}
+            | {"topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 12}
+            | {"q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
+            | {"v_head_dim": 14},
+        ),
+        ("Olmo2", "olmo2", DECODER),
+        ("Olmo3", "olmo3", {**DECODER, "sliding_window": 4}),
         (
             "Mixtral",
             "mixtral",

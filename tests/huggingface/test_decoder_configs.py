@@ -88,6 +88,18 @@ def test_gemma_3_has_a_theta_for_each_kind_of_layer():
         ),
         ({"rope_scaling": {"type": "linear"}}, "Llama.* needs the key 'rope_scaling.f"),
         (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0},
+            "swiglu_limit=5.0 of GptOssForCausalLM is not supported",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            "GptOssForCausalLM needs the key 'rope_scaling'",
+        ),
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "rope_theta": 1e4},
+            "rope_theta=10000.0 of Olmo3.* set rope_parameters.sliding_attention.rope",
+        ),
+        (
             {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2},
             "decoder_sparse_step=2 of Qwen3MoeForCausalLM is not supported",
         ),
@@ -132,6 +144,129 @@ def test_rope_scaling_wins_over_rope_parameters():
     parameters = {"rope_type": "llama3", "rope_theta": 7.0, **SCALED}
     model = read(rope_scaling=linear, rope_parameters=parameters, rope_theta=9.0)
     assert (model["rope_scaling"], model["rope_theta"]) == ("linear", 9.0)
+
+
+SLIDING = ["sliding_attention"]
+# As on the Hub, less what every file has; gpt-oss's and DeepSeek's quantization aside.
+OF_2026: dict[str, dict[str, Any]] = {
+    "Olmo3ForCausalLM": {
+        "layer_types": [*SLIDING * 3, "full_attention"] * 2,
+        "max_position_embeddings": 65536,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+    },
+    "GptOssForCausalLM": {
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "initial_context_length": 4096,
+        "layer_types": [*SLIDING, "full_attention"] * 4,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
+    "Glm4MoeForCausalLM": {
+        "attention_bias": True,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "use_qk_norm": False,
+    },
+    "DeepseekV3ForCausalLM": {
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OF_2026)
+def test_a_config_of_2026_is_read_and_written(name):
+    sizes = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8}
+    theirs = LLAMA | sizes | OF_2026[name] | {"architectures": [name]}
+    model = llama_huggingface.read_config(theirs)
+    config, written = LlamaConfig(**model), llama_huggingface.write_config(model)
+    assert written["architectures"] == [name]
+    assert llama_huggingface.read_config(written) == model
+    if name == "Olmo3ForCausalLM":
+        assert (model["pattern"], model["sliding_theta"]) == ("sssf", 5e5)
+        assert config.rope.amplitude() == 1.2079441541679836
+    if name == "GptOssForCausalLM":
+        assert (model["pattern"], model["expert_limit"]) == ("sf", 7)
+        assert not config.rope.truncate
+    if name == "Glm4MoeForCausalLM":
+        assert (config.R, config.H, model["qkv_bias"], model["out_bias"]) == (
+            64,
+            128,
+            True,
+            False,
+        )
+    if name == "DeepseekV3ForCausalLM":
+        assert (config.H, config.R, config.rope.amplitude()) == (192, 64, 1)
+        assert config.rope.temperature() == pytest.approx(1.3689, rel=1e-4)
+        first = llama_huggingface.tensors(model)["blocks.0.experts.router.correction"]
+        assert first.names == ("model.layers.3.mlp.gate.e_score_correction_bias",)
 
 
 def test_a_model_that_no_architecture_has_cannot_be_written():

@@ -21,6 +21,18 @@ GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head
 CASES = {
     "LlamaConfig": LAYERS,
     "Gemma2Config": LAYERS | {"head_dim": 16, "sliding_window": 7},
+    "Olmo3Config": LAYERS | {"sliding_window": 7, "pad_token_id": 0},
+    "GptOssConfig": LAYERS
+    | {"head_dim": 16, "num_local_experts": 4, "sliding_window": 7}
+    | {"num_experts_per_tok": 2},
+    "Glm4MoeConfig": LAYERS
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"num_attention_heads": 2},
+    "DeepseekV3Config": LAYERS
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "v_head_dim": 12}
+    | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8}
+    | {"qk_rope_head_dim": 8, "first_k_dense_replace": 2},
     "MixtralConfig": LAYERS | {"num_local_experts": 4, "sliding_window": None},
     "GPT2Config": GPT2,
 }

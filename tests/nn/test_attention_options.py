@@ -23,8 +23,20 @@ from jshard.plan.start_up import attention_kernels, describe
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 
 
+_ONE_MORE = [(0, 0), (0, 1), (0, 0), (0, 0)]  # keys
+
+
 def reference(
-    q, k, v, *, is_causal, segment_ids_BT=None, window=None, soft_cap=None, scale=None
+    q,
+    k,
+    v,
+    *,
+    is_causal,
+    segment_ids_BT=None,
+    window=None,
+    soft_cap=None,
+    scale=None,
+    sinks_N=None,
 ):
     """The definition, with all scores; a document is a run of equal ids."""
     B, T, N, H = q.shape
@@ -42,7 +54,11 @@ def reference(
         ids = np.asarray(segment_ids_BT)
         number = np.cumsum(np.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
         mask &= number[:, :, None] == number[:, None]
-    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(mask[:, None], scores, -jnp.inf)
+    if sinks_N is not None:
+        sinks = jnp.broadcast_to(sinks_N[:, None, None], (B, N, T, 1))
+        scores, v = jnp.concatenate([scores, sinks], -1), jnp.pad(v, _ONE_MORE)
+    weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
@@ -170,6 +186,7 @@ def test_documents_are_runs_and_have_starts_and_lengths():
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"max_segments": 2}, "max_segments=2 must be at least 1, with segment ids"),
         ({"soft_cap": 1.0, "implementation": "xla"}, "'xla' has no soft cap; use"),
+        ({"sinks_N": jnp.ones(2), "implementation": "xla"}, "'xla' has no sinks; use"),
         ({"segment_ids_BT": jnp.zeros((2, 3), int)}, r"are int32\[2, 3\]; .* \[2, 4\]"),
         ({"segment_ids_BT": jnp.zeros((2, 4))}, r"are float32\[2, 4\]; queries"),
     ],
@@ -178,6 +195,30 @@ def test_options_without_a_meaning_are_one_clear_line(options, why):
     q, k, v = arrays((2, 4, 4, 2, 1, 4))
     with pytest.raises(jshard.UserError, match=f"^attention.*{why}"):
         jshard.nn.dot_product_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blockwise"])
+def test_sinks_have_a_part_of_each_heads_weights(x64, kernel, monkeypatch):
+    monkeypatch.setattr(blockwise_attention, "SCORES", 1)
+    rng = np.random.default_rng(0)
+    T, shapes = 70, (4, 2, 2)  # two blocks
+    inputs = [jnp.asarray(rng.standard_normal((2, T, n, 4))) for n in shapes]
+    inputs.append(jnp.asarray(rng.standard_normal(4)))
+    out = rng.standard_normal((2, T, 4, 4))
+    ids = np.sort(rng.integers(0, 3, (2, T)), axis=1)
+    options: dict[str, Any] = {"is_causal": True, "window": 9, "segment_ids_BT": ids}
+
+    def run(attend):
+        def loss(q, k, v, sinks_N):
+            return jnp.sum(out * attend(q, k, v, sinks_N=sinks_N, **options))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*inputs)
+
+    defined = functools.partial(jshard.nn.dot_product_attention, implementation=kernel)
+    for got, want in zip(
+        *map(jax.tree.leaves, map(run, (defined, reference))), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
 
 def test_segment_ids_need_as_many_keys_as_queries():

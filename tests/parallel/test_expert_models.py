@@ -22,6 +22,8 @@ CASES = {
         {"replica": 2, "expert": 2, "remat": "dots"},
     ),
     "copies": ("experts", False, "sgd", {"replica": 4, "fsdp": 1, "expert": 2}),
+    "gpt-oss": ("gpt-oss", True, "adamw", {"expert": 2, "tensor": 2}),
+    "deepseek": ("deepseek", False, "adamw", {"expert": 4}),
     "context": ("uneven experts", True, "adamw", {"expert": 2, "context": 2}),
     "tensor": ("uneven experts", False, "adamw", {"expert": 2, "tensor": 2}),
     "prefetch": ("uneven experts", False, "adamw", {"expert": 4, "prefetch": True}),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import hlo
 from jshard.cpu.order import in_order
-from jshard.models.moe import MixtureOfExperts
+from jshard.models.moe import MixtureOfExperts, Routing
 from jshard.parallel import experts
 from jshard.parallel.experts import capacities
 from jshard.plan.start_up import equations, traffic
@@ -30,8 +30,7 @@ def mixture(capacity: float = 1.25) -> tuple[Any, dict]:
         D,
         F,
         E,
-        K,
-        normalized=True,
+        Routing(K),
         activation=jax.nn.silu,
         residual_std=0.3,
         dtype=jnp.float64,

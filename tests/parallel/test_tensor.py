@@ -41,6 +41,9 @@ CASES = {
     ),
     "fused": ("fused", True, "adamw", {"tensor": 2, "remat": "none"}),
     "tiles": ("tiles", False, "adamw", {"tensor": 2, "remat": "attention"}),
+    "gpt-oss": ("gpt-oss", True, "adamw", {"tensor": 2, "context": 2}),
+    "deepseek": ("deepseek", False, "adamw", {"tensor": 2, "context": 2}),
+    "joint norms": ("joint norms", False, "adamw", {"tensor": 2}),
     "odd vocabulary": (
         "odd vocabulary",
         True,

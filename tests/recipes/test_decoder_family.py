@@ -19,7 +19,7 @@ import hlo
 import jshard
 import parity
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.models.moe import MixtureOfExperts, load_balancing_loss
+from jshard.models.moe import MixtureOfExperts, Router, Routing, load_balancing_loss
 from jshard.recipes.llama import loss_fn
 
 SMALL: dict[str, Any] = {
@@ -55,11 +55,59 @@ EXPERTS: dict[str, Any] = {
     "normalized_experts": False,
     "qkv_bias": True,
 }
+GROUPS: dict[str, Any] = {
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "sigmoid_router": True,
+    "expert_groups": 4,
+    "chosen_groups": 2,
+    "expert_scale": 1.5,
+    "shared_hidden": 20,
+    "dense_layers": 1,
+    "dense_hidden": 28,
+}
+LATENTS: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "kv_rank": 12,
+    "q_rank": 10,
+    "head_width": 8,
+    "rotary_width": 4,
+    "value_width": 6,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_length": 8,
+    "rope_mscale": 1.0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
     "experts": EXPERTS,
     "balanced": {**EXPERTS, "balance_weight": 0.1, "pattern": "fs", "window": 3},
     "fused": {"fused": True, "pattern": "s", "window": 3},
+    "olmo": {
+        "qk_norm": True,
+        "joint_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "pattern": "sf",
+        "window": 4,
+        "sliding_theta": 50.0,
+    },
+    "gpt-oss": {
+        "sinks": True,
+        "expert_bias": True,
+        "expert_limit": 0.5,
+        "activation": "quick_gelu",
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "pattern": "sf",
+        "window": 3,
+        "rope_scaling": "yarn",
+        "rope_factor": 4.0,
+        "rope_length": 8,
+        "rope_truncate": False,
+    },
+    "glm": {**GROUPS, "rotary_width": 2, "qk_norm": True, "balance_weight": 0.1},
+    "deepseek": {**GROUPS, **LATENTS, "num_layers": 4},
     "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_length": 8},
 }
 
@@ -113,13 +161,13 @@ def test_a_sharded_run_follows_one_device(x64, family, mesh):
     batch, tx = packed_batch(2 * math.prod(mesh), 8), optax.sgd(0.1)
     model = make_model(family)
 
-    graphdef, params = nnx.split(model)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     losses = []
 
     @jax.jit
     @jax.value_and_grad
     def loss_and_grads(params):  # without jshard around it
-        return loss_fn(nnx.merge(graphdef, params), batch).compute()
+        return loss_fn(nnx.merge(graphdef, params, rest), batch).compute()
 
     for _ in range(2):
         value, grads = loss_and_grads(params)
@@ -153,6 +201,48 @@ def test_packed_documents_have_the_losses_of_the_documents_alone(x64, family):
     assert parity.error(packed.total, total) <= 1e-9
 
 
+@pytest.mark.quick("deepseek")
+@pytest.mark.parametrize("family", ["gpt-oss", "glm", "deepseek", "olmo"])
+def test_decoding_gives_the_logits_of_the_whole_text(x64, family):
+    model, T = make_model(family, num_layers=2), 12
+    tokens = np.random.default_rng(2).integers(0, 40, (2, T))
+    want = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    decode = nnx.jit(lambda model, *inputs: model.decode(*inputs))
+    cache, got = model.init_cache(2, T), []
+    for start, stop in ((0, 4), (4, 8), (8, T)):  # of one shape: one program
+        part = tokens[:, start:stop]
+        positions = np.broadcast_to(np.arange(start, stop), part.shape)
+        logits, cache = decode(model, part, positions, cache)
+        got.append(logits)
+    assert parity.error(jnp.concatenate(got, axis=1), want) <= 1e-9
+    if family == "deepseek":
+        latents = LATENTS["kv_rank"] + LATENTS["rotary_width"]
+        assert [x.size for x in cache] == [2 * 2 * T * latents]
+
+
+def test_a_tokens_experts_are_in_its_best_groups(x64):
+    N, D, E, K = 30, 4, 8, 3
+    routing = Routing(K, sigmoid=True, groups=4, chosen_groups=2, scale=1.5)
+    router = Router(D, E, routing, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    kernel, correction = rng.standard_normal((D, E)), rng.standard_normal(E) * 0.3
+    router.kernel.set_value(jnp.asarray(kernel))
+    router.correction.set_value(jnp.asarray(correction))
+    x_ND = rng.standard_normal((N, D))
+    weight_NK, expert_NK, _ = router(jnp.asarray(x_ND))
+    changed = 0
+    for x, weights, experts in zip(x_ND, weight_NK, expert_NK, strict=True):
+        score = 1 / (1 + np.exp(-x @ kernel))
+        ranked = score + correction
+        groups = np.argsort(ranked.reshape(4, 2).sum(1))[-2:]
+        allowed = [e for e in range(E) if e // 2 in groups]
+        want = sorted(allowed, key=lambda e, ranked=ranked: -ranked[e])[:K]
+        changed += set(want) != set(np.argsort(ranked)[-K:])
+        assert experts.tolist() == want
+        np.testing.assert_allclose(weights, 1.5 * score[want] / score[want].sum())
+    assert changed > 3  # the groups matter
+
+
 @pytest.mark.parametrize("normalized", [True, False])
 def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normalized):
     E, K, D, F, N = 5, 2, 8, 6, 21
@@ -160,8 +250,7 @@ def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normali
         D,
         F,
         E,
-        K,
-        normalized=normalized,
+        Routing(K, normalized),
         activation=jax.nn.silu,
         residual_std=0.3,
         dtype=jnp.float64,
@@ -251,6 +340,15 @@ def test_experts_are_gathered_once_forward_once_backward_and_scattered_once():
         ({"rope_scaling": "ntk"}, "rope_scaling='ntk' is unknown: use none, linear"),
         ({"activation": "relu"}, "activation='relu' is unknown: use silu, gelu_tanh"),
         ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token=3 must be"),
+        ({"num_experts": 8, "expert_groups": 3}, "expert_groups=3 must divide num_exp"),
+        (
+            {**GROUPS, "chosen_groups": 1},
+            "chosen_groups=1 have 2 experts, fewer than experts_per_token=3",
+        ),
+        ({"dense_layers": 1}, "dense_layers=1 needs num_experts, dense_hidden"),
+        ({"kv_rank": 4}, "kv_rank=4 needs rotary_width and value_width"),
+        ({"rotary_width": 3}, "rotary_width=3 must be even"),
+        ({"joint_qk_norm": True}, "joint_qk_norm=True needs qk_norm=True"),
     ],
 )
 def test_an_option_without_a_meaning_is_a_users_error(options, message):
