@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 import jshard
@@ -43,6 +44,9 @@ class Objective:
     length_normalized: bool
 
 
+KEPT = ("reference_chosen", "reference_rejected")  # in batches, if it is computed once
+
+
 def get_config() -> ConfigDict:
     config = finetune.get_config()
     config.preference = {
@@ -61,6 +65,11 @@ def get_config() -> ConfigDict:
         ),
         "length_normalized": Key(
             False, "whether dpo compares answers by their means over tokens"
+        ),
+        "keep_reference": Key(
+            False,
+            "whether the reference of dpo, the model that the run starts from, is "
+            "computed once, before the first step, and kept in the run's folder",
         ),
     }
     config.optimizer.learning_rate = finetune.rate_key(RATES)
@@ -85,23 +94,34 @@ def get_config() -> ConfigDict:
     return config
 
 
+def check(config):
+    """Raises a UserError for keys that do not go together."""
+    options, restored = config.preference, config.checkpoint.get("adapters", "")
+    if options.loss == "orpo":
+        for name in ("label_smoothing", "length_normalized", "keep_reference"):
+            if options[name]:
+                raise jshard.UserError(
+                    f"preference.{name} is for preference.loss=dpo; leave it out with "
+                    "orpo"
+                )
+    elif not options.keep_reference and not config.lora.rank:
+        raise jshard.UserError(
+            "lora.rank=0 trains the model itself, whose reference would be a second "
+            "model: set preference.keep_reference=True, which computes it once, before "
+            "the first step"
+        )
+    elif not options.keep_reference and restored:
+        raise jshard.UserError(
+            f"checkpoint.adapters={restored}: the reference would be the model without "
+            "them: set preference.keep_reference=True for the model with them"
+        )
+
+
 def make_model(config, rngs):
-    objective = Objective(**config.preference)
-    if objective.loss == "orpo" and (
-        objective.label_smoothing or objective.length_normalized
-    ):
-        raise jshard.UserError(
-            "preference.label_smoothing and preference.length_normalized are for "
-            "preference.loss=dpo; leave them out with orpo"
-        )
-    if objective.loss == "dpo" and not config.lora.rank:
-        raise jshard.UserError(
-            "lora.rank=0 trains the model itself, and the reference of "
-            "preference.loss=dpo would be a second model: train adapters, whose "
-            "reference is the model without them, or use preference.loss=orpo"
-        )
+    check(config)
     model = finetune.make_model(config, rngs)
-    model.objective = objective
+    fields = {x.name: config.preference[x.name] for x in dataclasses.fields(Objective)}
+    model.objective = Objective(**fields)
     return model
 
 
@@ -111,11 +131,9 @@ def loss_fn(model, batch):
     if objective.loss == "orpo":
         loss, metrics = orpo(policy, chosen_texts, beta=objective.beta)
     else:
-        with jshard.nn.adapters_off(model):
-            reference = jax.lax.stop_gradient(read(model, batch)[0])
         loss, metrics = dpo(
             policy,
-            reference,
+            reference_of(model, batch, policy),
             beta=objective.beta,
             label_smoothing=objective.label_smoothing,
             length_normalized=objective.length_normalized,
@@ -129,16 +147,35 @@ def loss_fn(model, batch):
     return (loss if penalty is None else loss + penalty), metrics
 
 
+def reference_of(model, batch, policy):
+    """Returns the reference's answers, kept or computed."""
+    if KEPT[0] in batch:
+        return policy._replace(chosen=batch[KEPT[0]], rejected=batch[KEPT[1]])
+    with jshard.nn.adapters_off(model):
+        return jax.lax.stop_gradient(read(model, batch)[0])
+
+
+def precompute(config):
+    if not config.preference.keep_reference:
+        return None
+
+    def reference(model, batch):
+        answers, *_ = read(model, batch)
+        return dict(zip(KEPT, answers, strict=False))
+
+    return reference
+
+
 def read(model, batch):
     """Returns the answers, the chosen texts' cross-entropy, and the model's penalty."""
-    rows = {name: _rows(x_PS) for name, x_PS in batch.items()}
+    rows = {name: _rows(x_PS) for name, x_PS in batch.items() if name not in KEPT}
     log_probs_RT, penalty = model.log_probs(rows["inputs"], rows["targets"])
     sums, lengths = sum_of_answers(log_probs_RT, rows["answers"])
     answers = Answers(*jnp.split(sums, 2), *jnp.split(lengths, 2))
     half = len(sums) // 2
-    weights_PT, losses_PT = rows["weights"][:half], -log_probs_RT[:half]
-    total = jnp.sum(jnp.where(weights_PT > 0, losses_PT * weights_PT, 0))
-    return answers, jshard.Mean(total, jnp.sum(weights_PT)), penalty
+    is_text_PT, losses_PT = rows["texts"][:half], -log_probs_RT[:half]
+    total = jnp.sum(jnp.where(is_text_PT, losses_PT, 0))
+    return answers, jshard.Mean(total, jnp.sum(is_text_PT)), penalty
 
 
 def _rows(x_PS: jax.Array) -> jax.Array:
@@ -148,7 +185,7 @@ def _rows(x_PS: jax.Array) -> jax.Array:
 
 def make_data(config, split):
     data = config.data
-    return preference_data(
+    pairs = preference_data(
         data.path,
         split,
         sequence_length=data.sequence_length,
@@ -160,6 +197,10 @@ def make_data(config, split):
         config=data.config,
         train_split=data.split,
     )
+    if not config.preference.keep_reference:
+        return pairs
+    unknown = dict.fromkeys(KEPT, np.float32(np.nan))  # until it is computed
+    return pairs.map(lambda pair: pair | unknown)
 
 
 def references(config):
@@ -171,7 +212,7 @@ def references(config):
 def flops_per_token(config):
     """Counts finetune.py's, and a forward of the reference."""
     flops = finetune.flops_per_token(config)
-    if config.preference.loss == "dpo":
+    if config.preference.loss == "dpo" and not config.preference.keep_reference:
         matrices, scores = llama.products_per_token(finetune.of_examples(config))
         flops += 2.0 * (matrices + scores)
     return flops

@@ -74,10 +74,10 @@ def preference_data(
       train_split: The dataset's split to train on.
 
     Returns:
-      A dataset of {"inputs": int32[2 T], "targets": int32[2 T], "weights":
-      float32[2 T], "answers": bool[2 T]}. Places of chosen and rejected text
-      alternate, so that devices that share a sequence have the same part of both.
-      Weights are 0 for padding; ``answers`` says which targets are an answer's.
+      A dataset of {"inputs": int32[2 T], "targets": int32[2 T], "texts": bool[2 T],
+      "answers": bool[2 T]}. Places of chosen and rejected text alternate, so that
+      devices that share a sequence have the same part of both. ``texts`` says which
+      targets are no padding, and ``answers`` which are an answer's.
 
     Raises:
       UserError: A record is no such pair, its answers are equal or empty, or its prompt
@@ -326,7 +326,7 @@ def _example(pair: Pair, T: int) -> dict[str, np.ndarray]:
     example = {
         "inputs": np.zeros((T, 2), np.int32),
         "targets": np.zeros((T, 2), np.int32),
-        "weights": np.zeros((T, 2), np.float32),
+        "texts": np.zeros((T, 2), bool),
         "answers": np.zeros((T, 2), bool),
     }
     begin = max(len(pair.prompt) - 1, 0)
@@ -335,6 +335,6 @@ def _example(pair: Pair, T: int) -> dict[str, np.ndarray]:
         stop = len(tokens) - 1
         example["inputs"][:stop, i] = tokens[:-1]
         example["targets"][:stop, i] = tokens[1:]
-        example["weights"][:stop, i] = 1
+        example["texts"][:stop, i] = True
         example["answers"][begin:stop, i] = True
     return {name: x.reshape(-1) for name, x in example.items()}

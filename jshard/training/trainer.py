@@ -261,6 +261,7 @@ class Trainer:
                 self.config,
                 run.reader(),
                 self._steps,
+                filled=run.filled,
             )
             return evaluate(run.state)
 

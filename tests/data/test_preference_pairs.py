@@ -53,15 +53,13 @@ def texts(example: Any, tokenizer: str = "") -> list[tuple[str, str]]:
     """What each row shows and what it asks for: prompt and answer."""
     found, decode = [], load_tokenizer(tokenizer)
     for i in range(2):
-        inputs, targets, weights, answers = (
-            example[name][i::2] for name in ("inputs", "targets", "weights", "answers")
+        inputs, targets, real, answers = (
+            example[name][i::2] for name in ("inputs", "targets", "texts", "answers")
         )
-        np.testing.assert_array_equal(
-            inputs[1:][weights[1:] > 0], targets[:-1][weights[1:] > 0]
-        )
-        assert not answers[weights == 0].any()
+        np.testing.assert_array_equal(inputs[1:][real[1:]], targets[:-1][real[1:]])
+        assert not answers[~real].any()
         first = int(np.argmax(answers))
-        assert answers[first : int(weights.sum())].all()
+        assert answers[first : int(real.sum())].all()
         found.append(
             (decode.decode(inputs[: first + 1]), decode.decode(targets[answers]))
         )
@@ -75,7 +73,7 @@ def test_texts_are_prompts_and_answers_with_an_end(tmp_path):
     assert {name: (x.dtype.name, x.shape) for name, x in example.items()} == {
         "inputs": ("int32", (2 * T,)),
         "targets": ("int32", (2 * T,)),
-        "weights": ("float32", (2 * T,)),
+        "texts": ("bool", (2 * T,)),
         "answers": ("bool", (2 * T,)),
     }
     assert texts(example) == [("one ", "two\0"), ("one ", "5\0")]
@@ -133,7 +131,7 @@ def test_long_answers_are_cut_and_pairs_come_in_another_order_each_epoch(tmp_pat
         {"prompt": "p", "chosen": f"{i}" * 60, "rejected": "r"} for i in range(8)
     ]
     data = read(write(tmp_path, *records))
-    assert data[0]["weights"][0::2].sum() == T
+    assert data[0]["texts"][0::2].sum() == T
     epochs = [[data[8 * e + i]["targets"][0] for i in range(8)] for e in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]

@@ -122,7 +122,7 @@ def batch() -> dict[str, np.ndarray]:
     found = {
         "inputs": tokens[:, :-1],
         "targets": tokens[:, 1:],
-        "weights": (places < stops) * 1.0,
+        "texts": places < stops,
         "answers": (places < stops) & (places >= 3),
     }
     return {name: x.reshape(PAIRS, 2 * T) for name, x in found.items()}
@@ -148,7 +148,7 @@ def plain_loss(objective: preference.Objective, model: Any, base: Any) -> jax.Ar
     lengths = jnp.sum(rows["answers"], 1).reshape(2, PAIRS)
     p = jnp.exp(sums(model) / lengths)
     chosen, rejected = p / (1 - p)
-    weights = rows["weights"][:PAIRS]
+    weights = rows["texts"][:PAIRS]
     texts = -jnp.sum(log_probs(model)[:PAIRS] * weights) / jnp.sum(weights)
     return texts + objective.beta * jnp.mean(jnp.log1p(rejected / chosen))
 
