@@ -13,6 +13,7 @@ frozen model with its adapters off, so there is no second model in memory.
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def check(config):
 
 def make_model(config, rngs):
     check(config)
-    model = finetune.make_model(config, rngs)
+    model: Any = finetune.make_model(config, rngs)
     fields = {x.name: config.preference[x.name] for x in dataclasses.fields(Objective)}
     model.objective = Objective(**fields)
     return model

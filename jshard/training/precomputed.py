@@ -55,8 +55,9 @@ class Precomputed:
 
     def save(self, workdir: Path) -> None:
         """Writes it to a run's folder."""
+        arrays: dict[str, Any] = {_DIGESTS: self.digests, **self.columns}
         with replacing(workdir / FILE) as file:
-            np.savez(file, **{_DIGESTS: self.digests}, **self.columns)
+            np.savez(file, **arrays)
 
     @classmethod
     def read(cls, workdir: Path) -> "Precomputed":

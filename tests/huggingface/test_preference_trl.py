@@ -90,8 +90,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "texts": (lambda: TEXTS, {"loss_type": "sigmoid", "beta": 0.3}, {"beta": 0.3}),
     "normalized": (
         chats,
-        {"loss_type": "sigmoid_norm", "beta": 2.0},
-        {"length_normalized": True, "beta": 2.0},
+        {"loss_type": "sigmoid_norm", "beta": 0.5},
+        {"length_normalized": True, "beta": 0.5},
     ),
     # Of one pair, TRL's optimal transport is the smoothed loss of DPO.
     "smoothed": (

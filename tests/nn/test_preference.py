@@ -105,6 +105,7 @@ T, PAIRS = 8, 24
 def make(objective: preference.Objective, rngs: nnx.Rngs) -> Llama:
     model: Any = Llama(MODEL, rngs=rngs)
     jshard.nn.add_lora(model, rank=2, alpha=8.0, param_dtype=jnp.float64, rngs=rngs)
+    linear: Any
     for _, linear in nnx.iter_modules(model):
         if hasattr(linear, "lora_b"):  # so that the reference is another
             shape = linear.lora_b.get_value().shape

@@ -98,7 +98,7 @@ def test_a_run_learns_what_was_preferred(variant, base, pairs, tmp_path):
     assert steps[-1]["reward_margin"] > steps[0]["reward_margin"]
     assert 0 < evaluated["eval_reward_accuracy"] <= 1
     assert (run / FILE).exists() == ("preference.keep_reference" in keys)
-    assert "reward margin" in (run / "report.html").read_text()
+    assert "Reward margin" in (run / "report.html").read_text()
 
 
 @pytest.mark.slow
