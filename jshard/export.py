@@ -15,12 +15,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.buckets.files import names_at, upload
 from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
 from jshard.cli.command import run_command
 from jshard.cli.options import CHECKPOINT, Command, Option
-from jshard.cli.paths import is_bucket
+from jshard.cli.paths import is_remote
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
@@ -28,6 +27,7 @@ from jshard.formatting import one_line
 from jshard.hub import exported_tensors as exported
 from jshard.hub import peft
 from jshard.hub.huggingface_folder import CONFIG
+from jshard.hub.online.outputs import names_at, upload
 from jshard.hub.safetensors_write import (
     INDEX,
     assign_files,
@@ -48,7 +48,7 @@ COMMAND = Command(
         "PATH": CHECKPOINT,
         "output": Option(
             None, "the folder to write to; it must not contain an export",
-            kind=Path, bucket=True, required=True, shown="DIR",
+            kind=Path, bucket=True, hub="model", required=True, shown="DIR",
         ),
         "format": Option(
             "jshard", "names of the tensors: the model's own; those of transformers, "
@@ -208,7 +208,7 @@ def _check_output(output: Path | str) -> None:
 @contextlib.contextmanager
 def _all_or_nothing(output: Path | str) -> Iterator[Path]:
     """Yields a new folder, whose files move to `output` when all are written."""
-    if is_bucket(output):
+    if is_remote(output):
         with tempfile.TemporaryDirectory(prefix="jshard-export-") as temporary:
             folder = Path(temporary, _UNFINISHED)
             folder.mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 from jshard.checkpoint.buckets.files import cache_folder
 from jshard.cli.command import run_command
 from jshard.cli.options import Command, Option
-from jshard.cli.paths import is_bucket
+from jshard.cli.paths import is_remote
 from jshard.data.text.token_writer import write_token_files
 from jshard.errors import RunFailed, UserError
 
@@ -27,7 +27,7 @@ COMMAND = Command(
         ),
         "output": Option(
             None, "the folder to write to; new, or of the same command that did not "
-            "finish", kind=Path, bucket=True, required=True, shown="DIR",
+            "finish", kind=Path, bucket=True, hub="dataset", required=True, shown="DIR",
         ),
         "text_key": Option("text", "the name of the text in a record"),
         "workers": Option(
@@ -55,7 +55,7 @@ def _tokenize(argv: list[str]) -> None:
         )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            local = cache_folder() if is_bucket(arguments.output) else arguments.output
+            local = cache_folder() if is_remote(arguments.output) else arguments.output
             raise RunFailed(
                 f"the disk of {local} is full; make room, and run the "
                 "command again to continue"

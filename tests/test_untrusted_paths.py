@@ -19,7 +19,7 @@ def test_names_stay_in_their_folder(name, tmp_path):
     (tmp_path / INDEX).write_bytes(json_text({"weight_map": {"a": name}}))
     with pytest.raises(jshard.UserError, match=r"cannot read .*index\.json"):
         find_tensors(tmp_path)
-    files = {str(name): {"bytes": 1, "sha256": ""}}
+    files = {str(name): {"bytes": 1, "xxh3": ""}}
     (tmp_path / manifest.FILE).write_bytes(json_text({"format": 1, "files": files}))
     if isinstance(name, str):
         assert manifest.verify(tmp_path) == ["manifest.json is damaged"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jshard.cli.paths import is_bucket, path_problem
+from jshard.cli.paths import is_remote, path_problem
 from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.formatting import did_you_mean
@@ -125,7 +125,7 @@ class Command:
             value = option.bare
             if text is not None or value is None:
                 value = read_value(name, _text(label, text, rest, option), option)
-                if option.kind is Path and not (option.bucket and is_bucket(value)):
+                if option.kind is Path and not is_remote(value):
                     value = Path(value)
             found[name] = (*found.get(name, ()), value) if option.repeats else value
         if wants_help and not ("config" in found and "config.KEY" in found):

@@ -15,6 +15,16 @@ def is_bucket(path: str | Path) -> TypeGuard[str]:
     return isinstance(path, str) and path.startswith(tuple(f"{x}://" for x in BUCKETS))
 
 
+def is_on_hub(path: str | Path) -> TypeGuard[str]:
+    """Returns whether a path is a name on the Hugging Face Hub with hf://."""
+    return isinstance(path, str) and path.startswith("hf://")
+
+
+def is_remote(path: str | Path) -> TypeGuard[str]:
+    """Returns whether a path is no local one, by its scheme."""
+    return is_bucket(path) or is_on_hub(path)
+
+
 def check_path(
     name: str, path: str | Path, *, bucket: bool = False, hub: bool = False
 ) -> None:

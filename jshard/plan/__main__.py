@@ -18,10 +18,9 @@ from typing import Any
 import jax
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.buckets.files import names_at, write_text
 from jshard.cli.command import run_command
 from jshard.cli.options import Command, Option
-from jshard.cli.paths import is_bucket
+from jshard.cli.paths import is_remote
 from jshard.cli.platform import choose_platform, make_cpu_devices
 from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
@@ -31,6 +30,7 @@ from jshard.config.shared_keys import FITTED
 from jshard.errors import UserError
 from jshard.fit.hardware import find_constants
 from jshard.fit.memory_choice import DoesNotFit, is_open
+from jshard.hub.online.outputs import names_at, write_text
 from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.output import plan_json, plan_page, plan_text, search_text
@@ -43,7 +43,9 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 
 DOES_NOT_FIT = 3
-_FILE: dict[str, Any] = {"kind": Path, "bucket": True, "shown": "FILE"}
+_FILE: dict[str, Any] = {
+    "kind": Path, "bucket": True, "hub": "dataset", "shown": "FILE",
+}  # fmt: skip
 COMMAND = Command(
     "plan",
     "Compiles the step that training would run, for GPUs that need not be present, and "
@@ -212,7 +214,7 @@ def _check_files(arguments: SimpleNamespace) -> None:
     """Raises UserError for a file that could not be written in the end."""
     for name in _FILES:
         path = getattr(arguments, name)
-        if is_bucket(path):
+        if is_remote(path):
             names_at(path)  # with the same credentials
         elif path:
             if path.is_dir():
@@ -224,7 +226,7 @@ def _check_files(arguments: SimpleNamespace) -> None:
 
 
 def _write(name: str, path: Path | str, text: str) -> None:
-    if is_bucket(path):
+    if is_remote(path):
         write_text(path, text)
         return
     try:

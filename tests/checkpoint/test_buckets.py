@@ -1,14 +1,25 @@
 """Checkpoints in buckets, on the servers of two protocols."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from urllib.parse import parse_qs, quote, urlsplit
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from bucket_servers import GCS, S3, free_port, running
+from bucket_servers import BUCKET, GCS, S3, Proxy, Server, free_port, running
+from jshard.checkpoint.buckets.arrays import on_host
 from jshard.checkpoint.buckets.mirror import on_disk
-from jshard.checkpoint.buckets.objects import MISSING, Objects, Overtaken
+from jshard.checkpoint.buckets.objects import Objects
 from jshard.checkpoint.checkpointer import Checkpointer, Save
+from jshard.checkpoint.metadata import arrays_by_name
 from jshard.checkpoint.restore import find_damage, restore_state
 from jshard.errors import UserError
 from known_states import abstract, check_state, make_state
@@ -60,6 +71,27 @@ def test_a_state_comes_back_on_any_mesh_and_the_best_and_newest_stay(url):
     assert other.steps() == [2, 3, 4]
     check_state(other.restore(abstract(2, 2)), 4)
     check_state(other.restore(abstract(2, 4), 2), 2)
+
+
+def test_a_save_copies_no_shard_of_a_cpu_and_has_its_values_when_it_is_donated():
+    state = make_state(abstract(), 1)
+    found = arrays_by_name(state).items()
+    arrays = {name: x for name, x in found if jnp.issubdtype(x.dtype, jnp.floating)}
+    before = {name: x.addressable_shards for name, x in arrays.items()}
+    shards = on_host(arrays)
+    for name, (_, own) in shards.items():
+        there = {x.data.unsafe_buffer_pointer() for x in before[name]}
+        assert {values.ctypes.data for _, values in own} <= there
+    expected = [x.copy() for _, own in shards.values() for _, x in own]
+    del before, state
+    add = jax.jit(
+        lambda arrays: jax.tree.map(lambda x: x + x, arrays), donate_argnums=0
+    )
+    for _ in range(3):
+        arrays = add(arrays)
+    jax.block_until_ready(arrays)
+    seen = [x for _, own in shards.values() for _, x in own]
+    assert all(map(np.array_equal, seen, expected))
 
 
 def test_a_step_that_is_saved_again_is_replaced(url):
@@ -120,18 +152,61 @@ def test_what_a_killed_save_left_is_deleted(url):
     assert steps_in(url) == {"8"}
 
 
+CONDITIONS = """
+import sys
+from jshard.checkpoint.buckets.objects import MISSING, Objects, Overtaken
+
+def is_refused(content, generation):
+    try:
+        there.replace("x", content, instead_of=generation)
+    except Overtaken:
+        return True
+
+there = Objects(sys.argv[1])
+assert not is_refused(b"1", MISSING)
+assert is_refused(b"2", MISSING)
+_, generation = there.read("x")
+assert not is_refused(b"3", generation)
+assert is_refused(b"4", generation)
+assert there.read("x")[0] == b"3"
+"""
+
+
 def test_a_conditional_write_notices_another(server):
+    with Proxy(server) as proxy:
+        refused = []
+        if isinstance(server, GCS):  # fake-gcs-server ignores conditions
+
+            def status(method: str, path: str) -> int:
+                query = parse_qs(urlsplit(path).query)
+                (expected,) = query.get("ifGenerationMatch", [""])
+                if method != "POST" or not expected:
+                    return 0
+                met = expected == generation(server, query["name"][0])
+                refused.append(not met)
+                return 0 if met else 412
+
+            proxy.status = status
+        subprocess.run(
+            [sys.executable, "-c", CONDITIONS, f"{server.url}/conditions"],
+            env=os.environ | proxy.env,
+            check=True,
+        )
     if isinstance(server, GCS):
-        pytest.skip("fake-gcs-server ignores conditions")
-    there = Objects(f"{server.url}/conditions")
-    there.replace("x", b"1", instead_of=MISSING)
-    with pytest.raises(Overtaken, match="replaced by another"):
-        there.replace("x", b"2", instead_of=MISSING)
-    _, generation = there.read("x")
-    there.replace("x", b"3", instead_of=generation)
-    with pytest.raises(Overtaken):
-        there.replace("x", b"4", instead_of=generation)
-    assert there.read("x")[0] == b"3"
+        assert refused == [False, True, False, True]
+
+
+def generation(server: Server, name: str) -> str:
+    """An object's generation in Google's store; "0" if there is none."""
+    quoted = quote(name, safe="")
+    url = f"{server.endpoint}/storage/v1/b/{BUCKET}/o/{quoted}"
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return json.load(answer)["generation"]
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return "0"
+        raise
 
 
 def test_what_is_wrong_with_a_bucket_is_one_line(server):

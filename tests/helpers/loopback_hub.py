@@ -20,8 +20,11 @@ Faults, each of the next requests whose path contains a text:
     hub.rate = 100_000                       # bytes a second, of every body
     hub.leave("model.safetensors", after=1000)  # the whole server is gone from there on
     hub.gated.add("org/tiny")                # files need a token in hub.granted
+
+Who has a token in hub.granted can write; ``hub.files("org/tiny")`` is what there is.
 """
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -40,7 +43,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 _NAME = r"(?P<name>[^/]+/[^/]+)"
 _API = re.compile(
     rf"/api/(?P<kind>models|datasets)/{_NAME}"
-    r"(?:/(?P<what>refs|revision|tree|paths-info)(?:/(?P<revision>[^/]+))?"
+    r"(?:/(?P<what>refs|revision|tree|paths-info|preupload|commit)(?:/(?P<revision>[^/]+))?"
     r"(?:/(?P<path>.+))?)?"
 )
 _SEARCH = re.compile(r"/api/(?P<kind>models|datasets)")
@@ -79,7 +82,8 @@ class LoopbackHub:
       ranges: The Range headers of downloads, by path.
       gated: Names of repositories whose files need a token in `granted`.
       known: Tokens of users who have no access to gated repositories.
-      granted: Tokens of users who have.
+      granted: Tokens of users who have, and who may write.
+      private: Names of repositories that were made so.
       rate: Bytes a second of each body; 0 is as fast as it goes.
     """
 
@@ -87,6 +91,7 @@ class LoopbackHub:
         self.requests: Counter[str] = Counter()
         self.ranges: dict[str, list[str]] = {}
         self.gated: set[str] = set()
+        self.private: set[str] = set()
         self.known = {"hf_member"}
         self.granted = {"hf_granted"}
         self.rate = 0.0
@@ -142,6 +147,13 @@ class LoopbackHub:
         if tag:
             repository.tags[tag] = commit
         return commit
+
+    def files(
+        self, name: str, *, kind: str = "models", revision: str = "main"
+    ) -> dict[str, bytes]:
+        """Returns the files of a branch."""
+        repository = self._repositories[kind, name]
+        return repository.commits[repository.branches[revision]]
 
     def count(self, method: str, text: str = "") -> int:
         """Returns how many requests of a method had a text in their path."""
@@ -213,6 +225,21 @@ class LoopbackHub:
         kind, name = found["kind"], found["name"]
         repository = self._find(kind, name, token)
         what, path = found["what"], found["path"]
+        if what in ("preupload", "commit") and token not in self.granted:
+            raise _Refusal(403, "", "Forbidden: you need write access")
+        if what == "preupload":
+            self._commit(repository, unquote(found["revision"]))
+            return {"files": [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(found["posted"])["files"]
+            ]}  # fmt: skip
+        if what == "commit":
+            branch = unquote(found["revision"])
+            old = repository.commits[self._commit(repository, branch)]
+            new = _uploaded(found["posted"])
+            commit = self.add(name, {**old, **new}, kind=kind, revision=branch)
+            url = f"{self.endpoint}/{name}/commit/{commit}"
+            return {"success": True, "commitOid": commit, "commitUrl": url}
         if what == "refs":
             return {
                 group: [
@@ -230,13 +257,28 @@ class LoopbackHub:
         if what == "tree":
             return _tree(files, path or "", found["recursive"])
         if what == "paths-info":
-            tree = _tree(files, "", True)
-            return [entry for entry in tree if entry["path"] in found["paths"]]
+            paths = _paths(found["posted"])
+            return [x for x in _tree(files, "", True) if x["path"] in paths]
         return {
             **self._listed(kind, name),
             "sha": commit,
             "siblings": [{"rfilename": path} for path in files],
         }
+
+    def _create(self, posted: bytes, token: str) -> tuple[int, dict[str, str]]:
+        """Makes a repository with what every new one has; the status and answer."""
+        asked = json.loads(posted)
+        owner, name = asked["organization"], asked["name"]
+        kind, name = f"{asked.get('type') or 'model'}s", f"{owner}/{name}"
+        url = f"{self.endpoint}/{'datasets/' * (kind == 'datasets')}{name}"
+        if (kind, name) in self._repositories:
+            return 409, {"error": "You already created this repo", "url": url}
+        if token not in self.granted:
+            raise _Refusal(403, "", "Forbidden: you may not create repositories")
+        self.add(name, {".gitattributes": ""}, kind=kind)
+        if asked.get("private") or asked.get("visibility") == "private":
+            self.private.add(name)
+        return 200, {"url": url}
 
     def _listed(self, kind: str, name: str) -> dict[str, Any]:
         gated = "manual" if name in self.gated else False
@@ -279,6 +321,13 @@ class LoopbackHub:
         if path not in (files := repository.commits[commit]):
             raise _Refusal(404, "EntryNotFound", "Entry not found", commit)
         return commit, files[path]
+
+
+def _uploaded(posted: bytes) -> dict[str, bytes]:
+    """Returns the files of a commit's lines of JSON."""
+    lines = [json.loads(line) for line in posted.splitlines()]
+    files = [line["value"] for line in lines if line["key"] == "file"]
+    return {file["path"]: base64.b64decode(file["content"]) for file in files}
 
 
 def _tree(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[Any]:
@@ -367,8 +416,11 @@ class _Handler(BaseHTTPRequestHandler):
                 fields: dict[str, Any] = found.groupdict()
                 fields["path"] = unquote(fields["path"] or "")
                 fields["recursive"] = query.get("recursive", [""])[0].lower() == "true"
-                fields["paths"] = _paths(posted, self.headers.get("Content-Type", ""))
+                fields["posted"] = posted
                 self._send_json(hub._answer(fields, token))
+            elif url.path == "/api/repos/create":
+                status, answer = hub._create(posted, token)
+                self._send_json(answer, status)
             elif found := _SEARCH.fullmatch(url.path):
                 self._send_json(hub._search(found["kind"], query))
             else:
@@ -380,9 +432,9 @@ class _Handler(BaseHTTPRequestHandler):
             headers |= {"X-Repo-Commit": commit[0]} if commit else {}
             self._send(status, json.dumps({"error": message}).encode(), headers)
 
-    def _send_json(self, value: Any) -> None:
+    def _send_json(self, value: Any, status: int = 200) -> None:
         headers = {"Content-Type": "application/json"}
-        self._send(200, json.dumps(value).encode(), headers)
+        self._send(status, json.dumps(value).encode(), headers)
 
     def _send_file(self, commit: str, content: bytes) -> None:
         headers = {
@@ -430,8 +482,8 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(part / rate)
 
 
-def _paths(posted: bytes, content_type: str) -> list[str]:
+def _paths(posted: bytes) -> list[str]:
     """Returns the paths that a request names, as a form or as JSON."""
-    if "json" in content_type:
+    if posted.startswith(b"{"):
         return json.loads(posted)["paths"]
     return parse_qs(posted.decode()).get("paths", [])

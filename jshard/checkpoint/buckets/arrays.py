@@ -35,7 +35,9 @@ Shards = dict[str, tuple[dict[str, Any], list[tuple[Any, np.ndarray]]]]
 
 
 def on_host(arrays: Mapping[str, jax.Array]) -> Shards:
-    """Copies this process's shards to the host, so that the arrays may be donated.
+    """Brings this process's shards to the host, so that the arrays may be donated.
+
+    On CPUs without a copy: JAX does not donate what NumPy has a view of, but copies it.
 
     Returns:
       By name, the array's Zarr metadata, and the indices and values of the shards that
@@ -50,7 +52,7 @@ def on_host(arrays: Mapping[str, jax.Array]) -> Shards:
         for shard in own:
             shard.data.copy_to_host_async()
     return {
-        name: (_zarr(plain[name]), [(x.index, _copied(x.data)) for x in own])
+        name: (_zarr(plain[name]), [(x.index, _fetched(x.data)) for x in own])
         for name, own in shards.items()
     }
 
@@ -60,10 +62,10 @@ def _without_key(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if is_key else array
 
 
-def _copied(array: jax.Array) -> np.ndarray:
-    # The host's own memory would be seen, not copied.
-    apart = array.sharding.memory_kind == "device" and jax.default_backend() != "cpu"
-    return np.asarray(array) if apart else np.array(array)
+def _fetched(array: jax.Array) -> np.ndarray:
+    # Whether a view of a GPU's memory on the host is safe from donation, nobody says.
+    seen = array.sharding.memory_kind != "device" and jax.default_backend() != "cpu"
+    return np.array(array) if seen else np.asarray(array)
 
 
 def _zarr(array: jax.Array) -> dict[str, Any]:

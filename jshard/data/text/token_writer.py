@@ -33,8 +33,8 @@ from rich.progress import (
 )
 
 from jshard.checkpoint.atomic import replace_file, replacing
-from jshard.checkpoint.buckets.files import cached, names_at, upload
-from jshard.cli.paths import is_bucket
+from jshard.checkpoint.buckets.files import cached
+from jshard.cli.paths import is_remote
 from jshard.cli.terminal import show
 from jshard.data.text.corpus import UNFINISHED, VALIDATION_NAME, corpus_files
 from jshard.data.text.encoded import TEXT_BYTES, encode_slices, has_chats
@@ -50,6 +50,7 @@ from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import RunFailed, UserError
 from jshard.hub.online.download import pin
+from jshard.hub.online.outputs import names_at, upload
 
 ABOUT = "tokens.json"
 PART_BYTES = 2**26
@@ -118,8 +119,8 @@ def write_token_files(
     }
     if chats := any(has_chats(file, text_key) for file in files):
         about["chat_template"] = load_chat(loaded).digest
-    folder = (cached(output) if is_bucket(output) else Path(output)) / UNFINISHED
-    if is_bucket(output) and (there := names_at(output)):
+    folder = (cached(output) if is_remote(output) else Path(output)) / UNFINISHED
+    if is_remote(output) and (there := names_at(output)):
         raise UserError(f"--output={output} holds {there[0]}; give another folder")
     if not _begin(folder, about):
         show(f"{output} is complete already")
@@ -207,7 +208,7 @@ def _begin(folder: Path, about: dict[str, Any]) -> bool:
 def _finish(folder: Path, output: Path | str, about: dict[str, Any]) -> None:
     """Moves the files of all parts to their place."""
     text = json.dumps(about, indent=1)
-    if is_bucket(output):
+    if is_remote(output):
         replace_file(folder / ABOUT, text)
         upload(folder, output, last=ABOUT)
     else:

@@ -131,7 +131,7 @@ def download(name: Name, files: Sequence[str], what: str = "") -> Path:
       UserError: There is no such name, or the Hub does not answer.
       RunFailed: The disk is full.
     """
-    hub = _library(name)
+    hub = library(name)
     for wait in (*_WAITS, 0):
         try:
             with _lock(name):
@@ -155,7 +155,7 @@ def download(name: Name, files: Sequence[str], what: str = "") -> Path:
 
 def _folder(name: Name) -> Path:
     """Returns where the cache has a commit, or would have it."""
-    cache = Path(_library(name).constants.HF_HUB_CACHE)
+    cache = Path(library(name).constants.HF_HUB_CACHE)
     return cache / _in_cache(name) / "snapshots" / (name.commit or "none")
 
 
@@ -168,7 +168,7 @@ def _lock(name: Name) -> Iterator[None]:
     """Holds the lock of a repository in the cache, unless that cannot be written to."""
     from huggingface_hub.utils import WeakFileLock
 
-    locks = Path(_library(name).constants.HF_HUB_CACHE, ".locks", _in_cache(name))
+    locks = Path(library(name).constants.HF_HUB_CACHE, ".locks", _in_cache(name))
     try:
         locks.mkdir(parents=True, exist_ok=True)
         (locks / "jshard.lock").touch()
@@ -199,7 +199,7 @@ def _asks_hub() -> bool:
     return not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
-def _library(name: Name) -> ModuleType:
+def library(name: Name) -> ModuleType:
     """Returns huggingface_hub; a UserError without it."""
     try:
         import huggingface_hub

@@ -10,7 +10,7 @@ from jshard.formatting import did_you_mean, one_line
 from jshard.hub.online.names import Name
 
 _BUSY = (408, 429, 500, 502, 503, 504)
-_LOGIN = "`hf auth login`, or set HF_TOKEN"
+LOGIN = "`hf auth login`, or set HF_TOKEN"
 
 
 def passes(error: BaseException) -> bool:
@@ -30,8 +30,14 @@ def passes(error: BaseException) -> bool:
     return False
 
 
-def explained(name: Name, error: Exception) -> Exception:
-    """Returns the error to raise for one of huggingface_hub's."""
+def explained(name: Name, error: Exception, what: str = "download") -> Exception:
+    """Returns the error to raise for one of huggingface_hub's.
+
+    Args:
+      name: What was asked for.
+      error: What the library raised.
+      what: "download" to the cache, or "write" to the Hub.
+    """
     from huggingface_hub import constants, errors, get_token
 
     endpoint, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
@@ -44,8 +50,10 @@ def explained(name: Name, error: Exception) -> Exception:
             )
     if isinstance(error, errors.GatedRepoError):
         page = f"{endpoint}/{'datasets/' * (name.kind == 'dataset')}{name.repository}"
-        how = f"run {_LOGIN}" if not get_token() else "wait until your token has access"
+        how = f"run {LOGIN}" if not get_token() else "wait until your token has access"
         return UserError(f"{name} is gated: accept its licence at {page}, and {how}")
+    if what == "write" and not isinstance(error, errors.RevisionNotFoundError):
+        return UserError(f"cannot write {name}: {reason(error)}")
     if any(isinstance(one, errors.OfflineModeIsEnabled) for one in chain):
         near = did_you_mean(name.repository, _cached_names(Path(cache), name))
         return UserError(
@@ -58,7 +66,7 @@ def explained(name: Name, error: Exception) -> Exception:
         return UserError(_unknown(name, endpoint))
     if 401 in map(_status, chain):
         return UserError(
-            f"{endpoint} refuses the token with which {name} is asked for: run {_LOGIN}"
+            f"{endpoint} refuses the token with which {name} is asked for: run {LOGIN}"
         )
     return UserError(f"cannot download {name} to the cache {cache}: {reason(error)}")
 
@@ -113,7 +121,7 @@ def _unknown(name: Name, endpoint: str) -> str:
     return (
         f"there is neither a folder {name.repository} here nor a {name.kind} of that "
         f"name on {endpoint}{did_you_mean(name.repository, near)}; a private one needs "
-        f"{_LOGIN}"
+        f"{LOGIN}"
     )
 
 
