@@ -106,9 +106,8 @@ def precompute(
     values: dict[bytes, list] = {}
     names: list[str] = []
     for batch in _all_batches(data, config):
-        compute = lambda batch=batch: fsdp.fetch(
-            step(state, fsdp.shard_examples(_own_rows(batch, *part)))
-        )
+        rows = _own_rows(batch, fsdp.mesh.size, *part)
+        compute = lambda rows=rows: fsdp.fetch(step(state, fsdp.shard_examples(rows)))
         found = None
         if not names:
             found = compute()
@@ -145,7 +144,9 @@ def _all_batches(
             yield batch
 
 
-def _own_rows(batch: Mapping[str, Any], part: int, parts: int) -> Any:
-    """Returns the rows of a global batch that a process puts on its devices."""
-    size = count_rows(batch) // parts
-    return jax.tree.map(lambda x: x[part * size : (part + 1) * size], batch)
+def _own_rows(batch: Mapping[str, Any], devices: int, part: int, parts: int) -> Any:
+    """Returns a process's rows of a batch, which copies of the last one fill up."""
+    count = count_rows(batch)
+    size = -(-count // devices) * devices // parts
+    rows = np.minimum(np.arange(part * size, (part + 1) * size), count - 1)
+    return jax.tree.map(lambda x: x[rows], batch)

@@ -192,6 +192,23 @@ def test_other_bad_input_is_an_error_of_one_line(tmp_path, tokenizer):
         read(write(tmp_path / "few", GOOD), vocab_size=98)
 
 
+def test_a_dataset_of_hugging_face_has_its_own_splits(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="needs jshard[datasets]")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = write(tmp_path / "named", GOOD, name="train.jsonl")
+    write(tmp_path / "named", GOOD | {"chosen": "e"}, EQUAL, name="test.jsonl")
+    write(tmp_path / "named", GOOD | {"chosen": "e"}, name="validation.jsonl")
+    assert texts(read("", dataset=folder)[0]) == [("a ", "b\0"), ("a ", "cd\0")]
+    (held_out,) = (read("", "validation", dataset=folder)[i] for i in range(1))
+    assert texts(held_out)[0] == ("a ", "e\0")
+    with pytest.raises(UserError, match=r"row 1 of test: 'chosen' and 'rejected' are"):
+        read("", dataset=folder, train_split="test")
+    with pytest.raises(
+        UserError, match=r"has no split .none.; set data\.split to one of"
+    ):
+        read("", dataset=folder, train_split="none")
+
+
 def test_parquet_is_read_as_jsonl_is(tmp_path, tokenizer):
     arrow = pytest.importorskip("pyarrow", reason="pyarrow reads Parquet")
     parquet = pytest.importorskip("pyarrow.parquet")
