@@ -1,13 +1,13 @@
 """Pairs of answers of which one was preferred, in the forms that TRL reads."""
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
+from jshard.checkpoint.untrusted import parse_json
 from jshard.cli.paths import check_path
 from jshard.data.text.corpus import VALIDATION_NAME, corpus_files
 from jshard.data.text.named_dataset import load_splits
@@ -190,8 +190,7 @@ class _Encoder:
     def __call__(self, record: Mapping[str, Any], where: str) -> Pair:
         prompt, chosen, rejected, is_chat = _parts(record, where)
         if is_chat:
-            tools = record.get("tools") or None
-            tools = json.loads(tools) if isinstance(tools, str) else tools
+            tools = _tools(record, where)
             chat = self._chat(where)
             write = functools.partial(chat.render, tools=tools, where=where)
             first = self._encode(write(prompt, add_generation_prompt=True), where, True)
@@ -302,6 +301,15 @@ def _kind(value: Any, name: str, where: str) -> str:
         f"{where}: {name!r} is neither a text nor a list of messages with roles, but a "
         f"{type(value).__name__}"
     )
+
+
+def _tools(record: Mapping[str, Any], where: str) -> Any:
+    """Returns the tools of a chat, which may be a text of JSON, or None."""
+    tools = record.get("tools") or None
+    try:
+        return parse_json(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise UserError(f"{where}: 'tools' is not JSON: {error}") from error
 
 
 def _is_empty(answer: Any) -> bool:

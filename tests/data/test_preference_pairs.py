@@ -179,6 +179,9 @@ def test_other_bad_input_is_an_error_of_one_line(tmp_path, tokenizer):
     empty = GOOD_CHAT | {"rejected": [said("assistant", "")]}
     with pytest.raises(UserError, match="an answer is empty"):
         read(write(tmp_path / "chat", empty), tokenizer=tokenizer)
+    path = write(tmp_path / "tools", GOOD_CHAT | {"tools": "{"})
+    with pytest.raises(UserError, match="'tools' is not JSON"):
+        read(path, tokenizer=tokenizer)
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError, match=r"text\.txt: preferences are records of JSONL"):
         read(str(tmp_path / "text.txt"))

@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1170,
     "surface": 540,
     "plan": 4700,
-    "training": 13580,
+    "training": 13590,
     "checkpoint": 6100,
     "generation": 900,
     "start-up note": 395,
