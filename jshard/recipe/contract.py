@@ -176,9 +176,9 @@ def sample(
 
 def precompute(
     function: Callable[[Config], Any] | None, config: Config
-) -> Callable[[Any, Any], Mapping[str, Any]] | None:
+) -> Callable[..., Any] | None:
     """Returns what the recipe computes once for each example."""
-    found: Any = function(config) if function is not None else None
+    found = function(config) if function is not None else None
     if found is None:
         return None
     if not callable(found):
