@@ -37,6 +37,13 @@ DEFAULTS = {
     "eval_batches": Knob(
         0, "largest number of batches to evaluate; 0 is all validation data", at_least=0
     ),
+    "eval_tasks": Knob(
+        (), "benchmarks of lm_eval to score at evaluations, e.g. hellaswag,lambada",
+        noun="TASK,...",
+    ),
+    "eval_limit": Knob(
+        0, "examples of each of these tasks; 0 is all", at_least=0
+    ),
     "mesh.fsdp": Knob(
         -1, "number of shards of a parameter; -1 is all devices", also=(-1,),
         at_least=1,

@@ -14,12 +14,12 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1170,
+    "commands": 1310,
     "surface": 540,
     "plan": 4700,
-    "training": 13590,
+    "training": 14115,
     "checkpoint": 6100,
-    "generation": 900,
+    "generation": 1040,
     "start-up note": 395,
     "fsdp": 1535,
     "nn": 1490,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "collectives": 475,
     "layout": 1895,
     "distributed": 1755,
-    "cli": 675,
+    "cli": 710,
     "compat": 800,
     "parallel": 545,
     "ground": 1475,
