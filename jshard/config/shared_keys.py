@@ -64,7 +64,8 @@ DEFAULTS = {
         also=(FIT,), at_least=1,
     ),
     "mesh.cpu_devices": Knob(
-        8, "CPU devices per process on machines without GPUs", at_least=1, at_most=1024
+        8, "CPU devices per process without GPUs; JAX_NUM_CPU_DEVICES comes first",
+        at_least=1, at_most=1024,
     ),
     **_policy(),
     "compiler_options": Knob((), "options of XLA", noun="NAME=VALUE,..."),

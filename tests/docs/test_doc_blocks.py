@@ -13,7 +13,12 @@ REPOSITORY = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 COMMANDS = {"ci:run": ["bash", "-ex"], "ci:python": [sys.executable]}
 # What pages import that jshard[test] does not bring, by its extra.
-NOT_IN_TEST = {"moto": "buckets-test", "torch": "huggingface", "lm_eval": "evaluate"}
+NOT_IN_TEST = {
+    "moto": "buckets-test",
+    "torch": "huggingface",
+    "lm_eval": "evaluate",
+    "datasets": "datasets",
+}
 RUNNING = [
     (page, comment)
     for page in BLOCKS["pages"]()

@@ -17,14 +17,14 @@ MOST_LINES = {
     "commands": 1310,
     "surface": 540,
     "plan": 4700,
-    "training": 14115,
+    "training": 14175,
     "checkpoint": 6100,
     "generation": 1040,
     "start-up note": 395,
     "fsdp": 1535,
     "nn": 1490,
     "optim": 1150,
-    "unit": 2475,
+    "unit": 2476,
     "cpu": 380,
     "collectives": 475,
     "layout": 1895,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "cli": 710,
     "compat": 800,
     "parallel": 545,
-    "ground": 1475,
+    "ground": 1480,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10
