@@ -64,8 +64,8 @@ class Precomputed:
         """Reads it from the folder of a run that has begun."""
         file = workdir / FILE
         try:
-            with np.load(file, allow_pickle=False) as found:
-                columns = dict(found)
+            with file.open("rb") as stream:
+                columns = dict(np.load(stream, allow_pickle=False))
             return cls(columns, columns.pop(_DIGESTS))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(
