@@ -56,15 +56,17 @@ ROOMS = {
     "start-up note": Room(
         7, 480, 700, "a step's counts, in words", "plan/start_up plan/state_note"
     ),
-    "fsdp": Room(6, 260, 706, "mesh and policy to states and jitted steps"),
+    "fsdp": Room(
+        6, 260, 706, "mesh and policy to states and jitted steps", "fsdp pipe"
+    ),
     "nn": Room(5, 0, 450, "losses, attention, dropout"),
     "optim": Room(5, 470, 620, "the update of the shards"),
-    "unit": Room(4, 120, 450, "gather, run, drop", "unit float8"),
+    "unit": Room(4, 120, 450, "gather, run, drop", "unit float8 pipe/call"),
     "cpu": Room(4, 634, 706, "order, pace"),
     "collectives": Room(3, 120, 450, "gather, scatter, reduce"),
     "layout": Room(
         2, 120, 560, "where every array lives: specs, memory kinds, values",
-        "layout four_bit parallel/splits",
+        "layout four_bit parallel/splits pipe/stages",
     ),
     "distributed": Room(3, 720, 860, "jobs, heartbeat"),
     "cli": Room(2, 720, 860, "one-line errors"),
@@ -73,7 +75,8 @@ ROOMS = {
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
         "errors formatting knob version "
-        "fsdp/activations fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state",
+        "fsdp/activations fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state "
+        "pipe/in_stages",
     ),
 }  # fmt: skip
 

@@ -39,9 +39,11 @@ def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     cast.
     """
     grad = on_rank_zero(cast(grad, place.reduce), place)
-    if place.dim is None or place.shards() == 1:
+    if place.dim is None:
         return grad
     grad, dim, axes = place.with_padding(grad), grad.ndim + place.dim, place.axes()
+    if place.shards() == 1:
+        return grad
     if place.sum in (None, grad.dtype):
         return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
     return _reduce_scatter_in(grad, dim, axes, place.sum)

@@ -63,6 +63,9 @@ DEFAULTS = {
         "moves the fewest bytes",
         also=(FIT,), at_least=1,
     ),
+    "mesh.pipe": Knob(
+        1, "number of stages that share the layers, in a pipeline", at_least=1
+    ),
     "mesh.cpu_devices": Knob(
         8, "CPU devices per process without GPUs; JAX_NUM_CPU_DEVICES comes first",
         at_least=1, at_most=1024,

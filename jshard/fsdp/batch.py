@@ -14,12 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import UserError, some_of
 from jshard.fsdp.mesh import (
+    axes_of,
     batch_spec,
     devices_of_a_sequence,
+    example_axes,
     examples_spec,
     groups_of_examples,
     named_sizes,
-    rows_of_process,
+    stages_of,
 )
 
 
@@ -79,6 +81,16 @@ def nearest(examples: int, multiple: int) -> str:
     return f"{below} or {above}" if below else f"{above}"
 
 
+def divisor_of_examples(mesh: Mesh, accumulate: int) -> int:
+    """Returns the number that divides the examples of a batch.
+
+    Devices have different examples, and so have a step's micro-batches; all stages of a
+    pipeline have the same ones.
+    """
+    devices = groups_of_examples(mesh)
+    return math.lcm(devices, devices // stages_of(mesh) * accumulate)
+
+
 def check_batch(
     batch: Any,
     mesh: Mesh,
@@ -102,7 +114,8 @@ def check_batch(
             f"examples; got {some_of(sorted(map(str, sizes)), limit=4) or 'no arrays'}"
         )
     examples = sizes.pop() * parts
-    if examples % (devices * accumulate) or not examples:
+    divisor = devices if whole else divisor_of_examples(mesh, accumulate)
+    if examples % divisor or not examples:
         by = f"{devices} devices"
         if axes:
             by = f"{devices} groups of {named} devices"
@@ -110,7 +123,7 @@ def check_batch(
             by += f" x {accumulate} micro-batches (policy.accumulate)"
         raise UserError(
             f"batch of {examples} examples is not divisible by {by}; "
-            f"use {nearest(examples, devices * accumulate)}"
+            f"use {nearest(examples, divisor)}"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if np.ndim(x) > 1 and np.shape(x)[1] % shared:
@@ -118,3 +131,28 @@ def check_batch(
                 f"batch{jax.tree_util.keystr(path)} of shape {list(np.shape(x))}: its "
                 f"sequence length is not divisible by the mesh's {named}"
             )
+
+
+def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:
+    """Returns which part of a batch's examples this process has: (index, of how many).
+
+    Processes that share sequences have the same examples. With ``whole`` ones, examples
+    are split over all devices (``examples_spec``).
+
+    Raises:
+      UserError: this process has some of the examples of another, but not all.
+    """
+    names = axes_of(mesh) if whole else example_axes(mesh)
+    dims = [mesh.axis_names.index(name) for name in names]
+    rows: dict[int, set] = {}
+    for index, device in np.ndenumerate(mesh.devices):
+        here = tuple(index[dim] for dim in dims)
+        rows.setdefault(device.process_index, set()).add(here)
+    parts = list(dict.fromkeys(frozenset(x) for x in rows.values()))
+    own = frozenset(rows[jax.process_index()])
+    if sum(map(len, parts)) != len(frozenset().union(*parts)):
+        raise UserError(
+            f"mesh: {named_sizes(devices_of_a_sequence(mesh))} neither divides the "
+            f"{len(mesh.local_devices)} devices of a process nor is a multiple of them"
+        )
+    return parts.index(own), len(parts)

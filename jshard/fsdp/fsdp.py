@@ -39,6 +39,7 @@ from jshard.layout.variables import is_variable
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
+from jshard.pipe.requirements import check_pipeline
 from jshard.unit.model import layer_paths, make_units, of_one_device
 
 
@@ -187,6 +188,7 @@ class FSDP:
         shapes = jax.eval_shape(create, inputs)
         check_trained(shapes.params)
         model = self._abstract_model(shapes)
+        check_pipeline(shapes.model_arrays, self.policy, self.mesh)
         layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
         warn_of_large_root(model, shapes, layout)
         warn_of_replicated(shapes, layout)

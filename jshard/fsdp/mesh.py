@@ -1,9 +1,9 @@
 """The device mesh: "replica" (copies) by "fsdp" (shards), and maybe further axes.
 
 Parameters are sharded over all axes but "replica" together. Examples are split over
-"replica", "fsdp" and "expert", and each example's sequence over "context" and "tensor".
-What a model declares to be split over "tensor" (columns and rows of products) and
-"expert" (experts) is not gathered over these: each device computes with its part.
+"replica", "pipe", "fsdp" and "expert", and each example's sequence over "context" and
+"tensor". What a model declares to be split over "tensor" (columns and rows of products)
+and "expert" (experts) is not gathered over these: each device computes with its part.
 """
 
 import contextlib
@@ -18,13 +18,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jshard.errors import UserError
+from jshard.pipe.in_stages import stages_here
 
 REPLICA = "replica"
 FSDP = "fsdp"
 EXPERT = "expert"
 CONTEXT = "context"
 TENSOR = "tensor"
-AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR)  # a mesh may lack the last three
+PIPE = "pipe"
+# A mesh may lack the last four. Each stage's shard is split further over "pipe".
+AXES = (REPLICA, FSDP, EXPERT, CONTEXT, TENSOR, PIPE)
+OUTSIDE_IN = (REPLICA, PIPE, FSDP, EXPERT, CONTEXT, TENSOR)  # as devices neighbour
 SEQUENCE = (CONTEXT, TENSOR)  # the axes that split sequences
 BATCH = PartitionSpec((REPLICA, FSDP))  # of examples, and of all but sequences
 
@@ -36,6 +40,7 @@ def make_mesh(
     context: int = 1,
     tensor: int = 1,
     expert: int = 1,
+    pipe: int = 1,
     devices: Sequence[Any] | None = None,
     hosts: Sequence[int] | None = None,
 ) -> Mesh:
@@ -48,11 +53,11 @@ def make_mesh(
 
     Further axes are in the mesh if they are larger than 1. Parameters are sharded over
     them and "fsdp" together, so that they cost no memory. From the outside in, the
-    order of axes is replica, fsdp, expert, context, tensor.
+    order of axes is replica, pipe, fsdp, expert, context, tensor.
 
     Args:
-      fsdp: number of shards of each parameter, divided by ``expert``, ``context`` and
-        ``tensor``; -1 uses all devices of a replica.
+      fsdp: number of shards of each parameter, divided by the sizes of all other axes
+        but "replica"; -1 uses all devices of a replica.
       replica: number of copies of the sharded model; "hosts" makes one copy per host,
         or, if the other sizes are given, one per as many devices of a host.
       context: number of parts of each sequence (docs/how_to/long_sequences.md).
@@ -60,6 +65,7 @@ def make_mesh(
         and the sequence between layers (docs/how_to/tensor.md).
       expert: number of devices that share the experts of each layer
         (docs/how_to/experts.md).
+      pipe: number of stages of a Stack's layers (docs/how_to/pipeline.md).
       devices: the devices to use, by default all devices of the job.
       hosts: the number of the host that each process runs on, by process index; by
         default determined as in ``hosts_of``.
@@ -72,7 +78,7 @@ def make_mesh(
     # By host first: the processes of a host need not have neighbouring indices.
     of_host = dict(zip(devices, hosts_of(devices, hosts), strict=True))
     devices.sort(key=of_host.__getitem__)
-    inner = {EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+    inner = {PIPE: pipe, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     for name, size in inner.items():
         if size < 1:
             raise UserError(f"mesh: {name}={size} must be at least 1")
@@ -109,10 +115,11 @@ def make_mesh(
             f"mesh: {named} x fsdp={fsdp} leaves process {min(idle)} without "
             "a device: start fewer processes, or use all devices"
         )
-    grid = np.array(used, dtype=object).reshape(replica, fsdp, *inner.values())
+    sizes = {REPLICA: replica, FSDP: fsdp, **inner}
+    names = tuple(axis for axis in OUTSIDE_IN if axis in sizes)
+    grid = np.array(used, dtype=object).reshape([sizes[axis] for axis in names])
     if tensor > 1:
         _warn_of_tensor_across_hosts(grid, of_host)
-    names = (REPLICA, FSDP, *inner)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -183,7 +190,7 @@ def _within_hosts(
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """Returns ``mesh``; raises UserError unless it has "replica" and "fsdp"."""
+    """Returns ``mesh``; raises UserError for axes that it lacks or may not have."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise UserError(f"mesh is a {type(mesh).__name__}; see jshard.make_mesh")
     missing = [axis for axis in (REPLICA, FSDP) if axis not in mesh.axis_names]
@@ -192,12 +199,20 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
             f"mesh: axes {mesh.axis_names} lack {missing}; make one with "
             "jshard.make_mesh, or add an axis of size 1"
         )
+    inner = {EXPERT, CONTEXT, TENSOR}
+    others = {axis: n for axis, n in mesh.shape.items() if axis in inner and n > 1}
+    if others and stages_of(mesh) > 1:
+        raise UserError(
+            f"mesh: pipe={stages_of(mesh)} does not go with {named_sizes(others)} yet; "
+            "use a mesh of replica, pipe and fsdp"
+        )
     return mesh
 
 
 def mesh_text(mesh: Mesh) -> str:
     """Returns a mesh in words: "replica 1 x fsdp 8"."""
-    return " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes_of(mesh))
+    axes = [axis for axis in OUTSIDE_IN if axis in mesh.axis_names]
+    return " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
 
 
 def axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -233,7 +248,8 @@ def shards_of(mesh: Mesh | AbstractMesh, *, split: bool = False) -> int:
 
 def example_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes that split the examples of a batch for training."""
-    return tuple(axis for axis in axes_of(mesh) if axis not in SEQUENCE)
+    apart = [axis for axis in OUTSIDE_IN if axis not in SEQUENCE]
+    return tuple(axis for axis in apart if axis in mesh.axis_names)
 
 
 def groups_of_examples(mesh: Mesh | AbstractMesh) -> int:
@@ -256,38 +272,22 @@ def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns how examples are split over all devices, with their sequences whole."""
-    return PartitionSpec(axes_of(mesh))
-
-
-def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:
-    """Returns which part of a batch's examples this process has: (index, of how many).
-
-    Processes that share sequences have the same examples. With ``whole`` ones, examples
-    are split over all devices (``examples_spec``).
-
-    Raises:
-      UserError: this process has some of the examples of another, but not all.
-    """
-    names = axes_of(mesh) if whole else example_axes(mesh)
-    dims = [mesh.axis_names.index(name) for name in names]
-    rows: dict[int, set] = {}
-    for index, device in np.ndenumerate(mesh.devices):
-        here = tuple(index[dim] for dim in dims)
-        rows.setdefault(device.process_index, set()).add(here)
-    parts = list(dict.fromkeys(frozenset(x) for x in rows.values()))
-    own = frozenset(rows[jax.process_index()])
-    if sum(map(len, parts)) != len(frozenset().union(*parts)):
-        raise UserError(
-            f"mesh: {named_sizes(devices_of_a_sequence(mesh))} neither divides the "
-            f"{len(mesh.local_devices)} devices of a process nor is a multiple of them"
-        )
-    return parts.index(own), len(parts)
+    return PartitionSpec(tuple(axis for axis in OUTSIDE_IN if axis in mesh.axis_names))
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Returns the manual mesh axes: ``axes_of`` inside a step, otherwise none."""
+    """Returns the manual mesh axes: ``axes_of`` inside a step, otherwise none.
+
+    Without "pipe" for what runs in a stage, with the stage's devices alone.
+    """
+    axes = AXES if stages_here() == 1 else [axis for axis in AXES if axis != PIPE]
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in AXES if axis in manual)
+    return tuple(axis for axis in axes if axis in manual)
+
+
+def stages_of(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of stages of a pipeline; 1 is none."""
+    return mesh.shape.get(PIPE, 1)
 
 
 # While a step is traced: the axes whose devices share the sequences of their examples,

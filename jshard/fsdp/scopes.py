@@ -17,3 +17,6 @@ EXCHANGE_TOKENS = "exchange of tokens"
 # What exceeds the first round, and from which multiple of an even share, in which
 # steps: "further rounds from 1.25 by 0.5". Only plans with --imbalance count it.
 FURTHER_ROUNDS = "further rounds"
+# The switch of a pipeline: how many micro-batches in how many ticks of its loop.
+SCHEDULE = "{} micro-batches in {} ticks"
+STAGES = "stages"  # what moves parameters and gradients between rest and stages

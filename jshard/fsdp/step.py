@@ -20,7 +20,13 @@ from jshard.collectives.reduce import all_reduce, scatter
 from jshard.compat.jaxprs import replay
 from jshard.fsdp.accumulate import accumulate, first_of, split
 from jshard.fsdp.batch import batch_specs, check_batch
-from jshard.fsdp.mesh import axes_of, examples_spec, manual_axes, split_sequences
+from jshard.fsdp.mesh import (
+    axes_of,
+    examples_spec,
+    manual_axes,
+    split_sequences,
+    stages_of,
+)
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.fsdp.terms import over_devices, seeds, terms_of
@@ -32,6 +38,10 @@ from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_stre
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.optim.update import check_state, next_state
 from jshard.parallel.tensor import make_parallel
+from jshard.pipe.in_stages import in_stages
+from jshard.pipe.moves import from_stages, to_stages
+from jshard.pipe.run import pipelined
+from jshard.pipe.stages import divide
 from jshard.unit.calls import own_containers
 from jshard.unit.model import gather_root, make_sharded, make_units, root_as_unit
 
@@ -67,7 +77,7 @@ def build(
         model.eval()
     make_parallel(model, tensor_parallel)
     make_units(model, units)
-    make_sharded(model, layout.policy, layout.places)
+    make_sharded(model, layout.policy, layout.places, layout.stages)
     if not training or layout.policy.reshard_root is False:
         gather_root(model)
     return model
@@ -96,7 +106,7 @@ def train_step(
         in_specs = (specs, batch_specs(batch, mesh), same)
         run = _on_devices(local, mesh, in_specs, (specs.params, same, same))
         scale = state.loss_scale and state.loss_scale.scale
-        with split_sequences():
+        with split_sequences(), in_stages(stages_of(mesh)):
             grads, metrics, model_state = run(_arrays(state), batch, scale)
         loss = metrics["loss"]
         new, more = next_state(layout, optimizer, state, grads, model_state, loss)
@@ -179,7 +189,11 @@ def train(
       scale: scales the loss in the backward; None is 1.
     """
     policy, shards = layout.policy, arrays.params
-    places = layout.places_of(shards)
+    at_rest = layout
+    if stages_of(layout.mesh) > 1:
+        stages = divide(arrays, layout.mesh)
+        arrays, batch, layout = to_stages(arrays, batch, layout, stages)
+    places = layout.places_of(arrays.params)
     if policy.defer_scatter:
         arrays, layout = _gather_all(arrays, layout), layout.gathered()
 
@@ -190,7 +204,9 @@ def train(
             terms = terms_of(loss_fn(model, batch))
         return *terms, unfold_streams(state, folded, _state_after(state, model))
 
-    micro = split(batch, policy.accumulate) if policy.accumulate > 1 else None
+    micro = None
+    if policy.accumulate > 1 or layout.stages:
+        micro = split(batch, policy.accumulate)
     inputs = (batch,) if micro is None else first_of(micro)
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
     forward = once_checked(traced, shapes, layout, arrays, inputs)
@@ -204,11 +220,16 @@ def train(
         after = merge_state(arrays.model_state, after)
     else:
         dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
-        grads, loss, metrics, after = accumulate(
-            forward, shapes[:2], arrays, micro, dtypes, scale
-        )
+        rest = arrays, micro, dtypes, scale
+        if layout.stages:
+            grads, loss, metrics, after = pipelined(traced, shapes, *rest)
+        else:
+            grads, loss, metrics, after = accumulate(forward, shapes[:2], *rest)
     if policy.defer_scatter:
         grads = jax.tree.map(scatter, grads, places)
+    if layout.stages:
+        grads = from_stages(grads, at_rest, layout.stages)
+    places = at_rest.places_of(shards)
     grads = jax.tree.map(_sum_at_end, grads, places, shards)
     if scale is not None:
         # In float16 the scale may overflow, and the quotient underflow.

@@ -28,6 +28,8 @@ class Placement:
       splits: (dimension, axis) for each mesh axis that splits the parameter for
         computing; the layer gets the device's part of it.
       whole: whether the layer gets the full parameter in spite of ``splits``.
+      parts: the number of parts of each shard at rest: a stage's devices have shards
+        that are split further over "pipe".
       on_rank_zero: an axis on whose first device alone the layer gets the parameter,
         and zeros elsewhere: a bias that is added to partial sums.
       exact: the padded dimension, counted from the end, and its size without the
@@ -65,6 +67,7 @@ class Placement:
     over: tuple[str, ...] | None = None
     splits: tuple[tuple[int, str], ...] = ()
     whole: bool = False
+    parts: int = 1
     on_rank_zero: str | None = None
 
     def axes(self) -> str | tuple[str, ...]:
@@ -94,7 +97,7 @@ class Placement:
         if (exact := self._gathered_exact()) is None:
             return full
         dim, size = exact
-        return lengthened(full, dim, size + -size % self.shards())
+        return lengthened(full, dim, size + -size % (self.shards() * self.parts))
 
     def _gathered_exact(self) -> tuple[int, int] | None:
         """Returns ``exact``, or None if a layer gets a part of that dimension."""

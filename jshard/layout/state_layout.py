@@ -46,12 +46,15 @@ class Layout:
       mesh: the Mesh or AbstractMesh that the state is sharded over.
       places: the Placement of every parameter, trained or frozen, by path.
       specs: the state with a PartitionSpec in place of each array.
+      stages: how a Stack's layers are divided among the stages of a pipeline; None at
+        rest, and where there is none.
     """
 
     policy: Policy
     mesh: Any
     places: dict[Path, Placement]
     specs: TrainState
+    stages: Any = None
 
     @classmethod
     def of(

@@ -21,6 +21,7 @@ from jshard.fsdp.mesh import (
 )
 from jshard.layout.variables import is_variable
 from jshard.parallel.tensor import within_tensor_parallel
+from jshard.pipe.in_stages import stages_here
 
 
 class DropoutKey(nnx.Variable):
@@ -74,9 +75,9 @@ class Dropout(nnx.Module):
         self.count.set_value(count + 1)
         key = jax.random.fold_in(self.key.get_value(), count)
         index, number = _microbatch.get()
-        first = (_index(axes_of_examples()) * number + index) * x.shape[0]
-        examples = jnp.asarray(first, jnp.uint32)
-        examples += jnp.arange(x.shape[0], dtype=jnp.uint32)
+        first = jnp.asarray(index * x.shape[0], jnp.uint32)
+        own = first + jnp.arange(x.shape[0], dtype=jnp.uint32)
+        examples = _in_batch(own, number * x.shape[0])
 
         parts = context_size() if x.ndim > 1 else 1
         shape = (x.shape[1] * parts, *x.shape[2:]) if parts > 1 else x.shape[1:]
@@ -107,6 +108,20 @@ def microbatch(index: Any, number: int) -> Iterator[None]:
 def _index(axes: tuple[str, ...]) -> jax.Array | int:
     """Returns this device's place along mesh axes; 0 outside a step."""
     return lax.axis_index(axes) if axes else 0
+
+
+def _in_batch(own: jax.Array, size: int) -> jax.Array:
+    """Returns the indices in the global batch of some of a device's ``size`` examples.
+
+    A stage of a pipeline has the examples of one device of each stage.
+    """
+    axes, stages = axes_of_examples(), stages_here()
+    if stages == 1:
+        return jnp.asarray(_index(axes) * size, jnp.uint32) + own
+    size //= stages
+    within = _index(axes[1:]) + lax.axis_size(axes[1:]) * (own // size)
+    copies = _index(axes[:1]) * lax.axis_size(axes[1:]) * stages  # axes[0] is "replica"
+    return jnp.asarray(copies + within, jnp.uint32) * size + own % size
 
 
 def _is_stream(variable: Any) -> bool:

@@ -11,8 +11,13 @@ from jax.sharding import Mesh
 from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
-from jshard.fsdp.batch import nearest
-from jshard.fsdp.mesh import devices_of_a_sequence, groups_of_examples, named_sizes
+from jshard.fsdp.batch import divisor_of_examples, nearest
+from jshard.fsdp.mesh import (
+    devices_of_a_sequence,
+    groups_of_examples,
+    named_sizes,
+    stages_of,
+)
 from jshard.fsdp.state import TrainState
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
@@ -75,6 +80,11 @@ def trace(
     if gpu is not None:
         gpu = dataclasses.replace(gpu, constants=constants)
     mesh = make_mesh(config, devices(topology) if absent else jax.devices())
+    if stages_of(mesh) > 1:
+        raise UserError(
+            f"--config.mesh.pipe={stages_of(mesh)}: plans do not know the time of a "
+            "pipeline's stages yet; plan without pipe"
+        )
     check_batch_size(config, mesh)
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh
@@ -97,12 +107,13 @@ def find_gpu(topology: str) -> GPU | None:
 def check_batch_size(config: Config, mesh: Mesh) -> None:
     """Raises UserError unless devices and micro-batches divide the batch."""
     micro, groups = config.policy.accumulate, groups_of_examples(mesh)
-    if config.batch_size % (groups * micro):
+    divisor = divisor_of_examples(mesh, micro)
+    if config.batch_size % divisor:
         who = f"{mesh.size} devices of the mesh"
         if axes := devices_of_a_sequence(mesh):
             who = f"{groups} groups of {named_sizes(axes)} devices"
         times = f" times {micro} micro-batches" if micro > 1 else ""
         raise UserError(
             f"--config.batch_size={config.batch_size}: must be a multiple of the "
-            f"{who}{times}; use {nearest(config.batch_size, groups * micro)}"
+            f"{who}{times}; use {nearest(config.batch_size, divisor)}"
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,20 @@ from jshard.float8.products import SCOPE
 from jshard.formatting import format_bytes
 from jshard.fsdp.batch import abstract_batch
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text
+from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
 from jshard.fsdp.mesh import axes_of as mesh_axes
-from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS, TENSOR_PARALLEL
+from jshard.fsdp.scopes import (
+    EXCHANGE_TOKENS,
+    FURTHER_ROUNDS,
+    SCHEDULE,
+    TENSOR_PARALLEL,
+)
 from jshard.fsdp.state import TrainState
 from jshard.layout.state_layout import Layout
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
+from jshard.pipe.schedule import bubble
+from jshard.pipe.stages import divide
 from jshard.plan.state_note import parameters, placed
 from jshard.unit.model import batch_norms, make_units
 
@@ -34,6 +42,7 @@ _KINDS = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
     "all_to_all": "all-to-all",
+    "ppermute": "send",
 }
 
 
@@ -77,7 +86,8 @@ def traffic(
         for x in eqn.outvars if kind == "all-gather" else eqn.invars:
             if n == 1 or x.aval.size <= 1:
                 continue
-            nbytes = x.aval.size * x.aval.dtype.itemsize * (n - 1) // n
+            nbytes = x.aval.size * x.aval.dtype.itemsize
+            nbytes = nbytes if kind == "send" else nbytes * (n - 1) // n
             nbytes *= times * (2 if kind == "all-reduce" else 1)
             key = (kind, x.aval.dtype.name)
             old = found.get(key, Traffic())
@@ -93,15 +103,28 @@ def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yields each equation, nested ones included, and how often it runs.
 
     A loop whose end is known only when it runs counts once, unless it is of rounds that
-    only an uneven choice of experts needs.
+    only an uneven choice of experts needs. A stage of a pipeline takes each branch of
+    its schedule once a micro-batch; what the first and the last alone do counts, too.
     """
     for eqn in jaxpr.eqns:
         yield eqn, times
         if eqn.primitive.name == "while" and FURTHER_ROUNDS in scopes_of(eqn):
             continue
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        if eqn.primitive.name == "cond" and len(eqn.params["branches"]) > 2:
+            micro, ticks = of_schedule(scopes_of(eqn)) or (1, 1)
+            inside = times // ticks * micro
+            for branch in eqn.params["branches"]:
+                yield from equations(branch.jaxpr, inside)
+            continue
         for inner in core.jaxprs_in_params(eqn.params):
             yield from equations(inner, times * trips)
+
+
+def of_schedule(scopes: str) -> tuple[int, int] | None:
+    """Returns (micro-batches, ticks) if a branch is that of a pipeline's schedule."""
+    found = re.search(SCHEDULE.format(r"(\d+)", r"(\d+)"), scopes)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def has_experts(jaxpr: core.Jaxpr) -> bool:
@@ -193,6 +216,8 @@ def describe(
             part = format_bytes(t.network_bytes) if t.network_bytes else "none"
             text += f", {part} over the network"
         lines.append((name + "s", text))
+    if stages_of(mesh) > 1:
+        lines.append(("pipeline", _pipeline(state, fsdp)))
     lines += _tensor(jaxpr, sizes, network) + _experts(jaxpr, state, layout)
     if kernels := attention_kernels(jaxpr):
         lines.append(("attention", ", and ".join(kernels)))
@@ -223,6 +248,17 @@ def _float8(jaxpr: Any) -> str:
     return (
         f"{part:.0%} of the FLOPs of products with weights: those of layers' "
         "nnx.Linear, LinearGeneral, Einsum and jshard.nn.matmul"
+    )
+
+
+def _pipeline(state: TrainState, fsdp: FSDP) -> str:
+    """Says what its stages have, and how long they are idle."""
+    stages, micro = divide(state.model_arrays, fsdp.mesh), fsdp.policy.accumulate
+    counts = " + ".join(map(str, stages.counts()))
+    return (
+        f"{counts} layers in {stages.number} stages, {micro} micro-batches: a stage is "
+        f"idle for {bubble(stages.number, micro):.1%} of a step (the bubble); counts "
+        "are those of a stage that were the first and the last"
     )
 
 

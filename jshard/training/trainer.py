@@ -20,7 +20,15 @@ from jshard.data.dataset import as_dataset
 from jshard.distributed import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP as _FSDP
-from jshard.fsdp.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR, check_mesh
+from jshard.fsdp.mesh import (
+    CONTEXT,
+    EXPERT,
+    FSDP,
+    PIPE,
+    REPLICA,
+    TENSOR,
+    check_mesh,
+)
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
@@ -107,7 +115,7 @@ class Trainer:
         if mesh is not None:
             shape = check_mesh(mesh).shape
             self.config.mesh.fsdp = shape[FSDP]
-            for axis in (EXPERT, CONTEXT, TENSOR):
+            for axis in (EXPERT, CONTEXT, TENSOR, PIPE):
                 self.config.mesh[axis] = shape.get(axis, 1)
             with self.config.mesh.ignore_type():
                 self.config.mesh.replica = shape[REPLICA]

@@ -20,6 +20,7 @@ from jshard.fsdp.precision import own_dtype, set_compute_dtype
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.placement import Placement
 from jshard.layout.variables import variables
+from jshard.pipe.stages import Stages
 from jshard.unit.modules import (
     Stack,
     Unit,
@@ -56,9 +57,15 @@ def layer_paths(model: nnx.Module, units: tuple[type, ...] = ()) -> list[tuple]:
 
 
 def make_sharded(
-    model: nnx.Module, policy: Policy, placements: dict[tuple, Placement]
+    model: nnx.Module,
+    policy: Policy,
+    placements: dict[tuple, Placement],
+    stages: Stages | None = None,
 ) -> None:
-    """Replaces every parameter with a Shard and gives every unit its policy."""
+    """Replaces every parameter with a Shard and gives every unit its policy.
+
+    ``stages`` are those of the Stack in a pipeline.
+    """
     units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
     layers = layer_paths(model)
     multiplied: dict[tuple, tuple[int, ...]] = {}  # sums over these, in float8
@@ -71,6 +78,8 @@ def make_sharded(
         set_compute_dtype(module, precision.compute)
         if isinstance(module, (Unit, Stack)):
             module.unit_policy = policy.unit(path)
+            if stages is not None and isinstance(module, Stack):
+                module.stages = stages
             # A prefetched weight passes a barrier with activations, so it depends on
             # them, and the remat of an outer unit would keep it as a residual.
             if any(path[: len(unit)] == unit for unit in units if unit != path):

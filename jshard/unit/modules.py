@@ -34,6 +34,8 @@ from jshard.layout.variables import (
     reachable,
     variables,
 )
+from jshard.pipe.call import leave_open
+from jshard.pipe.stages import Stages
 from jshard.unit.calls import apply_changes, call_method, variables_in
 from jshard.unit.partition import combine, partition
 from jshard.unit.shards import is_shard, shard_of, show
@@ -87,6 +89,7 @@ class Stack(nnx.Module, pytree=False):
     """
 
     unit_policy: UnitPolicy | None = None
+    stages: Stages | None = None  # in a step whose layers are a pipeline's
 
     if TYPE_CHECKING:
 
@@ -192,6 +195,7 @@ def own_parameters(module: nnx.Module) -> Callable[[tuple, Any], bool]:
 def make_plain(module: Any) -> None:
     """Undoes Unit or Stack, in place: restores the original class of the module."""
     vars(module).pop("unit_policy", None)
+    vars(module).pop("stages", None)
     object.__setattr__(module, "__class__", type(module).plain_class)
 
 
@@ -308,8 +312,10 @@ def prepare_layers(
     policy = stack.unit_policy
     if policy is not None:
         of_layers = in_float8(layer, shards, places, stacked=True)
-        run = make_scan(*of_layers, rest, carry, extra, policy, beside=beside)
-        return run, finish
+        inputs = *of_layers, rest, carry, extra, policy
+        if stack.stages is None:
+            return make_scan(*inputs, beside=beside), finish
+        return leave_open(*inputs, stack.stages, beside=beside), finish
 
     def body(carry, rest):
         (out, aux), arrays, static = layer([], rest, carry, extra)

@@ -88,8 +88,8 @@ def make_scan(
     length = next(x.shape[0] for x in [*shards, *xs])
     prefetch = on_gpus() if policy.prefetch is None else policy.prefetch
     prefetch = prefetch and length > 1 and _communicates(places)
-    segments = list(_segments(traced, places, policy, length, prefetch))
-    as_one = [(0, length, *segments[0][2:])]  # without residuals there is one loop
+    parts = list(segments_of(traced, places, policy, spans(policy, length), prefetch))
+    as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
     passes = forward, segment_backward
     if prefetch:
         passes = pipeline.forward, pipeline.segment_backward
@@ -97,10 +97,10 @@ def make_scan(
 
     run = jax.custom_vjp(functools.partial(passes[0], as_one, *static, False))
     run.defvjp(
-        functools.partial(passes[0], segments, *static, True),
-        functools.partial(_backward, passes[1], segments, *static),
+        functools.partial(passes[0], parts, *static, True),
+        functools.partial(_backward, passes[1], parts, *static),
     )
-    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
+    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in parts]
     stacked = Inputs(shards, xs, carry, [*args, *program.consts])
     return functools.partial(run, stacked, consts, next_shards)
 
@@ -225,17 +225,17 @@ def _communicates(places: Sequence[Placement]) -> bool:
     )
 
 
-def _segments(
+def segments_of(
     traced: Traced,
     places: Sequence[Placement],
     policy: UnitPolicy,
-    length: int,
+    runs: Sequence[tuple[int, int]],
     prefetch: bool,
 ) -> Iterator[Segment]:
-    """Yields the segments of ``length`` layers like the one that is traced."""
+    """Yields the segments from start to stop, of layers like the one that is traced."""
     trained = [place.trainable for place in places]
     first = policy.first_k
-    for start, stop in spans(policy, length):
+    for start, stop in runs:
         remat = policy.remat if first is None or start < first else "none"
         # XLA moves arrays between host and device in loops; unrolled, it would keep
         # all of them on the device.

@@ -73,7 +73,14 @@ def test_help_says_what_each_key_means_and_what_it_may_be():
 
 def test_a_config_gets_the_shared_keys_that_its_recipe_leaves_out(config):
     assert config.seed == 0
-    sizes = {"fsdp": -1, "replica": 1, "context": 1, "tensor": 1, "expert": 1}
+    sizes = {
+        "fsdp": -1,
+        "replica": 1,
+        "context": 1,
+        "tensor": 1,
+        "expert": 1,
+        "pipe": 1,
+    }
     sizes["cpu_devices"] = 8
     assert config.mesh.to_dict() == sizes
     assert config.policy.precision.compute is None

@@ -1,0 +1,301 @@
+"""What one device does with micro-batches in its stage: a scan over ticks.
+
+In each tick a device does what the schedule says of its stage, and then passes on what
+it has made: activations to the next stage, their gradients to the one before. All else
+stays in the stage. A branch has collectives, but only among the devices of one stage,
+which all take it. What is outside of the Stack runs with the first stage's forward (all
+before the layers) and with the last one's backward (the loss, both its passes).
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.compat.jaxprs import without_dead_code
+from jshard.fsdp.accumulate import first_of
+from jshard.fsdp.mesh import PIPE
+from jshard.fsdp.precision import is_float
+from jshard.fsdp.scopes import SCHEDULE
+from jshard.nn.loss import Mean
+from jshard.pipe.call import Split
+from jshard.pipe.schedule import FORWARD, Schedule, one_forward_one_backward
+from jshard.unit.layers import layer_of, put_layer
+from jshard.unit.linearize import Inputs, differentiable
+from jshard.unit.partition import merge, select
+
+
+class Held(NamedTuple):
+    """What a device holds between ticks, beside what its backwards need.
+
+    Attributes:
+      inputs: activations that wait for the stage's forward, (waiting, ...) each.
+      output: those that its latest forward made.
+      cotangents: gradients that wait for its backward, (waiting, ...) each.
+      carry_ct: the gradient of what its latest backward has reached.
+      args_ct: those of what all layers share, of the layers so far.
+      grads: sums of the parameters' gradients.
+      means: sums of the loss's terms, and of the named Means.
+    """
+
+    inputs: Any
+    output: Any
+    cotangents: Any
+    carry_ct: Any
+    args_ct: list[jax.Array]
+    grads: list[jax.Array]
+    means: tuple[list[Mean], dict[str, Mean]]
+
+
+class Stage:
+    """What a device of a stage does with a micro-batch.
+
+    Inputs of the split programs are the leaves of parameters, frozen ones, state, batch
+    and index; operands are numbered as the call has them.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        shapes: Any,
+        params: Sequence[jax.Array],
+        frozen: Sequence[jax.Array],
+        seeds: Sequence[jax.Array],
+    ):
+        self.call, self.split, self.seeds = split.call, split, seeds
+        self.params, self.arrays = list(params), (list(params), list(frozen))
+        self.index, self.last = lax.axis_index(PIPE), lax.axis_size(PIPE) - 1
+        self.shapes, numbers = shapes[:2], range(len(split.operands))
+        self.numbers, _ = jax.tree.unflatten(self.call.structure, numbers)
+        first = jax.tree.leaves(self.numbers.carry)
+        self.others = [i for i in numbers if i not in first]
+        # Those of what the layers share that parameters outside of the Stack lead to.
+        args = jax.tree.leaves(self.numbers.args)
+        self.args = [i for i in args if split.moves[i] and is_float(split.types[i])]
+        self.outside = [i for i in range(len(params)) if i not in split.operands]
+
+        def of(wanted: Sequence[int]) -> Callable[..., list[jax.Array]]:
+            return without_dead_code(lambda *x: pick(split.before(*x), wanted))
+
+        results = range(len(jax.tree.leaves(self.shapes)))
+        self.to_first, self.to_others, self.to_args = map(
+            of, (first, self.others, self.args)
+        )
+        self.to_loss = without_dead_code(lambda *x: pick(split.after(*x), results))
+
+    def scan(self, micro: Any, dtypes: Sequence[Any]) -> tuple[list[jax.Array], Any]:
+        """Runs all micro-batches; returns sums of gradients, and of Means.
+
+        ``micro`` are the state, the examples and the index of each, and ``dtypes``
+        those in which gradients are added up.
+        """
+        parts, (number,) = len(self.call.segments), micro[-1].shape
+        plan = one_forward_one_backward(self.last + 1, number, parts)
+        held, residuals = self._empty(micro, plan, dtypes)
+
+        def none() -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), residuals)
+
+        def backward(part: int, *state: Any) -> tuple[Held, Any]:
+            return self._backward(part, *state), none()
+
+        branches = [
+            lambda held, *_: (held, none()),
+            self._forward,
+            *(functools.partial(backward, part) for part in range(parts)),
+        ]
+        scope = SCHEDULE.format(number, len(plan.does))
+        rows = jnp.asarray(plan.rows(parts))  # (ticks, 4, stages)
+        ahead = [(i, i + 1) for i in range(self.last)]
+        back = [(i + 1, i) for i in range(self.last)]
+
+        def send(tree: Any, way: list[tuple[int, int]]) -> Any:
+            return jax.tree.map(lambda x: lax.ppermute(x, PIPE, way), tree)
+
+        def tick(state: tuple[Held, Any], row: jax.Array) -> tuple[Any, None]:
+            held, residuals = state
+            # Otherwise XLA could gather weights once, ahead of the loop, and keep them.
+            fixed, row = lax.optimization_barrier((self.arrays, row))
+            does, i, arriving, returning = row[:, self.index]
+            inputs = fixed, layer_of(micro, i)
+            with jax.named_scope(scope):
+                held, needed = lax.switch(does, branches, held, inputs, i, residuals)
+            # Not in the branch: XLA would copy what all branches return.
+            kept = _put(residuals, needed, jnp.where(does == FORWARD, i, -1))
+            arrived = send(held.output, ahead), send(held.carry_ct, back)
+            held = held._replace(
+                inputs=_put(held.inputs, arrived[0], arriving),
+                cotangents=_put(held.cotangents, arrived[1], returning),
+            )
+            return (held, kept), None
+
+        (held, _), _ = lax.scan(tick, (held, residuals), rows)
+        return held.grads, held.means
+
+    def _empty(
+        self, micro: Any, plan: Schedule, dtypes: Sequence[Any]
+    ) -> tuple[Held, Any]:
+        """Returns what a device holds before the first tick.
+
+        Apart is what backwards need, (activations, ...) each.
+        """
+
+        def zeros(tree: Any, *number: int) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros((*number, *x.shape), x.dtype), tree)
+
+        carry, inputs = self.call.carry, (self.arrays, first_of(micro))
+        run = lambda inputs, carry: self.call.forward(*self._operands(inputs, carry))
+        _, residuals = jax.eval_shape(run, inputs, zeros(carry))
+        loss, metrics = self.shapes
+        held = Held(
+            zeros(carry, plan.waiting),
+            zeros(carry),
+            zeros(differentiable(carry, carry), plan.waiting),
+            zeros(differentiable(carry, carry)),
+            zeros([self.split.types[i] for i in self.args]),
+            [jnp.zeros(x.shape, d) for x, d in zip(self.params, dtypes, strict=True)],
+            zeros(([mean for _, mean in loss.terms], metrics)),
+        )
+        return held, zeros(residuals, plan.activations)
+
+    def _leaves(self, inputs: Any, outside: Sequence[Any] | None = None) -> list[Any]:
+        """Returns the inputs of the split programs, maybe with other parameters."""
+        (params, fixed), micro = inputs
+        params = list(params)
+        for i, x in zip(self.outside, outside or [], strict=outside is not None):
+            params[i] = x
+        return [*params, *fixed, *jax.tree.leaves(micro)]
+
+    def _operands(self, inputs: Any, carry: Any) -> tuple[Inputs, list]:
+        """Returns the operands of the call, with this input of the stage."""
+        numbers = [*self.others, *jax.tree.leaves(self.numbers.carry)]
+        values = [*self.to_others(*self._leaves(inputs)), *jax.tree.leaves(carry)]
+        found = dict(zip(numbers, values, strict=True))
+        leaves = [found[i] for i in range(len(numbers))]
+        return jax.tree.unflatten(self.call.structure, leaves)
+
+    def _forward(
+        self, held: Held, inputs: Any, micro: jax.Array, _: Any
+    ) -> tuple[Held, Any]:
+        """Runs the stage's layers; also returns what their backward needs."""
+        like = jax.tree.structure(self.call.carry)
+        carry = lax.cond(
+            self.index == 0,
+            lambda: jax.tree.unflatten(like, self.to_first(*self._leaves(inputs))),
+            lambda: _take(held.inputs, micro),
+        )
+        output, needed = self.call.forward(*self._operands(inputs, carry))
+        return held._replace(output=output), needed
+
+    def _backward(
+        self, part: int, held: Held, inputs: Any, micro: jax.Array, residuals: Any
+    ) -> Held:
+        """Runs a part of their backward, which begins with the last layers."""
+        # XLA would copy what a branch takes and returns unchanged.
+        if part == 0:
+            own = self._own(held.grads)
+            carry_ct, own, means = lax.cond(
+                self.index == self.last,
+                lambda: self._loss(held, own, inputs),
+                lambda: (_take(held.cotangents, micro), own, held.means),
+            )
+            grads = self._with(held.grads, own)
+            held = held._replace(carry_ct=carry_ct, grads=grads, means=means)
+        segment = len(self.call.segments) - 1 - part
+        stacked, consts = self._operands(inputs, held.output)
+        needed = _take(residuals, micro)
+        found = self.call.backward(segment, stacked, consts, needed, held.carry_ct)
+        grads, (start, stop, *_) = list(held.grads), self.call.segments[segment]
+        for number, grad in zip(
+            jax.tree.leaves(self.numbers[:2]),
+            jax.tree.leaves(found[:2], is_leaf=lambda x: x is None),
+            strict=True,
+        ):
+            i = self.split.operands[number]
+            if grad is not None and i is not None and i < len(grads):
+                grads[i] = grads[i].at[start:stop].add(grad.astype(grads[i].dtype))
+        of_args = dict(zip(self.numbers.args, found.args, strict=True))
+        args_ct = [x + of_args[i] for i, x in zip(self.args, held.args_ct, strict=True)]
+        held = held._replace(grads=grads, carry_ct=found.carry, args_ct=args_ct)
+        if segment:
+            return held
+        moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
+        to_first = lambda *x: itertools.compress(self.to_first(*x), moves)
+        carry_ct, own = jax.tree.leaves(held.carry_ct), self._own(held.grads)
+        own = lax.cond(
+            self.index == 0,
+            lambda: self._pull(to_first, own, inputs, carry_ct),
+            lambda: own,
+        )
+        if self.args:
+            own = self._pull(self.to_args, own, inputs, held.args_ct)
+        return held._replace(
+            grads=self._with(held.grads, own),
+            args_ct=list(map(jnp.zeros_like, held.args_ct)),
+        )
+
+    def _loss(self, held: Held, own: list, inputs: Any) -> tuple[Any, list, Any]:
+        """Runs what follows the layers, and its backward.
+
+        Returns the gradient of their output, and sums: ``own``, those of gradients of
+        parameters outside of the Stack, and those of Means.
+        """
+        moves = jax.tree.map(is_float, self.call.carry)
+        fixed = select(held.output, jax.tree.map(lambda x: not x, moves))
+
+        def run(outside, moving):
+            carry = jax.tree.leaves(merge(moving, fixed))
+            found = self.to_loss(*self._leaves(inputs, outside), *carry)
+            found = list(map(jnp.asarray, found))  # some may be numbers
+            loss, metrics = jax.tree.unflatten(jax.tree.structure(self.shapes), found)
+            means = [mean for _, mean in loss.terms]
+            return [mean.total for mean in means], (means, metrics)
+
+        outside = [self.params[i] for i in self.outside]
+        moving = select(held.output, moves)
+        _, pullback, means = jax.vjp(run, outside, moving, has_aux=True)
+        grads, carry_ct = pullback(self.seeds)
+        means = jax.tree.map(lambda s, x: s + x.astype(s.dtype), held.means, means)
+        return carry_ct, _add(own, grads), means
+
+    def _pull(self, fn: Callable, own: list, inputs: Any, cotangents: list) -> list:
+        """Adds to ``own`` the gradients by way of ``fn(*inputs)``."""
+        run = lambda outside: list(fn(*self._leaves(inputs, outside)))
+        _, pullback = jax.vjp(run, [self.params[i] for i in self.outside])
+        (grads,) = pullback(cotangents)
+        return _add(own, grads)
+
+    def _own(self, grads: list[jax.Array]) -> list[jax.Array]:
+        return [grads[i] for i in self.outside]
+
+    def _with(self, grads: list[jax.Array], own: list[jax.Array]) -> list[jax.Array]:
+        found = dict(zip(self.outside, own, strict=True))
+        return [found.get(i, grad) for i, grad in enumerate(grads)]
+
+
+def _add(sums: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
+    return [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+
+
+def pick(values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    """Returns some of a list's values."""
+    return [values[i] for i in wanted]
+
+
+def _take(slots: Any, micro: jax.Array) -> Any:
+    """Returns what a micro-batch has left in its slot, of (slots, ...) each."""
+    return jax.tree.map(lambda x: layer_of(x, micro % len(x)), slots)
+
+
+def _put(slots: Any, values: Any, micro: jax.Array) -> Any:
+    """Returns slots with the values of a micro-batch; as they are if it is -1."""
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        slot = jnp.maximum(micro, 0) % len(x)
+        return put_layer(x, jnp.where(micro < 0, layer_of(x, slot), new), slot)
+
+    return jax.tree.map(put, slots, values)

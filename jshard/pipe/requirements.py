@@ -1,0 +1,67 @@
+"""What a pipeline needs of a policy and a model."""
+
+import warnings
+from typing import Any
+
+from jshard.errors import UserError
+from jshard.fsdp.activations import Offload
+from jshard.fsdp.mesh import stages_of
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import is_quantized
+from jshard.fsdp.state import ModelArrays
+from jshard.pipe.schedule import bubble
+from jshard.pipe.stages import divide
+
+BUSY = 2 / 3  # a pipeline whose stages are busy for less of a step is a warning
+
+
+def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
+    """Raises UserError for what pipelines do not do, and warns of a large bubble."""
+    if (number := stages_of(mesh)) == 1:
+        return
+    stages = divide(arrays, mesh)
+    own = policy.unit(stages.path)
+    precisions = policy.everywhere("precision").values()
+    refused = {
+        f"reshard_after_forward={own.reshard_after_forward}": (
+            own.reshard_after_forward is not True and not policy.defer_scatter,
+            "a stage gathers its weights for each micro-batch (True), or once a step "
+            "and keeps them (policy.defer_scatter)",
+        ),
+        f"first_k={own.first_k}": (
+            own.first_k is not None,
+            "all layers of a pipeline have the same remat policy",
+        ),
+        f"reshard_root={policy.reshard_root}": (
+            policy.reshard_root is not False,
+            "what is outside of the Stack runs in two stages, and is no unit",
+        ),
+        f"offload={policy.offload!r}": (
+            policy.offload == "all",
+            "parameters move to their stages in device memory; use 'optimizer'",
+        ),
+        "remat": (
+            isinstance(own.remat, Offload),
+            "activations of a pipeline stay in device memory",
+        ),
+        "precision.products='float8'": (
+            policy.multiplies_in_float8(),
+            "a scale is that of all layers, which are in several stages",
+        ),
+        "precision.gather": (
+            any(is_quantized(precision.gather) for precision in precisions),
+            "quantized gathers are not counted in a pipeline; use bfloat16",
+        ),
+    }
+    for name, (wrong, why) in refused.items():
+        if wrong:
+            raise UserError(f"mesh: pipe={number}: policy.{name}: {why}")
+    idle = bubble(number, policy.accumulate)
+    if 1 - idle < BUSY:
+        least = 2 * (number - 1)
+        warnings.warn(
+            f"mesh: pipe={number}: with {policy.accumulate} micro-batches "
+            f"(policy.accumulate) a stage is idle for {idle:.0%} of a step (the "
+            f"bubble); use {least} micro-batches or more",
+            stacklevel=5,  # the caller of FSDP.init
+        )
