@@ -30,8 +30,8 @@ from jshard.recipe.load import find_recipe, open_recipe
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "reference"
 RECIPES = (
-    "gpt.py", "gpt2_124m.py", "llama.py:3-8b", "finetune.py", "bert.py", "t5.py",
-    "digits.py", "imagenet_regnet.py",
+    "gpt.py", "gpt2_124m.py", "llama.py:3-8b", "finetune.py", "preference.py",
+    "bert.py", "t5.py", "digits.py", "imagenet_regnet.py",
 )  # fmt: skip
 # What users' code imports from, apart from the pages' own blocks.
 IMPORTING = ("models/*.py", "train/*.py", "examples/*.py")

@@ -110,6 +110,30 @@ class Decoder(nnx.Module):
         )
         return cross_entropy if out.penalty is None else cross_entropy + out.penalty
 
+    def log_probs(
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, jshard.Mean | jshard.Loss | None]:
+        """Returns log-probabilities of targets (B, T), and the penalty if there is one.
+
+        Arguments and errors are as for ``loss``.
+        """
+        check_tokens(tokens_BT, targets_BT, positions_BT, segment_ids_BT)
+        out = self.features(tokens_BT, positions_BT, segment_ids_BT)
+        log_probs_BT = jshard.nn.token_log_probs(
+            out.x_BTD,
+            out.head_DV,
+            targets_BT,
+            chunk=self.config.loss_chunk,
+            soft_cap=out.soft_cap,
+            vocabulary=self.config.vocab_size,
+        )
+        return log_probs_BT, out.penalty
+
     def decode(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:

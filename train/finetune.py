@@ -22,7 +22,7 @@ from jshard.recipes import gpt, llama
 loss_fn = llama.loss_fn
 sample = gpt.sample
 
-LORA_RATE, FULL_RATE = 2e-4, 1e-5
+RATES = (2e-4, 1e-5)  # of adapters, and of the model itself
 
 
 def get_config() -> ConfigDict:
@@ -59,21 +59,26 @@ def get_config() -> ConfigDict:
     }
     config.optimizer.update(
         {
-            "learning_rate": Key(
-                "auto",
-                f"peak of the learning rate schedule; auto is {LORA_RATE} for "
-                f"adapters, and {FULL_RATE} without",
-                kind=float,
-                also=("auto",),
-                at_least=0,
-                at_most=1000,
-            ),
+            "learning_rate": rate_key(RATES),
             "warmup_steps": 50,
             "weight_decay": 0.0,
             "b2": 0.999,
         }
     )
     return config
+
+
+def rate_key(rates: tuple[float, float]) -> Key:
+    """Returns the key of a learning rate that depends on what is trained."""
+    return Key(
+        "auto",
+        f"peak of the learning rate schedule; auto is {rates[0]} for adapters, and "
+        f"{rates[1]} without",
+        kind=float,
+        also=("auto",),
+        at_least=0,
+        at_most=1000,
+    )
 
 
 def make_model(config, rngs):
@@ -98,16 +103,16 @@ def trainable(config):
 
 
 def make_data(config, split):
-    return gpt.make_data(_of_examples(config), split)
+    return gpt.make_data(of_examples(config), split)
 
 
 def flops_per_token(config):
     """Counts 6 N, or 4 N where the matrices are frozen, and attention's scores."""
-    matrices, scores = llama.products_per_token(_of_examples(config))
+    matrices, scores = llama.products_per_token(of_examples(config))
     return (4.0 if config.lora.rank else 6.0) * matrices + 6.0 * scores
 
 
-def _of_examples(config):
+def of_examples(config):
     """Returns the config of a model whose sequences are as long as the examples."""
     config = config.copy_and_resolve_references()
     config.model.sequence_length = config.data.sequence_length
@@ -115,18 +120,17 @@ def _of_examples(config):
 
 
 def learning_rate(config):
-    return gpt.learning_rate(_with_rate(config))
+    return gpt.learning_rate(with_rate(config))
 
 
 def make_optimizer(config):
-    return gpt.make_optimizer(_with_rate(config))
+    return gpt.make_optimizer(with_rate(config))
 
 
-def _with_rate(config):
+def with_rate(config, rates=RATES):
     """Returns the config with a number for the learning rate."""
     config = config.copy_and_resolve_references()
     if config.optimizer.learning_rate == "auto":
         with config.ignore_type():
-            rate = LORA_RATE if config.lora.rank else FULL_RATE
-            config.optimizer.learning_rate = rate
+            config.optimizer.learning_rate = rates[not config.lora.rank]
     return config

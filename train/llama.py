@@ -154,7 +154,7 @@ def get_config(size: str = "") -> ConfigDict:
 
 
 def make_model(config, rngs):
-    max_segments = config.data.max_segments
+    max_segments = config.data.get("max_segments", 0)
     return Llama(LlamaConfig(**config.model, max_segments=max_segments), rngs=rngs)
 
 

@@ -64,25 +64,36 @@ def cross_entropy(
         positive.
     """
     _check(x_BTD, head_DV, targets_BT, weights_BT, chunk)
-    columns = head_DV.shape[1]
-    parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
-    vocabulary = vocabulary or columns
-    last = vocabulary - columns * (parts - 1)  # columns of the last device
-    if vocabulary != columns and not 0 < last <= columns:
-        raise UserError(
-            f"cross_entropy: vocabulary={vocabulary} is neither the head's {columns} "
-            f"columns nor those of {parts} devices"
-        )
-    options = _Options(chunk, soft_cap, vocabulary, vocabulary != columns)
+    options = _options(head_DV, chunk, soft_cap, vocabulary)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     weights_BT = jnp.asarray(weights_BT, wide)
-    flat = [
-        x_BTD.reshape(-1, x_BTD.shape[-1]),
-        head_DV,
-        targets_BT.reshape(-1).astype(jnp.int32),
-        weights_BT.reshape(-1),
-    ]
-    return Mean(_total(options, flat), jnp.sum(weights_BT))
+    inputs = [*_flat(x_BTD, head_DV, targets_BT), weights_BT.reshape(-1)]
+    return Mean(_total(options, inputs), jnp.sum(weights_BT))
+
+
+def token_log_probs(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    chunk: int,
+    soft_cap: float | None = None,
+    vocabulary: int | None = None,
+) -> jax.Array:
+    """Computes each target's logarithm of ``softmax(x @ head)``, for other losses.
+
+    Keeps no logits either: the backward computes those of a chunk again, which takes
+    four matrix products in all. Arguments, dtypes and errors are those of
+    ``cross_entropy``, whose weighted sum of the negative results this is.
+
+    Returns:
+      Log-probabilities (B, T), of tokens that do not count, too: leave them out with
+      ``jnp.where``, after which their gradients are zero.
+    """
+    _check(x_BTD, head_DV, targets_BT, targets_BT, chunk)
+    options = _options(head_DV, chunk, soft_cap, vocabulary)
+    loss_N = _token_losses(options, _flat(x_BTD, head_DV, targets_BT))
+    return -loss_N.reshape(targets_BT.shape)
 
 
 class _Options(NamedTuple):
@@ -94,10 +105,40 @@ class _Options(NamedTuple):
     split: bool  # whether the head has only this device's part of the columns
 
 
+def _options(
+    head_DV: jax.Array, chunk: int, soft_cap: float | None, vocabulary: int | None
+) -> _Options:
+    columns = head_DV.shape[1]
+    parts = lax.axis_size(TENSOR) if TENSOR in sequence_axes() else 1
+    vocabulary = vocabulary or columns
+    last = vocabulary - columns * (parts - 1)  # columns of the last device
+    if vocabulary != columns and not 0 < last <= columns:
+        raise UserError(
+            f"cross_entropy: vocabulary={vocabulary} is neither the head's {columns} "
+            f"columns nor those of {parts} devices"
+        )
+    return _Options(chunk, soft_cap, vocabulary, vocabulary != columns)
+
+
+def _flat(
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array
+) -> list[jax.Array]:
+    """Returns features (N, D), the head, and targets (N,)."""
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return [x_ND, head_DV, targets_BT.reshape(-1).astype(jnp.int32)]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(options: _Options, inputs: list[jax.Array]) -> jax.Array:
     """Computes the weighted sum of losses, when nothing is differentiated."""
-    x_ND, head_DV, targets_N, weights_N = inputs
+    *of_tokens, weights_N = inputs
+    return _weighted_sum(_token_losses(options, of_tokens), weights_N)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_losses(options: _Options, inputs: list[jax.Array]) -> jax.Array:
+    """Computes the loss of each token, (N,)."""
+    x_ND, head_DV, targets_N = inputs
     head_DV = head_DV.astype(x_ND.dtype)
 
     def losses_of(chunk: tuple) -> jax.Array:
@@ -106,8 +147,7 @@ def _total(options: _Options, inputs: list[jax.Array]) -> jax.Array:
         return _own_tokens(loss_C) if options.split else loss_C
 
     chunks = tuple(_in_chunks(options.chunk, x) for x in (x_ND, targets_N))
-    losses = lax.map(losses_of, chunks)
-    return _weighted_sum(losses.reshape(-1)[: len(x_ND)], weights_N)
+    return lax.map(losses_of, chunks).reshape(-1)[: len(x_ND)]
 
 
 def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tuple]:
@@ -159,6 +199,22 @@ def _backward(options: _Options, residuals: tuple, cotangent: jax.Array) -> tupl
 
 
 _total.defvjp(_forward, _backward)
+
+
+def _losses_and_inputs(options: _Options, inputs: list[jax.Array]) -> tuple:
+    return _token_losses(options, inputs), inputs
+
+
+def _backward_of_losses(
+    options: _Options, inputs: list[jax.Array], cotangent_N: jax.Array
+) -> tuple[list]:
+    """Returns the gradients of the sum that has the cotangents as weights."""
+    x_ND, head_DV, _ = inputs
+    _, (dx_ND, dhead_DV, *_) = _forward(options, [*inputs, cotangent_N])
+    return ([dx_ND.astype(x_ND.dtype), dhead_DV.astype(head_DV.dtype), None],)
+
+
+_token_losses.defvjp(_losses_and_inputs, _backward_of_losses)
 
 
 def _losses(

@@ -5,9 +5,10 @@ Hu et al. 2021, arXiv:2106.09685, section 4.1: a layer ``y = x W`` becomes
 zero at first, so that the model starts as what it was.
 """
 
+import contextlib
 import fnmatch
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jshard.unit.modules import is_unit
 # Metadata key of an adapter: the numerator of its scale, alpha / rank.
 ALPHA = "lora_alpha"
 DROPOUT = "lora_dropout"
+_OFF = "lora_off"  # an attribute, so that a unit or a jitted function sees the change
 
 # Uniform in +-1/sqrt(inputs), as in PEFT: He et al. 2015, arXiv:1502.01852, for leaky
 # rectifiers of slope sqrt(5).
@@ -74,6 +76,28 @@ def add_lora(
         _adapt(linear, rank, alpha, param_dtype, rngs)
         if dropout:
             setattr(linear, DROPOUT, _stacked_dropout(dropout, linear.kernel, rngs))
+
+
+@contextlib.contextmanager
+def adapters_off(model: nnx.Module) -> Iterator[None]:
+    """Within it a model computes as it did before ``add_lora``.
+
+    So the base is at hand as a reference, without a second model. Calls within it need
+    no gradients.
+
+    Raises:
+      UserError: the model has no adapters.
+    """
+    adapted = [x for _, x in nnx.iter_modules(model) if isinstance(x, _Adapted)]
+    if not adapted:
+        raise UserError("adapters_off: the model has no adapters; see add_lora")
+    for linear in adapted:
+        setattr(linear, _OFF, True)
+    try:
+        yield
+    finally:
+        for linear in adapted:
+            delattr(linear, _OFF)
 
 
 def _matching(
@@ -133,6 +157,8 @@ class _Adapted(nnx.Module):
     def __call__(self, inputs: jax.Array, **kwargs: Any) -> jax.Array:
         linear: Any = self
         y = super().__call__(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(linear, _OFF):
+            return y
         if hasattr(linear, DROPOUT):
             inputs = linear.lora_dropout(inputs)
         a, b = linear.lora_a[...], linear.lora_b[...]

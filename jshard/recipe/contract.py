@@ -29,6 +29,7 @@ ARGUMENTS = {
     "flops_per_token": ("config",),
     "sample": ("config",),
     "predict_fn": ("model", "batch"),
+    "precompute": ("config",),
     "sample_images": ("config",),
     "units": ("config",),
     "tensor_splits": ("config",),
@@ -171,6 +172,19 @@ def sample(
         return text
 
     return generate, prompts, to_text
+
+
+def precompute(
+    function: Callable[[Config], Any] | None, config: Config
+) -> Callable[..., Any] | None:
+    """Returns what the recipe computes once for each example."""
+    found = function(config) if function is not None else None
+    if found is None:
+        return None
+    if not callable(found):
+        raise _wrong("precompute(config)", found, "fn(model, batch), or None")
+    check_signature(found, "fn of precompute(config)", ("model", "batch"))
+    return found
 
 
 def sample_images(

@@ -49,6 +49,10 @@ class Recipe:
         It may return None for no sample.
       predict_fn: Optional; `predict_fn(model, batch)` returns what `Trainer.predict`
         computes, arrays with a row for each example.
+      precompute: Optional; `precompute(config)` returns `fn(model, batch)`, which is
+        called once for each example with the parameters that the run starts from, and
+        returns a dict of arrays, a row for each example. From then on batches have
+        these in place of what `make_data` put under their names. It may return None.
       sample_images: Optional; `sample_images(config)` returns `(predict, batch,
         caption)` for pictures in the report: `predict(model, batch)` returns arrays, a
         row for each of the pictures in `batch["image"]`, which are uint8 or floating in
@@ -76,6 +80,7 @@ class Recipe:
     flops_per_token: Callable[[Config], float] | None = None
     sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
     predict_fn: Callable[..., Any] | None = None
+    precompute: Callable[[Config], Any] | None = None
     sample_images: Callable[[Config], Any] | None = None
     units: Callable[[Config], Any] | None = None
     tensor_splits: Callable[[Config], Any] | None = None

@@ -23,6 +23,7 @@ from jshard.training.callbacks.evaluation import prepare_evaluation
 from jshard.training.callbacks.samples import prepare_sample
 from jshard.training.callbacks.saving import check_room
 from jshard.training.non_finite import beyond_vocabulary
+from jshard.training.precomputed import precompute
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 from jshard.training.throughput import Throughput
@@ -50,6 +51,9 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
         **reader,
     )
     first = following.first
+    if start.step:  # what is missing is an error before the state is restored
+        run.filled(first.rows)
+    once = contract.precompute(recipe.precompute, config)
     sample = contract.sample(recipe.sample, config)
     pictures = contract.sample_images(recipe.sample_images, config)
     checked = RecipeFunctions(
@@ -60,6 +64,8 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             job.fsdp.mesh,
             contract.flops_per_token(recipe.flops_per_token, config),
         ),
+        precompute=once
+        and (lambda state: precompute(once, job.fsdp, state, data, config)),
         sample=sample and prepare_sample(*sample, job.fsdp, abstract_state),
         pictures=pictures and prepare_pictures(*pictures, job.fsdp, abstract_state),
         evaluate=_prepare_evaluation(run, start, eval_data),
@@ -123,6 +129,7 @@ def _prepare_evaluation(
         run.config,
         run.reader(),
         tasks=tasks,
+        filled=run.filled,
     )
 
 

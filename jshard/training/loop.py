@@ -109,6 +109,11 @@ def train(
             references=recipe.references,
         )
         _make_state(run, start, source, display)
+        if recipe.precompute is not None and not start.step:
+            run.peers.at("computing what is kept", 0)
+            run.precomputed = recipe.precompute(run.state)
+            if jax.process_index() == 0:
+                run.precomputed.save(run.workdir)
 
         step, following = start.step, iter(batches)
         if start.unevaluated:

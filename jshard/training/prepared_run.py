@@ -20,11 +20,13 @@ from jshard.fsdp.batch import rows_of_process
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import check_capacity
+from jshard.recipe import contract
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.definition import Recipe
 from jshard.run.bucket import RunInBucket
 from jshard.run.source import Source, find_source
 from jshard.run.start import Start, find_start
+from jshard.training.precomputed import Precomputed
 
 
 @dataclasses.dataclass
@@ -45,6 +47,8 @@ class PreparedRun:
         state with it, and leaves deleted arrays.
       stream_state: Where the training data are after the step of `state`, if they are a
         stream with a state.
+      precomputed: What the recipe computed before the first step; None if it does not,
+        or if nothing was read yet.
     """
 
     job: Job
@@ -58,6 +62,7 @@ class PreparedRun:
     copies: LocalCopies | None = None
     state: Any = None
     stream_state: StreamState | None = None
+    precomputed: Precomputed | None = None
 
     @property
     def config(self) -> Config:
@@ -118,10 +123,18 @@ class PreparedRun:
         Returns the metrics of the step.
         """
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
-            sharded = self.job.fsdp.shard_batch(batch.rows)
+            sharded = self.job.fsdp.shard_batch(self.filled(batch.rows))
             self.state, metrics = self.job.train_step(self.state, sharded)
         self.stream_state = batch.state
         return metrics
+
+    def filled(self, rows: Any) -> Any:
+        """Returns rows of a batch with what was computed for them once, if anything."""
+        if contract.precompute(self.job.recipe.precompute, self.config) is None:
+            return rows
+        if self.precomputed is None:
+            self.precomputed = Precomputed.read(self.workdir)
+        return self.precomputed.fill(rows)
 
     def files_to_save(self) -> dict[str, str]:
         """Returns what a checkpoint of `state` stores beside it: texts by file name.

@@ -6,6 +6,7 @@ from typing import Any
 
 from jshard.data.batches import TrainingBatches
 from jshard.fsdp.state import TrainState
+from jshard.training.precomputed import Precomputed
 from jshard.training.throughput import Throughput
 
 
@@ -16,6 +17,8 @@ class RecipeFunctions:
     Attributes:
       batches: This process's parts of all batches.
       evaluate: From a state to the metrics of an evaluation; None without.
+      precompute: From a state to what the recipe computes once for each example; None
+        without.
       sample: From a state to a text; None without.
       pictures: From a state to pictures for the report; None without.
       learning_rate: Of the n-th update, from 0; None if it is not known.
@@ -27,6 +30,7 @@ class RecipeFunctions:
 
     batches: TrainingBatches
     evaluate: Callable[[TrainState], dict[str, float]] | None
+    precompute: Callable[[TrainState], Precomputed] | None
     sample: Callable[[TrainState], str] | None
     pictures: Callable[[TrainState], Any] | None
     learning_rate: Callable[[int], float] | None

@@ -269,6 +269,7 @@ class Trainer:
                 self.config,
                 run.reader(),
                 self._steps,
+                filled=run.filled,
             )
             return evaluate(run.state)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import hlo
 import jshard
 import parity
-from jshard.nn import cross_entropy
+from jshard.nn import cross_entropy, token_log_probs
 from jshard.nn.cross_entropy import _logsumexp_in_one_pass
 
 WEIGHTS = {
@@ -294,3 +294,51 @@ def test_a_soft_cap_is_one_of_the_logits(x64):
         parity.error, value_and_grads(fused, *args), value_and_grads(capped(0.5), *args)
     )
     assert max(jax.tree.leaves(errors)) <= 1e-9
+
+
+def squared(x_BTD, head_DV, targets_BT, weights_BT) -> jax.Array:
+    """A loss that is not linear in log-probabilities; some tokens do not count."""
+    log_probs_BT = token_log_probs(x_BTD, head_DV, targets_BT, chunk=8, soft_cap=3.0)
+    return jnp.sum(jnp.where(weights_BT > 0, log_probs_BT, 0) ** 2)
+
+
+def squared_plain(x_BTD, head_DV, targets_BT, weights_BT) -> jax.Array:
+    each = lambda x, target: capped(3.0)(x, head_DV, target, jnp.ones(()))
+    loss_BT = jax.vmap(jax.vmap(each))(x_BTD, targets_BT)
+    return jnp.sum(jnp.where(weights_BT > 0, loss_BT, 0) ** 2)
+
+
+def test_log_probabilities_of_tokens_have_gradients_of_their_own(x64):
+    args = arguments((3, 7), weights="mask", dtype=jnp.float64)
+    fns = squared, squared_plain
+    (got, want) = (jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(*args) for fn in fns)
+    chex.assert_trees_all_close(got, want, rtol=1e-12, atol=1e-12)
+    x_BTD = args[0].at[0, 0].set(jnp.inf)  # of a token that does not count
+    weights_BT = args[3].at[0, 0].set(0)
+    grads = jax.grad(squared, argnums=(0, 1))(x_BTD, *args[1:3], weights_BT)
+    assert all(np.all(np.isfinite(x)) for x in grads)
+
+
+def test_the_sum_of_log_probabilities_is_the_cross_entropy(x64):
+    args = arguments(weights="any", dtype=jnp.bfloat16)
+
+    def summed(x_BTD, head_DV, targets_BT, weights_BT):
+        log_probs_BT = token_log_probs(x_BTD, head_DV, targets_BT, chunk=8)
+        return -jnp.sum(log_probs_BT * weights_BT)
+
+    got, want = value_and_grads(summed, *args), value_and_grads(total, *args)
+    chex.assert_trees_all_equal_dtypes(got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("wrt", "products"), [((), 1), ((0,), 3), ((0, 1), 4)])
+def test_log_probabilities_take_one_product_more(wrt, products):
+    B, T, D, V = 2, 8, 16, 64
+    args = arguments((B, T), D=D, V=V)
+
+    def fn(*args):
+        return jnp.sum(token_log_probs(*args[:3], chunk=4) ** 2)
+
+    compiled = hlo.compile(jax.jit(jax.grad(fn, wrt) if wrt else fn).lower(*args))
+    flops = sum(dot.flops for dot in hlo.dots(compiled.as_text()))
+    assert flops == products * 2 * B * T * D * V

@@ -70,12 +70,14 @@ def prepare_evaluation(
     reader: Mapping[str, int],
     steps: dict[Any, Any] | None = None,
     tasks: RunTasks | None = None,
+    *,
+    filled: Callable[[Any], Any],
 ) -> Callable[[TrainState], dict[str, float]]:
     """Makes a recipe's evaluation, and traces it without computing anything.
 
     `reader` holds the arguments of `eval_batches` that select this process's part,
     `steps` evaluation steps that were made before, by their loss, and `tasks` what else
-    to score.
+    to score. `filled` adds to rows what was computed for them once.
 
     Returns:
       A function from a state to the means over all examples: `eval_loss` and so on,
@@ -100,7 +102,7 @@ def prepare_evaluation(
             total: Any = 0
             for factor, batch in eval_batches(data, max_batches=limit, **reader):
                 previous = total
-                means = eval_step(state, fsdp.shard_batch(batch))
+                means = eval_step(state, fsdp.shard_batch(filled(batch)))
                 total = total + (means if factor == 1 else means.scaled(factor))
                 jax.block_until_ready(previous)  # run one batch ahead, as in training
             means = total.compute()

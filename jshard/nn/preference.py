@@ -1,0 +1,142 @@
+"""Losses of preferences: of two answers to a prompt, which one a person chose.
+
+They read the log-probabilities of whole answers, which ``sum_of_answers`` adds up from
+those of tokens (``jshard.nn.token_log_probs``).
+
+Shape suffixes: P pairs, R rows of tokens, T time of this device.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.fsdp.mesh import sequence_axes
+from jshard.nn.loss import Loss, Mean, as_loss
+
+
+class Answers(NamedTuple):
+    """What a model makes of the answers to some prompts, in pairs.
+
+    Attributes:
+      chosen: their log-probabilities, (P,).
+      rejected: the same of the others, (P,).
+      chosen_length: how many tokens they have, (P,).
+      rejected_length: the same of the others, (P,).
+    """
+
+    chosen: jax.Array
+    rejected: jax.Array
+    chosen_length: jax.Array
+    rejected_length: jax.Array
+
+    def per_token(self) -> "Answers":
+        """Returns the means over an answer's tokens, of answers of length 1."""
+        chosen = self.chosen / self.chosen_length
+        rejected = self.rejected / self.rejected_length
+        return Answers(chosen, rejected, *map(jnp.ones_like, self[2:]))
+
+
+def sum_of_answers(
+    log_probs_RT: jax.Array, is_answer_RT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Adds up the log-probabilities of each row's answer.
+
+    In a step that splits sequences, the sums are those of whole sequences.
+
+    Args:
+      log_probs_RT: of each token, given those before.
+      is_answer_RT: bool; which tokens are the answer's.
+
+    Returns:
+      The sums and the numbers of tokens, (R,) each.
+    """
+    sums = jnp.sum(jnp.where(is_answer_RT, log_probs_RT, 0), axis=1)
+    lengths = jnp.sum(is_answer_RT, axis=1, dtype=sums.dtype)
+    axes = sequence_axes()
+    return lax.psum((sums, lengths), axes) if axes else (sums, lengths)
+
+
+def dpo(
+    policy: Answers,
+    reference: Answers,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    length_normalized: bool = False,
+) -> tuple[Mean, dict[str, Mean]]:
+    """Returns the loss of direct preference optimization, and its rewards.
+
+    Rafailov et al. 2023, arXiv:2305.18290, equation 7: ``-log sigmoid`` of the margin
+    of the rewards, ``beta log(policy / reference)``.
+
+    Args:
+      policy: of the model that is trained.
+      reference: of the model that it started from.
+      beta: how much a change of a log-probability counts.
+      label_smoothing: how many of the preferences are wrong, from 0 to 0.5 (the
+        conservative loss of Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
+      length_normalized: whether the loss compares means over tokens (``sigmoid_norm``
+        in TRL); the rewards are still those of whole answers.
+
+    Returns:
+      The loss, and by name its means of what ``rewards`` returns.
+    """
+    chosen = policy.chosen - reference.chosen
+    rejected = policy.rejected - reference.rejected
+    margin = chosen - rejected
+    if length_normalized:
+        margin = chosen / policy.chosen_length - rejected / policy.rejected_length
+    right, wrong = jax.nn.log_sigmoid(beta * margin), jax.nn.log_sigmoid(-beta * margin)
+    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
+    return _mean(losses), rewards(beta * chosen, beta * rejected)
+
+
+def orpo(
+    policy: Answers, chosen_texts: Mean, *, beta: float
+) -> tuple[Loss, dict[str, Mean]]:
+    """Returns the loss of odds ratio preference optimization, and its rewards.
+
+    Hong et al. 2024, arXiv:2403.07691, equation 6: the cross-entropy of the chosen
+    texts, and ``-beta log sigmoid`` of the logarithm of the ratio of odds. There is no
+    reference; the rewards are ``beta`` times means over tokens.
+
+    Args:
+      policy: of the model that is trained.
+      chosen_texts: the cross-entropy of the chosen answers with their prompts.
+      beta: the weight of the preference, lambda in the paper.
+    """
+    mean = policy.per_token()
+    log_odds = mean.chosen - mean.rejected
+    log_odds -= _log1mexp(mean.chosen) - _log1mexp(mean.rejected)
+    ratio = _mean(-jax.nn.log_sigmoid(log_odds))
+    metrics = rewards(beta * mean.chosen, beta * mean.rejected)
+    metrics |= {"chosen_loss": chosen_texts}
+    return as_loss(chosen_texts) + beta * ratio, metrics
+
+
+def rewards(chosen: jax.Array, rejected: jax.Array) -> dict[str, Mean]:
+    """Returns the means of rewards (P,), of how often and by how much the first win."""
+    return {
+        "reward_chosen": _mean(chosen),
+        "reward_rejected": _mean(rejected),
+        "reward_accuracy": _mean((chosen > rejected).astype(chosen.dtype)),
+        "reward_margin": _mean(chosen - rejected),
+    }
+
+
+def _mean(x_P: jax.Array) -> Mean:
+    return Mean(jnp.sum(x_P), x_P.size)
+
+
+def _log1mexp(x: jax.Array) -> jax.Array:
+    """Computes ``log(1 - exp(x))`` of negative numbers.
+
+    By Mächler 2012, https://cran.r-project.org/web/packages/Rmpfr/vignettes/
+    log1mexp-note.pdf; each branch sees only numbers that it is for, or gradients of the
+    other would be nan.
+    """
+    small = x > -jnp.log(2.0)
+    near, far = jnp.where(small, x, -1.0), jnp.where(small, -1.0, x)
+    return jnp.where(small, jnp.log(-jnp.expm1(near)), jnp.log1p(-jnp.exp(far)))

@@ -1,0 +1,225 @@
+"""Losses of preferences against their papers' formulas, and adapters that are off."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.models.llama import Llama, LlamaConfig
+from jshard.nn.loss import as_loss
+from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
+from jshard.recipes import preference
+from parity import by_path, error
+
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(1, 9, (2, 6)).astype(float)
+POLICY, REFERENCE = -RNG.uniform(0.05, 3, (2, 2, 6)) * LENGTHS
+
+
+def answers(sums: Any, lengths: Any = LENGTHS) -> Answers:
+    return Answers(*map(jnp.asarray, (*sums, *lengths)))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("length_normalized", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_dpo_is_its_formula(x64, smoothing, length_normalized):
+    options = {"label_smoothing": smoothing, "length_normalized": length_normalized}
+    loss, metrics = dpo(answers(POLICY), answers(REFERENCE), beta=0.3, **options)
+    ratios = POLICY - REFERENCE
+    scores = ratios / LENGTHS if length_normalized else ratios
+    p = sigmoid(0.3 * (scores[0] - scores[1]))
+    want = -(1 - smoothing) * np.log(p) - smoothing * np.log(1 - p)
+    np.testing.assert_allclose(loss.compute(), want.mean(), rtol=1e-12)
+    chosen, rejected = 0.3 * ratios
+    means = {
+        "reward_chosen": chosen.mean(),
+        "reward_rejected": rejected.mean(),
+        "reward_accuracy": (chosen > rejected).mean(),
+        "reward_margin": (chosen - rejected).mean(),
+    }
+    assert 0 < means["reward_accuracy"] < 1
+    got = {name: float(mean.compute()) for name, mean in metrics.items()}
+    assert got == pytest.approx(means, rel=1e-12)
+
+
+def test_orpo_is_its_formula(x64):
+    texts = jshard.Mean(jnp.asarray(30.0), 10)
+    loss, metrics = orpo(answers(POLICY), texts, beta=0.2)
+    means = POLICY / LENGTHS
+    odds = np.exp(means) / (1 - np.exp(means))
+    ratio = -np.log(sigmoid(np.log(odds[0] / odds[1])))
+    want = 3.0 + 0.2 * ratio.mean()
+    np.testing.assert_allclose(loss.compute(), want, rtol=1e-12)
+    assert float(metrics["reward_chosen"].compute()) == pytest.approx(
+        0.2 * means[0].mean()
+    )
+    assert float(metrics["chosen_loss"].compute()) == 3.0
+
+
+def test_orpo_has_gradients_for_answers_of_any_probability(x64):
+    def loss(sums):
+        texts = jshard.Mean(jnp.zeros(()), 1)
+        policy = answers(sums, np.ones((2, 4)))
+        return as_loss(orpo(policy, texts, beta=1.0)[0]).compute()
+
+    sums = -jnp.asarray([[1e-9, 0.5, 1.0, 700.0], [0.5, 1e-9, 700.0, 1.0]])
+    assert np.all(np.isfinite(jax.grad(loss)(sums)))
+
+
+def test_answers_are_summed_where_they_are():
+    log_probs_RT = jnp.asarray([[-1.0, -2.0, jnp.nan], [-4.0, -8.0, -16.0]])
+    is_answer_RT = jnp.asarray([[False, True, False], [True, True, False]])
+    sums, lengths = sum_of_answers(log_probs_RT, is_answer_RT)
+    np.testing.assert_array_equal(sums, [-2, -12])
+    np.testing.assert_array_equal(lengths, [1, 2])
+
+
+# The recipe's loss on meshes.
+
+MODEL = LlamaConfig(
+    vocab_size=64,
+    sequence_length=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    width=16,
+    hidden=24,
+    loss_chunk=16,
+    attention="blockwise",  # the others have their softmax in float32
+    param_dtype=jnp.float64,
+)
+T, PAIRS = 8, 24
+
+
+def make(objective: preference.Objective, rngs: nnx.Rngs) -> Llama:
+    model: Any = Llama(MODEL, rngs=rngs)
+    jshard.nn.add_lora(model, rank=2, alpha=8.0, param_dtype=jnp.float64, rngs=rngs)
+    linear: Any
+    for _, linear in nnx.iter_modules(model):
+        if hasattr(linear, "lora_b"):  # so that the reference is another
+            shape = linear.lora_b.get_value().shape
+            values = 0.1 * np.random.default_rng(1).normal(size=shape)
+            linear.lora_b.set_value(jnp.asarray(values))
+    model.objective = objective
+    return model
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, MODEL.vocab_size, (PAIRS, T + 1, 2))
+    stops = rng.integers(4, T + 1, (PAIRS, 1, 2))
+    places = np.arange(T)[:, None]
+    found = {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "texts": places < stops,
+        "answers": (places < stops) & (places >= 3),
+    }
+    return {name: x.reshape(PAIRS, 2 * T) for name, x in found.items()}
+
+
+def plain_loss(objective: preference.Objective, model: Any, base: Any) -> jax.Array:
+    """The same by all logits of two models, written without jshard's losses."""
+    rows = {
+        name: jnp.concatenate([x.reshape(PAIRS, T, 2)[..., i] for i in range(2)])
+        for name, x in batch().items()
+    }
+
+    def log_probs(model):
+        logits = jax.nn.log_softmax(model(rows["inputs"]))
+        return jnp.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
+
+    def sums(model):
+        return jnp.sum(log_probs(model) * rows["answers"], 1).reshape(2, PAIRS)
+
+    if objective.loss == "dpo":
+        chosen, rejected = objective.beta * (sums(model) - sums(base))
+        return jnp.mean(jnp.log1p(jnp.exp(rejected - chosen)))
+    lengths = jnp.sum(rows["answers"], 1).reshape(2, PAIRS)
+    p = jnp.exp(sums(model) / lengths)
+    chosen, rejected = p / (1 - p)
+    weights = rows["texts"][:PAIRS]
+    texts = -jnp.sum(log_probs(model)[:PAIRS] * weights) / jnp.sum(weights)
+    return texts + objective.beta * jnp.mean(jnp.log1p(rejected / chosen))
+
+
+@functools.cache
+def plain_step(objective: preference.Objective) -> tuple[jax.Array, Any]:
+    """The loss, and the adapters after a step of gradient descent."""
+    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
+    loss, grads = jax.jit(
+        jax.value_and_grad(
+            lambda params: plain_loss(
+                objective, nnx.merge(graphdef, params, rest), base
+            )
+        )
+    )(params)
+    return loss, jax.tree.map(lambda p, g: p - g, params, grads)
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    **{
+        str(n): lambda n=n: jshard.make_mesh(devices=jax.devices()[:n])
+        for n in (1, 2, 3, 4, 6, 8)
+    },
+    "context": lambda: jshard.make_mesh(context=2),
+    "tensor": lambda: jshard.make_mesh(tensor=2),
+    "replica": lambda: jshard.make_mesh(replica=2),
+}
+
+
+def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64):
+    rows = {name: jnp.asarray(x) for name, x in batch().items()}
+    for loss in ("dpo", "orpo"):
+        objective = preference.Objective(loss, 0.5, 0.0, False)
+        model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
+        got = as_loss(preference.loss_fn(model, rows)[0]).compute()
+        assert error(got, plain_loss(objective, model, base)) <= 1e-9
+
+
+@pytest.mark.quick("dpo-context-1")
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+def test_a_step_on_a_mesh_follows_a_plain_one(x64, loss, shape, accumulate):
+    objective = preference.Objective(loss, 0.5, 0.0, False)
+    want_loss, want = plain_step(objective)
+    mesh = SHAPES[shape]()
+    groups = mesh.size // (2 if shape in ("context", "tensor") else 1)
+    if PAIRS % (groups * accumulate):
+        accumulate = 1
+    policy = jshard.Policy(accumulate=accumulate, min_shard_elements=0)
+    fsdp, optimizer = jshard.FSDP(mesh, policy), optax.sgd(1.0)
+    state = fsdp.from_model(make(objective, nnx.Rngs(0)), optimizer, wrt=nnx.LoRAParam)
+    step = fsdp.train_step(preference.loss_fn, optimizer)
+    state, metrics = step(state, fsdp.shard_batch(batch()))
+    assert error(metrics["loss"], want_loss) <= 1e-9
+    got, want = map(by_path, (fsdp.fetch(state.params), want))
+    assert max(error(got[path], want[path]) for path in want) <= 1e-9
+
+
+def test_with_adapters_off_the_model_is_the_base_and_then_itself_again(x64):
+    objective = preference.Objective("dpo", 0.1, 0.0, False)
+    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(batch()["inputs"][:, :T])
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    before = run(model, tokens)
+    with jshard.nn.adapters_off(model):
+        np.testing.assert_array_equal(run(model, tokens), run(base, tokens))
+    np.testing.assert_array_equal(run(model, tokens), before)
+    assert not np.array_equal(before, run(base, tokens))
+    message = "the model has no adapters"
+    with pytest.raises(jshard.UserError, match=message), jshard.nn.adapters_off(base):
+        pass
