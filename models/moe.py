@@ -53,17 +53,23 @@ class Experts(nnx.Module):
         self.param_dtype = param_dtype
 
     def __call__(self, x: jax.Array, tokens_E: jax.Array | None) -> jax.Array:
+        """Returns ``product`` with the kernel."""
+        return self.product(x, self.kernel.get_value(), tokens_E)
+
+    def product(
+        self, x: jax.Array, kernel: jax.Array, tokens_E: jax.Array | None
+    ) -> jax.Array:
         """Multiplies each expert's rows with its matrix.
 
         Args:
           x: (M, in) rows in the order of their experts, or as many rows of each expert,
             (E, M, in).
+          kernel: the matrices, (E, in, out).
           tokens_E: how many rows each expert has; None if all have as many.
 
         Returns:
           The products, (M, out) or (E, M, out).
         """
-        kernel = self.kernel.get_value()
         dtype = self.dtype or jnp.result_type(x, kernel)
         x, kernel = x.astype(dtype), kernel.astype(dtype)
         if tokens_E is None:

@@ -1,6 +1,7 @@
 """What a model imports: attention, cross entropy, LoRA, and splits over "tensor"."""
 
 from jshard.float8.products import matmul
+from jshard.nn.adapted import kernel_of
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy
 from jshard.nn.lora import add_lora
@@ -13,6 +14,7 @@ __all__ = [
     "add_lora",
     "cross_entropy",
     "dot_product_attention",
+    "kernel_of",
     "matmul",
     "positions",
     "tensor_parallel",
