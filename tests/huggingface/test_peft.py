@@ -148,8 +148,8 @@ def our_logits(fsdp: jshard.FSDP, state: Any) -> np.ndarray:
     return np.asarray(predict(state, fsdp.shard_batch(batch(0))))
 
 
-def check_close(got: np.ndarray, want: np.ndarray) -> None:
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+def check_close(got: np.ndarray, want: np.ndarray, within: float = 1e-5) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=within * np.abs(want).max())
 
 
 def test_losses_follow_peft(torch_peft, folders):
@@ -165,7 +165,8 @@ def test_losses_follow_peft(torch_peft, folders):
             losses.append(float(metrics["loss"]))
         print(mesh, "worst of a loss:", max(np.abs(np.array(losses) / want - 1)))
         np.testing.assert_allclose(losses, want, rtol=1e-5)
-        check_close(our_logits(fsdp, state), their_logits(theirs))
+        # AdamW's first steps have the size of the rate, whatever the gradient's.
+        check_close(our_logits(fsdp, state), their_logits(theirs), within=1e-4)
 
 
 def padded(batch: dict[str, np.ndarray], mesh: tuple[int, int]) -> dict[str, Any]:
