@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from compiling import Row, compile_row
-from jshard.fit.hardware import GPUS_A_HOST, STATED
+from jshard.fit.hardware import STATED
 from jshard.plan import GPUS
 from jshard.report.charts import Axes, element
 from kit.pictures import picture
@@ -24,7 +24,7 @@ from kit.pictures import picture
 GIB = 2**30
 USABLE = GPUS["h100"].usable
 RECIPE, REMAT = "llama:3-8b", "dots"
-SIZES = tuple(GPUS_A_HOST * 2**i for i in range(10))
+SIZES = tuple(8 * 2**i for i in range(10))
 # strategy: its name, a color that shows on white and on black, and the number of GPUs
 # where its line is the upper one, and named
 LINES = {
@@ -56,7 +56,7 @@ def cells(found: dict[str, Any]) -> list[str]:
 def network() -> str:
     """What the model takes the links to be."""
     return (
-        f"H100s, {GPUS_A_HOST} a host; network {STATED.network_port / 1e9:.2f} GB/s a "
+        f"H100s, eight a host; network {STATED.network_port / 1e9:.2f} GB/s a "
         "GPU; collectives by the fastest of NCCL's protocols, by its own model"
     )
 

@@ -51,7 +51,7 @@ html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 
 # Pages that belong at a repository's root, and notebooks, which are beside scripts.
-PROJECT = ("CHANGELOG.md", "SECURITY.md")
+PROJECT = ("SECURITY.md",)  # and CHANGELOG.md from the first release on
 BROUGHT = {REPOSITORY / name: DOCS / "project" / name for name in PROJECT} | {
     path: DOCS / "notebooks" / path.name for path in REPOSITORY.glob("examples/*.ipynb")
 }

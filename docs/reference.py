@@ -37,24 +37,29 @@ RECIPES = (
 IMPORTING = ("models/*.py", "train/*.py", "examples/*.py")
 
 COMMANDS_HEAD = """\
+<!-- written by docs/reference.py -->
+
 # Commands
 
-Each is a program, `jshard-NAME`, and a module, `python -m jshard.NAME`. Written by
-`python docs/reference.py` from their `--help`. [Exit codes](exit_codes.md) have a page.
+Each is a program, `jshard-NAME`, and a module, `python -m jshard.NAME`. [Exit
+codes](exit_codes.md) have a page.
 """
 KNOBS_HEAD = """\
+<!-- written by docs/reference.py -->
+
 # Config keys of every recipe
 
 Set them with `--config.KEY=VALUE`, or in a recipe's `get_config`. The `policy` keys are
 the fields of `jshard.Policy`. `python -m jshard.train --config=FILE --help` also lists
-the recipe's own keys. `python docs/reference.py` writes this page.
+the recipe's own keys.
 """
 KEYS_HEAD = """\
+<!-- written by docs/reference.py -->
+
 # Keys of the packaged recipes
 
 Set them with `--config.KEY=VALUE`, like [the keys of every recipe](../knobs.md).
-Llama's defaults are those of `llama.py:3-8b`. `python docs/reference.py` writes this
-page.
+Llama's defaults are those of `llama.py:3-8b`.
 """
 
 

@@ -38,7 +38,8 @@ class Room(NamedTuple):
 ROOMS = {
     "commands": Room(
         9, 0, 510, "parse, build, run: python -m jshard.NAME",
-        "train launch inspect export tokenize generate perplexity __main__",
+        "train launch inspect export tokenize generate perplexity __main__ "
+        "evaluate/__main__",
     ),
     "surface": Room(
         9, 525, 720, "the public names", "__init__ functional linen testing"
@@ -46,7 +47,7 @@ ROOMS = {
     "plan": Room(9, 735, 860, "for absent GPUs"),
     "training": Room(
         8, 0, 860, "what a run adds to the library, from its config to the Trainer",
-        "config data recipe report run fit training trained", ordered=True,
+        "config data recipe report run fit evaluate training trained", ordered=True,
     ),
     "checkpoint": Room(
         7, 0, 230, "save, verify, restore, convert", "checkpoint hub", ordered=True

@@ -4,7 +4,7 @@ On this machine, or one on each of several hosts, by ssh. The hosts share a file
 If the job fails, all processes are restarted from its last checkpoint, with spare hosts
 in the places of dead ones, or on fewer if need be and allowed.
 
-`--command=generate` and `--command=perplexity` start these instead of `jshard.train`.
+`--command=generate`, `perplexity` and `evaluate` start these instead of `jshard.train`.
 
 Exit codes: those of the command; 1 if the job failed more often than allowed.
 """
@@ -42,7 +42,7 @@ PASSED_ON = (
 )  # fmt: skip
 PORTS = 20  # ports to try if other programs use them
 TRAIN = "train"
-COMMANDS = (TRAIN, "generate", "perplexity")  # those that run in several processes
+COMMANDS = (TRAIN, "generate", "perplexity", "evaluate")  # in several processes
 NO_RESTART = (0, 2, 75)  # done, bad input, preempted
 _MANY: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 65_536}
 

@@ -19,6 +19,7 @@ from jshard.cli.options import Command, Option
 from jshard.cli.platform import (
     cache_compilations,
     choose_platform,
+    limit_collectives,
     make_cpu_devices,
 )
 from jshard.cli.quiet import start_devices
@@ -79,6 +80,8 @@ def _train(argv: list[str]) -> None:
         keys = read_keys(recipe, words, folder)
         config = make_config(recipe, keys, folder)
         make_cpu_devices(config.mesh.cpu_devices)
+        stuck = config.watch.stuck
+        limit_collectives(None if stuck == "auto" else stuck)
         several = len(set(peers.hosts)) > 1
         cache_compilations(folder if several and bucket is None else None)
         starting = time.time()

@@ -231,6 +231,27 @@ def whole(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.fixture
+def train_here(monkeypatch, capsys):
+    """As `train`, in this process: what is refused need not import JAX again."""
+    import jshard.train
+
+    monkeypatch.setattr(jshard.train, "make_cpu_devices", lambda count: None)
+    monkeypatch.setattr(jshard.train, "cache_compilations", lambda folder: None)
+    monkeypatch.setattr("warnings.formatwarning", None)  # the command sets its own
+
+    def run(folder, *words, recipe=RECIPE):
+        (folder / "tiny.py").write_text(recipe)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["jshard.train", *words])
+        with pytest.raises(SystemExit) as end:
+            jshard.train.main()
+        code = int(end.value.code or 0)
+        return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def train(command):
     """Runs the command line to its end, with the recipe in `tiny.py`."""

@@ -69,7 +69,8 @@ class Case:
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": MESHES + ODD_MESHES,
-    "optimizer": tuple(parity.TRANSFORMATIONS),
+    # Lion is elementwise, as SGD is.
+    "optimizer": tuple(name for name in parity.TRANSFORMATIONS if name != "lion"),
     "accumulate": (1, 4),
     "remat": REMATS,
     "reshard": (True, False, 2),
@@ -113,9 +114,9 @@ def moments(run: parity.Run, name: str) -> dict[tuple, Any]:
     return {k: v for _, state in found for k, v in parity.by_path(state).items()}
 
 
-def product(names: str, *factors: Any) -> Any:
-    """Every combination."""
-    return pytest.mark.parametrize(names, list(itertools.product(*factors)))
+def alternating(names: str, values: Any, others: Any) -> Any:
+    """Each value with the next of the others: all pairs are in FACTORS' rows."""
+    return pytest.mark.parametrize(names, list(zip(values, itertools.cycle(others))))
 
 
 # Several layers, whose weights are gathered again: what the default suite trains.
@@ -190,7 +191,7 @@ def test_training_follows_the_plain_run_on_a_mesh_with_an_automatic_third_axis()
 
 
 @pytest.mark.slow
-@product("group, units", (1, 2, 4, 8), (False, True))
+@alternating("group, units", (1, 2, 4, 8), (False, True))
 def test_training_follows_the_plain_run_with_weights_kept_in_groups(group, units):
     check(Case(mesh=(1, 8), reshard=group, units=units, remat="dots"))
 
@@ -205,7 +206,7 @@ def test_training_follows_the_plain_run_with_remat_of_the_first_layers(first_k, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first_k", [0, 1, 2, 3])
+@pytest.mark.parametrize("first_k", [1, 2])
 def test_training_follows_the_plain_run_with_remat_of_the_first_layers_in_groups(
     first_k,
 ):
@@ -214,7 +215,7 @@ def test_training_follows_the_plain_run_with_remat_of_the_first_layers_in_groups
 
 
 @pytest.mark.slow
-@product("mesh, reshard", MESHES, (True, False, 2))
+@alternating("mesh, reshard", MESHES[1:], (True, False, 2))
 def test_training_follows_the_plain_run_with_transfers_beside_other_layers(
     mesh, reshard
 ):
@@ -223,7 +224,10 @@ def test_training_follows_the_plain_run_with_transfers_beside_other_layers(
 
 
 @pytest.mark.slow
-@product(*("reshard_root, accumulate, units", (True, 2), (1, 4), (False, True)))
+@pytest.mark.parametrize(  # all pairs
+    ("reshard_root", "accumulate", "units"),
+    [(True, 1, False), (True, 4, True), (2, 1, True), (2, 4, False)],
+)
 def test_training_follows_the_plain_run_with_a_root_that_is_gathered_again(
     reshard_root, accumulate, units
 ):
@@ -232,7 +236,7 @@ def test_training_follows_the_plain_run_with_a_root_that_is_gathered_again(
 
 
 @pytest.mark.slow
-@product("mesh, units", MESHES[2:], (False, True))
+@alternating("mesh, units", MESHES[2:], (False, True))
 def test_training_follows_the_plain_run_with_one_scatter_a_step(mesh, units):
     case = Case(mesh=mesh, accumulate=4, defer=True, units=units, tied=True)
     check(dataclasses.replace(case, frozen=True, dropout=True, padding=True))

@@ -27,7 +27,7 @@ from jshard.hub.safetensors_file import find_tensors
 from jshard.hub.safetensors_write import SINGLE
 
 REPOSITORY = Path(__file__).parents[1]
-QUICK, MANY = 40, 1000
+QUICK, MANY = 40, 400
 DEEP = "[" * 100_000 + "]" * 100_000
 
 

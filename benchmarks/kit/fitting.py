@@ -40,7 +40,7 @@ def fit(found: dict[str, Measured], card: str | None) -> dict[str, Any]:
         "attention": share("attention", "flops", gpu.flops),
         "memory": share("memory", "bytes", gpu.bandwidth),
         "link": _link(found, gpu),
-        "host_bus": _least(found, "host"),
+        "host_bus": _host_bus(found, gpu),
     }
     known = {name: value for name, value in fitted.items() if value is not None}
     return {"source": f"fitted to one {gpu.name}", **known}
@@ -65,10 +65,10 @@ def _link(found: dict[str, Measured], gpu: GPU) -> float | None:
         if not name.startswith(("all-reduce", "skipped"))
         and int(name.split()[1]) >= LARGE
     ]
-    return statistics.median(large) / gpu.nvlink if large else None
+    return statistics.median(large) / gpu.link if large else None
 
 
-def _least(found: dict[str, Measured], part: str) -> float | None:
-    """The planner has one speed for both ways."""
-    speeds = [x["bytes_per_second"] for x in found.get(part, {}).values()]
-    return min(speeds, default=None)
+def _host_bus(found: dict[str, Measured], gpu: GPU) -> float | None:
+    """Of PCIe 5.0; the planner has one speed for both ways."""
+    speeds = [x["bytes_per_second"] for x in found.get("host", {}).values()]
+    return min(speeds) / gpu.bus if speeds else None

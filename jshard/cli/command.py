@@ -16,10 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import jax
+
 from jshard.cli.terminal import show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
 from jshard.formatting import one_line, printable
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in JAX's error
+ALLOCATOR = "JAX_PJRT_CLIENT_CREATE_OPTIONS"  # whose setting also chooses the allocator
 
 
 def run_command(command: Callable[[list[str]], None]) -> None:
@@ -66,12 +71,24 @@ def expected_ending(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, RunFailed):
         code = 130 if isinstance(error, Interrupted) else 1
         return code, f"error: {one_line(str(error))}"
+    if isinstance(error, jax.errors.JaxRuntimeError) and OUT_OF_MEMORY in str(error):
+        return 1, f"error: {_out_of_memory(error)}"
     cause: BaseException | None = error
     while cause is not None:  # JAX's C++ turns Ctrl-C into an error of its own
         if isinstance(cause, KeyboardInterrupt):
             return 130, "error: interrupted"
         cause = cause.__cause__
     return None
+
+
+def _out_of_memory(error: BaseException) -> str:
+    described = describe_user_error(error)
+    what = described[0] if described else one_line(str(error).split("\n")[0])
+    advice = "a device is out of memory; docs/how_to/out_of_memory.md: what needs less"
+    if jax.default_backend() == "gpu" and ALLOCATOR not in os.environ:
+        advice += f". If the plan fits, {ALLOCATOR}=allocator:cuda_async in the "
+        advice += "environment helps against fragmentation"
+    return f"{what} ({advice})"
 
 
 def read_text(option: str, file: Path) -> str:

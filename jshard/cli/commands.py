@@ -6,6 +6,7 @@ COMMANDS = {
     "plan": "predicts memory, traffic and time of a recipe on absent GPUs",
     "generate": "continues prompts with a trained model",
     "perplexity": "measures how well a trained model predicts a text",
+    "evaluate": "scores a trained model on tasks of lm_eval",
     "inspect": "shows and verifies the checkpoints of a run",
     "export": "writes the model of a checkpoint as safetensors files",
     "tokenize": "turns text, JSONL or Parquet into token files",

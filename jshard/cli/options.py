@@ -149,7 +149,9 @@ class Command:
         name = f"{name}.KEY" if key else f"{name}{dot}"
         if not label.startswith("--") or name not in self.options or name.isupper():
             names = [f"--{name}" for name in self.options if not name.isupper()]
-            hint = did_you_mean(label, [*names, "--help"])
+            hint = did_you_mean(label, [*names, "--help"], cutoff=0.7)
+            if not hint and "config.KEY" in self.options and label.startswith("--"):
+                hint = f"; keys of the recipe are --config.KEY: --config.{name}?"
             raise UserError(f"unknown argument {word!r}{hint}; see --help")
         return name, label, text if equals else None
 

@@ -1,5 +1,6 @@
 """What a command sets up before JAX creates its devices."""
 
+import math
 import os
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from jshard.cli.quiet import has_accelerator, has_cuda_plugin, start_devices
 from jshard.compat.plugin_log import FAILED
 from jshard.errors import UserError
 
+TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
 COMPILED = "compiled"  # programs in the folder of a run on several hosts
 
 
@@ -63,6 +65,23 @@ def make_cpu_devices(count: int) -> None:
             "the recipe computes with JAX while it is imported, before the devices "
             "are set up: move that into its functions"
         ) from error
+
+
+def limit_collectives(stuck: float | None) -> None:
+    """Lets XLA end this process when a collective on GPUs is stuck.
+
+    By itself it waits for ever. It reads the limit from the environment, once. It is
+    for hangs within a process, and for a supervisor that hangs itself, so it comes long
+    after `watch.stuck`.
+
+    Args:
+      stuck: `watch.stuck` in seconds; None learns it, 0 waits for ever.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if stuck == 0 or TIMEOUT in flags or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return
+    seconds = max(600, math.ceil(2 * (stuck or 0)))
+    os.environ["XLA_FLAGS"] = f"{flags} --{TIMEOUT}={seconds}".strip()
 
 
 def cache_compilations(run: Path | None = None) -> None:

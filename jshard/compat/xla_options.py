@@ -24,7 +24,7 @@ _ONE_COLLECTIVE = 1 << 36
 GATHERS_LATE = jax.__version_info__ >= (0, 11)
 
 # The value and reason of each option, by XLA's name.
-OPTIONS: dict[str, tuple[bool | int, str]] = {
+OPTIONS: dict[str, tuple[bool | int | str, str]] = {
     "xla_gpu_enable_latency_hiding_scheduler": (
         True,
         "schedules collectives beside computation",
@@ -57,6 +57,10 @@ OPTIONS: dict[str, tuple[bool | int, str]] = {
         "leaves matrix products to cuBLAS: fewer passes over memory around them, no "
         "kernels to tune, and the program that was planned is the one that runs",
     ),
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN",
+        "keeps collectives out of CUDA graphs, where some have hung",
+    ),
     "xla_gpu_memory_limit_slop_factor": (
         1000,
         "keeps XLA from recomputing what the policy saves, and from overlapping less, "
@@ -64,7 +68,7 @@ OPTIONS: dict[str, tuple[bool | int, str]] = {
     ),
 }
 # For steps with float8 products.
-FLOAT8_OPTIONS: dict[str, tuple[bool | int, str]] = {
+FLOAT8_OPTIONS: dict[str, tuple[bool | int | str, str]] = {
     "xla_gpu_dot_merger_threshold_mb": (
         0,
         "keeps small products with a common operand apart: XLA would concatenate their "

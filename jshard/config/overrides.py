@@ -69,6 +69,10 @@ def _declaration(name: str, declared: Mapping[str, Knob], recipe: str) -> Knob:
         return declared[key]
     members = [name for name in declared if name.startswith(f"{key}.")]
     hint = f"; it is a group: {', '.join(members)}" if members else ""
+    group, _, last = key.rpartition(".")
+    beside = [x.rpartition(".")[2] for x in declared if x.rpartition(".")[0] == group]
+    if group and beside and not members and not did_you_mean(last, beside):
+        hint = f"; {group} has {', '.join(beside)}"
     raise UserError(
         f"unknown key --{name} in recipe {recipe}"
         f"{hint or did_you_mean(key, declared)}; --help lists all keys"

@@ -139,6 +139,8 @@ def check(config: Config) -> None:
         check_value(f"config.{key}", flat[key], declared)
     if problem := profile_problem(config.profile.steps, config.steps):
         refuse("profile.steps", problem)
+    if config.eval_tasks and not config.eval_every:
+        refuse("eval_tasks", "needs --config.eval_every above 0")
     checkpoint = config.checkpoint
     if checkpoint.best:
         if not checkpoint.best.startswith("eval_"):

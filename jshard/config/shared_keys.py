@@ -37,6 +37,13 @@ DEFAULTS = {
     "eval_batches": Knob(
         0, "largest number of batches to evaluate; 0 is all validation data", at_least=0
     ),
+    "eval_tasks": Knob(
+        (), "benchmarks of lm_eval to score at evaluations, e.g. hellaswag,lambada",
+        noun="TASK,...",
+    ),
+    "eval_limit": Knob(
+        0, "examples of each of these tasks; 0 is all", at_least=0
+    ),
     "mesh.fsdp": Knob(
         -1, "number of shards of a parameter; -1 is all devices", also=(-1,),
         at_least=1,
@@ -57,7 +64,8 @@ DEFAULTS = {
         also=(FIT,), at_least=1,
     ),
     "mesh.cpu_devices": Knob(
-        8, "CPU devices per process on machines without GPUs", at_least=1, at_most=1024
+        8, "CPU devices per process without GPUs; JAX_NUM_CPU_DEVICES comes first",
+        at_least=1, at_most=1024,
     ),
     **_policy(),
     "compiler_options": Knob((), "options of XLA", noun="NAME=VALUE,..."),

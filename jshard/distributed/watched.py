@@ -15,7 +15,7 @@ from typing import ClassVar, NoReturn
 
 import jax
 
-from jshard.cli.command import expected_ending
+from jshard.cli.command import OUT_OF_MEMORY, expected_ending
 from jshard.cli.user_code import describe_user_error
 from jshard.distributed.heartbeat import GRACE, PERIOD, SILENCE, Heartbeat
 from jshard.distributed.key_value import KeyValueStore
@@ -131,7 +131,7 @@ class Watched(Peers):
 
     def _report_error(self, error: BaseException) -> None:
         code, text = _describe(error)
-        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+        out_of_memory = OUT_OF_MEMORY in str(error)
         if isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory:
             # Collectives fail if another process dies; the heartbeat names that one.
             time.sleep(self._silence + 3 * PERIOD)

@@ -14,16 +14,22 @@ from typing import Any
 
 from jshard.errors import UserError
 
-# Dense bf16 peak in FLOP/s, from the vendor's data sheets. The first name that is part
-# of `device_kind` counts.
+# Dense bf16 peak in FLOP/s with sums in float32, from the vendor's data sheets (for
+# GeForce and RTX: white papers of GA102 and Ada). The first name that is part of
+# `device_kind` counts.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,
     "A100": 312e12,
+    "GB200": 2500e12,
+    "GB300": 2500e12,
     "B200": 2250e12,
+    "B300": 2250e12,
+    "RTX 4090": 165.2e12,
+    "L40S": 362.05e12,
+    "RTX A6000": 154.8e12,
 }
-GPUS_A_HOST = 8
 _USABLE = 0.95  # of the memory; CUDA's context, NCCL and cuDNN take the rest
 
 
@@ -46,11 +52,11 @@ class Constants:
     attention: float = 0.72  # the same for flash attention, forward and backward
     memory: float = 0.85  # share of the device memory's bandwidth
     launch: float = 3e-6  # seconds added to each kernel
-    link: float = 370 / 450  # share of NVLink's (NCCL's bus bandwidth on 8 x H100)
+    link: float = 370 / 450  # share of the link's (NCCL's bus bandwidth on 8 x H100)
     # Seconds for which the slowest host holds up a collective between hosts, for each
     # doubling of their number. Nothing hides them.
     straggle: float = 0.0
-    network_port: float = 370e9 / 8  # bytes/s of a GPU's own port (370 of 400 Gb/s)
+    network_port: float = 370e9 / 8  # bytes/s of a port of 400 Gb/s (370 of them)
     host_bus: float = 55e9  # bytes/s to or from the host (PCIe 5.0 x16, each direction)
     # The least and the largest measured step over its prediction, of the steps that
     # confirm the constants; 1 if none do.
@@ -97,13 +103,29 @@ class GPU:
     clock: float  # GHz
     shared: tuple[int, int, int]  # bytes of a block, a multiprocessor, an opt-in block
     flops: float  # FLOP/s of dense bf16 products, the vendor's figure
-    nvlink: float  # bytes/s in one direction
+    link: float  # bytes/s in one direction to the others of its domain
+    host: int = 8  # GPUs of a host
+    domain: int = 8  # GPUs that the link joins: of a host, or of an NVLink rack
+    links: str = "NVLink"  # or PCIe
+    port: float = 1.0  # speed of its network port, in ports of 400 Gb/s
+    bus: float = 1.0  # of its bus to the host, in PCIe 5.0 x16
+    threads: int = 2048  # of a multiprocessor
     constants: Constants = FITTED  # the share of these that programs reach
 
     @property
     def usable(self) -> int:
         """Bytes of memory that a program may use."""
         return int(_USABLE * self.memory)
+
+    @property
+    def network_port(self) -> float:
+        """Bytes/s of its own network port."""
+        return self.port * self.constants.network_port
+
+    @property
+    def host_bus(self) -> float:
+        """Bytes/s to or from the host."""
+        return self.bus * self.constants.host_bus
 
     def product_seconds(self, flops: float, limit: str = "matmul") -> float:
         """Seconds of so many FLOPs of bf16 products, limited by one of the shares."""
@@ -114,19 +136,27 @@ class GPU:
         return nbytes / (self.constants.memory * self.bandwidth)
 
     def link_seconds(self, nbytes: float) -> float:
-        """Seconds to receive so many bytes over NVLink."""
-        return nbytes / (self.constants.link * self.nvlink)
+        """Seconds to receive so many bytes from others of its domain."""
+        return nbytes / (self.constants.link * self.link)
 
 
 _A100_SHARED = (49152, 167936, 166912)
 _H100_SHARED = (49152, 233472, 232448)
+_A6000_SHARED = (49152, 102400, 101376)
 
-# Sources: XLA's device descriptions (tools/hlo_opt/gpu_specs/*.txtpb), and the data
-# sheets for the last two figures.
+_PCIE = {"links": "PCIe", "bus": 0.5, "threads": 1536}  # PCIe 4.0
+_RACK = {"host": 4, "domain": 72, "bus": 7.0}  # NVL72; NVLink-C2C to the CPU, 450 GB/s
+
+# Sources: XLA's device descriptions (backends/gpu/target_config/specs/*.txtpb), and the
+# data sheets from `flops` on. XLA has none of rtx4090 and l40s: the white paper of Ada
+# (cores, clock, caches), CUDA's programming guide (capability 8.9), and the memory that
+# CUDA reports, as users quote it (23.65 and 44.42 GiB). Their links are PCIe 4.0 x16.
+# Network ports: HGX and GB200 have ConnectX-7, B300 and GB300 ConnectX-8, L40S the 200
+# Gb/s a GPU of NVIDIA's reference design 2-8-5-200; 100 Gb/s are a guess for the rest.
 GPUS = {
     "a100": GPU(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 85_100_068_864, 2.03904e12,
-        41_943_040, 1.41, _A100_SHARED, PEAK_FLOPS["A100"], 300e9,
+        41_943_040, 1.41, _A100_SHARED, PEAK_FLOPS["A100"], 300e9, bus=0.5,
     ),
     "h100": GPU(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
@@ -139,6 +169,32 @@ GPUS = {
     "b200": GPU(
         "NVIDIA B200", (10, 0), 148, 128, 191_514_411_008, 7.67232e12,
         132_644_864, 1.965, _H100_SHARED, PEAK_FLOPS["B200"], 900e9,
+    ),
+    "b300": GPU(
+        "NVIDIA B300", (10, 3), 158, 128, 297_021_865_984, 7.936e12,
+        135_528_448, 1.965, _H100_SHARED, PEAK_FLOPS["B300"], 900e9, port=2.0,
+    ),
+    "gb200": GPU(
+        "NVIDIA GB200", (10, 0), 152, 128, 197_897_748_480, 7.928064e12,
+        135_528_448, 2.062, _H100_SHARED, PEAK_FLOPS["GB200"], 900e9, **_RACK,
+    ),
+    "gb300": GPU(
+        "NVIDIA GB300", (10, 3), 152, 128, 297_021_079_552, 7.928064e12,
+        135_528_448, 2.07, _H100_SHARED, PEAK_FLOPS["GB300"], 900e9, port=2.0, **_RACK,
+    ),
+    "rtx4090": GPU(
+        "NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 25_393_994_137, 1.008e12,
+        75_497_472, 2.52, _A6000_SHARED, PEAK_FLOPS["RTX 4090"], 32e9, port=0.25,
+        **_PCIE,
+    ),
+    "l40s": GPU(
+        "NVIDIA L40S", (8, 9), 142, 128, 47_695_611_822, 8.64e11,
+        100_663_296, 2.52, _A6000_SHARED, PEAK_FLOPS["L40S"], 32e9, port=0.5, **_PCIE,
+    ),
+    "a6000": GPU(
+        "NVIDIA RTX A6000", (8, 6), 84, 128, 51_041_271_808, 7.68096e11,
+        6_291_456, 1.8, _A6000_SHARED, PEAK_FLOPS["RTX A6000"], 32e9, port=0.25,
+        **_PCIE,
     ),
 }  # fmt: skip
 

@@ -219,7 +219,7 @@ def _on_the_wire(traced: Traced) -> float:
     found = traffic(traced.jaxpr, dict(traced.sizes), traced.network).values()
     network = sum(t.network_bytes for t in found)
     inside = sum(t.wire_bytes for t in found) - network
-    return network / _GPU.constants.network_port + _GPU.link_seconds(inside)
+    return network / _GPU.network_port + _GPU.link_seconds(inside)
 
 
 def _difference(other: Candidate, chosen: Candidate) -> str:

@@ -184,6 +184,8 @@ def _within_hosts(
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Returns ``mesh``; raises UserError unless it has "replica" and "fsdp"."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise UserError(f"mesh is a {type(mesh).__name__}; see jshard.make_mesh")
     missing = [axis for axis in (REPLICA, FSDP) if axis not in mesh.axis_names]
     if missing:
         raise UserError(

@@ -133,7 +133,10 @@ class CheckedStep:
         functools.update_wrapper(self, jitted)
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
-        """Runs the step; raises UserError if the state was donated before."""
+        """Runs the step; raises UserError if the state was donated, or is none."""
+        if not isinstance(state, TrainState):
+            name = type(state).__name__
+            raise UserError(f"a step takes the state of fsdp.init, not a {name}")
         check_kept(state)
         outputs = self._jitted(state, batch)
         if self._after is not None:

@@ -61,14 +61,18 @@ class Generator:
     @classmethod
     def sharded(cls, fsdp: FSDP, state: TrainState) -> "Generator":
         """Returns a Generator whose weights stay shards, gathered layer by layer."""
-        generator, placement = cls.__new__(cls), sharded(fsdp, state)
+        return cls.at(sharded(fsdp, state))
+
+    @classmethod
+    def at(cls, placement: Placement) -> "Generator":
+        """Returns a Generator whose weights are somewhere already."""
+        generator = cls.__new__(cls)
         check_decodes(placement.model)
         generator._start(placement)
         return generator
 
     def _start(self, placement: Placement) -> None:
         self._placement = placement
-        self._programs: dict[Any, Any] = {}
         if not is_encoder_decoder(placement.model):
             context_length(placement.model)  # raises a UserError if it is not known
 
@@ -88,6 +92,7 @@ class Generator:
         stop_tokens: Sequence[int] = (),
         seed: int = 0,
         chunk: int = _CHUNK,
+        slots: int = 0,
     ) -> Iterator[np.ndarray]:
         """Yields the tokens that follow the prompts, some at a time.
 
@@ -98,6 +103,8 @@ class Generator:
           stop_tokens: tokens that end a text, and are not returned.
           seed: row r is sampled with seed + r, whatever the other rows are.
           chunk: tokens a part.
+          slots: the room of a decoder's cache, if it is to be larger than needed, so
+            that batches of many lengths run the same program.
 
         Yields:
           Tokens (rows, chunk), with ``NOTHING`` (-1) after the end of a row.
@@ -110,7 +117,7 @@ class Generator:
         model = self._placement.model
         check_prompts(model, arrays, length)
         counts = tokens_after(model, arrays, length)
-        rows = self._read(arrays, counts, seed)
+        rows = self._read(arrays, counts, seed, slots)
         step = self._decode_steps(chunk, sampling or Sampling(), tuple(stop_tokens))
         earlier: Any = None  # the next part is computed while this one is read
         for _ in range(-(-int(max(counts)) // chunk)):
@@ -122,7 +129,9 @@ class Generator:
             earlier = tokens
         yield self._fetch(earlier, len(arrays))
 
-    def _read(self, prompts: list[np.ndarray], counts: np.ndarray, seed: int) -> Rows:
+    def _read(
+        self, prompts: list[np.ndarray], counts: np.ndarray, seed: int, slots: int
+    ) -> Rows:
         """Returns rows that have read the prompts, and generate ``counts`` tokens."""
         devices = self._placement.devices
         spare = -len(prompts) % devices  # rows that are done
@@ -134,11 +143,12 @@ class Generator:
             position = np.zeros(len(prompts), int)
         else:
             position = np.array([len(prompt) - 1 for prompt in prompts])
-            cache = self._prefilled(filled, _rounded(max(position + 1 + counts)))
+            slots = max(slots, _rounded(max(position + 1 + counts)))
+            cache = self._prefilled(filled, slots)
             last = [prompt[-1] for prompt in prompts]
 
         def column(values: Any, dtype: Any = np.int32) -> jax.Array:
-            return self._put(np.array([*values, *[0] * spare], dtype))
+            return self._placement.put(np.array([*values, *[0] * spare], dtype))
 
         seeds = ((seed + r) % 2**32 for r in range(len(prompts)))
         return Rows(
@@ -174,19 +184,15 @@ class Generator:
             part = prompt[start : start + width]
             tokens_BT[row, : len(part)] = part
             positions_BT[row, : len(part)] = start + np.arange(len(part))
-        return _Prompts(self._put(tokens_BT), self._put(positions_BT), cache)
+        return _Prompts(
+            self._placement.put(tokens_BT), self._placement.put(positions_BT), cache
+        )
 
     def _empty_cache(self, batch: int, slots: int) -> Any:
         shapes = jax.eval_shape(lambda: self._placement.model.init_cache(batch, slots))
         return jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype, device=self._placement.sharding),
             shapes,
-        )
-
-    def _put(self, array: np.ndarray) -> jax.Array:
-        """Splits rows, which every process has, over the devices."""
-        return jax.make_array_from_callback(
-            array.shape, self._placement.sharding, lambda index: array[index]
         )
 
     def _fetch(self, tokens: jax.Array, rows: int) -> np.ndarray:
@@ -197,7 +203,7 @@ class Generator:
         def prefill(model: Any, prompts: _Prompts) -> _Prompts:
             return prompts._replace(cache=decoding.prefill(model, *prompts))
 
-        return self._program("prefill", prefill)
+        return self._placement.program("prefill", prefill)
 
     def _encode(self, length: int) -> Any:
         def encode(model: Any, prompts: _Prompts) -> _Prompts:
@@ -206,7 +212,7 @@ class Generator:
                 cache=model.encode(prompts.tokens_BT, mask_BS, length)
             )
 
-        return self._program(("encode", length), encode)
+        return self._placement.program(("encode", length), encode)
 
     def _decode_steps(self, count: int, sampling: Sampling, stop: tuple) -> Any:
         def steps(model: Any, rows: Rows) -> tuple[Rows, jax.Array]:
@@ -214,12 +220,7 @@ class Generator:
                 model, rows, count=count, sampling=sampling, stop_tokens=stop
             )
 
-        return self._program((count, sampling, stop), steps)
-
-    def _program(self, key: Any, fn: Any) -> Any:
-        if key not in self._programs:
-            self._programs[key] = self._placement.compile(fn)
-        return self._programs[key]
+        return self._placement.program((count, sampling, stop), steps)
 
 
 def generate(

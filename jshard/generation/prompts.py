@@ -20,6 +20,15 @@ def check_decodes(model: Any) -> None:
             )
 
 
+def check_decoder(model: Any, where: str) -> None:
+    """Raises a UserError unless a model continues texts; ``where`` begins it."""
+    if is_encoder_decoder(model) or not callable(getattr(model, "init_cache", None)):
+        raise UserError(
+            f"{where}: {type(model).__name__} is no decoder, which continues texts"
+        )
+    context_length(model)
+
+
 def is_encoder_decoder(model: Any) -> bool:
     """Returns whether prompts go to an encoder, and are not continued."""
     methods = ("encode", "decode")  # an encoder has the first

@@ -54,7 +54,8 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "topology": Option(
-            None, "this many GPUs, eight per host, e.g. h100:64; GPUs are "
+            None, "this many GPUs, e.g. h100:64, eight per host (four of GB200 and "
+            "GB300); GPUs are "
             f"{', '.join(topology.GPUS)}, and {ATTACHED} is this machine's devices (no "
             "timeline on CPUs)", kind=str, required=True, shown="GPU:NUMBER",
         ),

@@ -1,6 +1,7 @@
 """GPUs to compile for, present or not: ``devices("h100:64")``."""
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -13,19 +14,22 @@ from jax.sharding import Mesh
 from jshard.cli.quiet import has_cuda_plugin as has_plugin
 from jshard.compat import absent_gpus
 from jshard.errors import UserError
-from jshard.fit.hardware import GPU, GPUS, GPUS_A_HOST
+from jshard.fit.hardware import GPU, GPUS
 from jshard.nn.attention import ABSENT_GPU
 
-CUDNN = (9, 8, 0)  # the versions that JAX's wheels bring
+CUDNN = (9, 11, 0)  # JAX asks for 9.8, and for 9.11 to attend on B300 and GB300
 CUDA = (12, 9, 0)
 
 
 def parse(spec: str) -> tuple[GPU, int]:
     """Parses ``"h100:64"`` into the GPU and 64.
 
+    The GPU's ``domain`` is that of so many: they fill as few NVLink domains as hold
+    equal numbers of hosts. 256 GB200s are four times 64 of a rack's 72.
+
     Raises:
       UserError: the spec has another form, the GPU is unknown, or the number does not
-        fill hosts of eight.
+        fill hosts.
     """
     match = re.fullmatch(r"(\w+):(\d{1,6})", spec)
     if match is None:
@@ -35,20 +39,24 @@ def parse(spec: str) -> tuple[GPU, int]:
         raise UserError(
             f"topology: unknown GPU {match[1]!r}; possible: {', '.join(GPUS)}"
         )
-    if number < 1 or (number > GPUS_A_HOST and number % GPUS_A_HOST):
+    gpu = GPUS[name]
+    if number < 1 or (number > gpu.host and number % gpu.host):
         raise UserError(
-            f"topology: {spec!r}: the number of GPUs must be 1 to {GPUS_A_HOST}, or a "
-            f"multiple of {GPUS_A_HOST} (complete hosts)"
+            f"topology: {spec!r}: the number of GPUs must be 1 to {gpu.host}, or a "
+            f"multiple of {gpu.host} (complete hosts)"
         )
-    return GPUS[name], number
+    host = min(gpu.host, number)
+    fewest, hosts = -(-number // gpu.domain), number // host
+    domains = next(n for n in range(fewest, hosts + 1) if hosts % n == 0)
+    return dataclasses.replace(gpu, host=host, domain=number // domains), number
 
 
 def devices(spec: str) -> list[Any]:
     """Returns devices to compile for: ``jshard.make_mesh(devices=devices("h100:64"))``.
 
     They hold no arrays: a step over them can be lowered and compiled, and the compiled
-    program's memory and text read, but not run. Eight GPUs make a host. The spec is a
-    GPU of ``GPUS`` and how many.
+    program's memory and text read, but not run. The spec is a GPU of ``GPUS`` and how
+    many; eight make a host, and four of GB200 and GB300.
 
     Raises:
       UserError: a spec that ``parse`` refuses, no CUDA plugin, or JAX is not restricted
@@ -61,11 +69,10 @@ def devices(spec: str) -> list[Any]:
             "topology: compiling for absent GPUs runs on the CPU: set "
             "JAX_PLATFORMS=cpu in the environment"
         )
-    hosts = -(-number // GPUS_A_HOST)
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=_target_config(gpu),
-        topology=f"1x{hosts}x{number // hosts}",
+        topology=f"1x{number // gpu.host}x{gpu.host}",
     )
     return list(topology.devices)
 
@@ -116,7 +123,7 @@ def _target_config(gpu: GPU) -> str:
         gpu_device_info {{
           threads_per_block_limit: 1024
           threads_per_warp: 32
-          threads_per_core_limit: 2048
+          threads_per_core_limit: {gpu.threads}
           shared_memory_per_block: {block}
           shared_memory_per_core: {core}
           shared_memory_per_block_optin: {opt_in}

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import sys
 import traceback
 import types
@@ -107,12 +108,12 @@ def _execute(file: Path) -> types.ModuleType:
 
 def own_modules(file: Path) -> dict[str, Path]:
     """Returns the files of the imported modules that are in a recipe's folder."""
-    folder = file.parent
+    folder = f"{file.parent}{os.sep}"
     return {
-        name: path
+        name: Path(path)
         for name, path in _imported_files().items()
-        if path.is_relative_to(folder)
-        and path.relative_to(folder).parts[0] in _names(name.split(".")[0])
+        if path.startswith(folder)
+        and path.removeprefix(folder).split(os.sep)[0] in _names(name.split(".")[0])
         and name.split(".")[0] != "jshard"
     }
 
@@ -121,9 +122,9 @@ def _names(module: str) -> tuple[str, str]:
     return module, f"{module}.py"
 
 
-def _imported_files() -> dict[str, Path]:
+def _imported_files() -> dict[str, str]:
     files = {name: getattr(x, "__file__", None) for name, x in [*sys.modules.items()]}
-    return {name: Path(file) for name, file in files.items() if file}
+    return {name: str(file) for name, file in files.items() if file}
 
 
 def _check_own_modules(file: Path) -> None:
@@ -142,7 +143,7 @@ def _check_own_modules(file: Path) -> None:
             for module, path in imported.items() if own else ():
                 if module.split(".")[0] != name:
                     continue
-                if not path.resolve().is_relative_to(file.parent):
+                if not Path(path).resolve().is_relative_to(file.parent):
                     raise UserError(
                         f"{importer} imports {name!r}, and Python has {path} for it "
                         f"instead of {own[0]}: if that is another project's, load this "

@@ -168,6 +168,9 @@ def _lines(series: _Series, name: str) -> dict[str, Sequence[tuple[int, float]]]
 
 def _charts(series: _Series) -> Iterator[str]:
     for name, points in series.items():
+        own = name.removeprefix("eval_")
+        if _is_score(name, series) and (chart := line_chart(own, _lines(series, own))):
+            yield chart
         if name.startswith(_NO_CHART_PREFIX) or name in ("loss", *_NO_CHART):
             continue
         if name.endswith(_NO_CHART_SUFFIX):
@@ -181,6 +184,13 @@ def _charts(series: _Series) -> Iterator[str]:
             continue
         if chart := line_chart(_title(name), _lines(series, name)):
             yield chart
+
+
+def _is_score(name: str, series: _Series) -> bool:
+    """Returns whether evaluations alone have a metric, as they have a task's."""
+    if not name.startswith("eval_") or name.startswith("eval_ema_"):
+        return False
+    return name.removeprefix("eval_") not in ("loss", *series)
 
 
 def _usual(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
@@ -209,6 +219,10 @@ def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]
             side = "below" if loss < reference else "above"
             name = f"{name}; validation is {abs(loss - reference):.4f} {side}"
             results[name] = f"{reference:.4f}"
+    for name, points in series.items():
+        if _is_score(name, series) and points:
+            step, score = points[-1]
+            results[f"{name.removeprefix('eval_')} at step {step}"] = f"{score:.4f}"
     if losses := series.get("loss"):
         step, loss = losses[-1]
         results[f"training loss at step {step}"] = f"{loss:.4f}"

@@ -17,13 +17,12 @@ from jshard.cli.options import Command, Option
 from jshard.cli.terminal import show
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError
-from jshard.formatting import format_bytes, printable
+from jshard.formatting import printable
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder
-from jshard.layout.capacity import device_limit, host_bytes
-from jshard.trained.model_command import MODEL_OPTIONS, note, started
-from jshard.trained.trained_model import TrainedModel
+from jshard.trained.model_command import MODEL_OPTIONS, started
+from jshard.trained.weight_option import WEIGHTS, place_weights
 
 _COUNT: dict[str, Any] = {"at_least": 1, "at_most": 10**9}
 _TOKEN: dict[str, Any] = {"at_least": 0, "at_most": 2**31 - 1}
@@ -57,14 +56,9 @@ COMMAND = Command(
             "text", "of the output: text, or a JSON object a prompt",
             choices=("text", "jsonl"),
         ),
-        "weights": Option(
-            "auto", "whether each device holds all weights, or a shard; auto "
-            "replicates them if they fit and there is one process",
-            choices=("auto", "replicated", "sharded"),
-        ),
+        "weights": WEIGHTS,
     },
 )  # fmt: skip
-_FREE = 0.4  # of a device's memory for the weights: they are copied once, and the cache
 
 
 def main() -> None:
@@ -88,7 +82,8 @@ def run_generate(argv: list[str]) -> None:
         abstract = model.abstract()
         check_prompts(abstract, tokens, arguments.length)
         answers = is_encoder_decoder(abstract)
-        generator = _make_generator(model, arguments.weights, len(prompts))
+        placement = place_weights(model, arguments.weights, len(prompts))
+        generator = Generator.at(placement)
         options = {
             "length": arguments.length,
             "sampling": sampling,
@@ -143,30 +138,6 @@ def read_prompts(file: Path) -> list[str]:
             raise UserError(f"{file}:{number}: expected a prompt, got {line[:60]!r}")
         prompts.append(prompt)
     return prompts
-
-
-def _make_generator(model: TrainedModel, weights: str, prompts: int) -> Generator:
-    """Reads the weights to where they fit, and says which on standard error."""
-    devices, size = jax.devices(), model.bytes()
-    alone = jax.process_count() == 1
-    if weights == "replicated" and not alone:
-        raise UserError(
-            "--weights=replicated: the weights of several processes are always "
-            "sharded; start one process"
-        )
-    local = jax.local_devices()
-    memory = device_limit(local) or host_bytes() // len(local)  # which CPUs share
-    fits = size <= memory * _FREE
-    whole = alone and (fits or len(devices) == 1)
-    if weights == "replicated" or (weights == "auto" and whole):
-        used = devices[:prompts]
-        where = f"on each of {len(used)} devices" if len(used) > 1 else "on one device"
-        note(f"weights: {format_bytes(size)}, whole {where}")
-        return Generator(model.load_whole(used[0]), used)
-    why = "" if fits else f", as {format_bytes(size)} is too much for one"
-    count = f"{len(devices)} devices" if len(devices) > 1 else "one device"
-    note(f"weights: sharded over {count}{why}")
-    return Generator.sharded(*model.load(devices))
 
 
 def texts_of(

@@ -12,6 +12,7 @@ from jshard.data.dataset import Dataset, make_training_data, make_validation_dat
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
+from jshard.evaluate.in_runs import RunTasks
 from jshard.fsdp.state import TrainState
 from jshard.recipe import contract
 from jshard.report.sample_pictures import prepare_pictures
@@ -109,6 +110,10 @@ def _prepare_evaluation(
 ) -> Callable[[TrainState], dict[str, float]] | None:
     if not run.config.eval_every:
         return None
+    tasks = None
+    if run.config.eval_tasks:
+        run.peers.at("reading tasks", start.step)
+        tasks = RunTasks(run.config, run.job.fsdp, run.abstract_state)
     run.peers.at("reading the first evaluation batch", start.step)
     return prepare_evaluation(
         run.job.recipe.loss_fn,
@@ -117,6 +122,7 @@ def _prepare_evaluation(
         data,
         run.config,
         run.reader(),
+        tasks=tasks,
     )
 
 

@@ -87,7 +87,10 @@ def run_unit(
         inputs = Inputs(weights, xs, [], args)
         grads = layer.transpose(inputs, consts, residuals, cotangents)
         parts = scatter(grads.weights, places)
-        return (reduce(parts, places, shards), *grads[1:], None)
+        # Otherwise XLA may keep the gradients of many units for one scatter. A barrier
+        # for each, so that those of inputs that are not trained are not computed.
+        passed = jax.tree.map(lambda grad: barrier(parts, grad)[1], grads[1:])
+        return (reduce(parts, places, shards), *passed, None)
 
     run.defvjp(forward, backward)
     _, program, _ = traced

@@ -247,9 +247,9 @@ def test_a_save_that_dies_at_a_system_call_loses_nothing(
 def test_a_save_that_dies_at_any_system_call_loses_nothing(
     library, tmp_path, monkeypatch
 ):
-    """A third of them, others each time."""
+    """An eighth of them, others each time."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     call = 1
     while check_death("the only step, which exists", tmp_path / str(call), call):
-        call += random.randint(1, 5)
+        call += random.randint(4, 12)
     assert call > 60

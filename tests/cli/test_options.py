@@ -78,6 +78,13 @@ def test_an_unknown_argument_is_an_error_that_names_the_nearest():
         COMMAND.parse(["--confg=gpt.py"])
 
 
+def test_a_key_of_the_recipe_without_its_prefix_is_told_apart():
+    with pytest.raises(
+        UserError, match=r"'--steps=5'; .*--config\.steps\?; see --help"
+    ):
+        COMMAND.parse(["--steps=5"])
+
+
 def test_a_word_too_many_is_unknown():
     one = Command("try", "", {"PATH": Option(None, "a file", kind=Path)})
     assert Path("a") == one.parse(["a"]).PATH

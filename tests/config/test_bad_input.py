@@ -356,7 +356,7 @@ def write_recipe(folder: Path, config: dict) -> None:
     )
 
 
-@pytest.mark.quick("words0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -138,6 +138,11 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(config):
         override(config, {"optimizer.learning_rat": 1.0}, "mlp.py")
 
 
+def test_a_key_unlike_all_of_its_group_is_an_error_that_lists_them(config):
+    with pytest.raises(UserError, match=r"optimizer\.lr in .*; optimizer has betas, "):
+        override(config, {"optimizer.lr": 1.0}, "mlp.py")
+
+
 def test_a_group_as_a_key_is_an_error_that_lists_its_members(config):
     with pytest.raises(UserError, match=r"a group: mesh\.context, mesh\.cpu_devices, "):
         override(config, {"mesh": 3}, "mlp.py")

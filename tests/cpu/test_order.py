@@ -22,7 +22,7 @@ import jshard
 from jshard.cpu.order import in_order
 from jshard.models.gpt import GPT, GPTConfig, generate
 from order import exchanging, unordered
-from stress import Cell, check, losses
+from stress import Cell, check
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CONFIG = GPTConfig(
@@ -323,20 +323,12 @@ def test_in_order_needs_an_integer():
 
 
 @pytest.mark.slow
-def test_a_program_read_from_a_cache_runs_like_the_one_that_was_compiled(tmp_path):
-    cell = Cell(devices=2, width=32, remat="full", reshard=True)
-    compiled, read = (losses(cell, tmp_path) for _ in range(2))
-    assert any(tmp_path.iterdir())
-    assert read == compiled
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(2, 256, "none", True),
-        Cell(4, 128, "none", True, cores=1),
-        Cell(3, 128, "full", True, cores=1, batch=9),
+        Cell(2, 128, "none", True),
+        Cell(4, 64, "none", True, cores=1),
+        Cell(3, 64, "full", True, cores=1, batch=9),
         Cell(8, 32, "dots", True, cores=2),
     ],
     ids=str,

@@ -209,6 +209,7 @@ def test_bad_input_is_one_line_and_exit_2(
     assert not list(tmp_path.glob("tokens/*.bin"))
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_module(corpus, tokenizer, tmp_path):
     process = run(
         corpus, f"--tokenizer={tokenizer}", f"--output={tmp_path / 'tokens'}",

@@ -77,8 +77,8 @@ def check_goes_on(job: Launched, reached: int, whole: Path) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "words"),
-    [(0, ()), (2, ()), (3, ("--config.mesh.replica=2",))],
-    ids=["first", "another", "replicas"],
+    [(0, ()), (3, ("--config.mesh.replica=2",))],
+    ids=["first", "replicas"],
 )
 def test_a_lost_host_costs_the_steps_since_the_last_copy(
     victim, words, undisturbed, tmp_path
@@ -162,9 +162,9 @@ def test_hosts_may_be_lost_again_and_again(undisturbed, tmp_path):
     hosts = Hosts(tmp_path, 5)
     with start(tmp_path, hosts, restarts=20) as job:
         losses, reached = 0, 0
-        while losses < 5 and job.process.poll() is None:
+        while losses < 3 and job.process.poll() is None:
             reached = last_step(tmp_path / "run" / "metrics.jsonl")
-            time.sleep(random.uniform(15, 40))
+            time.sleep(random.uniform(8, 25))
             if job.process.poll() is None:
                 victim = random.randrange(5)
                 hosts.lose(victim, job.mark)

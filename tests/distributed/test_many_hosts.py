@@ -108,10 +108,7 @@ def test_two_processes_of_two_hosts_follow_one_process_and_tell_of_the_network(
     [
         (4, 2, [], 1),
         (4, 2, ["--config.mesh.replica=hosts"], 2),
-        (4, 2, ["--config.mesh.replica=hosts"], 4),
         (4, 2, ["--config.mesh.replica=8"], 1),
-        (2, 2, ["--config.mesh.replica=2"], 2),
-        (4, 1, ["--config.mesh.replica=hosts"], 2),
     ],
 )
 def test_processes_follow_one_process_with_all_devices(

@@ -13,7 +13,12 @@ REPOSITORY = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 COMMANDS = {"ci:run": ["bash", "-ex"], "ci:python": [sys.executable]}
 # What pages import that jshard[test] does not bring, by its extra.
-NOT_IN_TEST = {"moto": "buckets-test", "torch": "huggingface"}
+NOT_IN_TEST = {
+    "moto": "buckets-test",
+    "torch": "huggingface",
+    "lm_eval": "evaluate",
+    "datasets": "datasets",
+}
 RUNNING = [
     (page, comment)
     for page in BLOCKS["pages"]()
@@ -54,7 +59,9 @@ def test_programs_run(page, comment, tmp_path):
     file = tmp_path / "program"
     program = BLOCKS["program"](page.read_text(), comment)
     for module, extra in NOT_IN_TEST.items():
-        if re.search(rf"^(from|import) .*\b{module}\b", program, re.MULTILINE):
+        if re.search(
+            rf"^(from|import) .*\b{module}\b|jshard\.{extra} ", program, re.MULTILINE
+        ):
             pytest.importorskip(module, reason=f"needs jshard[{extra}]")
     file.write_text(program)
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]

@@ -58,10 +58,16 @@ def x64_of_all_threads():
 # An LSTM and the exact GELU are in tests/unit/test_foreign_layers.py, convolutions in
 # tests/recipes/test_image_models.py; gradients of a clipped whole are those of "clip".
 ELSEWHERE = ("unet", "wide unet", "lstm", "exact-gelu", "clip-whole")
+# Dear ones made of what the others have: two losses, loops, pairs and random numbers.
+MIXED = ("gan", "gnn", "state-space", "deq", "barlow", "siamese", "score-matching")
 
 
 @pytest.mark.quick(
-    *(case(name, *p.default) for name, p in PROGRAMS.items() if name not in ELSEWHERE)
+    *(
+        case(name, *program.default)
+        for name, program in PROGRAMS.items()
+        if name not in ELSEWHERE + MIXED
+    )
 )
 @pytest.mark.parametrize(
     ("program", "devices", "units"),

@@ -62,3 +62,9 @@ def test_a_state_that_was_donated_is_refused_in_one_line(devices, tmp_path):
         assert "\n" not in str(error.value), name
     state, _ = step(state, BATCH)  # the one that was returned is fine
     assert int(state.step) == 2
+
+
+def test_what_is_no_state_is_refused_in_one_line():
+    fsdp = jshard.FSDP(make_mesh(1, 2))
+    with pytest.raises(jshard.UserError, match=r"state of fsdp\.init, not a Model$"):
+        fsdp.train_step(loss_fn, TX)(Model(nnx.Rngs(0)), BATCH)  # pyright: ignore[reportArgumentType]

@@ -97,6 +97,10 @@ def test_a_mesh_without_the_axes_is_refused():
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     with pytest.raises(jshard.UserError, match=r"make one with jshard\.make_mesh"):
         jshard.FSDP(mesh)
+    with pytest.raises(
+        jshard.UserError, match=r"^mesh is a list; see jshard\.make_mesh"
+    ):
+        jshard.FSDP(jax.devices())  # pyright: ignore[reportArgumentType]
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_multiple_to_use():

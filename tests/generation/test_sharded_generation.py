@@ -62,8 +62,8 @@ def lowered(
     cache = jax.eval_shape(lambda: placed.model.init_cache(count, slots))
     one = jnp.zeros(count, jnp.int32)
     rows = jax.tree.map(on_mesh, Rows(one, one, one, one.astype(jnp.uint32), cache))
-    step = placed.compile(decode)
-    return step.func.lower(*step.args, rows)  # type: ignore[attr-defined]
+    step = placed.compile(decode, True)
+    return step.lower(placed.weights, rows)  # type: ignore[attr-defined]
 
 
 def layer_loops(text: str) -> list[tuple[Any, Any]]:

@@ -95,15 +95,15 @@ BAD = {
 }
 
 
-@pytest.mark.quick("no config", "other tensors")
 @pytest.mark.parametrize("case", list(BAD))
-def test_a_folder_that_cannot_be_read(case, train, tmp_path):
+def test_a_folder_that_cannot_be_read(case, train_here, tmp_path):
     hf = tmp_path / "hf"
     write_folder(hf)
     damage, said = BAD[case]
     damage(hf)
     words = [f"--config.{key}={hf}" for key in ("model.from", "checkpoint.restore")]
-    run = train(tmp_path, "--config=tiny.py", *words, "--workdir=run", recipe=RECIPE)
+    words += ["--config=tiny.py", "--workdir=run"]
+    run = train_here(tmp_path, *words, recipe=RECIPE)
     expect_one_line(run, 2, said.replace("{hf}", str(hf)))
     assert not (tmp_path / "run").exists()
 
@@ -137,9 +137,9 @@ def test_a_value_of_another_type_is_one_line(key, value, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-def test_a_model_that_differs_from_the_folders(train, tmp_path):
+def test_a_model_that_differs_from_the_folders(train_here, tmp_path):
     write_folder(tmp_path / "hf", sizes={"layers": 3, "width": 8, "experts": 2})
-    run = train(
+    run = train_here(
         tmp_path, "--config=tiny.py", "--config.checkpoint.restore=hf", recipe=RECIPE
     )
     expect_one_line(
@@ -150,7 +150,7 @@ def test_a_model_that_differs_from_the_folders(train, tmp_path):
     )
     # What the command line says wins, as far as the tensors let it.
     words = ["--config.model.from=hf", "--config.checkpoint.restore=hf"]
-    run = train(
+    run = train_here(
         tmp_path, "--config=tiny.py", *words, "--config.model.width=16", recipe=RECIPE
     )
     expect_one_line(run, 2, "layers.0.experts.0.weight has shape [8, 24], not [16, 48]")
@@ -158,14 +158,14 @@ def test_a_model_that_differs_from_the_folders(train, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["model.from", "checkpoint.restore"])
-def test_a_recipe_without_a_map(key, train, tmp_path):
+def test_a_recipe_without_a_map(key, train_here, tmp_path):
     write_folder(tmp_path / "hf")
-    run = train(tmp_path, "--config=tiny.py", f"--config.{key}=hf", recipe=UNMAPPED)
+    words = ("--config=tiny.py", f"--config.{key}=hf")
+    run = train_here(tmp_path, *words, recipe=UNMAPPED)
     expect_one_line(run, 2, "recipe tiny has no map of Hugging Face's names")
 
 
-@pytest.mark.slow
-def test_a_map_that_is_none(train, tmp_path):
+def test_a_map_that_is_none(train_here, tmp_path):
     for change, said in (
         (
             ("huggingface = types.SimpleNamespace(", "huggingface = dict("),
@@ -173,6 +173,6 @@ def test_a_map_that_is_none(train, tmp_path):
         ),
         (("def tensors(model):", "def tensors():"), "tensors(model)"),
     ):
-        run = train(tmp_path, "--config=tiny.py", recipe=RECIPE.replace(*change))
+        run = train_here(tmp_path, "--config=tiny.py", recipe=RECIPE.replace(*change))
         expect_one_line(run, 2, "huggingface in recipe")
         assert said in run.stderr

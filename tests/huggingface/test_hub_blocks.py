@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 PAGES = {
     "how_to/hugging_face.md": "--model=",
-    "how_to/text.md": "--config.data.dataset=",
+    "how_to/datasets.md": "--config.data.dataset=",
 }
 SHORT = (
     *("--config.steps=2", "--config.eval_every=2", "--config.mesh.cpu_devices=2"),
@@ -28,7 +28,7 @@ SHORT = (
 
 @pytest.mark.parametrize("page", PAGES)
 def test_it_runs_as_the_page_says(page, tmp_path):
-    if "text" in page:
+    if "datasets" in page:
         pytest.importorskip("datasets", reason="needs jshard[datasets]")
     text = (REPOSITORY / "docs" / page).read_text()
     (block,) = [x.text for x in BLOCKS["blocks"](text) if PAGES[page] in x.text]

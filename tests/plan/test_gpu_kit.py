@@ -170,7 +170,7 @@ def test_fitted_constants_are_what_the_kernels_reached_and_the_planner_reads_the
         "memory": {"copy": moved},
         "host": {"to": {"bytes_per_second": 5e10}, "from": {"bytes_per_second": 4e10}},
         "collectives": {
-            f"all-gather {2**30}": {"bytes_per_second": 0.7 * gpu.nvlink},
+            f"all-gather {2**30}": {"bytes_per_second": 0.7 * gpu.link},
             "all-gather 4": {"bytes_per_second": 1.0},
         },
     }

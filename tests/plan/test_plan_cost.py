@@ -11,9 +11,10 @@ from jshard.plan.cost.nccl import POST, RINGS, SIMPLE, TREES
 from jshard.plan.cost.timeline import replay
 from jshard.plan.cost.transfers import Transfer
 from jshard.plan.hlo.program_text import parse
+from jshard.plan.topology import parse as parse_topology
 
 H100 = GPUS["h100"]
-NVLINK = STATED.link * H100.nvlink
+NVLINK = STATED.link * H100.link
 MIB = 1 << 20
 _, LL128, LL = RINGS
 
@@ -125,6 +126,29 @@ def test_bytes_take_as_long_as_the_slower_of_nvlink_and_network():
     assert seconds("all-gather", 64, 8, nbytes) == pytest.approx(steps + ring)
     direct = 5600 * MIB / STATED.network_port
     assert seconds("all-to-all", 64, 8, nbytes) == pytest.approx(steps + direct)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "expected"),
+    [
+        # 100 GB at 370/450 of 900 GB/s: in a rack, and in two, through 64 ports.
+        ("gb200:64", "all-gather", 0.13514),
+        ("gb200:128", "all-gather", 0.13514),
+        # An eighth through a port of 400 Gb/s, of which 370 are reached, or of 800.
+        ("b200:16", "all-gather", 0.27027),
+        ("b300:16", "all-gather", 0.13514),
+        # 26.3 of the 32 GB/s of PCIe, which are fewer than eight ports of 185 Gb/s.
+        ("l40s:8", "all-gather", 3.8007),
+        ("l40s:16", "all-gather", 3.8007),
+        # All through a port of 92.5 Gb/s.
+        ("a6000:16", "collective-permute", 8.6486),
+        ("rtx4090:16", "collective-permute", 8.6486),
+    ],
+)
+def test_bytes_take_as_long_as_links_and_ports_of_the_gpu(spec, kind, expected):
+    gpu, number = parse_topology(spec)
+    moved = Transfer(kind, (("f32", 100 * 10**9),), number, gpu.domain)
+    assert moved.seconds(gpu) == pytest.approx(expected, rel=0.005)
 
 
 CALL = """\

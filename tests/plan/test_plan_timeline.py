@@ -12,8 +12,9 @@ from jshard.plan import hlo
 from jshard.plan.cost.nccl import RINGS, TREES
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Event, Timeline, replay
-from jshard.plan.cost.traffic import NETWORK, NVLINK, count
+from jshard.plan.cost.traffic import NETWORK, count
 from jshard.plan.output.plan_json import trace
+from jshard.plan.topology import parse
 
 H100 = GPUS["h100"]
 FORWARD = "jit(step)/shard_map/jvp(layers)/while/body"
@@ -92,9 +93,7 @@ def named(timeline: Timeline, name: str) -> list[Any]:
 
 
 def nvlink(nbytes: int) -> float:
-    return min(
-        ring.seconds(7, 0, nbytes / (FITTED.link * H100.nvlink)) for ring in RINGS
-    )
+    return min(ring.seconds(7, 0, nbytes / (FITTED.link * H100.link)) for ring in RINGS)
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_memory(timeline):
@@ -267,15 +266,40 @@ def test_traffic_is_counted_by_kind_dtype_and_link_with_loops_unrolled():
     gather, scatter, norm = (
         rows[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")
     )
-    assert (gather.count, gather.bytes, gather.link) == (3, 3 * GATHERED, NVLINK)
+    assert (gather.count, gather.bytes, gather.link) == (3, 3 * GATHERED, "NVLink")
     assert (gather.dtype, gather.group) == ("bf16", 8)
     assert gather.seconds == pytest.approx(3 * nvlink(GATHERED))
-    assert (scatter.count, scatter.bytes, scatter.link) == (1, SCATTERED, NVLINK)
+    assert (scatter.count, scatter.bytes, scatter.link) == (1, SCATTERED, "NVLink")
     assert (norm.count, norm.bytes, norm.link) == (1, SUMMED, NETWORK)
     sent = {row.kind: row.network_bytes for row in count(MODULE, 16, H100)}
     assert sent == {"all-gather": 0, "reduce-scatter": 0, "all-reduce": SUMMED // 8}
     for row in count(MODULE, 16, None):
         assert (row.seconds, row.network_bytes) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "inside", "all_of_them", "through"),
+    [
+        ("gb200:16", "NVLink", "NVLink", 0),  # one rack
+        ("b300:16", "NVLink", NETWORK, SUMMED // 8),
+        ("l40s:16", "PCIe", NETWORK, SUMMED // 8),
+    ],
+)
+def test_links_are_those_of_the_gpu(spec, inside, all_of_them, through):
+    gpu, number = parse(spec)
+    rows = {row.kind: row for row in count(MODULE, number, gpu)}
+    assert rows["all-gather"].link == rows["reduce-scatter"].link == inside
+    norm = rows["all-reduce"]
+    assert (norm.link, norm.network_bytes) == (all_of_them, through)
+
+
+@pytest.mark.parametrize(
+    ("spec", "bus"), [("h100:16", 55e9), ("l40s:16", 27.5e9), ("gb200:16", 385e9)]
+)
+def test_a_copy_from_the_host_takes_the_bus_of_the_gpu(spec, bus):
+    gpu, number = parse(spec)
+    (copy,) = named(replay(MODULE, gpu, number), "from")
+    assert copy.seconds == pytest.approx(FITTED.launch + 4096 / bus)
 
 
 def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):

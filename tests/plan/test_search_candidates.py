@@ -33,6 +33,7 @@ from jshard.plan.search.estimates import (
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, pareto
+from jshard.plan.topology import parse
 
 
 def config(**changes):
@@ -83,24 +84,42 @@ def test_what_cannot_vary_is_told(searches, listed, says):
 
 
 def test_meshes_are_shards_within_a_host_or_over_whole_hosts():
-    found = candidates(config(), 24, {"mesh": None})
+    found = candidates(config(), *parse("h100:24"), {"mesh": None})
     assert varied(found, "mesh.replica") == {None, 3, 6, 12, 24}
+    found = candidates(config(), *parse("h100:6"), {"mesh": None})
+    assert varied(found, "mesh.replica") == {None, 2, 3, 6}
+
+
+def test_a_rack_takes_axes_as_a_host_does():
+    """Of 128 GB200s, each 64 are joined by NVLink."""
+    near = (None, 2, 4, 8, 16, 32, 64)
+    two = parse("gb200:128")
+    found = candidates(config(), *two, {"mesh": None})
+    assert varied(found, "mesh.replica") == {*near, 128}
+    knobs = {"policy.reshard_after_forward": None, "axes": None}
+    found = candidates(config(), *two, knobs, axes=["tensor"])
+    assert varied(found, "policy.reshard_after_forward") == {None, False, 64}
+    assert varied(found, "mesh.tensor") == set(near)
+    hosts = {"policy.reshard_after_forward": [4], "mesh.replica": ["hosts"]}
+    assert len(candidates(config(), *two, hosts)) == 2  # shards within four GPUs
 
 
 def test_micro_batches_divide_the_examples_of_a_device():
-    found = candidates(config(), 16, {"policy.accumulate": None})
+    found = candidates(config(), *parse("h100:16"), {"policy.accumulate": None})
     assert varied(found, "policy.accumulate") == {None, 2, 4}
 
 
 def test_activations_are_offloaded_by_their_names():
-    found = candidates(config(), 8, {"policy.remat": None}, ["hidden", "qkv"])
+    found = candidates(
+        config(), *parse("h100:8"), {"policy.remat": None}, ["hidden", "qkv"]
+    )
     assert "offload:hidden+qkv" in varied(found, "policy.remat")
 
 
 def test_of_settings_that_make_one_program_one_is_listed():
     knobs = ("policy.accumulate", "policy.defer_scatter", "mesh")
     knobs += ("policy.reshard_after_forward",)
-    found = candidates(config(), 8, dict.fromkeys(knobs))
+    found = candidates(config(), *parse("h100:8"), dict.fromkeys(knobs))
     for candidate in found:
         s = candidate.settings
         deferred = s.get("policy.defer_scatter") is True
@@ -111,7 +130,9 @@ def test_of_settings_that_make_one_program_one_is_listed():
 
 
 def test_the_config_as_given_comes_first_and_settings_are_changes_of_it():
-    found = candidates(config(policy__remat="dots"), 8, {"policy.remat": None})
+    found = candidates(
+        config(policy__remat="dots"), *parse("h100:8"), {"policy.remat": None}
+    )
     assert [c.settings for c in found] == [
         {},
         {"policy.remat": "full"},
@@ -189,21 +210,24 @@ def check_bound(policy, replica, layers, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("copies", "shards", "speed"),
+    ("gpu", "copies", "shards", "speed"),
     [
-        (8, 8, STATED.network_port),  # a copy a host
-        (8, 16, STATED.network_port),
-        (4, 4, 2 * STATED.network_port),  # two copies a host share its ports
-        (2, 4, STATED.link * GPUS["h100"].nvlink),
+        ("h100", 8, 8, STATED.network_port),  # a copy a host
+        ("h100", 8, 16, STATED.network_port),
+        ("h100", 4, 4, 2 * STATED.network_port),  # two copies a host share its ports
+        ("h100", 2, 4, STATED.link * GPUS["h100"].link),
+        ("b300", 8, 8, 2 * STATED.network_port),  # of 800 Gb/s
+        ("gb200", 2, 32, STATED.link * 900e9),  # in a rack
+        ("l40s", 2, 4, STATED.link * 32e9),
     ],
 )
 def test_sums_over_copies_come_through_the_ports_of_the_devices_that_hold_them(
-    copies, shards, speed
+    gpu, copies, shards, speed
 ):
     only_shards = StateSize(0, 0, 0, 0, 0, 0, trained_shards=1 << 30)
     mesh = AbstractMesh((copies, shards), AXES[:2])
     idle = Activity(0, 0, 0)
-    guess = estimate(only_shards, jshard.Policy(), mesh, GPUS["h100"], idle, 1)
+    guess = estimate(only_shards, jshard.Policy(), mesh, GPUS[gpu], idle, 1)
     nbytes = 2 * (1 << 30) * (copies - 1) / copies
     assert guess.seconds == pytest.approx(nbytes / speed)
 

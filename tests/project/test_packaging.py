@@ -73,6 +73,33 @@ def test_files_for_services_are_yaml(file):
         assert content["permissions"] == {"contents": "read"}
 
 
+def test_a_tag_publishes_wheel_container_and_site_after_every_test():
+    file = REPOSITORY / ".github/workflows/publish.yml"
+    workflow = yaml.safe_load(file.read_text())
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads "on" as True
+    jobs = workflow["jobs"]
+    assert jobs["whole"]["uses"] == "./.github/workflows/whole.yml"
+    assert jobs["build"]["needs"] == "whole"
+    published = {
+        "pypi": "pypa/gh-action-pypi-publish",
+        "container": "docker push",
+        "site": "actions/deploy-pages",
+    }
+    for name, step in published.items():
+        assert jobs[name]["needs"] == "build"
+        assert step in str(jobs[name]["steps"])
+
+
+def test_pages_name_the_versions_that_are_supported():
+    page = (REPOSITORY / "docs/reference/versions.md").read_text()
+    wheel = yaml.safe_load((REPOSITORY / ".github/workflows/ci.yml").read_text())
+    pythons = wheel["jobs"]["wheel"]["strategy"]["matrix"]["python"]
+    assert f"| Python | {pythons[0]} to {pythons[-1]} |" in page
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    (jax,) = (x for x in PROJECT["dependencies"] if x.startswith("jax>="))
+    assert f"| JAX | {jax.removeprefix('jax>=')} to the newest release |" in page
+
+
 def test_the_image_installs_extras_that_exist():
     text = (REPOSITORY / "Dockerfile").read_text()
     [extras] = re.findall(r"\.whl\)\[([\w,]+)\]", text)

@@ -14,25 +14,25 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1170,
+    "commands": 1310,
     "surface": 540,
     "plan": 4700,
-    "training": 13035,
+    "training": 13625,
     "checkpoint": 6220,
-    "generation": 900,
+    "generation": 1040,
     "start-up note": 395,
     "fsdp": 1536,
     "nn": 1455,
     "optim": 1150,
-    "unit": 2475,
+    "unit": 2476,
     "cpu": 380,
     "collectives": 475,
     "layout": 1920,
     "distributed": 1755,
-    "cli": 675,
+    "cli": 715,
     "compat": 800,
     "parallel": 545,
-    "ground": 1476,
+    "ground": 1481,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10

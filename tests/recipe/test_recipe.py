@@ -233,6 +233,7 @@ def test_a_folder_without_init_that_a_library_hides_is_refused(elsewhere, tmp_pa
         whose(project(tmp_path / "project", init=False))
 
 
+@pytest.mark.slow
 def test_two_projects_with_models_of_their_own_run_in_two_processes(tmp_path):
     code = (
         "import sys; from jshard.recipe.load import open_recipe\n"

@@ -91,11 +91,17 @@ def plain_run(kind: str) -> tuple[Any, Any, Any]:
 @pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
 @pytest.mark.quick("regnet-2x3")
 @pytest.mark.parametrize(
-    "mesh",
-    [(1, 8), (2, 4), (4, 1), (1, 6), (2, 3)],
-    ids="1x8 2x4 4x1 1x6 2x3".split(),
+    ("kind", "mesh"),
+    [
+        ("regnet", (2, 3)),
+        ("regnet", (1, 8)),
+        ("resnet", (2, 4)),
+        ("resnet", (1, 6)),
+        ("vit", (4, 1)),
+        ("vit", (2, 4)),
+    ],
+    ids="regnet-2x3 regnet-1x8 resnet-2x4 resnet-1x6 vit-4x1 vit-2x4".split(),
 )
-@pytest.mark.parametrize("kind", MODELS)
 def test_a_run_is_that_of_one_device(x64, kind, mesh):
     fsdp = jshard.FSDP(make_mesh(*mesh), jshard.Policy(min_shard_elements=0))
     state = fsdp.init(lambda rngs: in_float64(kind, rngs), TX, seed=0)

@@ -32,10 +32,13 @@ SMALL_REGNET = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "words", "accuracy", "most_wrong"),
-    [("regnet", ["--config.steps=100"], 0.94, 5), ("vit", [], 0.97, 3)],
-    ids=["a quarter of regnet", "vit"],
+    [
+        ("regnet", ["--config.steps=100"], 0.94, 5),
+        ("vit", ["--config.steps=400"], 0.93, 5),
+    ],
+    ids=["a quarter of regnet", "a third of vit"],
 )
-def test_digits_are_read_after_three_minutes(
+def test_digits_are_read_after_a_minute(
     command, tmp_path, model, words, accuracy, most_wrong
 ):
     pytest.importorskip("sklearn", reason="needs scikit-learn")

@@ -129,6 +129,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_saves_and_exits_75(command, tmp_path):
     (tmp_path / "tiny.py").write_text(slowly(RECIPE))
     keys = {"steps": 1000, "eval_every": 0, "checkpoint.every": 1000}

@@ -72,6 +72,6 @@ def test_a_run_on_chats_learns_the_answers(train, tmp_path):
     answer = {"role": "assistant", "content": "The capital of France is Paris."}
     line = json.dumps({"messages": [question, answer]}) + "\n"
     (tmp_path / "chats.jsonl").write_text(line * 300)
-    often = {"eval_every": 80, "checkpoint.every": 80}
-    _, losses = train("chats", **{"data.path": "chats.jsonl", "steps": 80, **often})
-    assert losses[80] < 0.7 * losses[1]
+    often = {"eval_every": 40, "checkpoint.every": 40}
+    _, losses = train("chats", **{"data.path": "chats.jsonl", "steps": 40, **often})
+    assert losses[40] < 0.8 * losses[1]

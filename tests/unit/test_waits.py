@@ -1,7 +1,8 @@
 """Each Unit's gather waits for the Unit before it, in the program that XLA is given.
 
 XLA may otherwise gather the weights of many Units at once, or take the backward's
-gathers for the forward's and keep full weights in between.
+gathers for the forward's and keep full weights in between. And it may keep the whole
+gradients of all Units for one scatter.
 """
 
 import dataclasses
@@ -79,6 +80,7 @@ class Gather:
     shape: tuple[int, ...]
     products: int
     slices: int  # of full weights: the parts that are kept
+    scatters: int = dataclasses.field(default=0, compare=False)
 
 
 def gathers(jaxpr: Any) -> list[Gather]:
@@ -102,9 +104,8 @@ def gathers(jaxpr: Any) -> list[Gather]:
             shape = eqn.outvars[0].aval.shape
             if name.startswith("all_gather") and len(shape) == 2:
                 count = Counter(kind for kind, _ in needs)
-                found.append(
-                    Gather(shape, count["dot_general"], count["dynamic_slice"])
-                )
+                kinds = ("dot_general", "dynamic_slice", "reduce_scatter")
+                found.append(Gather(shape, *(count[kind] for kind in kinds)))
             before.update((v, needs | {(name, id(eqn))}) for v in eqn.outvars)
 
     walk(jaxpr)
@@ -115,9 +116,9 @@ def gathers(jaxpr: Any) -> list[Gather]:
 def test_each_gather_waits_for_the_products_of_the_unit_before_it(remat):
     step = traced(ABSTRACT, remat=remat)
     forward = [Gather(shape, done, 0) for done, shape in enumerate(SHAPES)]
-    # Each Unit of the backward adds a product that the next one's gather waits for.
-    units = len(SHAPES)
-    backward = [Gather(shape, 2 * units - 1 - i, 0) for i, shape in enumerate(SHAPES)]
+    # Each Unit of the backward adds two products that the next one's gather waits for.
+    last = 3 * len(SHAPES) - 2
+    backward = [Gather(shape, last - 2 * i, 0) for i, shape in enumerate(SHAPES)]
     assert gathers(step.jaxpr.jaxpr) == [*forward, *reversed(backward)]
 
 
@@ -126,7 +127,12 @@ def test_each_gather_waits_until_the_unit_before_it_has_kept_its_parts():
     forward = [Gather(shape, done, done) for done, shape in enumerate(SHAPES)]
     found = gathers(step.jaxpr.jaxpr)
     assert found[: len(SHAPES)] == forward
-    assert [x.products for x in found[len(SHAPES) :]] == [4, 5, 6, 7]
+    assert [x.products for x in found[len(SHAPES) :]] == [4, 6, 8, 10]
+
+
+def test_each_gather_waits_until_gradients_of_the_unit_before_it_are_scattered():
+    backward = gathers(traced(ABSTRACT).jaxpr.jaxpr)[len(SHAPES) :]
+    assert [x.scatters for x in backward] == [0, 2, 4, 6]  # kernels and biases
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -149,3 +155,11 @@ def test_xla_merges_no_gathers_of_several_units():
     ]
     # The backward does not read the first weight: nothing before it is trained.
     assert sorted(found) == sorted([[shape] for shape in SHAPES + SHAPES[1:]])
+
+
+@pytest.mark.h100
+def test_xla_merges_no_scatters_of_several_units():
+    program = traced(h100s(DEVICES)).lower().compile()
+    found = [x for x in hlo.collectives(str(program.as_text())) if "scatter" in x.kind]
+    # A kernel and a bias each.
+    assert [len(x.results) for x in found] == [2] * len(SHAPES)

@@ -41,8 +41,8 @@ class PieceTokenizer:
         self.dtype = np.dtype(np.uint16)
         self.digest = hashlib.sha256(b"\n".join(self._texts)).hexdigest()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens of a prompt, int32[n]."""
+    def encode(self, text: str, *, special: bool = True) -> np.ndarray:
+        """Returns the tokens of a prompt, int32[n]; none of them are special."""
         words = WORD.findall(text.encode())
         return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
 
@@ -50,7 +50,7 @@ class PieceTokenizer:
         """Returns the tokens of whole documents, uint16[n], each with its end."""
         return [self.encode(text + "\0").astype(self.dtype) for text in texts]
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
         """Returns the text of tokens [n], with � for bytes that are not UTF-8.
 
         Tokens of a model with a larger vocabulary are written as numbers.

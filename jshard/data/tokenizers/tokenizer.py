@@ -42,15 +42,15 @@ class ByteTokenizer:
     eos_id: int | None = 0
     stop_ids: tuple[int, ...] = (0,)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens of a prompt, int32[n]."""
+    def encode(self, text: str, *, special: bool = True) -> np.ndarray:
+        """Returns the tokens of a prompt, int32[n]; none of them are special."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of whole documents, uint8[n], each with its end."""
         return [np.frombuffer(text.encode() + b"\0", np.uint8) for text in texts]
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
         """Returns the text of tokens [n], with � for bytes that are not UTF-8.
 
         Tokens of a model with a larger vocabulary are written as numbers.
@@ -121,9 +121,10 @@ class FileTokenizer:
             for ids in (document.ids for document in found)
         ]
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of tokens [n] without special ones."""
-        return self._tokenizer.decode(np.asarray(tokens).tolist())
+    def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
+        """Returns the text of tokens [n], without special ones by default."""
+        ids = np.asarray(tokens).tolist()
+        return self._tokenizer.decode(ids, skip_special_tokens=not special)
 
     def _special_id(self, name: str) -> int | None:
         """Returns a special token's id, by its text or by its number in config.json."""

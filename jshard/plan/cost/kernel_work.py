@@ -48,7 +48,7 @@ class Work(NamedTuple):
         busy = max(
             gpu.product_seconds(self.flops, LIMITS.get(self.kind, "matmul")),
             gpu.memory_seconds(self.bytes),
-            self.host_bytes / gpu.constants.host_bus,
+            self.host_bytes / gpu.host_bus,
         )
         return busy + gpu.constants.launch
 

@@ -205,7 +205,8 @@ class _Replay:
             return FROM_HOST if computation.given(x)[0].on_host else TO_HOST
 
         constants = self.gpu.constants
-        moved = transfer(self.module, computation, x, self.num_devices)
+        near = self.gpu.domain
+        moved = transfer(self.module, computation, x, self.num_devices, near)
         if moved is not None:
             alone = moved.group == 1
             seconds = constants.launch if alone else moved.seconds(self.gpu)
@@ -213,7 +214,7 @@ class _Replay:
             return found._replace(hosts=moved.hosts)
         if x.opcode in ("copy-start", "async-start"):
             nbytes = computation.given(x)[0].bytes
-            seconds = constants.launch + nbytes / constants.host_bus
+            seconds = constants.launch + nbytes / self.gpu.host_bus
             return event(bus(), "copy", seconds, nbytes)
         done = work(self.module, computation, x)
         seconds, nbytes = done.seconds(self.gpu), done.bytes + done.host_bytes

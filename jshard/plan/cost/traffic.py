@@ -26,7 +26,7 @@ from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.plan.hlo import Computation, Module
 from jshard.unit.layers import spans
 
-NVLINK, NETWORK, SHARED = "NVLink", "network", "shared memory"
+NETWORK, SHARED = "network", "shared memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
     count: int  # runs per step
     bytes: int  # received by a device per step
     # Those that arrive through the device's own network port. The rest comes over
-    # NVLink from the devices of the same host.
+    # NVLink (or PCIe) from the devices of the same host or domain.
     network_bytes: int
     seconds: float | None  # with idle links; None if their speed is unknown
 
@@ -75,9 +75,10 @@ def count(module: Module, num_devices: int, gpu: GPU | None) -> tuple[Row, ...]:
     ``gpu`` is that of its ``num_devices`` devices; None for CPUs.
     """
     found: dict[tuple, list[tuple[Transfer, int]]] = collections.defaultdict(list)
-    for moved, times in _transfers(module, module.entry, num_devices):
+    near = num_devices if gpu is None else gpu.domain
+    for moved, times in _transfers(module, module.entry, num_devices, near):
         if moved.group > 1:
-            link = SHARED if gpu is None else NETWORK if moved.network else NVLINK
+            link = SHARED if gpu is None else NETWORK if moved.network else gpu.links
             dtype = "+".join(sorted(name for name, _ in moved.dtypes))
             found[moved.kind, dtype, link, moved.group].append((moved, times))
     rows = [
@@ -94,18 +95,22 @@ def count(module: Module, num_devices: int, gpu: GPU | None) -> tuple[Row, ...]:
 
 
 def _transfers(
-    module: Module, computation: Computation, num_devices: int, times: int = 1
+    module: Module,
+    computation: Computation,
+    num_devices: int,
+    near: int,
+    times: int = 1,
 ) -> Iterator[tuple[Transfer, int]]:
     """Yields each collective, and how often it runs."""
     for x in computation.instructions:
-        if moved := transfer(module, computation, x, num_devices):
+        if moved := transfer(module, computation, x, num_devices, near):
             yield moved, times
         elif x.opcode == "while":
             trips = times * module.trips(x)
-            yield from _transfers(module, module.body(x), num_devices, trips)
+            yield from _transfers(module, module.body(x), num_devices, near, trips)
         elif x.opcode in ("call", "conditional"):
             for inside in module.inside(x):
-                yield from _transfers(module, inside, num_devices, times)
+                yield from _transfers(module, inside, num_devices, near, times)
 
 
 def least(

@@ -9,7 +9,7 @@ import collections
 import math
 from typing import NamedTuple
 
-from jshard.fit.hardware import GPU, GPUS_A_HOST
+from jshard.fit.hardware import GPU
 from jshard.plan.cost import nccl
 from jshard.plan.hlo import Computation, Instruction, Module
 
@@ -30,7 +30,7 @@ class Transfer(NamedTuple):
     kind: str  # one of `KINDS`
     dtypes: tuple[tuple[str, int], ...]  # bytes that a device receives, by dtype
     group: int  # number of devices that take part
-    in_host: int  # how many of them share a host
+    in_host: int  # how many of them share a host, or an NVLink domain of hosts
 
     @property
     def wire_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Transfer(NamedTuple):
         inside, between = self.group - self.hosts, self.hosts - 1
         wire = max(
             gpu.link_seconds(self.wire_bytes),
-            self.network_bytes / gpu.constants.network_port,
+            self.network_bytes / gpu.network_port,
         )
         if self.kind == "collective-permute":
             return nccl.SIMPLE.seconds(not self.network, self.network, wire)
@@ -98,9 +98,16 @@ class Transfer(NamedTuple):
 
 
 def transfer(
-    module: Module, computation: Computation, x: Instruction, num_devices: int
+    module: Module,
+    computation: Computation,
+    x: Instruction,
+    num_devices: int,
+    near: int,
 ) -> Transfer | None:
-    """Returns a collective, or the start of one; None for another instruction."""
+    """Returns a collective, or the start of one; None for another instruction.
+
+    Of ``num_devices``, each ``near`` neighbours are joined by more than a network.
+    """
     if x.opcode == "async-start":
         computation = next(module.inside(x))
         x = computation.root
@@ -109,7 +116,7 @@ def transfer(
         return None
     groups = x.groups or (tuple(range(num_devices)),)
     group = max(map(len, groups))
-    hosts = collections.Counter(device // GPUS_A_HOST for device in groups[0])
+    hosts = collections.Counter(device // near for device in groups[0])
     scale = {
         "all-gather": group - 1,
         "all-reduce": 2 * (group - 1) / group,

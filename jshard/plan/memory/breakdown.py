@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jshard.fit.device_memory import compiled_bytes
-from jshard.fit.hardware import GPU, GPUS_A_HOST
+from jshard.fit.hardware import GPU
 from jshard.formatting import format_bytes
 from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
 from jshard.fsdp.activations import Names
@@ -103,7 +103,7 @@ def memory(
         total - sum(found[name] for name in what),
         None if gpu is None else gpu.usable,
         tuple(Part(k, v, what[k]) for k, v in host.items() if v > 0),
-        min(GPUS_A_HOST, devices),
+        devices if gpu is None else min(gpu.host, devices),
     )
 
 

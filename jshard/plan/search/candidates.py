@@ -10,7 +10,7 @@ from typing import Any
 from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT
 from jshard.errors import UserError
-from jshard.fit.hardware import GPUS_A_HOST
+from jshard.fit.hardware import GPU
 from jshard.formatting import did_you_mean
 from jshard.fsdp.activations import POLICIES
 
@@ -126,6 +126,7 @@ def _given(knob: str, settings: Iterable[str]) -> bool:
 
 def candidates(
     config: Config,
+    gpu: GPU,
     devices: int,
     allowed: Mapping[str, Sequence[Any] | None],
     names: Sequence[str] = (),
@@ -139,13 +140,14 @@ def candidates(
 
     Args:
       config: the user's.
+      gpu: that of the topology, as of ``parse``.
       devices: how many there are.
       allowed: values to try by key; None stands for the knob's own values.
       names: of the model's activations (``checkpoint_name``).
       axes: of the mesh, besides "replica" and "fsdp", that the model can take.
     """
     flat = flatten(config)
-    own = _own_choices(config, devices, names, axes)
+    own = _own_choices(config, gpu, devices, names, axes)
     choices = [
         own[key] if values is None else [{key: value} for value in values]
         for key, values in allowed.items()
@@ -154,7 +156,7 @@ def candidates(
     for parts in [(), *itertools.product(*choices)]:
         settings = {key: value for part in parts for key, value in part.items()}
         everything = flat | settings
-        shards = _shards(everything, devices)
+        shards = _shards(everything, gpu, devices)
         group = everything[RESHARD]
         if type(group) is int and group >= shards and RESHARD in settings:
             if allowed[RESHARD] is None:
@@ -166,10 +168,10 @@ def candidates(
 
 
 def _own_choices(
-    config: Config, devices: int, names: Sequence[str], axes: Sequence[str]
+    config: Config, gpu: GPU, devices: int, names: Sequence[str], axes: Sequence[str]
 ) -> dict[str, list[Settings]]:
     """Returns the settings that each knob tries unless the user lists values."""
-    shared = config.mesh.context * config.mesh.tensor
+    shared, near = config.mesh.context * config.mesh.tensor, gpu.domain
     parts = max(devices // shared, 1)
     examples = max(config.batch_size // parts, 1)  # of a part in a step
     micro = [n for n in _divisors(examples) if n & (n - 1) == 0]
@@ -179,28 +181,26 @@ def _own_choices(
         REMAT: [*POLICIES, *named],
         "mesh.context": [
             n
-            for n in _divisors(min(devices, GPUS_A_HOST))
+            for n in _divisors(near)
             if devices % n == 0 and config.batch_size % (devices // n) == 0
         ],
         "policy.accumulate": micro,
         "policy.defer_scatter": [False, True],
-        RESHARD: [True, False, *([GPUS_A_HOST] if devices > GPUS_A_HOST else [])],
+        RESHARD: [True, False, *([near] if devices > near else [])],
         "policy.offload": [None, "optimizer", "all"],
         "batch_size": [n for n in batches if n and n % parts == 0],
     }
-    # The fsdp axis lies within a host, or spans complete hosts.
-    shards = [
-        n for n in _divisors(devices) if GPUS_A_HOST % n == 0 or n % GPUS_A_HOST == 0
-    ]
+    # The fsdp axis lies within a host (or an NVLink domain), or spans complete ones.
+    shards = [n for n in _divisors(devices) if near % n == 0 or n % near == 0]
     sums = [("float32", None), ("bfloat16", "float32"), ("bfloat16", None)]
     choices = {knob: [{knob: value} for value in values[knob]] for knob in values}
     return choices | {
-        # One further axis, within a host; two rarely pay.
+        # One further axis, within a host or domain; two rarely pay.
         AXES: [{}]
         + [
             {f"mesh.{axis}": n}
             for axis in axes
-            for n in _divisors(min(devices, GPUS_A_HOST))
+            for n in _divisors(near)
             if n > 1 and devices % n == 0
         ],
         "mesh": [
@@ -217,13 +217,13 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _shards(settings: Settings, devices: int) -> int:
+def _shards(settings: Settings, gpu: GPU, devices: int) -> int:
     """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp != -1:
         further = [settings[key] for key in _KEYS[AXES]]
         return fsdp * math.prod(n for n in further if n != FIT)
-    return min(devices, GPUS_A_HOST) if replica == "hosts" else devices // replica
+    return gpu.host if replica == "hosts" else devices // replica
 
 
 def _identity(settings: Settings, shards: int) -> tuple:

@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
-from jshard.fit.hardware import GPU, GPUS_A_HOST, overlapped
+from jshard.fit.hardware import GPU, overlapped
 from jshard.fsdp.mesh import EXPERT, TENSOR, names_of, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision
@@ -144,18 +144,18 @@ def estimate(
     needed = memory_bound(size, policy) + gradients + kept * width + saved
 
     shards = shards_of(mesh)
-    slow, fast = _speed(shards, gpu), _speed(min(shards, GPUS_A_HOST), gpu)
+    slow, fast = _speed(shards, gpu), _speed(min(shards, gpu.domain), gpu)
     rounds = 1 if policy.defer_scatter else micro
     away = (shards - 1) / shards
     wire = rounds * size.elements * width * away / slow
     if not policy.defer_scatter and reshard is not False:
-        again = slow if reshard is True or reshard > GPUS_A_HOST else fast
+        again = slow if reshard is True or reshard > gpu.domain else fast
         wire += rounds * size.stacked * width * away / again
     sums = jnp.dtype(policy.precision.reduce or jnp.float32).itemsize
     wire += rounds * size.elements * sums * away / slow
     if (replicas := mesh.size // shards) > 1:
-        in_host = max(GPUS_A_HOST // shards, 1)  # replicas that share a host
-        speed = _speed(replicas, gpu, in_host)
+        near = max(gpu.domain // shards, 1)  # replicas that share a host or domain
+        speed = _speed(replicas, gpu, near)
         wire += 2 * size.trained_shards * (replicas - 1) / replicas / speed
     # A layer exchanges its tokens four times forward and four times backward; with
     # parts of the examples, half of it beside products.
@@ -163,17 +163,16 @@ def estimate(
     exchanged = 8 * others * inputs * examples / fast
     seconds = overlapped(gpu.product_seconds(activity.flops), wire) + exchanged / 2
     # Activations are offloaded during the step, the optimizer's state around it.
-    bus = gpu.constants.host_bus
+    bus = gpu.host_bus
     seconds = max(seconds, 2 * activity.hosted * examples / bus)
     seconds += gpu.memory_seconds(2 * size.device) + size.host / bus
     return Estimate(seconds, needed)
 
 
-def _speed(group: int, gpu: GPU, in_host: int = GPUS_A_HOST) -> float:
-    """Returns bytes/s that a device of a group receives; ``in_host`` share a host."""
-    inside = gpu.constants.link * gpu.nvlink
-    ports = in_host * gpu.constants.network_port
-    return inside if group <= in_host else min(inside, ports)
+def _speed(group: int, gpu: GPU, near: int = 0) -> float:
+    """Returns bytes/s that a device of a group receives; ``near`` share a domain."""
+    near, inside = near or gpu.domain, gpu.constants.link * gpu.link
+    return inside if group <= near else min(inside, near * gpu.network_port)
 
 
 def activity(program: Program) -> Activity:

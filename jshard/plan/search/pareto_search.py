@@ -99,7 +99,7 @@ def search(
 
         _, names = traced(str(config.policy.remat))
         axes = _axes(recipe, config, mesh_devices) if AXES in allowed else ()
-        everything = candidates(config, number, allowed, names, axes)
+        everything = candidates(config, gpu, number, allowed, names, axes)
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )

@@ -8,6 +8,7 @@ import jax
 from jshard.config.run_config import Config
 from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
+from jshard.evaluate.in_runs import RunTasks
 from jshard.formatting import did_you_mean
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
@@ -68,11 +69,13 @@ def prepare_evaluation(
     config: Config,
     reader: Mapping[str, int],
     steps: dict[Any, Any] | None = None,
+    tasks: RunTasks | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
     """Makes a recipe's evaluation, and traces it without computing anything.
 
-    `reader` holds the arguments of `eval_batches` that select this process's part, and
-    `steps` evaluation steps that were made before, by their loss.
+    `reader` holds the arguments of `eval_batches` that select this process's part,
+    `steps` evaluation steps that were made before, by their loss, and `tasks` what else
+    to score.
 
     Returns:
       A function from a state to the means over all examples: `eval_loss` and so on,
@@ -101,7 +104,8 @@ def prepare_evaluation(
                 total = total + (means if factor == 1 else means.scaled(factor))
                 jax.block_until_ready(previous)  # run one batch ahead, as in training
             means = total.compute()
-            values |= {f"{prefix}_{name}": value for name, value in means.items()}
+            scores = tasks(state) if tasks else {}
+            values |= {f"{prefix}_{k}": x for k, x in (means | scores).items()}
             if not total.counted():
                 raise RunFailed(
                     f"{prefix}_loss counts nothing: the counts of all its Means are 0; "
@@ -114,6 +118,9 @@ def prepare_evaluation(
     means = jax.eval_shape(eval_step, abstract_state, batch)
     prefixes = ["eval"] if abstract_state.ema is None else ["eval", "eval_ema"]
     names = [f"{p}_{name}" for p in prefixes for name in ("loss", *means.metrics)]
+    names += [
+        f"{p}_{name}" for p in prefixes for name in (tasks.names if tasks else ())
+    ]
     best = config.checkpoint.best
     if best and best not in names:
         raise UserError(

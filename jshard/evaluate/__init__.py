@@ -1,0 +1,1 @@
+"""Benchmarks of language models: the tasks of EleutherAI's lm_eval, on our models."""
