@@ -25,6 +25,7 @@ from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.names import parse
 from jshard.hub.tensor_names import Layers, tensor_names
+from jshard.layout.padding import shape_of_layer
 from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A, B
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -182,11 +183,13 @@ def read_adapters(
 
     def read(variable: Any, layers: Layers) -> jax.Array:
         array = variable.get_value()
-        values = np.empty(array.shape, array.dtype)
+        values = np.zeros(array.shape, array.dtype)  # with its padding
+        exact = tuple(slice(size) for size in shape_of_layer(variable))
         for index, name in layers.items():
             place = stored[name]
             parts = [place.from_file(found[x]) for x in place.names]
-            values[index] = parts[0] if len(parts) == 1 else np.stack(parts)
+            one = parts[0] if len(parts) == 1 else np.stack(parts)
+            values[(*index, *exact)] = one
         return jax.make_array_from_callback(
             array.shape, array.sharding, lambda index: values[index]
         )
@@ -244,9 +247,9 @@ def _check(
     problems = _config_problems(path, a, dora=dora)
     found = {name: x for name, x in found.items() if not name.endswith(_KEPT_BESIDE)}
     expected = {
-        name: place.shape_in_file(np.shape(variable.get_value())[len(index) :])
+        name: place.shape_in_file(shape_of_layer(variable))
         for variable, layers in wanted.values()
-        for index, tensor in layers.items()
+        for tensor in layers.values()
         for place in [stored[tensor]]
         for name in place.names
     }
@@ -269,7 +272,7 @@ def _config_problems(path: Path, a: nnx.Variable, *, dora: bool) -> list[str]:
     try:
         config = read_json(file)
         own: dict[str, tuple[Any, Any]] = {
-            "lora.rank": (config["r"], np.shape(a.get_value())[-1]),
+            "lora.rank": (config["r"], shape_of_layer(a)[-1]),
             "lora.alpha": (config["lora_alpha"], a.get_metadata(ALPHA)),
             "lora.rslora": (
                 bool(config.get("use_rslora")),
