@@ -41,7 +41,7 @@ def test_adapters_are_read_on_any_mesh(devices, tmp_path):
         return model
 
     rng, tensors = np.random.default_rng(0), {}
-    shapes = {"lora_A.weight": (4, 32), "lora_B.weight": (40, 4)}
+    shapes: dict[str, Any] = {"lora_A.weight": (4, 32), "lora_B.weight": (40, 4)}
     shapes["lora_magnitude_vector"] = (40,)
     for i in range(2):
         for name, shape in shapes.items():
