@@ -212,7 +212,7 @@ class GPT(Decoder):
             head, out = jshard.gathered(
                 self.head, during=(self.blocks, stream, *shared)
             )
-            head_DV = head.kernel.get_value()
+            head_DV = jshard.nn.kernel_of(head)
         x_BTD, cache, _ = (out, None, None) if cache is None else out
         return Features(self.norm(x_BTD), head_DV, cache=cache)
 

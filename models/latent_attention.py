@@ -115,7 +115,8 @@ class LatentAttention(Attention):
         assert isinstance(stream.cache, kv_cache.LatentCache)
         assert stream.layer is not None
         C, P = self.config.kv_rank, q_BTNP.shape[-1]
-        kernel_CNX = self._kv_kernel(q_BTNP.dtype).reshape(C, q_BTNP.shape[2], -1)
+        kernel = jshard.nn.kernel_of(self.kv).astype(q_BTNP.dtype)
+        kernel_CNX = kernel.reshape(C, q_BTNP.shape[2], -1)
         wide = jnp.promote_types(q_BTNP.dtype, jnp.float32)
         q_BTNC = jnp.einsum("btnp,cnp->btnc", q_BTNP, kernel_CNX[..., :P])
         y_BTNC, cache = kv_cache.attend_to_latents(
@@ -131,9 +132,3 @@ class LatentAttention(Attention):
             "btnc,cnv->btnv", y_BTNC, kernel_CNX[..., P:], preferred_element_type=wide
         )
         return y_BTNV.astype(q_BTNP.dtype), cache
-
-    def _kv_kernel(self, dtype: Any) -> jax.Array:
-        """Returns the matrix from latents to keys and values, with its adapter."""
-        if type(self.kv) is nnx.Linear:
-            return self.kv.kernel.get_value().astype(dtype)
-        return self.kv(jnp.eye(self.config.kv_rank, dtype=dtype))

@@ -183,7 +183,7 @@ class Llama(Decoder):
         table = isinstance(head, nnx.Embed)
         return Features(
             self.norm(stream.x_BTD),
-            head.embedding.get_value().T if table else head.kernel.get_value(),
+            head.embedding.get_value().T if table else jshard.nn.kernel_of(head),
             config.logit_soft_cap or None,
             penalty,
             stream.cache,

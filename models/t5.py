@@ -314,7 +314,7 @@ class T5(nnx.Module):
         head, stream = jshard.gathered(
             self.head, during=(self.decoder, stream, *inputs)
         )
-        return stream, head.kernel.get_value()
+        return stream, jshard.nn.kernel_of(head)
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what the head is applied to."""

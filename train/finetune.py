@@ -45,9 +45,11 @@ def get_config() -> ConfigDict:
         "targets": Key(
             ("*",),
             "patterns of the paths of adapted layers, e.g. attention.q,attention.v; "
-            "* is every linear layer but the head",
+            "* is every linear layer but the head; head, embed and experts.* as well",
             noun="PATTERN,...",
         ),
+        "rslora": Key(False, "scales adapters by alpha / sqrt(rank) instead (rsLoRA)"),
+        "dora": Key(False, "trains the norm of each column of the weights, too (DoRA)"),
         "dropout": Key(
             0.0, "rate of the dropout of the adapters' inputs", at_least=0, below=1
         ),
@@ -93,6 +95,8 @@ def make_model(config, rngs):
         alpha=lora.alpha,
         targets=lora.targets,
         dropout=lora.dropout,
+        rank_stabilized=lora.rslora,
+        dora=lora.dora,
         rngs=rngs,
     )
     return model

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshard.cli.paths import path_problem
-from jshard.nn.lora import ALPHA
+from jshard.nn.adapted import ALPHA, STABILIZED
 
 FROZEN_FROM = "frozen_from"  # where the parameters are that the checkpoint leaves out
 STORED_SHAPE = "stored_shape"  # of an array that is stored with its padding
@@ -99,6 +99,8 @@ def _layers(name: str, array: Any) -> int:
     expect(isinstance(random, bool), f"random {_shortened(random)}")
     if alpha is not None:
         _number(f"{name}.{ALPHA}", alpha)
+    stabilized = array.get(STABILIZED)
+    expect(stabilized in (None, False, True), f"{STABILIZED} {_shortened(stabilized)}")
     return math.prod(shape[:layer_dims]) if layer_dims else 0
 
 

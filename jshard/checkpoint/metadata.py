@@ -20,8 +20,8 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.variables import is_variable
+from jshard.nn.adapted import ALPHA, STABILIZED
 from jshard.nn.dropout import is_random
-from jshard.nn.lora import ALPHA
 from jshard.unit.modules import Stack
 from jshard.version import versions
 
@@ -105,7 +105,8 @@ def describe(
             if (four_bit := four_bit_of(variable)) is not None:
                 described[name][FOUR_BIT] = four_bit.kind
             if isinstance(variable, nnx.LoRAParam):
-                described[name][ALPHA] = variable.get_metadata(ALPHA, None)
+                for key in (ALPHA, STABILIZED):
+                    described[name][key] = variable.get_metadata(key, None)
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),

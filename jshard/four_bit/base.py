@@ -73,7 +73,7 @@ def in_four_bits(
         found.append(path)
         four_bit = FourBit(kind, shape, value.dtype.name)
         one = lambda x: four_bit.encode(jax.lax.with_sharding_constraint(x, whole))
-        data = _over_layers(one, value, len(shape))
+        data = _over_leading(one, value, len(shape))
         return variable.copy(data, **{FOUR_BIT: four_bit, "out_sharding": None})
 
     frozen = nnx.map_state(encode, state.frozen)
@@ -87,7 +87,15 @@ def in_four_bits(
     return dataclasses.replace(state, frozen=frozen)
 
 
-def _over_layers(fn: Any, stacked: jax.Array, ndim: int) -> jax.Array:
+def over_layers(fn: Any, variable: nnx.Variable) -> jax.Array:
+    """Maps ``fn`` over a parameter's layers, one at a time, without their 4 bits."""
+    value, four_bit = variable.get_value(), four_bit_of(variable)
+    if four_bit is None:
+        return _over_leading(fn, value, value.ndim - layer_dims(variable))
+    return _over_leading(lambda data: fn(four_bit.decode(data)), value, 1)
+
+
+def _over_leading(fn: Any, stacked: jax.Array, ndim: int) -> jax.Array:
     """Maps ``fn`` over all but the last ``ndim`` dimensions, one layer at a time."""
     layers, one = stacked.shape[:-ndim], stacked.shape[-ndim:]
     done = jax.lax.map(fn, stacked.reshape(-1, *one))
@@ -126,11 +134,9 @@ def values_in_shard(variable: nnx.Variable) -> int:
 
 def decoded(variable: nnx.Variable) -> nnx.Variable:
     """Returns a parameter, without padding, as what its 4 bits stand for."""
-    four_bit = four_bit_of(variable)
-    if four_bit is None:
+    if four_bit_of(variable) is None:
         return variable
-    value = _over_layers(four_bit.decode, variable.get_value(), 1)
-    variable = variable.copy(value)
+    variable = variable.copy(over_layers(lambda layer: layer, variable))
     variable.del_metadata(FOUR_BIT)
     return variable
 

@@ -1,15 +1,16 @@
-"""Weights in 4 bits: bitsandbytes' nf4 and fp4, with double quantization.
+"""Weights in 4 bits: bitsandbytes' nf4 and fp4, with and without double quantization.
 
 QLoRA (Dettmers et al. 2023, arXiv:2305.14314, section 3): every block of 64 values has
 a scale, its largest magnitude, and each value is one of 16 codes times that. The scales
 have one byte each: less their mean, they are codes of a table of 256 times the largest
 magnitude of 256 of them (Dettmers et al. 2021, arXiv:2110.02861, section 2.1). A value
-takes 4.127 bits in all.
+takes 4.127 bits in all. Scales that are not quantized are float32: 4.5 bits.
 
 The numbers are those of bitsandbytes on CPUs. The bytes are one array, so that a weight
 has one shard, one gather and one name:
 
     codes (n / 2,)  scales (n / 64,)  float32 (n / 16384 rounded up,)  mean, float32
+    codes (n / 2,)  scales, float32 (n / 64,)                          of "_single"
 
 The values are in the order of PyTorch's matrices (outputs, inputs), so that blocks are
 along the inputs; the first of a byte has its upper half.
@@ -26,6 +27,7 @@ import numpy as np
 from jax import lax
 
 BLOCK, GROUP = 64, 256  # values that share a scale, and scales that do
+SINGLE = "_single"  # ends the names of kinds without double quantization
 
 _NF4 = """
 -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
@@ -34,10 +36,11 @@ _NF4 = """
 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
 """
 _FP4 = "0 0.0625 8 12 4 6 2 3 0 -0.0625 -8 -12 -4 -6 -2 -3"
-CODES = {
+_TABLES = {
     "nf4": np.array(_NF4.split(), np.float32),
     "fp4": np.array(_FP4.split(), np.float32) / np.float32(12),
 }
+CODES = _TABLES | {kind + SINGLE: table for kind, table in _TABLES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,7 @@ class FourBit:
     """How a weight is kept in 4 bits.
 
     Attributes:
-      kind: "nf4" or "fp4".
+      kind: "nf4", "fp4", "nf4_single" or "fp4_single".
       shape: of the weight, of one layer.
       dtype: the name of the weight's dtype, to which decoded values are rounded.
     """
@@ -58,8 +61,15 @@ class FourBit:
     def parts(self) -> tuple[int, ...]:
         """The bytes of the codes, the scales, the scales of these, and their mean."""
         size = math.prod(self.shape)
+        if not self.is_double:
+            return size // 2, 4 * size // BLOCK
         groups = -(-size // (BLOCK * GROUP))
         return size // 2, size // BLOCK, 4 * groups, 4
+
+    @property
+    def is_double(self) -> bool:
+        """Whether the scales are quantized, too."""
+        return not self.kind.endswith(SINGLE)
 
     def encode(self, weight: Any) -> jax.Array:
         """Returns the bytes (sum of ``parts``,) of a weight, rounded to ``dtype``."""
@@ -71,18 +81,25 @@ class FourBit:
         order = np.argsort(CODES[self.kind], kind="stable")
         codes = jnp.asarray(order, jnp.uint8)[_count_below(scaled, _bounds(self.kind))]
         codes = codes.reshape(-1, 2)
+        codes = codes[:, 0] << 4 | codes[:, 1]
+        if not self.is_double:
+            return jnp.concatenate([codes, _bytes(largest)])
         # XLA multiplies by the reciprocal of a constant.
         count = lax.optimization_barrier(jnp.float32(largest.size))
         mean = _sum_in_pairs(largest) / count
         scales, of_scales = _encode_scales(largest - mean)
         bits = [_bytes(of_scales), _bytes(mean[None])]
-        return jnp.concatenate([codes[:, 0] << 4 | codes[:, 1], scales, *bits])
+        return jnp.concatenate([codes, scales, *bits])
 
     def decode(self, data: jax.Array) -> jax.Array:
         """Returns the weight of these bytes, of ``shape`` and ``dtype``."""
         ends = np.cumsum(self.parts)[:-1].tolist()
-        codes, scales, of_scales, mean = jnp.split(data, ends)
-        largest = _decode_scales(scales, _floats(of_scales)) + _floats(mean)
+        codes, scales, *rest = jnp.split(data, ends)
+        if self.is_double:
+            of_scales, mean = map(_floats, rest)
+            largest = _decode_scales(scales, of_scales) + mean
+        else:
+            largest = _floats(scales)
         codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape(-1, BLOCK)
         blocks = _take(CODES[self.kind], codes) * largest[:, None]
         *outer, rows, columns = self.shape

@@ -36,6 +36,7 @@ from jshard.layout.initial_values import fill, mark_stacked, prepare
 from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.layout.state_layout import Layout, padded
 from jshard.layout.variables import is_variable
+from jshard.nn.adapted import start_magnitudes
 from jshard.nn.loss import Means
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
@@ -130,7 +131,7 @@ class FSDP:
         check_capacity(abstract, self.mesh.local_devices)
         if frozen is not None:
             abstract = dataclasses.replace(abstract, frozen=frozen)
-        return fill(abstract, create, (seed_array,), self._in_order)
+        return fill(abstract, create, (seed_array, frozen), self._in_order)
 
     def from_model(
         self,
@@ -197,11 +198,11 @@ class FSDP:
 
     def _creator(
         self, make_model: Callable[[Any], nnx.Module], optimizer: Any, wrt: Any
-    ) -> Callable[[Any], TrainState]:
-        """Returns a function that makes a state from the inputs of ``make_model``."""
+    ) -> Callable[..., TrainState]:
+        """Returns a function of the inputs of ``make_model``, and of ``frozen``."""
         check_optimizer(optimizer)
 
-        def create(inputs: Any) -> TrainState:
+        def create(inputs: Any, frozen: Any = None) -> TrainState:
             model = make_model(inputs)
             check_units(model, self.units)
             is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
@@ -213,6 +214,7 @@ class FSDP:
             state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
             state = in_four_bits(state, self.policy, self.mesh, layers)
             state = padded(state, self.policy, self.mesh, self.tensor_splits)
+            state = start_magnitudes(state, frozen, self.mesh)
             more = first_fields(self.policy, self.mesh, optimizer, state.params, first)
             return dataclasses.replace(state, **more)
 

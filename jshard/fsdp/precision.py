@@ -12,7 +12,7 @@ from jshard.knob import described, knob, knobs
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
-FOUR_BITS = ("nf4", "fp4")
+FOUR_BITS = ("nf4", "fp4", "nf4_single", "fp4_single")
 
 _FLOATING: dict[str, Any] = {"kind": str, "choices": FLOATING}
 
@@ -91,13 +91,14 @@ class Precision:
     base: Any = knob(
         None,
         "nf4 or fp4 keeps the frozen matrices of layers in 4 bits, as bitsandbytes "
-        "does (QLoRA); None keeps them in param's dtype",
+        "does (QLoRA), and nf4_single or fp4_single without double quantization; None "
+        "keeps them in param's dtype",
         kind=str,
         choices=FOUR_BITS,
-        more="They are sharded and gathered in 4 bits, with double quantization, and "
-        "decoded to the dtype of compute where they are used, again in the backward. "
-        "Embeddings, heads, biases, norms and the root stay as they are. Meshes have "
-        "the axes replica, fsdp and context alone.",
+        more="They are sharded and gathered in 4.127 bits a value, or 4.5 without "
+        "double quantization, and decoded to the dtype of compute where they are used, "
+        "again in the backward. Embeddings, heads, biases, norms and the root stay as "
+        "they are. Meshes have the axes replica, fsdp and context alone.",
     )
 
     def __post_init__(self) -> None:

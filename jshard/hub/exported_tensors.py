@@ -18,7 +18,7 @@ from jshard.four_bit.base import FOUR_BIT
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.huggingface_folder import is_huggingface, model_path
-from jshard.hub.merged_adapters import SIDES, Adapter, adapters
+from jshard.hub.merged_adapters import PARTS, Adapter, adapters
 from jshard.hub.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.hub.tensor_names import Index, tensor_names
 
@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
     place: FileTensor
     dtype: np.dtype
     size: int  # bytes
-    adapter: Adapter | None = None  # to be added
+    adapter: Adapter | None = None  # to be merged
 
 
 Tensors = dict[str, Tensor]
@@ -123,15 +123,18 @@ class Exported:
         found = self.tensors({**places, **dict.fromkeys(self._adapters(), _NOWHERE)})
         if frozen.KEY in self.about:
             found |= self._left_out(places, found)
-        for kernel, adapter in adapters(self.about, ema=self.ema).items():
-            place = places.get(kernel, _NOWHERE)
+        for path, adapter in adapters(self.about, ema=self.ema).items():
+            place = peft.place_of(path, places) or _NOWHERE
             keys = [_key(name, place) for name in place.names]
-            if len(keys) != 1 or keys[0] not in found:
+            if not keys or not found.keys() >= set(keys):
                 raise UserError(
-                    f"the checkpoint's adapter {adapter.a} is for {kernel}, which is "
+                    f"the checkpoint's adapter {adapter.a} is for {path}, which is "
                     "not among the weights to write"
                 )
-            found[keys[0]] = found[keys[0]]._replace(adapter=adapter)
+            for i, key in enumerate(keys):
+                index = (*adapter.layer, i) if len(keys) > 1 else adapter.layer
+                one = adapter._replace(layer=index)
+                found[key] = found[key]._replace(adapter=one)
         return found
 
     def adapters(self, places: Places) -> Tensors:
@@ -141,16 +144,15 @@ class Exported:
           UserError: There are none, or Hugging Face's files have no place for one.
         """
         adapters(self.about, ema=self.ema)  # checks them
-        names = peft.file_names(self._adapters(), places)
-        if not names:
+        own = peft.places(self._adapters(), places)
+        if not own:
             raise UserError("--format=peft: the checkpoint has no adapters")
         found = {
             name: _NOWHERE
             for layers in tensor_names(self.about).values()
             for name in layers.values()
         }
-        found |= {ours: FileTensor((name,), True) for ours, name in names.items()}
-        return self.tensors(found)
+        return self.tensors(found | own)
 
     def _left_out(self, places: Places, written: Tensors) -> Tensors:
         """Lists the tensors that are in the files of a pretrained model alone."""
@@ -192,7 +194,7 @@ class Exported:
         return [
             name
             for stored, layers in tensor_names(self.about).items()
-            if stored.endswith(SIDES)
+            if stored.endswith(PARTS)
             for name in layers.values()
         ]
 
@@ -259,13 +261,10 @@ def read(
             found[name] = values[(*layer, ...)]
     for name, tensor in tensors.items():
         if tensor.adapter is not None:
-            added = tensor.adapter.read(step, about, _ONE_THREAD)
-            added = added.T if tensor.place.transposed else added
-            if added.shape != found[name].shape:
-                raise UserError(
-                    f"the adapter {tensor.adapter.a} has another shape than {name}"
-                )
-            found[name] = (found[name].astype(added.dtype) + added).astype(tensor.dtype)
+            turned = np.swapaxes if tensor.place.transposed else lambda x, *_: x
+            weight = turned(found[name], 0, 1)
+            weight = tensor.adapter.merge(weight, step, about, _ONE_THREAD)
+            found[name] = turned(weight, 0, 1).astype(tensor.dtype, order="C")
     return _joined(tensors, found)
 
 

@@ -120,7 +120,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UserError(
                 f"{folder} is quantised ({problem} in {CONFIG}): give the folder of "
                 "the unquantised model, gpt-oss's in MXFP4, or one that bitsandbytes "
-                "quantised to nf4 or fp4 with bnb_4bit_use_double_quant"
+                "quantised to nf4 or fp4"
             )
     if not is_safetensors(folder) and any((folder / x).exists() for x in _PICKLED):
         raise UserError(

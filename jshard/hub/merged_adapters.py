@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint, as what they add to the weights that they are for."""
+"""The adapters of a checkpoint, as what they make of the weights that they are for."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,34 +9,54 @@ import numpy as np
 from jshard.checkpoint.stored_arrays import open_stored
 from jshard.errors import UserError
 from jshard.hub.tensor_names import Index, tensor_names
-from jshard.nn.lora import ALPHA
+from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A, B, scale
 
-SIDES = (".lora_a", ".lora_b")
+PARTS = (f".{A}", f".{B}", f".{MAGNITUDE}")
 
 
 class Adapter(NamedTuple):
-    """The adapter of one layer.
+    """The adapter of one layer, or of one expert of it.
 
     Attributes:
       a: The name of the array with A (inputs, rank), stacked if it is in a Stack.
       b: That with B (rank, outputs).
-      layer: Its index in both.
+      magnitude: That with DoRA's magnitudes (outputs,); "" without.
+      layer: Its index in each.
       scale: Of their product.
     """
 
     a: str
     b: str
+    magnitude: str
     layer: Index
     scale: float
 
-    def read(self, step: Path, about: Mapping[str, Any], context: Any) -> np.ndarray:
-        """Returns what it adds to its kernel (inputs, outputs), in float32."""
-        a, b = (
-            store[self.layer].read().result()
-            for name in (self.a, self.b)
-            for store in [open_stored(step, about, name, context)]
-        )
-        return self.scale * (a.astype(np.float32) @ b.astype(np.float32))
+    def merge(
+        self,
+        weight: np.ndarray,
+        step: Path,
+        about: Mapping[str, Any],
+        context: Any,
+    ) -> np.ndarray:
+        """Returns a weight (inputs, outputs) with its adapter, in float32.
+
+        Raises:
+          UserError: The weight has another shape.
+        """
+
+        def read(name: str) -> np.ndarray:
+            store = open_stored(step, about, name, context)
+            return store[self.layer].read().result().astype(np.float32)
+
+        added = self.scale * (read(self.a) @ read(self.b))
+        if added.shape != weight.shape:
+            raise UserError(f"the adapter {self.a} is of a weight of another shape")
+        weight = weight.astype(np.float32) + added
+        if not self.magnitude:
+            return weight
+        norms = np.linalg.norm(weight, axis=0)
+        empty = norms == 0
+        return weight * np.where(empty, 1, read(self.magnitude) / (norms + empty))
 
 
 def _problem(arrays: Mapping[str, Any], stored: str, a: str, b: str) -> str:
@@ -55,7 +75,7 @@ def _problem(arrays: Mapping[str, Any], stored: str, a: str, b: str) -> str:
 
 
 def adapters(about: Mapping[str, Any], *, ema: bool = False) -> dict[str, Adapter]:
-    """Returns the adapters of a checkpoint by the tensor names of their kernels.
+    """Returns the adapters of a checkpoint by the paths of their layers.
 
     Args:
       about: The checkpoint's metadata.
@@ -66,18 +86,21 @@ def adapters(about: Mapping[str, Any], *, ema: bool = False) -> dict[str, Adapte
     """
     arrays, found = about["arrays"], {}
     names = tensor_names(about)
-    for stored in (name for name in names if name.endswith(SIDES[1])):
-        a = stored.removesuffix(SIDES[1]) + SIDES[0]
-        if a not in names:
-            raise UserError(f"the checkpoint's adapter {stored} has no {a}")
+    for stored in names:
+        layer, _, part = stored.rpartition(".")
+        if part in (B, MAGNITUDE) and f"{layer}.{A}" not in names:
+            raise UserError(f"the checkpoint's adapter {stored} has no {layer}.{A}")
     for stored, layers in names.items():
-        if stored.endswith(SIDES[0]):
-            a = stored.replace("params.", "ema.", 1) if ema else stored
-            b = a.removesuffix(SIDES[0]) + SIDES[1]
-            if problem := _problem(arrays, stored, a, b):
-                raise UserError(f"the checkpoint's adapter {stored} {problem}")
-            scale = arrays[stored][ALPHA] / arrays[stored]["shape"][-1]
-            for layer, name in layers.items():
-                kernel = name.removesuffix(SIDES[0]) + ".kernel"
-                found[kernel] = Adapter(a, b, layer, scale)
+        if not stored.endswith(PARTS[0]):
+            continue
+        a = stored.replace("params.", "ema.", 1) if ema else stored
+        b, magnitude = (a.removesuffix(A) + part for part in (B, MAGNITUDE))
+        if problem := _problem(arrays, stored, a, b):
+            raise UserError(f"the checkpoint's adapter {stored} {problem}")
+        entry = arrays[stored]
+        s = scale(entry[ALPHA], entry["shape"][-1], entry.get(STABILIZED))
+        magnitude = magnitude if magnitude in arrays else ""
+        for layer, name in layers.items():
+            path = name.removesuffix(PARTS[0])
+            found[path] = Adapter(a, b, magnitude, layer, s)
     return found

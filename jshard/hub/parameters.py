@@ -1,7 +1,8 @@
 """The parameters of a pretrained model: from a checkpoint, or from safetensors."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
+from jshard.nn.adapted import MAGNITUDE, start_magnitudes
 
 # How the names of what is read begin, but for frozen parameters.
 _BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")
@@ -102,7 +104,10 @@ def read_parameters(
       The state with those values and an unchanged step.
     """
     only = "" if frozen_too else _BESIDE_FROZEN
-    state = metadata.replace_arrays(state, _load(source, state, only))
+    loaded = _load(source, state, only)
+    state = metadata.replace_arrays(state, loaded)
+    if frozen_too:
+        state = _start_magnitudes(state, loaded)
     return state if source.optimizer else _start_averages(state)
 
 
@@ -135,6 +140,27 @@ def _load(
     if source.is_safetensors:
         return load_safetensors(source.path, state, source.tensors, only=only)
     return load_parameters(source.path, state, optimizer=source.optimizer, only=only)
+
+
+def _start_magnitudes(state: TrainState, loaded: Container[str]) -> TrainState:
+    """Sets DoRA's magnitudes, if they were not read, to those of the weights."""
+    stale = {
+        name: array.sharding
+        for name, array in metadata.arrays_by_name(state).items()
+        if name.startswith("params.") and name.endswith(f".{MAGNITUDE}")
+        if name not in loaded
+    }
+
+    @functools.partial(jax.jit, out_shardings=stale)
+    def start(params: nnx.State, frozen: nnx.State) -> dict[str, jax.Array]:
+        mesh = next(iter(stale.values())).mesh
+        new = dataclasses.replace(state, params=params)
+        new = start_magnitudes(new, frozen, mesh)
+        return {name: metadata.arrays_by_name(new)[name] for name in stale}
+
+    if not stale:
+        return state
+    return metadata.replace_arrays(state, start(state.params, state.frozen))
 
 
 def _start_averages(state: TrainState) -> TrainState:

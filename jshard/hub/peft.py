@@ -2,7 +2,9 @@
 
 A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, with the tensors
 ``base_model.model.MODULE.lora_A.weight`` (rank, inputs) and ``.lora_B.weight``
-(outputs, rank), where MODULE is the path of a layer in the files of its model.
+(outputs, rank), where MODULE is the path of a layer, or of an expert, in the files of
+its model. DoRA has ``.lora_magnitude_vector`` (outputs,) besides, and an embedding
+``.lora_embedding_A`` and ``.lora_embedding_B``.
 """
 
 import json
@@ -23,11 +25,19 @@ from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.names import parse
 from jshard.hub.tensor_names import Layers, tensor_names
-from jshard.nn.lora import ALPHA
+from jshard.layout.padding import shape_of_layer
+from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A, B
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_SIDES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_NAMES = {
+    "kernel": {
+        A: ".lora_A.weight",
+        B: ".lora_B.weight",
+        MAGNITUDE: ".lora_magnitude_vector",
+    },
+    "embedding": {A: ".lora_embedding_A", B: ".lora_embedding_B"},
+}
 # What changes the product of an adapter, and must be as if it were not there.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
@@ -39,18 +49,23 @@ _UNSUPPORTED = (
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
-    "use_rslora",
 )
+# PEFT keeps the weights of embeddings and heads beside their adapters.
+_KEPT_BESIDE = ".base_layer.weight"
 # Initial values that are taken out of the model's own weights, which PEFT changes.
 _CHANGE_THE_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
-def file_names(
+def place_of(layer: str, base: Mapping[str, FileTensor]) -> FileTensor | None:
+    """Returns where the files keep the weight of a layer, by the layer's path."""
+    return base.get(f"{layer}.kernel") or base.get(f"{layer}.embedding")
+
+
+def places(
     adapters: Iterable[str], base: Mapping[str, FileTensor]
-) -> dict[str, str]:
-    """Returns the names of adapters in the files.
+) -> dict[str, FileTensor]:
+    """Returns where the files keep adapters.
 
     Args:
       adapters: Names like "blocks.3.attention.q.lora_a".
@@ -61,15 +76,19 @@ def file_names(
     """
     found = {}
     for name in adapters:
-        module, _, side = name.rpartition(".")
-        stored = base.get(f"{module}.kernel")
-        if stored is None or len(stored.names) != 1:
+        module, _, part = name.rpartition(".")
+        stored = place_of(module, base)
+        if stored is None or not stored.names or stored.part != (0, 1):
             raise UserError(
                 f"the adapter {name} is of a layer that Hugging Face's files of the "
                 "model do not have, so that PEFT cannot use it"
             )
-        layer = stored.names[0].removesuffix(".weight")
-        found[name] = f"{_PREFIX}{layer}.{_SIDES[side]}.weight"
+        kind = "kernel" if f"{module}.kernel" in base else "embedding"
+        names = (
+            f"{_PREFIX}{x.removesuffix('.weight')}{_NAMES[kind][part]}"
+            for x in stored.names
+        )
+        found[name] = FileTensor(tuple(names), transposed=part != MAGNITUDE)
     return found
 
 
@@ -102,9 +121,11 @@ def write_config(
         "r": entry["shape"][-1],
         "lora_alpha": entry[ALPHA],
         "lora_dropout": 0.0,
+        "use_rslora": bool(entry.get(STABILIZED)),
+        "use_dora": any(name.endswith(f".{MAGNITUDE}") for name in names),
         "target_modules": _targets(tensors, base),
         "bias": "none",
-        "fan_in_fan_out": not all(stored.transposed for _, stored in _linears(base)),
+        "fan_in_fan_out": _fan_in_fan_out(base),
         "inference_mode": True,
     }
     text = json.dumps(content, indent=2) + "\n"
@@ -112,24 +133,31 @@ def write_config(
     return [f"adapters for {model}"] if model else []
 
 
+def _fan_in_fan_out(base: Mapping[str, FileTensor]) -> bool:
+    """Returns whether the files have matrices (inputs, outputs), as GPT-2's do."""
+    return not all(x.transposed for name, x in base.items() if name.endswith(".kernel"))
+
+
 def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[str]:
     """Returns the layers that have adapters, as PEFT names them.
 
     It takes the ends of paths; these are paths where an end would name others, too.
     """
-    tensors = file_names(adapters, base).values()
-    adapted = {name.removeprefix(_PREFIX).rsplit(".", 2)[0] for name in tensors}
+    layers = (place_of(name.rpartition(".")[0], base) for name in adapters)
+    found = [name for layer in layers if layer for name in layer.names]
+    adapted = {name.removesuffix(".weight") for name in found}
     ends = {layer.rpartition(".")[2] for layer in adapted}
-    same = {name for name, _ in _linears(base) if name.rpartition(".")[2] in ends}
+    same = {name for name, _ in _layers(base) if name.rpartition(".")[2] in ends}
     return sorted(ends if same == adapted else adapted)
 
 
-def _linears(base: Mapping[str, FileTensor]) -> list[tuple[str, FileTensor]]:
+def _layers(base: Mapping[str, FileTensor]) -> list[tuple[str, FileTensor]]:
     """Returns the paths of a model's layers in its files."""
     return [
-        (stored.names[0].removesuffix(".weight"), stored)
+        (one.removesuffix(".weight"), stored)
         for name, stored in base.items()
-        if name.endswith(".kernel") and len(stored.names) == 1
+        if name.endswith((".kernel", ".embedding"))
+        for one in stored.names
     ]
 
 
@@ -150,14 +178,18 @@ def read_adapters(
         the first differences.
     """
     found, wanted = _load(path), _adapters(state)
-    names = file_names(_tensor_names(wanted), base)
-    _check(path, found, wanted, names)
+    stored = places(_tensor_names(wanted), base)
+    _check(path, found, wanted, stored)
 
     def read(variable: Any, layers: Layers) -> jax.Array:
         array = variable.get_value()
-        values = np.empty(array.shape, array.dtype)
+        values = np.zeros(array.shape, array.dtype)  # with its padding
+        exact = tuple(slice(size) for size in shape_of_layer(variable))
         for index, name in layers.items():
-            values[index] = found[names[name]].T
+            place = stored[name]
+            parts = [place.from_file(found[x]) for x in place.names]
+            one = parts[0] if len(parts) == 1 else np.stack(parts)
+            values[(*index, *exact)] = one
         return jax.make_array_from_callback(
             array.shape, array.sharding, lambda index: values[index]
         )
@@ -171,7 +203,7 @@ def check_adapters(
 ) -> None:
     """Raises what ``read_adapters`` would raise; the state may be abstract."""
     wanted = _adapters(state)
-    _check(path, _load(path), wanted, file_names(_tensor_names(wanted), base))
+    _check(path, _load(path), wanted, places(_tensor_names(wanted), base))
 
 
 def _adapters(state: TrainState) -> dict[str, tuple[nnx.Variable, Layers]]:
@@ -203,20 +235,23 @@ def _check(
     path: Path,
     found: Mapping[str, np.ndarray],
     wanted: Mapping[str, tuple[nnx.Variable, Layers]],
-    names: Mapping[str, str],
+    stored: Mapping[str, FileTensor],
 ) -> None:
     """Raises UserError unless a folder's adapters are exactly those of a model."""
     if not wanted:
         raise UserError(
             f"{path} holds adapters, and the model has none: give lora.rank"
         )
-    a = next(x for name, (x, _) in wanted.items() if name.endswith("lora_a"))
-    rank = np.shape(a.get_value())[-1]
-    problems = _config_problems(path, rank, a.get_metadata(ALPHA))
+    a = next(x for name, (x, _) in wanted.items() if name.endswith(A))
+    dora = any(name.endswith(MAGNITUDE) for name in wanted)
+    problems = _config_problems(path, a, dora=dora)
+    found = {name: x for name, x in found.items() if not name.endswith(_KEPT_BESIDE)}
     expected = {
-        names[tensor]: np.shape(variable.get_value())[len(index) :][::-1]
+        name: place.shape_in_file(shape_of_layer(variable))
         for variable, layers in wanted.values()
-        for index, tensor in layers.items()
+        for tensor in layers.values()
+        for place in [stored[tensor]]
+        for name in place.names
     }
     problems += [f"{name} is missing" for name in expected if name not in found]
     problems += [f"the model has no {name}" for name in found if name not in expected]
@@ -231,13 +266,20 @@ def _check(
         )
 
 
-def _config_problems(path: Path, rank: int, alpha: float) -> list[str]:
+def _config_problems(path: Path, a: nnx.Variable, *, dora: bool) -> list[str]:
     """Compares ``adapter_config.json`` with a model's adapters."""
     file = path / CONFIG
     try:
         config = read_json(file)
-        own: dict[str, tuple[Any, float]] = {"lora.rank": (config["r"], rank)}
-        own["lora.alpha"] = (config["lora_alpha"], alpha)
+        own: dict[str, tuple[Any, Any]] = {
+            "lora.rank": (config["r"], shape_of_layer(a)[-1]),
+            "lora.alpha": (config["lora_alpha"], a.get_metadata(ALPHA)),
+            "lora.rslora": (
+                bool(config.get("use_rslora")),
+                bool(a.get_metadata(STABILIZED, None)),
+            ),
+            "lora.dora": (bool(config.get("use_dora")), dora),
+        }
         expected = {"peft_type": "LORA", "bias": "none"}
         expected |= dict.fromkeys(_UNSUPPORTED)
         init = str(config.get("init_lora_weights", ""))

@@ -1,6 +1,6 @@
 """Reads safetensors files into sharded arrays, each device its slices."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +162,20 @@ def _wanted(
     return wanted
 
 
-def _check_quantised(path: Path, names: Iterable[str]) -> None:
-    """Raises UserError if one of the tensors is a part of a quantised weight."""
-    quantised = [name for name in names if name.endswith(_QUANTISED)]
+def _check_quantised(
+    path: Path, found: Mapping[str, Stored], known: Container[str]
+) -> None:
+    """Raises UserError if an unknown tensor is a part of a quantised weight."""
+    quantised = [x for x in found if x not in known and x.endswith(_QUANTISED)]
     if not quantised:
         return
     said = some_of(quantised, limit=3)
-    if any(name.endswith(".weight.absmax") for name in quantised):
+    weights = (name.removesuffix(".absmax") for name in quantised)
+    if kinds := {bitsandbytes.kind_of(name, found) for name in weights} - {""}:
         raise UserError(
             f"{path} has weights in 4 bits ({said}) that the model has not: train "
-            "adapters with --config.policy.precision.base=nf4 (or fp4, as the folder "
-            "says), or give the folder of the unquantised model"
+            f"adapters with --config.policy.precision.base={min(kinds)}, or give the "
+            "folder of the unquantised model"
         )
     raise UserError(
         f"{path} is quantised ({said}): give the folder of the unquantised model, or "
@@ -208,9 +211,11 @@ def _check(
     known = {
         name
         for place, four_bit in in_bits.items()
-        for name in bitsandbytes.tensors(place.names[0], four_bit.kind)
+        for weight in place.names
+        for kind in [bitsandbytes.kind_of(weight, found) or four_bit.kind]
+        for name in bitsandbytes.tensors(weight, kind)
     }
-    _check_quantised(path, [name for name in found if name not in known])
+    _check_quantised(path, found, known)
     expected = {
         name: (place.shape_in_file(array.shape[len(index) :]), array.dtype)
         for array, layers in wanted.values()

@@ -1,9 +1,10 @@
 """What a model imports: attention, losses, LoRA, and splits over "tensor"."""
 
 from jshard.float8.products import matmul
+from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
-from jshard.nn.lora import adapters_off, add_lora
+from jshard.nn.lora import add_lora
 from jshard.parallel.context import positions
 from jshard.parallel.splits import Split
 from jshard.parallel.tensor import tensor_parallel
@@ -14,6 +15,7 @@ __all__ = [
     "add_lora",
     "cross_entropy",
     "dot_product_attention",
+    "kernel_of",
     "matmul",
     "positions",
     "tensor_parallel",

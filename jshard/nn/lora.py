@@ -1,14 +1,11 @@
-"""LoRA: low-rank adapters beside frozen weights.
+"""LoRA: low-rank adapters beside frozen weights (``jshard.nn.adapted`` has the math).
 
-Hu et al. 2021, arXiv:2106.09685, section 4.1: a layer ``y = x W`` becomes
-``y = x W + (alpha / rank) dropout(x) A B``, of which A and B alone are trained. B is
-zero at first, so that the model starts as what it was.
+B is zero at first, or A beside an embedding table, so that the model starts as what it
+was.
 """
 
-import contextlib
 import fnmatch
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +15,9 @@ from flax import nnx
 
 from jshard.errors import UserError, some_of
 from jshard.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
+from jshard.nn import adapted
 from jshard.nn.dropout import Dropout
-from jshard.unit.modules import is_unit
-
-# Metadata key of an adapter: the numerator of its scale, alpha / rank.
-ALPHA = "lora_alpha"
-DROPOUT = "lora_dropout"
-_OFF = "lora_off"  # an attribute, so that a unit or a jitted function sees the change
+from jshard.unit.modules import Stack, is_unit
 
 # Uniform in +-1/sqrt(inputs), as in PEFT: He et al. 2015, arXiv:1502.01852, for leaky
 # rectifiers of slope sqrt(5).
@@ -38,99 +31,106 @@ def add_lora(
     alpha: float,
     targets: Sequence[str] = ("*",),
     dropout: float = 0.0,
+    rank_stabilized: bool = False,
+    dora: bool = False,
     param_dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
 ) -> None:
-    """Adds adapters to the linear layers of a model, in place.
+    """Adds adapters to layers of a model, in place.
 
     Each of them gets the parameters ``lora_a`` (inputs, rank) and ``lora_b`` (rank,
     outputs), of type ``nnx.LoRAParam``; those of a Stack's layers are stacked as its
     kernel is. Names and values of the other parameters stay. Give
     ``wrt=nnx.LoRAParam`` to ``FSDP.init`` to train the adapters alone.
 
+    Layers are ``nnx.Linear``, ``nnx.Embed``, whose inputs are the vocabulary, and
+    experts: modules with a ``kernel`` (experts, inputs, outputs) and a method
+    ``product(x, kernel, *args)``, which their call applies. A table with an adapter is
+    gathered whole. A model that reads the kernel of its head itself reads
+    ``jshard.nn.kernel_of(head)``.
+
     Args:
       model: the model, whose class may be anything.
       rank: of the product of both matrices.
       alpha: the product is scaled by ``alpha / rank``.
       targets: patterns of module paths, without the layer index of Stacks: "*" is every
-        ``nnx.Linear`` that is no Unit of its own (heads are, and like embeddings can
-        have no adapters), "attention.q" or
-        "attention.*" those whose path is, or ends with, something like it.
-      dropout: rate of the dropout of the adapters' inputs.
+        ``nnx.Linear`` that is no Unit of its own (as heads are), "attention.q", "head"
+        or "attention.*" those whose path is, or ends with, something like it.
+      dropout: rate of the dropout of the adapters' inputs, but for embeddings.
+      rank_stabilized: scales by ``alpha / sqrt(rank)`` instead (rsLoRA).
+      dora: trains a magnitude for each output besides, ``lora_m`` (outputs,) (DoRA).
       param_dtype: of the adapters.
-      rngs: random streams for ``lora_a`` and for dropout.
+      rngs: random streams for initial values and for dropout.
 
     Raises:
-      UserError: the rank is below 1, or a pattern matches no linear layer.
+      UserError: the rank is below 1, a pattern matches no layer, or what it matches
+        cannot have dropout or magnitudes.
     """
     if rank < 1:
         raise UserError(f"add_lora: rank={rank} must be at least 1")
-    linears = {
+    layers: dict[str, Any] = {
         ".".join(map(str, path)): module
         for path, module in nnx.iter_modules(model)
-        if isinstance(module, nnx.Linear) and not is_unit(module)
+        if isinstance(module, (nnx.Linear, nnx.Embed)) or _has_experts(module)
+        if not isinstance(module, Stack)
     }
-    for name, linear in _matching(linears, targets).items():
-        if hasattr(linear, "lora_a"):
+    for name, layer in _matching(layers, targets).items():
+        if hasattr(layer, adapted.A):
             raise UserError(f"add_lora: {name!r} has an adapter already")
-        _adapt(linear, rank, alpha, param_dtype, rngs)
-        if dropout:
-            setattr(linear, DROPOUT, _stacked_dropout(dropout, linear.kernel, rngs))
+        linear = isinstance(layer, nnx.Linear)
+        if dora and not linear:
+            raise UserError(f"add_lora: dora is for linear layers, unlike {name!r}")
+        if dropout and _has_experts(layer):
+            raise UserError(f"add_lora: dropout is not for experts, as {name!r} is")
+        _add_matrices(layer, rank, param_dtype, rngs)
+        a = getattr(layer, adapted.A)
+        a.set_metadata(adapted.ALPHA, alpha)
+        a.set_metadata(adapted.STABILIZED, rank_stabilized)
+        if dora:
+            norms = adapted.column_norms(adapted.weight_of(layer).get_value())
+            _add(layer, adapted.MAGNITUDE, norms.astype(param_dtype))
+        if dropout and linear:
+            noise = _stacked_dropout(dropout, adapted.weight_of(layer), rngs)
+            setattr(layer, adapted.DROPOUT, noise)
+        adapted.adapt(layer)
 
 
-@contextlib.contextmanager
-def adapters_off(model: nnx.Module) -> Iterator[None]:
-    """Within it a model computes as it did before ``add_lora``.
-
-    So the base is at hand as a reference, without a second model. Calls within it need
-    no gradients.
-
-    Raises:
-      UserError: the model has no adapters.
-    """
-    adapted = [x for _, x in nnx.iter_modules(model) if isinstance(x, _Adapted)]
-    if not adapted:
-        raise UserError("adapters_off: the model has no adapters; see add_lora")
-    for linear in adapted:
-        setattr(linear, _OFF, True)
-    try:
-        yield
-    finally:
-        for linear in adapted:
-            delattr(linear, _OFF)
+def _has_experts(module: nnx.Module) -> bool:
+    return hasattr(module, "product") and hasattr(module, "kernel")
 
 
-def _matching(
-    linears: dict[str, nnx.Linear], targets: Sequence[str]
-) -> dict[str, nnx.Linear]:
+def _matching(layers: Mapping[str, Any], targets: Sequence[str]) -> dict[str, Any]:
     found: set[str] = set()
     for pattern in targets:
-        names = fnmatch.filter(linears, pattern)
-        names += fnmatch.filter(linears, f"*.{pattern}")
+        names = fnmatch.filter(layers, pattern) + fnmatch.filter(layers, f"*.{pattern}")
+        if pattern == "*":
+            linears = (x for x in names if isinstance(layers[x], nnx.Linear))
+            names = [x for x in linears if not is_unit(layers[x])]
         if not names:
             raise UserError(
-                f"LoRA: the target {pattern!r} matches no linear layer; there are "
-                f"{some_of(list(linears), limit=12) or 'none'}; heads and embeddings "
-                "cannot have adapters"
+                f"LoRA: the target {pattern!r} matches no layer that can have "
+                f"adapters; there are {some_of(list(layers), limit=12) or 'none'}"
             )
         found.update(names)
-    return {name: linear for name, linear in linears.items() if name in found}
+    return {name: layer for name, layer in layers.items() if name in found}
 
 
-def _adapt(
-    linear: Any, rank: int, alpha: float, param_dtype: Any, rngs: nnx.Rngs
-) -> None:
-    """Adds the matrices, and the class whose call uses them."""
-    *layers, size_in, size_out = np.shape(linear.kernel.get_value())
+def _add_matrices(layer: Any, rank: int, param_dtype: Any, rngs: nnx.Rngs) -> None:
+    *layers, size_in, size_out = np.shape(adapted.weight_of(layer).get_value())
+    a, b = (*layers, size_in, rank), (*layers, rank, size_out)
+    if isinstance(layer, nnx.Embed):
+        _add(layer, adapted.A, jnp.zeros(a, param_dtype))
+        _add(layer, adapted.B, jax.random.normal(rngs.params(), b, param_dtype))
+        return
     keys = jax.random.split(rngs.params(), int(np.prod(layers)))
-    init = lambda key: _init_a(key, (size_in, rank), param_dtype)
-    a = jax.lax.map(init, keys).reshape(*layers, size_in, rank)
-    b = jnp.zeros((*layers, rank, size_out), param_dtype)
-    object.__setattr__(linear, "__class__", _adapted_class(type(linear)))
-    scale: dict[str, Any] = {ALPHA: alpha}
-    for name, value in (("lora_a", a), ("lora_b", b)):
-        setattr(linear, name, nnx.LoRAParam(value, **scale))
-        _mark_like(linear.kernel, getattr(linear, name), name)
+    init = lambda key: _init_a(key, a[-2:], param_dtype)
+    _add(layer, adapted.A, jax.lax.map(init, keys).reshape(a))
+    _add(layer, adapted.B, jnp.zeros(b, param_dtype))
+
+
+def _add(layer: Any, name: str, value: jax.Array) -> None:
+    setattr(layer, name, nnx.LoRAParam(value))
+    _mark_like(adapted.weight_of(layer), getattr(layer, name), name)
 
 
 def _stacked_dropout(rate: float, kernel: Any, rngs: nnx.Rngs) -> Dropout:
@@ -141,7 +141,7 @@ def _stacked_dropout(rate: float, kernel: Any, rngs: nnx.Rngs) -> Dropout:
         dropout.key.set_value(jax.random.split(dropout.key.get_value(), layers))
         dropout.count.set_value(jnp.zeros(layers, jnp.uint32))
         for name in ("key", "count"):
-            _mark_like(kernel, getattr(dropout, name), DROPOUT, name)
+            _mark_like(kernel, getattr(dropout, name), adapted.DROPOUT, name)
     return dropout
 
 
@@ -149,24 +149,3 @@ def _mark_like(kernel: Any, variable: nnx.Variable, *name: str) -> None:
     """Marks the layer dimensions that a variable of the same module shares."""
     paths = kernel.get_metadata(IN_LAYER, ())
     mark_layers(variable, inner=[(*path[:-1], *name) for path in paths])
-
-
-class _Adapted(nnx.Module):
-    """Beside a linear layer's class, adds the adapter's product to its output."""
-
-    def __call__(self, inputs: jax.Array, **kwargs: Any) -> jax.Array:
-        linear: Any = self
-        y = super().__call__(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if hasattr(linear, _OFF):
-            return y
-        if hasattr(linear, DROPOUT):
-            inputs = linear.lora_dropout(inputs)
-        a, b = linear.lora_a[...], linear.lora_b[...]
-        scale = linear.lora_a.get_metadata(ALPHA) / a.shape[-1]
-        inputs, a, b = linear.promote_dtype((inputs, a, b), dtype=linear.dtype)
-        return y + (scale * (inputs @ a @ b)).astype(y.dtype)
-
-
-@functools.cache
-def _adapted_class(cls: type) -> type:
-    return type(cls.__name__, (_Adapted, cls), {})

@@ -174,6 +174,12 @@ def _dims(
             dims[name] = -1
     for name, variable in _of(split.rows, parameters, where).items():
         own = np.ndim(variable.get_value()) - layer_dims(variable)
+        if name.endswith("lora_m"):
+            raise UserError(
+                f"mesh: {TENSOR} splits the rows of '{where}.{name[:-7]}', and DoRA "
+                "needs the norms of whole columns: leave such layers out of the "
+                f"targets of LoRA, or use a mesh without {TENSOR}"
+            )
         if not name.endswith("lora_b"):
             dims[name] = -2 if own > 1 else None
     for name in _of(tuple(split.dims), parameters, where):

@@ -152,15 +152,18 @@ def own_columns(layer: _Layer, sizes: Sequence[int]) -> _Layer:
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
 
-    def own(x: jax.Array) -> jax.Array:
+    def own(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        if path[-1] == "lora_a":  # the columns are those of lora_b
+            return variable
+        x = variable.get_value()
         parts = [
             lax.dynamic_slice_in_dim(x, start + index * (size // n), size // n, -1)
             for start, size in zip(starts, sizes, strict=True)
         ]
-        return jnp.concatenate(parts, axis=-1)
+        return variable.copy(jnp.concatenate(parts, axis=-1))
 
     graphdef, state = nnx.split(layer)
-    return nnx.merge(graphdef, jax.tree.map(own, state))
+    return nnx.merge(graphdef, nnx.map_state(own, state))
 
 
 def norm_columns(norm: nnx.RMSNorm, x_BSE: jax.Array) -> jax.Array:

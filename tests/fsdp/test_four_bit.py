@@ -67,6 +67,8 @@ def train(fsdp: jshard.FSDP, steps: int = 3) -> tuple[Any, list[float]]:
     [
         ("nf4", "16585360ec0ce4b5", "8797ad1966668b34"),
         ("fp4", "2fbc54e48f5e57c7", "15393c87a9c372bc"),
+        ("nf4_single", "9ab4adc3d65fd583", "28554c896f155219"),
+        ("fp4_single", "6bef3460c7747a06", "bc57520097e2c6d4"),
     ],
 )
 def test_bytes_and_values_are_what_bitsandbytes_made(kind, data, values):
@@ -180,7 +182,7 @@ def lower_step_of(fsdp: jshard.FSDP) -> Any:
     [
         (
             lambda: jshard.Precision(base="nf3"),
-            r"base: 'nf3' is not one of None, nf4, fp4",
+            r"base: 'nf3' is not one of None, nf4, fp4, nf4_single, fp4_single",
         ),
         (
             lambda: jshard.Precision(base="nf4", products="float8"),

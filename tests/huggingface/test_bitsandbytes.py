@@ -38,7 +38,7 @@ def functional():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4_single", "fp4_single"])
 def test_bytes_and_values_are_those_of_bitsandbytes(functional, kind, dtype):
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
@@ -47,10 +47,13 @@ def test_bytes_and_values_are_those_of_bitsandbytes(functional, kind, dtype):
     weight = torch.round(torch.randn(shape[::-1]) * 64).to(getattr(torch, dtype)) / 256
     weight[0, :64] = 0
     codes, state = functional.quantize_4bit(
-        weight, quant_type=kind, compress_statistics=True
+        weight,
+        quant_type=kind.removesuffix("_single"),
+        compress_statistics=not kind.endswith("_single"),
     )
     want = functional.dequantize_4bit(codes, state).float().numpy()
-    parts = [codes, state.absmax, state.state2.absmax, state.offset]
+    parts = [codes, state.absmax]
+    parts += [state.state2.absmax, state.offset] if state.nested else []
     data = np.concatenate([x.numpy().reshape(-1).view(np.uint8) for x in parts])
 
     four_bit = FourBit(kind, shape, dtype)
@@ -66,12 +69,13 @@ def folders(functional, tmp_path_factory) -> dict[str, Path]:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 
-    found = {name: tmp_path_factory.mktemp(name) for name in ("plain", "nf4", "single")}
+    names = ("plain", "nf4", "nf4_single", "fp4_single")
+    found = {name: tmp_path_factory.mktemp(name) for name in names}
     random_decoder("LlamaConfig", **SIZES).save_pretrained(found["plain"])
-    for name in ("nf4", "single"):
+    for name in names[1:]:
         config = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
+            bnb_4bit_quant_type=name.removesuffix("_single"),
             bnb_4bit_use_double_quant=name == "nf4",
             bnb_4bit_compute_dtype=torch.float32,
         )
@@ -96,12 +100,12 @@ def loss_fn(model: Any, batch: Any) -> jshard.Mean:
     return model.loss(batch["inputs"], batch["targets"], batch["weights"])
 
 
-def our_state(fsdp: jshard.FSDP, folder: Path) -> Any:
+def our_state(fsdp: jshard.FSDP, folder: Path, *, dora: bool = False) -> Any:
     keys = huggingface.read_config(read_config(folder))
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = Llama(LlamaConfig(**keys), rngs=rngs)
-        jshard.nn.add_lora(model, rank=RANK, alpha=ALPHA, rngs=rngs)
+        jshard.nn.add_lora(model, rank=RANK, alpha=ALPHA, dora=dora, rngs=rngs)
         return model
 
     abstract = fsdp.abstract_state(make, ADAMW, nnx.LoRAParam)
@@ -115,9 +119,10 @@ def make_fsdp(devices: int = 8, base: str | None = "nf4") -> jshard.FSDP:
     return jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:devices]), policy)
 
 
-def test_a_folder_in_4_bits_is_read_as_it_is(folders):
-    fsdp = make_fsdp()
-    theirs, ours = (our_state(fsdp, folders[name]) for name in ("nf4", "plain"))
+@pytest.mark.parametrize("kind", ["nf4", "nf4_single", "fp4_single"])
+def test_a_folder_in_4_bits_is_read_as_it_is(folders, kind):
+    fsdp = make_fsdp(base=kind)
+    theirs, ours = (our_state(fsdp, folders[name]) for name in (kind, "plain"))
     stored = theirs.frozen["blocks"]["attention"]["q"]["kernel"]
     assert stored.get_value().dtype == jnp.uint8
     for x, y in zip(
@@ -130,9 +135,11 @@ def test_a_folder_in_4_bits_is_read_as_it_is(folders):
 @pytest.mark.parametrize(
     ("name", "base", "message"),
     [
-        ("nf4", None, r"weights in 4 bits .* --config\.policy\.precision\.base=nf4"),
-        ("nf4", "fp4", r"bitsandbytes__fp4 is missing"),
-        ("single", "nf4", r"is quantised \(bnb_4bit_use_double_quant=False in config"),
+        ("nf4", None, r"weights in 4 bits .* --config\.policy\.precision\.base=nf4,"),
+        ("nf4", "fp4", r"is in nf4: give policy\.precision\.base=nf4;"),
+        ("nf4", "nf4_single", r"is in nf4: give policy\.precision\.base=nf4;"),
+        ("nf4_single", "nf4", r"is in nf4_single: give policy\.precision\.base=nf4_s"),
+        ("nf4_single", None, r"--config\.policy\.precision\.base=nf4_single, or"),
     ],
 )
 def test_a_folder_of_another_kind_is_an_error_of_one_line(folders, name, base, message):
@@ -143,15 +150,16 @@ def test_a_folder_of_another_kind_is_an_error_of_one_line(folders, name, base, m
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 def test_losses_follow_peft_beside_bitsandbytes(folders, devices, theirs):
-    fsdp = make_fsdp(devices)
-    state = our_state(fsdp, folders["nf4"])
+    kind, dora, want = theirs
+    fsdp = make_fsdp(devices, kind)
+    state = our_state(fsdp, folders[kind], dora=dora)
     step, losses = fsdp.train_step(loss_fn, ADAMW), []
     for i in range(STEPS):
         # As many examples as three devices divide, whose weights leave B.
         state, metrics = step(state, fsdp.shard_batch(padded(batch(i), devices)))
         losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, theirs, rtol=1e-3)
-    print(devices, "devices:", max(np.abs(np.array(losses) / theirs - 1)))
+    print(kind, devices, "devices:", max(np.abs(np.array(losses) / want - 1)))
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
 
 
 def padded(batch: dict[str, np.ndarray], devices: int) -> dict[str, np.ndarray]:
@@ -159,32 +167,37 @@ def padded(batch: dict[str, np.ndarray], devices: int) -> dict[str, np.ndarray]:
     return {k: np.pad(x, ((0, more), (0, 0))) for k, x in batch.items()}
 
 
-@pytest.fixture(scope="module")
-def theirs(folders) -> list[float]:
-    """PEFT's losses, with our initial adapters."""
+@pytest.fixture(scope="module", params=[("nf4", False), ("nf4_single", True)])
+def theirs(request, folders) -> tuple[str, bool, list[float]]:
+    """The base's kind, whether it is DoRA, and PEFT's losses from our adapters."""
+    kind, dora = request.param
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
 
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        folders["nf4"],
+        folders[kind],
         dtype=torch.float32,
         attn_implementation="eager",
         device_map="cpu",
     )
     names = [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")]
     config = peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM"
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=names,
+        task_type="CAUSAL_LM",
+        use_dora=dora,
     )
     model = peft.get_peft_model(base, config).train()
-    fsdp = make_fsdp(1)
-    initial = fsdp.fetch(our_state(fsdp, folders["nf4"]).params)
+    fsdp = make_fsdp(1, kind)
+    initial = fsdp.fetch(our_state(fsdp, folders[kind], dora=dora).params)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
                 _, _, _, _, layer, *path = name.split(".")
                 parameter.copy_(torch.tensor(adapter(initial, int(layer), path)))
-    return torch_losses(model, batch, STEPS, RATE)
+    return kind, dora, torch_losses(model, batch, STEPS, RATE)
 
 
 def adapter(initial: Any, layer: int, path: list[str]) -> np.ndarray:

@@ -71,8 +71,8 @@ def test_targets_are_named_by_the_end_of_their_paths(targets, found):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"targets": ("q",)}, r"'q' matches no linear layer; there are blocks\.down, "),
-        ({"targets": ("head",)}, "heads and embeddings cannot have"),  # a Unit
+        ({"targets": ("q",)}, r"'q' matches no layer .*; there are blocks\.down, "),
+        ({"targets": ("embed",), "dora": True}, "linear layers, unlike 'embed'"),
         ({"rank": 0}, "rank=0 must be at least 1"),
     ],
 )

@@ -1,0 +1,215 @@
+"""What layers with adapters compute.
+
+LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): ``x W + s dropout(x) A B``, where
+s is alpha / rank, or alpha / sqrt(rank) if it is rank-stabilised (Kalajdzievski 2023,
+arXiv:2312.03732). DoRA (Liu et al. 2024, arXiv:2402.09353, section 4) divides each
+column of ``W + s A B`` by its norm, which counts as constant, and multiplies it with a
+trained magnitude. Both are as in PEFT.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jshard.errors import UserError
+from jshard.four_bit.base import over_layers
+from jshard.fsdp.state import TrainState
+from jshard.layout.memory_kinds import on_device
+from jshard.layout.padding import exact, pad
+from jshard.unit.modules import is_unit, unit_class
+
+# Names of the parameters: of A and B, and DoRA's magnitudes.
+A, B, MAGNITUDE = "lora_a", "lora_b", "lora_m"
+DROPOUT = "lora_dropout"
+# Metadata of A: the numerator of the scale, and whether it is rank-stabilised.
+ALPHA, STABILIZED = "lora_alpha", "lora_rank_stabilized"
+
+
+_OFF = "lora_off"  # an attribute, so that a unit or a jitted function sees the change
+
+
+@contextlib.contextmanager
+def adapters_off(model: nnx.Module) -> Iterator[None]:
+    """Within it a model computes as it did before ``add_lora``.
+
+    So the base is at hand as a reference, without a second model. Calls within it need
+    no gradients.
+
+    Raises:
+      UserError: the model has no adapters.
+    """
+    layers = [layer for _, layer in nnx.iter_modules(model) if hasattr(layer, A)]
+    if not layers:
+        raise UserError("adapters_off: the model has no adapters; see add_lora")
+    for layer in layers:
+        setattr(layer, _OFF, True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            delattr(layer, _OFF)
+
+
+def scale(alpha: float, rank: int, stabilized: bool | None) -> float:
+    """Returns what the product of A and B is multiplied with."""
+    return alpha / (math.sqrt(rank) if stabilized else rank)
+
+
+def scale_of(a: nnx.Variable) -> float:
+    """Returns the scale of the adapter that has this A."""
+    stabilized = a.get_metadata(STABILIZED, None)
+    return scale(a.get_metadata(ALPHA), a.get_value().shape[-1], stabilized)
+
+
+def weight_of(module: Any) -> nnx.Variable:
+    """Returns the parameter that an adapter is beside."""
+    return module.embedding if isinstance(module, nnx.Embed) else module.kernel
+
+
+def kernel_of(linear: Any) -> jax.Array:
+    """Returns a linear layer's kernel, with its adapter added if it has one.
+
+    For models that read the kernel of a head themselves; dropout is left out.
+
+    Args:
+      linear: an ``nnx.Linear``.
+
+    Returns:
+      The matrix, (inputs, outputs).
+    """
+    kernel = linear.kernel.get_value()
+    if not hasattr(linear, A) or hasattr(linear, _OFF):
+        return kernel
+    a, b = linear.lora_a.get_value(), linear.lora_b.get_value()
+    a, b, kernel = linear.promote_dtype((a, b, kernel), dtype=linear.dtype)
+    s = scale_of(linear.lora_a)
+    kernel = kernel + s * (a @ b)
+    if not hasattr(linear, MAGNITUDE):
+        return kernel
+    magnitude = linear.lora_m.get_value()
+    return kernel * _ratio(magnitude, column_norms(kernel)).astype(kernel.dtype)
+
+
+def column_norms(kernel: jax.Array) -> jax.Array:
+    """Returns the norm of each column of a matrix, in float32 or wider."""
+    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    return jnp.linalg.norm(kernel.astype(wide), axis=-2)
+
+
+def start_magnitudes(state: TrainState, frozen: Any, mesh: Any) -> TrainState:
+    """Returns a new state whose magnitudes are the norms of its weights.
+
+    In traced code. Weights may be in 4 bits; one layer of one exists at a time.
+
+    Args:
+      state: the state.
+      frozen: the frozen parameters that it will have, if others than its own.
+      mesh: its mesh.
+    """
+    trees = (state.params, state.frozen if frozen is None else frozen)
+    flat = {path: x for tree in trees for path, x in nnx.to_flat_state(tree)}
+
+    def start(path: tuple, variable: Any) -> Any:
+        if path[-1] != MAGNITUDE:
+            return variable
+        kernel = exact(jax.tree.map(on_device, flat[*path[:-1], "kernel"]), mesh)
+        norms = over_layers(column_norms, kernel)
+        return variable.copy(norms.astype(variable.get_value().dtype))
+
+    params = pad(nnx.map_state(start, state.params), mesh)
+    return dataclasses.replace(state, params=params)
+
+
+def _ratio(magnitude: jax.Array, norms: jax.Array) -> jax.Array:
+    """Returns what columns are multiplied with: 1 where one is zero, as padding is."""
+    norms = lax.stop_gradient(norms)
+    empty = norms == 0
+    return jnp.where(empty, 1, magnitude / jnp.where(empty, 1, norms))
+
+
+def adapt(module: Any) -> None:
+    """Gives a module, maybe a Unit, the class whose call uses its adapter, in place."""
+    cls = _adapted_class(getattr(type(module), "plain_class", type(module)))
+    cls = unit_class(cls) if is_unit(module) else cls
+    object.__setattr__(module, "__class__", cls)
+
+
+@functools.cache
+def _adapted_class(cls: type) -> type:
+    kinds = ((nnx.Linear, _AdaptedLinear), (nnx.Embed, _AdaptedEmbed))
+    kind = next((mine for its, mine in kinds if issubclass(cls, its)), _AdaptedExperts)
+    return type(cls.__name__, (kind, cls), {})
+
+
+# Beside the class of a module.
+
+
+class _AdaptedLinear(nnx.Module):
+    """Adds the adapter's product to the output of a linear layer."""
+
+    def __call__(self, inputs: jax.Array, **kwargs: Any) -> jax.Array:
+        layer: Any = self
+        y = super().__call__(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(layer, _OFF):
+            return y
+        noisy = hasattr(layer, DROPOUT)
+        if noisy:
+            inputs = layer.lora_dropout(inputs)
+        a, b = layer.lora_a.get_value(), layer.lora_b.get_value()
+        x, a, b = layer.promote_dtype((inputs, a, b), dtype=layer.dtype)
+        s = scale_of(layer.lora_a)
+        added = s * (x @ a @ b)
+        if not hasattr(layer, MAGNITUDE):
+            return y + added.astype(y.dtype)
+        kernel = layer.kernel.get_value()
+        ratio = _ratio(layer.lora_m.get_value(), _norms_with(kernel, a, b, s))
+        ratio = ratio.astype(y.dtype)
+        if noisy:
+            plain = x @ kernel.astype(x.dtype)
+        else:
+            plain = y if layer.bias is None else y - layer.bias.astype(y.dtype)
+        return y + ((ratio - 1) * plain + ratio * added).astype(y.dtype)
+
+
+def _norms_with(kernel: jax.Array, a: jax.Array, b: jax.Array, s: float) -> jax.Array:
+    """Returns the norms of the columns of ``kernel + s a b``, which is never made."""
+    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    product = functools.partial(jnp.matmul, preferred_element_type=wide)
+    squares = jnp.sum(jnp.square(kernel.astype(wide)), axis=0)
+    # That of the sum is w.w + b.(2 s a.w + s s a.a b), for each column w.
+    inner = 2 * s * product(a.T, kernel) + s * s * product(product(a.T, a), b)
+    return jnp.sqrt(jnp.maximum(squares + jnp.sum(b * inner, axis=0), 0))
+
+
+class _AdaptedExperts(nnx.Module):
+    """Adds the products of the experts' adapters to their outputs."""
+
+    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
+        experts: Any = self
+        y = super().__call__(x, *args)  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(experts, _OFF):
+            return y
+        added = experts.product(x, experts.lora_a.get_value(), *args)
+        added = experts.product(added, experts.lora_b.get_value(), *args)
+        return y + (scale_of(experts.lora_a) * added).astype(y.dtype)
+
+
+class _AdaptedEmbed(nnx.Module):
+    """Adds the rows of the adapter's product to those of a table."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        table: Any = self
+        y = super().__call__(ids)  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(table, _OFF):
+            return y
+        a, b = table.lora_a.get_value(), table.lora_b.get_value()
+        rows = jnp.take(a, ids, axis=0).astype(y.dtype)
+        return y + (scale_of(table.lora_a) * (rows @ b.astype(y.dtype))).astype(y.dtype)

@@ -1,0 +1,64 @@
+"""PEFT's files without torch: adapters reach the state of any mesh."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jshard
+from jshard.hub import peft
+from jshard.hub.file_tensor import FileTensor
+
+BASE = {
+    f"blocks.{i}.q.kernel": FileTensor((f"l.{i}.q.weight",), transposed=True)
+    for i in range(2)
+}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.q = nnx.Linear(32, 40, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.q(x)[..., :32]
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = jshard.Stack(Block, 2, rngs=rngs)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])  # three pad all of them
+def test_adapters_are_read_on_any_mesh(devices, tmp_path):
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = Model(rngs)
+        jshard.nn.add_lora(model, rank=4, alpha=6, dora=True, rngs=rngs)
+        return model
+
+    rng, tensors = np.random.default_rng(0), {}
+    shapes: dict[str, Any] = {"lora_A.weight": (4, 32), "lora_B.weight": (40, 4)}
+    shapes["lora_magnitude_vector"] = (40,)
+    for i in range(2):
+        for name, shape in shapes.items():
+            value = rng.standard_normal(shape).astype(np.float32)
+            tensors[f"base_model.model.l.{i}.q.{name}"] = value
+    save_file(tensors, tmp_path / peft.TENSORS)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_dora": True}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(config | {"bias": "none"}))
+
+    mesh = jshard.make_mesh(devices=jax.devices()[:devices])
+    fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
+    state = fsdp.init(make, optax.sgd(1.0), wrt=nnx.LoRAParam)
+    state = peft.read_adapters(tmp_path, state, BASE)
+    found: Any = fsdp.fetch(state.params)["blocks"]["q"]
+    ours = ("lora_a", "lora_b", "lora_m")
+    for (i, (name, _)), own in zip(
+        [(i, x) for i in range(2) for x in shapes.items()], ours * 2, strict=True
+    ):
+        want = tensors[f"base_model.model.l.{i}.q.{name}"].T
+        np.testing.assert_array_equal(found[own].get_value()[i], want)

@@ -1,0 +1,161 @@
+"""Adapters of all kinds, on every axis, beside a plain model of merged weights.
+
+The reference is the model as an ordinary Flax module without adapters, on one device:
+its weights are ``W + s A B``, or DoRA's, which the test computes itself. In float64.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+import parity
+from split_models import MODELS, batch, loss_fn
+
+RANK, ALPHA, STEPS = 3, 5.0, 3
+ALL = ("*", "head", "embed")
+TX = optax.adamw(1e-2)
+
+# model, targets, further arguments of add_lora, and the mesh
+CASES: dict[str, tuple[str, tuple[str, ...], dict, dict]] = {
+    "one device": ("untied llama", ALL, {}, {"devices": 1}),
+    "rslora": ("untied llama", ALL, {"rank_stabilized": True}, {"devices": 3}),
+    "dora": (
+        "untied llama",
+        ("*", "head"),
+        {"dora": True, "rank_stabilized": True},
+        {"devices": 3},
+    ),
+    "dora on 1": ("untied llama", ("*", "head"), {"dora": True}, {"devices": 1}),
+    "dora on 2": ("gpt", ("*",), {"dora": True}, {"devices": 2}),
+    "dora on 8": (
+        "llama",
+        ("*",),
+        {"dora": True, "rank_stabilized": True},
+        {"replica": 2},
+    ),
+    "tied": ("llama", ("embed", "attention.*"), {}, {"devices": 6}),
+    "experts": ("uneven experts", ("*", "experts.*"), {}, {"devices": 2}),
+    "experts on 8": ("uneven experts", ("experts.*",), {}, {}),
+    "split experts": ("uneven experts", ("experts.*", "embed"), {}, {"expert": 4}),
+    "tensor and experts": (
+        "uneven experts",
+        ("*", "experts.*"),
+        {},
+        {"expert": 2, "tensor": 2},
+    ),
+    "tensor": ("untied llama", ALL, {}, {"tensor": 2, "devices": 4}),
+    "tensor, fused": ("fused", ("*", "embed"), {}, {"tensor": 2}),
+    "tensor, gpt": ("gpt", ("*",), {}, {"tensor": 2}),
+    "tensor, dora of columns": (
+        "odd vocabulary",
+        ("attention.q", "up", "gate", "head"),
+        {"dora": True},
+        {"tensor": 2, "devices": 4},
+    ),
+    "context": ("untied llama", ALL, {}, {"context": 2}),
+}
+
+
+def plain(model: str, rngs: nnx.Rngs) -> Any:
+    return MODELS[model](rngs, **({"dropout": 0.0} if model == "gpt" else {}))
+
+
+def make(model: str, targets: tuple[str, ...], options: dict, rngs: nnx.Rngs) -> Any:
+    """The model with adapters that change it from the first step on."""
+    made = plain(model, rngs)
+    given: dict[str, Any] = {"rank": RANK, "alpha": ALPHA, "param_dtype": float}
+    jshard.nn.add_lora(made, targets=targets, **given | options, rngs=rngs)
+    for path, variable in nnx.to_flat_state(nnx.state(made, nnx.LoRAParam)):
+        if path[-1] != "lora_m":
+            value = variable.get_value()
+            noise = 0.2 * jax.random.normal(rngs.params(), value.shape, value.dtype)
+            variable.set_value(value + noise)
+    return made
+
+
+def merged(model: Any, adapters: nnx.State, options: dict) -> Any:
+    """A copy of a model without adapters, with these in its weights."""
+    model = nnx.clone(model)
+    weights = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    flat = {path: x.get_value() for path, x in nnx.to_flat_state(adapters)}
+    root = math.sqrt(RANK) if options.get("rank_stabilized") else RANK
+    for path in {path[:-1] for path in flat}:
+        name = "kernel" if (*path, "kernel") in weights else "embedding"
+        weight = weights[*path, name].get_value()
+        product = jnp.einsum(
+            "...ir,...ro->...io", flat[*path, "lora_a"], flat[*path, "lora_b"]
+        )
+        new = weight + ALPHA / root * product
+        if options.get("dora"):
+            norms = jnp.sqrt(jnp.sum(new**2, axis=-2, keepdims=True))
+            factor = flat[*path, "lora_m"][..., None, :]
+            new = new * factor / jax.lax.stop_gradient(norms)
+        # A tied table's head is the table without its adapter, as in PEFT.
+        weights[*path, name].set_value(new)
+    return model
+
+
+@pytest.mark.quick("dora", "split experts")
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_adapters_train_as_in_merged_weights(case):
+    name, targets, options, mesh = case
+    if number := mesh.get("devices"):
+        mesh = mesh | {"devices": jax.devices()[:number]}
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), jshard.Policy(min_shard_elements=0))
+    start = lambda rngs: make(name, targets, options, rngs)
+    state = fsdp.init(start, TX, wrt=nnx.LoRAParam)
+    step = fsdp.train_step(loss_fn, TX)
+
+    adapters = nnx.state(start(nnx.Rngs(jax.random.key(0))), nnx.LoRAParam)
+    graphdef, rest = nnx.split(plain(name, nnx.Rngs(jax.random.key(0))))
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(adapters, examples):
+        model = merged(nnx.merge(graphdef, rest), adapters, options)
+        return loss_fn(model, examples).compute()
+
+    opt_state = TX.init(adapters)
+    for i in range(STEPS):
+        examples = padded(batch(False, i), fsdp.mesh.size)
+        state, metrics = step(state, fsdp.shard_batch(examples))
+        value, grads = loss(adapters, examples)
+        np.testing.assert_allclose(float(metrics["loss"]), value, rtol=1e-9)
+        updates, opt_state = TX.update(grads, opt_state, adapters)
+        adapters = optax.apply_updates(adapters, updates)
+    found = parity.by_path(fsdp.fetch(state.params))
+    assert parity.worst(found, parity.by_path(adapters)) <= 1e-9
+
+
+def padded(examples: dict[str, Any], devices: int) -> dict[str, Any]:
+    more = -len(examples["inputs"]) % devices
+    widths = lambda x: ((0, more), *[(0, 0)] * (x.ndim - 1))
+    return {key: np.pad(x, widths(x)) for key, x in examples.items()}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("model", "targets", "options", "message"),
+    [
+        ("llama", ("down",), {"dora": True}, r"rows of 'blocks\.down', and DoRA needs"),
+        ("experts", ("gate",), {"dora": True}, r"unlike 'blocks\.experts\.gate'"),
+        ("experts", ("up",), {"dropout": 0.1}, r"not for experts, as 'blocks\.experts"),
+    ],
+)
+def test_what_cannot_be_adapted_so_is_an_error_of_one_line(
+    model, targets, options, message
+):
+    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2))
+    with pytest.raises(jshard.UserError, match=message) as error:
+        fsdp.abstract_state(
+            lambda rngs: make(model, targets, options, rngs), TX, nnx.LoRAParam
+        )
+    assert "\n" not in str(error.value)
