@@ -145,7 +145,8 @@ def our_state(fsdp: jshard.FSDP, folders: Folders, adapters: bool = True) -> Any
 
 def our_logits(fsdp: jshard.FSDP, state: Any) -> np.ndarray:
     predict = fsdp.predict_step(lambda model, batch: model(batch["inputs"]))
-    return np.asarray(predict(state, fsdp.shard_batch(batch(0))))
+    examples = fsdp.shard_batch(padded(batch(0), fsdp.mesh.size))
+    return np.asarray(predict(state, examples))[:B]
 
 
 def check_close(got: np.ndarray, want: np.ndarray, within: float = 1e-5) -> None:
@@ -161,7 +162,9 @@ def test_losses_follow_peft(torch_peft, folders):
         state = our_state(fsdp, folders)
         step, losses = fsdp.train_step(loss_fn, ADAMW), []
         for i in range(STEPS):
-            state, metrics = step(state, fsdp.shard_batch(padded(batch(i), mesh)))
+            state, metrics = step(
+                state, fsdp.shard_batch(padded(batch(i), fsdp.mesh.size))
+            )
             losses.append(float(metrics["loss"]))
         print(mesh, "worst of a loss:", max(np.abs(np.array(losses) / want - 1)))
         np.testing.assert_allclose(losses, want, rtol=1e-5)
@@ -169,8 +172,8 @@ def test_losses_follow_peft(torch_peft, folders):
         check_close(our_logits(fsdp, state), their_logits(theirs), within=1e-4)
 
 
-def padded(batch: dict[str, np.ndarray], mesh: tuple[int, int]) -> dict[str, Any]:
-    more = -B % (mesh[0] * mesh[1])
+def padded(batch: dict[str, np.ndarray], devices: int) -> dict[str, Any]:
+    more = -B % devices
     return {k: np.pad(x, ((0, more), (0, 0))) for k, x in batch.items()}
 
 
