@@ -58,9 +58,8 @@ class FSDP:
       tensor_splits: modules, by path ("blocks.attention"), that are called within
         ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
         not say so itself, on a mesh with a "tensor" axis.
-      compiler_options: XLA options for the jitted steps. They override the options that
-        jshard sets on GPUs (``jshard.compat.xla_options``); None leaves an option to
-        XLA.
+      compiler_options: XLA options for the jitted steps, which override jshard's
+        (``jshard.compat.xla_options``); None leaves an option to XLA.
 
     Raises:
       UserError: the mesh lacks an axis, the policy does not fit it, or ``units`` holds
@@ -118,8 +117,8 @@ class FSDP:
           optimizer: any optax transformation.
           seed: the seed of the random streams.
           wrt: an NNX filter that selects the parameters to train.
-          frozen: that field of the state, from ``abstract_state``, with arrays that
-            exist already; these are taken, and no initial values are computed.
+          frozen: that field of ``abstract_state``, with arrays to take in place of
+            initial values.
 
         Raises:
           UserError: ``wrt`` selects no parameters of the model, an override of the

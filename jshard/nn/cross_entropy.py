@@ -92,7 +92,7 @@ def token_log_probs(
     """
     _check(x_BTD, head_DV, targets_BT, targets_BT, chunk)
     options = _options(head_DV, chunk, soft_cap, vocabulary)
-    loss_N = _token_losses(options, _flat(x_BTD, head_DV, targets_BT))
+    loss_N: jax.Array = _token_losses(options, _flat(x_BTD, head_DV, targets_BT))
     return -loss_N.reshape(targets_BT.shape)
 
 

@@ -16,8 +16,8 @@ from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
 from jshard.errors import UserError
+from jshard.fsdp.batch import rows_of_process
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.mesh import rows_of_process
 from jshard.fsdp.state import TrainState
 
 FILE = "precomputed.npz"  # in a run's folder

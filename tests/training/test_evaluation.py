@@ -59,6 +59,7 @@ def evaluated(count: int) -> tuple[dict[str, float], dict[str, float]]:
                 "process_index": jax.process_index(),
                 "process_count": jax.process_count(),
             },
+            filled=lambda rows: rows,
         )
         got = evaluate(state)
         rows = [example(i) for i in range(count)]

@@ -84,7 +84,7 @@ def loops(module: hlo.Module) -> list[hlo.Computation]:
 
 def large(module: hlo.Module, body: hlo.Computation) -> dict[str, Transfer]:
     """The collectives of weights and gradients, by name."""
-    moved = {x.name: transfer(module, body, x, 1) for x in body.instructions}
+    moved = {x.name: transfer(module, body, x, 1, 1) for x in body.instructions}
     return {
         name: found
         for name, found in moved.items()
