@@ -108,9 +108,8 @@ class FSDP:
     ) -> TrainState:
         """Creates a state directly as shards.
 
-        Full parameters never exist on a device or on the host, and the values do not
-        depend on the mesh. Arrays in host memory (``Policy.offload``) are created on
-        the device, a few at a time.
+        Full parameters never exist on a device or on the host, and values do not depend
+        on the mesh. Arrays for host memory (``Policy.offload``) are made a few at a time.
 
         Args:
           make_model: makes the model from random streams.

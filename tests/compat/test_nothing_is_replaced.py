@@ -92,7 +92,8 @@ seen = lambda: {{
 before = seen()
 import jshard
 for module in pkgutil.walk_packages(jshard.__path__, "jshard."):
-    optional = "wandb" in module.name or "mlflow" in module.name
+    extras = "wandb", "mlflow", "evaluate.language_model"
+    optional = any(extra in module.name for extra in extras)
     command = module.name == "jshard.generate" or "__main__" in module.name
     if not optional and not command:
         importlib.import_module(module.name)

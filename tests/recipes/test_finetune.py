@@ -169,5 +169,5 @@ def test_rank_0_trains_the_model_in_float32():
 
 
 def test_targets_that_are_not_there_are_a_users_error(folder, text, tmp_path):
-    with pytest.raises(jshard.UserError, match="target 'query' matches no linear"):
+    with pytest.raises(jshard.UserError, match="target 'query' matches no layer"):
         train(tmp_path / "run", folder, text, **{"lora.targets": ["query"]})
