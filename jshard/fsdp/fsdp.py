@@ -109,7 +109,7 @@ class FSDP:
         """Creates a state directly as shards.
 
         Full parameters never exist on a device or on the host, and values do not depend
-        on the mesh. Arrays for host memory (``Policy.offload``) are made a few at a time.
+        on the mesh. Arrays for host memory (``Policy.offload``) are made in turns.
 
         Args:
           make_model: makes the model from random streams.

@@ -43,7 +43,6 @@ FULLER = {
     "": 16,
     "distributed": 13,
     "fsdp": 16,
-    "layout": 2080,
     "unit": 15,
 }
 # What DESIGN and every reader calls them.
