@@ -43,6 +43,7 @@ FULLER = {
     "": 16,
     "distributed": 13,
     "fsdp": 16,
+    "layout": 13,
     "unit": 15,
 }
 # What DESIGN and every reader calls them.
