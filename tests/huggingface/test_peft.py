@@ -278,7 +278,10 @@ def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
     ("config", "options"),
     [
         ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
-        ("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 24}),
+        (
+            "Qwen3MoeConfig",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        ),
     ],
 )
 def test_peft_and_transformers_read_experts(
