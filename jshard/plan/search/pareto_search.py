@@ -149,7 +149,7 @@ def _compile(tasks: Iterable[Task], *arguments: str | Path) -> Replies:
 
 
 def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[str]:
-    """Returns the further axes of the mesh that a recipe's model can take."""
+    """Returns the further axes of the mesh that a recipe's model and plans can take."""
 
     def takes(axis: str) -> bool:
         try:
@@ -160,7 +160,8 @@ def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[s
             return False
         return True
 
-    return [axis for axis in meshes.AXES[2:] if takes(axis)]
+    others = [axis for axis in meshes.AXES[2:] if axis != meshes.PIPE]  # has no plans
+    return [axis for axis in others if takes(axis)]
 
 
 def _trace(
