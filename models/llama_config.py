@@ -233,7 +233,8 @@ class LlamaConfig:
 
         groups, chosen = self.expert_groups, self.chosen_groups
         per_group, rest = divmod(self.num_experts, groups)
-        if groups > 1 and (rest or per_group < 2 or not 0 < chosen <= groups):
+        divides = not rest and per_group >= 2
+        if (groups > 1 and not divides) or not 0 < chosen <= groups:
             raise jshard.UserError(
                 f"model: expert_groups={groups} must divide num_experts="
                 f"{self.num_experts} into groups of two or more, of which "
@@ -272,6 +273,7 @@ class LlamaConfig:
         return dataclasses.replace(
             self, num_experts=0, hidden=self.dense_hidden, dense_layers=0,
             expert_groups=1,
+            chosen_groups=1,
         )  # fmt: skip
 
     @property

@@ -237,6 +237,11 @@ FAMILIES = {
         ),
     )
 }
+# Not keys of these: but transformers' cache has a window for any config that names one,
+# and its rotations a width of heads.
+del FAMILIES["Glm4Moe"].values["sliding_window"]
+del FAMILIES["DeepseekV3"].values["sliding_window"]
+del FAMILIES["DeepseekV3"].values["head_dim"]
 FAMILIES["GPT2"] = Drawn(
     "GPT2LMHeadModel",
     "gpt2",
