@@ -272,8 +272,7 @@ class LlamaConfig:
         """The same without experts, of the first layers."""
         return dataclasses.replace(
             self, num_experts=0, hidden=self.dense_hidden, dense_layers=0,
-            expert_groups=1,
-            chosen_groups=1,
+            expert_groups=1, chosen_groups=1,
         )  # fmt: skip
 
     @property

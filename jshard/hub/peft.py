@@ -104,9 +104,13 @@ def write_config(
 
     Returns:
       What to tell the user.
+
+    Raises:
+      UserError: PEFT would scale the adapters otherwise.
     """
     names = tensor_names(about)
     stored = [name for name in names if name.endswith(".lora_a")]
+    _check_scales({name: about["arrays"][name] for name in stored})
     tensors = [tensor for name in stored for tensor in names[name].values()]
     entry = about["arrays"][stored[0]]
     given = about["config"].get("checkpoint")
@@ -131,6 +135,22 @@ def write_config(
     text = json.dumps(content, indent=2) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     return [f"adapters for {model}"] if model else []
+
+
+def _check_scales(entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuses experts' adapters that are scaled by the root of their rank.
+
+    PEFT makes one of gate and up, of twice the rank and alpha, which keeps their ratio
+    alone.
+    """
+    for name, entry in entries.items():
+        of_experts = len(entry["shape"]) - entry["layer_dims"] > 2
+        if of_experts and entry.get(STABILIZED):
+            raise UserError(
+                f"the adapter {name} is of experts, and lora.rslora=True: PEFT, which "
+                "joins two such adapters to one of twice the rank, would scale them "
+                "otherwise; merge them (--format=huggingface)"
+            )
 
 
 def _fan_in_fan_out(base: Mapping[str, FileTensor]) -> bool:

@@ -60,8 +60,7 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
     if 1 - idle < BUSY:
         least = 2 * (number - 1)
         warnings.warn(
-            f"mesh: pipe={number}: with {policy.accumulate} micro-batches "
-            f"(policy.accumulate) a stage is idle for {idle:.0%} of a step (the "
-            f"bubble); use {least} micro-batches or more",
+            f"mesh: pipe={number}: with policy.accumulate={policy.accumulate} a stage "
+            f"is idle for {idle:.0%} of a step (the bubble); with {least}, for 33%",
             stacklevel=5,  # the caller of FSDP.init
         )

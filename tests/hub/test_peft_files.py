@@ -33,6 +33,23 @@ class Model(nnx.Module):
         self.blocks = jshard.Stack(Block, 2, rngs=rngs)
 
 
+def test_rank_stabilized_adapters_of_experts_are_not_written(tmp_path):
+    def about(*shape: int) -> dict[str, Any]:
+        entry = {"shape": shape, "dtype": "float32", "lora_alpha": 4}
+        entry |= {"lora_rank_stabilized": True, "layer_dims": 1}
+        names = (f"params.blocks.up.lora_{x}" for x in "ab")
+        arrays = dict.fromkeys(names, entry)
+        return {"arrays": arrays, "stacks": ["blocks"], "config": {}}
+
+    base = {f"blocks.{i}.up.kernel": FileTensor((f"l.{i}.up.weight",)) for i in (0, 1)}
+    peft.write_config(tmp_path, about(2, 32, 4), base)
+    assert json.loads((tmp_path / peft.CONFIG).read_text())["use_rslora"]
+    with pytest.raises(
+        jshard.UserError, match=r"up.lora_a is of experts, and lora\.rs"
+    ):
+        peft.write_config(tmp_path, about(2, 8, 32, 4), base)
+
+
 @pytest.mark.parametrize("devices", [1, 3, 8])  # three pad all of them
 def test_adapters_are_read_on_any_mesh(devices, tmp_path):
     def make(rngs: nnx.Rngs) -> nnx.Module:

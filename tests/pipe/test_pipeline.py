@@ -348,7 +348,7 @@ def test_what_a_pipeline_does_not_do_is_one_line(given, words):
 
 
 def test_a_large_bubble_is_a_warning():
-    with pytest.warns(match="idle for 50% of a step.*use 2 micro-batches or more"):
+    with pytest.warns(match="accumulate=1 a stage is idle for 50% .*; with 2, for 33%"):
         trace(accumulate=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
