@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mapped import RECIPE, shapes, write_folder
+from mapped import RECIPE, shapes, write_folder, write_tensor_files
 
 from exports import load_all
 from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.errors import UserError
 from jshard.export import export
 from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.recipe.build import make_job, make_mesh
@@ -30,6 +31,24 @@ def imported(folder: Path, recipe_file: Path, **given: Any):
         source = find_parameters(folder, job.abstract_state(), tensors=places)
         state = job.fsdp.init(job.make_model, job.optimizer, seed=1)
         return read_parameters(source, state), config
+
+
+def test_a_layer_that_predicts_further_tokens_is_passed_over(tmp_path):
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    folder = tmp_path / "hf"
+    tensors = write_folder(folder)
+    tensors["layers.2.up.weight"] = np.zeros((4, 8), np.float32)
+
+    def read() -> None:
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        write_tensor_files(folder, tensors, 10**6)
+        imported(folder, tmp_path / "tiny.py")
+
+    with pytest.raises(UserError, match=r"layers\.2\.up\.weight is not in the model"):
+        read()
+    tensors["layers.2.eh_proj.weight"] = np.zeros((4, 8), np.float32)  # as DeepSeek's
+    read()
 
 
 @pytest.mark.parametrize("replica", [1, 2])
