@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[2]
 def finished(train, tmp_path_factory):
     """A run with nothing but its recipe given, and its folder."""
     folder = tmp_path_factory.mktemp("finished")
-    env = {"JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        # On a fast machine none of its programs takes the tenth of a second from which
+        # they are kept.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     run = train(folder, "--config=tiny.py", env=env)
     assert (run.returncode, run.stderr) == (0, "")
     (workdir,) = (folder / "runs").iterdir()
