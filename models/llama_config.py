@@ -91,6 +91,8 @@ class LlamaConfig:
         gpt-oss; 0 for neither.
       sigmoid_router: whether an expert's score is a sigmoid, with a correction for the
         choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+      correction_rate: step of that correction in training, towards an even load of the
+        experts (Wang et al. 2024, arXiv:2408.15664); 0 leaves it as it is.
       expert_groups: of neighbouring experts; a token's are in the best
         ``chosen_groups`` of them.
       chosen_groups: see ``expert_groups``.
@@ -157,6 +159,7 @@ class LlamaConfig:
     expert_bias: bool = False
     expert_limit: float = 0.0
     sigmoid_router: bool = False
+    correction_rate: float = 0.0
     expert_groups: int = 1
     chosen_groups: int = 1
     expert_scale: float = 1.0
@@ -245,8 +248,9 @@ class LlamaConfig:
                 f"model: chosen_groups={chosen} have {chosen * per_group} experts, "
                 f"fewer than experts_per_token={self.experts_per_token}"
             )
-        if groups > 1 and not self.sigmoid_router:
-            raise jshard.UserError("model: expert_groups needs sigmoid_router=True")
+        if (groups > 1 or self.correction_rate) and not self.sigmoid_router:
+            name = "expert_groups" if groups > 1 else "correction_rate"
+            raise jshard.UserError(f"model: {name} needs sigmoid_router=True")
         if self.dense_layers and not (
             self.num_experts
             and self.dense_hidden

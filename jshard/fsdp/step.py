@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jshard.collectives.gather import all_gather
+from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
 from jshard.compat.jaxprs import replay
 from jshard.fsdp.accumulate import accumulate, first_of, split
@@ -34,7 +35,7 @@ from jshard.fsdp.traced import differing_results, once_checked
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
-from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_streams
+from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.optim.update import check_state, next_state
 from jshard.parallel.tensor import make_parallel
