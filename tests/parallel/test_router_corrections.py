@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import jshard
 from jshard.models.moe import Load, Router, Routing, correct
-from split_models import MODELS, batch, loss_fn, start, trains_alike
+from split_models import batch, loss_fn, start, trains_alike
 
 CASES: dict[str, dict[str, Any]] = {
     "one device": {"devices": 1, "accumulate": 4},
@@ -75,6 +74,25 @@ def test_evaluation_corrects_nothing_and_training_evens_out_the_load():
     assert np.mean(found[:, 2:]) > 0
 
 
-def test_a_softmax_has_no_corrections():
-    with pytest.raises(jshard.UserError, match="correction_rate needs sigmoid_router"):
-        MODELS["experts"](nnx.Rngs(0), correction_rate=0.1)
+@pytest.mark.slow
+def test_a_restored_run_goes_on_on_another_mesh_as_if_it_had_not_stopped(tmp_path):
+    def run(state: Any, fsdp: Any, step: Any, numbers: range) -> Any:
+        for number in numbers:
+            state, _ = step(state, fsdp.shard_batch(batch(False, number)))
+        return state
+
+    fsdp, state, step = start("corrected", expert=2, tensor=2, accumulate=2)
+    state = run(state, fsdp, step, range(2))
+    with jshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state)
+    other, abstract, other_step = start("corrected", fsdp=4, context=2)
+    with jshard.Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(abstract)
+    want, got = (
+        nnx.filter_state(own.fetch(done.model_state), nnx.BatchStat)
+        for own, done in (
+            (fsdp, run(state, fsdp, step, range(2, 4))),
+            (other, run(restored, other, other_step, range(2, 4))),
+        )
+    )
+    jax.tree.map(np.testing.assert_array_equal, want, got)
