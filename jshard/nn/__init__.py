@@ -6,7 +6,7 @@ from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
 from jshard.nn.lora import add_lora
-from jshard.parallel.context import positions
+from jshard.parallel.context import positions, whole_sequences
 from jshard.parallel.splits import Split
 from jshard.parallel.tensor import tensor_parallel
 
@@ -22,4 +22,5 @@ __all__ = [
     "step_sum",
     "tensor_parallel",
     "token_log_probs",
+    "whole_sequences",
 ]
