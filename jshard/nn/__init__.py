@@ -1,6 +1,6 @@
 """What a model imports: attention, losses, LoRA, and splits over "tensor"."""
 
-from jshard.collectives.microbatch import step_sum
+from jshard.collectives.microbatch import StepSum
 from jshard.float8.products import matmul
 from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import dot_product_attention
@@ -12,6 +12,7 @@ from jshard.parallel.tensor import tensor_parallel
 
 __all__ = [
     "Split",
+    "StepSum",
     "adapters_off",
     "add_lora",
     "cross_entropy",
@@ -19,7 +20,6 @@ __all__ = [
     "kernel_of",
     "matmul",
     "positions",
-    "step_sum",
     "tensor_parallel",
     "token_log_probs",
     "whole_sequences",
