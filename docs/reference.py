@@ -22,9 +22,9 @@ from unittest import mock
 
 import jshard
 from jshard.cli.commands import COMMANDS
+from jshard.cli.knob import Knob
 from jshard.config.run_config import complete, declarations, flatten
 from jshard.config.shared_keys import REQUIRED, SHARED
-from jshard.knob import Knob
 from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[1]

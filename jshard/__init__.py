@@ -12,18 +12,17 @@ from jshard import functional as functional
 from jshard import nn as nn
 from jshard import optim as optim
 from jshard.collectives.reduce import pmean
+from jshard.compat.versions import __version__
 from jshard.errors import UserError
-from jshard.fsdp.activations import Names, Offload
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import make_mesh
-from jshard.fsdp.policy import Policy
+from jshard.fsdp.policy import Names, Offload, Policy
 from jshard.fsdp.precision import Precision
 from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import Dropout
 from jshard.nn.loss import Loss, Mean, Means
 from jshard.unit.gathered import gathered
 from jshard.unit.modules import Stack, Unit
-from jshard.version import __version__
 
 if TYPE_CHECKING:
     from jshard import linen as linen

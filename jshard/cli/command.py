@@ -18,10 +18,10 @@ from typing import NoReturn
 
 import jax
 
+from jshard.cli.formatting import one_line, printable
 from jshard.cli.terminal import show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
-from jshard.formatting import one_line, printable
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in JAX's error
 ALLOCATOR = "JAX_PJRT_CLIENT_CREATE_OPTIONS"  # whose setting also chooses the allocator

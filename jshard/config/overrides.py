@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jshard.cli.formatting import did_you_mean
+from jshard.cli.knob import Knob
 from jshard.cli.options import Option, check_value, explained, read_value
 from jshard.config.run_config import Config, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS, REQUIRED, SHARED
 from jshard.errors import UserError
-from jshard.formatting import did_you_mean
-from jshard.knob import Knob
 
 # Of the commands that run a recipe.
 RECIPE_OPTIONS = {

@@ -16,9 +16,9 @@ from jshard.data.stream_state import state_files
 from jshard.distributed import Peers
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
-from jshard.fsdp.batch import rows_of_process
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
+from jshard.layout.batch import rows_of_process
 from jshard.layout.capacity import check_capacity
 from jshard.recipe import contract
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh

@@ -27,7 +27,7 @@ from jshard.float8.weights import in_float8
 from jshard.fsdp.policy import UnitPolicy
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.placement import Placement
-from jshard.layout.tables import is_table, mark_table
+from jshard.layout.specs import is_table, mark_table
 from jshard.layout.variables import (
     expose_arrays,
     is_variable,
@@ -36,8 +36,13 @@ from jshard.layout.variables import (
 )
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
-from jshard.unit.calls import apply_changes, call_method, variables_in
-from jshard.unit.partition import combine, partition
+from jshard.unit.calls import (
+    apply_changes,
+    call_method,
+    combine,
+    partition,
+    variables_in,
+)
 from jshard.unit.shards import is_shard, shard_of, show
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit

@@ -360,4 +360,7 @@ def test_compat_imports_only_ground():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "") >= "jshard":
                 ours = (node.module or "").startswith("jshard")
-                assert not ours or node.module in ("jshard.errors", "jshard.version")
+                assert not ours or node.module in (
+                    "jshard.errors",
+                    "jshard.compat.versions",
+                )

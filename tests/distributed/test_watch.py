@@ -12,7 +12,7 @@ from jshard.distributed.heartbeat import (
     format_processes,
     judge,
 )
-from jshard.distributed.patience import Patience
+from jshard.distributed.stuck import Patience
 
 SILENCE, STUCK = 8.0, 100.0
 
