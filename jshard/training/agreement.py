@@ -17,7 +17,7 @@ import numpy as np
 from jshard.compat.versions import versions
 from jshard.config.run_config import Config, flatten
 from jshard.data.iterables import Stream
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import own_modules

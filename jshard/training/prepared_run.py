@@ -13,7 +13,7 @@ from jshard.config.run_config import Config
 from jshard.data.batches import Batch
 from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import state_files
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
 from jshard.fsdp.policy import Policy

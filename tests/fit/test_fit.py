@@ -11,7 +11,7 @@ import pytest
 import jshard
 from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.fit import fitted as fitted_job
 from jshard.fit.device_memory import (
     compiled_bytes,
@@ -23,7 +23,8 @@ from jshard.fit.memory_choice import Candidate, Traced, candidates, fit
 from jshard.layout.capacity import state_bytes
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
-from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.recipe_path import find_recipe
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 

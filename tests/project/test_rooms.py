@@ -14,10 +14,10 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1310,
+    "commands": 1253,
     "surface": 568,
     "plan": 4700,
-    "training": 14190,
+    "training": 14277,
     "checkpoint": 6280,
     "generation": 1100,
     "start-up note": 430,
@@ -28,8 +28,8 @@ MOST_LINES = {
     "cpu": 378,
     "collectives": 475,
     "layout": 2222,
-    "distributed": 1744,
-    "cli": 712,
+    "distributed": 1728,
+    "cli": 728,
     "compat": 817,
     "parallel": 566,
     "ground": 1471,

@@ -19,7 +19,8 @@ from jshard import inspect
 from jshard.checkpoint.step_folders import step_folder
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.rope import rotate
-from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.load import open_recipe
+from jshard.recipe.recipe_path import find_recipe
 
 SMALL = {
     "vocab_size": 40,

@@ -30,7 +30,7 @@ from jshard.checkpoint.local.pieces import (
     neighbors,
 )
 from jshard.cli.formatting import format_bytes
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import RunFailed, UserError
 from jshard.fsdp.state import TrainState
 
