@@ -92,7 +92,7 @@ def public_name(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     import jshard
 
     name = node.get("reftarget", "").rpartition(".")[2]
-    if node.get("refdomain") != "py" or name not in jshard.__all__:
+    if node.get("refdomain") != "py" or name not in dir(jshard):
         return None
     domain = env.get_domain("py")
     return domain.resolve_xref(
