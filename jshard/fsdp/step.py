@@ -36,13 +36,18 @@ from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_streams
 from jshard.nn.loss import Loss, Mean, Means, over_devices, seeds, terms_of
 from jshard.optim.update import check_state, next_state
-from jshard.parallel.tensor import make_parallel
 from jshard.pipe.in_stages import in_stages
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
 from jshard.unit.calls import own_containers
-from jshard.unit.model import gather_root, make_sharded, make_units, root_as_unit
+from jshard.unit.model import (
+    gather_root,
+    make_parallel,
+    make_sharded,
+    make_units,
+    root_as_unit,
+)
 
 # build(graphdef, layout, params, frozen, model_state, training=...) -> a model
 Build = Callable[..., nnx.Module]

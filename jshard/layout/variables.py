@@ -1,6 +1,6 @@
 """Finds a module's Variables and the objects reachable from it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,6 +57,34 @@ def reachable(start: Any, stop: Callable[[Any], bool]) -> list[Any]:
         if not is_variable(x) and (x is start or not stop(x)):
             left += reversed(_children(x))
     return list(seen.values())
+
+
+def of_class(module: nnx.Module, cls: type) -> Any:
+    """Returns a module of another class that has the attributes of ``module``."""
+    made = object.__new__(cls)
+    vars(made).update(vars(module))
+    return made
+
+
+def replace(model: nnx.Module, others: Mapping[int, Any]) -> None:
+    """Puts other objects in place of modules and Variables, in all that refers to them.
+
+    Args:
+      model: changed in place; it is not replaced itself.
+      others: the new objects, by the ``id`` of the old ones.
+    """
+    for owner in [*reachable(model, stop=lambda x: False), *others.values()]:
+        if not isinstance(owner, nnx.Pytree) or is_variable(owner):
+            continue
+        for name, value in list(vars(owner).items()):
+            leaves, tree = jax.tree.flatten(value, is_leaf=_is_object)
+            if any(id(x) in others for x in leaves):  # Flax's note of it stays
+                new = [others.get(id(x), x) for x in leaves]
+                vars(owner)[name] = jax.tree.unflatten(tree, new)
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree) or is_variable(x)
 
 
 def _children(x: Any) -> list[Any]:

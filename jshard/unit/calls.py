@@ -15,7 +15,7 @@ from jshard.errors import UserError
 from jshard.float8.products import Float8
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.variables import is_variable, reachable, set_attribute
-from jshard.unit.shards import array_of, is_shard, show, with_array
+from jshard.unit.shards import array_of, is_shard, with_array
 
 # (path of a module, name of an attribute) -> its new value
 Changes = dict[tuple[tuple[str, ...], str], Any]
@@ -98,10 +98,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
         if value is _ABSENT:
             delattr(owner, name)
         elif is_variable(old) and is_variable(value):
-            sharded = is_shard(old)
             old.set_raw_value(value.get_raw_value())
-            if sharded:
-                show(old)
         else:
             if is_variable(value) and layers:
                 mark_layers(value, outer=[(*path, name)])

@@ -364,3 +364,12 @@ def test_compat_imports_only_ground():
                     "jshard.errors",
                     "jshard.compat.versions",
                 )
+
+
+def test_the_class_of_an_object_changes_in_one_place():
+    found = {
+        path.relative_to(PACKAGE).as_posix(): text.count("__class__")
+        for path in PACKAGE.rglob("*.py")
+        if "__class__" in (text := path.read_text())
+    }
+    assert found == {"unit/modules.py": 1}
