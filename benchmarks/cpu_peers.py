@@ -26,8 +26,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job
 from kit.peers import Ask, jax_words, started, take_turns, torch_words
 from kit.results import Values

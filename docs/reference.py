@@ -25,8 +25,7 @@ from jshard.cli.commands import COMMANDS
 from jshard.cli.knob import Knob
 from jshard.config.run_config import complete, declarations, flatten
 from jshard.config.shared_keys import REQUIRED, SHARED
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "reference"

@@ -17,8 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: there is no GPU
 from jshard.cli.formatting import format_bytes
 from jshard.config import complete
 from jshard.plan.planning import plan_recipe
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 
 def plan(gpus, batch_size, overrides):

@@ -26,8 +26,7 @@ from jshard.plan import tracing_for
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.definition import Recipe
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job
 from kit.training import peak_bytes
 from kit.turns import WARM_UP, open_answers, random_batch, take_turns

@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llama
 from kit.results import Recorder, Values
 from kit.running import Part, last_words

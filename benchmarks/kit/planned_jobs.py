@@ -17,8 +17,7 @@ from jshard.fit.hardware import STATED, Constants, find_constants
 from jshard.plan.cost.timeline import replay
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
 from kit.results import Recorder
 from kit.running import Part

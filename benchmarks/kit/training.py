@@ -20,8 +20,7 @@ from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import peak_flops
 from jshard.plan.program import Program, trace
 from jshard.recipe.definition import Recipe
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
 from kit.results import Recorder
 from kit.running import Part

@@ -39,9 +39,9 @@ from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
 from jshard.recipe.definition import Recipe
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
-from jshard.recipe.recipe_path import RECIPE_OPTIONS, find_recipe
+from jshard.recipe.recipe_path import RECIPE_OPTIONS
 
 DOES_NOT_FIT = 3
 _FILE: dict[str, Any] = {

@@ -14,7 +14,9 @@ import cloudpickle
 
 from jshard.errors import UserError
 from jshard.recipe.definition import Recipe, recipe_of
-from jshard.recipe.recipe_path import split_path
+from jshard.recipe.recipe_path import find_recipe, split_path
+
+__all__ = ["find_recipe", "load_recipe", "open_recipe", "own_folder"]
 
 
 @contextmanager

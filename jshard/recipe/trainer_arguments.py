@@ -20,9 +20,9 @@ from jshard.data.places import state_methods
 from jshard.errors import UserError
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.definition import Recipe, recipe_of
-from jshard.recipe.load import load_recipe, own_folder
+from jshard.recipe.load import find_recipe, load_recipe, own_folder
 from jshard.recipe.make_config import make_config, pin_names
-from jshard.recipe.recipe_path import find_recipe, split_path
+from jshard.recipe.recipe_path import split_path
 
 SPLITS = ("train", "validation", "test")
 _FUNCTIONS = tuple(name for name in ARGUMENTS if name != "get_config")

@@ -12,9 +12,8 @@ from jshard.errors import UserError
 from jshard.hub import huggingface_folder as folders
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.download import cached_path
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.model_map import SOURCE, model_of, require_map
-from jshard.recipe.recipe_path import find_recipe
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -36,10 +36,9 @@ from jshard.hub.parameters import find_parameters, start_from
 from jshard.recipe import contract
 from jshard.recipe.build import Job
 from jshard.recipe.definition import Recipe
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import SOURCE, find_map
-from jshard.recipe.recipe_path import find_recipe
 from jshard.run.source import find_source
 from jshard.trained.huggingface_export import find_recipe_of
 

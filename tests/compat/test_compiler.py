@@ -11,8 +11,7 @@ from jshard.compat import xla_options
 from jshard.config.policy_keys import parse_options
 from jshard.config.run_config import complete
 from jshard.recipe.build import make_job, make_mesh
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 GIVEN = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
 

@@ -26,8 +26,8 @@ from jshard.config.run_config import SHARED, check, complete, declarations, flat
 from jshard.data.text.text_data import text_data
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe, packaged_recipes
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.recipe_path import packaged_recipes
 
 FILES = {file.name for file in packaged_recipes().glob("[!_]*.py")}
 RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - {"llama.py"})

@@ -19,8 +19,7 @@ from jshard.data.text.bigram import (
 from jshard.data.text.corpus import split_corpus
 from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from texts import text
 
 SPLITS = {"validation_fraction": 0.25, "token_dtype": "uint16"}

@@ -23,8 +23,7 @@ from jshard.fit.memory_choice import Candidate, Traced, candidates, fit
 from jshard.layout.capacity import state_bytes
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 

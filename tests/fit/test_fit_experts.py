@@ -7,9 +7,8 @@ import jshard
 from jshard.fit.expert_choice import with_experts
 from jshard.plan.start_up import traffic
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 
 MOE = {
     "model.num_experts": 8,

@@ -17,8 +17,7 @@ pytest.importorskip("tokenizers", reason="needs jshard[text]")
 
 MAKE_CONFIG = """
 from pathlib import Path
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 
 keys = ("model.from", "checkpoint.restore", "data.tokenizer")

@@ -10,9 +10,8 @@ import pytest
 from mapped import RECIPE, write_folder, write_tensor_files
 
 from jshard.errors import UserError
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from tiny_runs import RECIPE as UNMAPPED
 from tiny_runs import expect_one_line
 

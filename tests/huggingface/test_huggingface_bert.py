@@ -18,9 +18,8 @@ from jshard.export import export
 from jshard.hub.safetensors_read import load_safetensors
 from jshard.models import bert_huggingface as huggingface
 from jshard.models.bert import Bert, BertConfig
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from jshard.training.trainer import Trainer
 from parity import make_mesh
 

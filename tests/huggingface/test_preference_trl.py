@@ -15,9 +15,8 @@ from jshard.hub import peft as files
 from jshard.hub.parameters import find_parameters, read_parameters
 from jshard.models import llama_huggingface
 from jshard.recipe.build import make_job, make_mesh
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from small_tokenizer import CHATML
 from tiny_llama import make_llama
 

@@ -26,9 +26,8 @@ from jshard.models import regnet_timm, resnet_timm, vit_timm
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.models.resnet import ResNet, ResNetConfig
 from jshard.models.vit import ViT, ViTConfig
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 
 REGNET = Mapped(regnet_timm, RegNet, RegNetConfig)
 RESNET = Mapped(resnet_timm, ResNet, ResNetConfig)

@@ -8,8 +8,7 @@ from jshard.fit.device_memory import compiled_bytes, step_bytes
 from jshard.layout.capacity import state_bytes
 from jshard.plan import has_plugin
 from jshard.plan.program import trace
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 pytestmark = pytest.mark.h100
 

@@ -12,8 +12,7 @@ from jshard.config.run_config import complete
 from jshard.errors import UserError
 from jshard.recipe import recipe_path as recipes
 from jshard.recipe.build import make_job
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 RECIPE = """\
 def get_config(): return {"whose": WHOSE}

@@ -16,9 +16,8 @@ from flax import nnx
 import jshard
 import parity
 from jshard.models.bert import Bert, BertConfig
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from jshard.recipes import bert
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics

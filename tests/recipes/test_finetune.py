@@ -18,9 +18,8 @@ from jshard.export import export
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.recipe.build import make_job, make_mesh
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from jshard.trained.trained_model import open_model
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics

@@ -10,9 +10,8 @@ import pytest
 
 from jshard.errors import UserError
 from jshard.recipe import contract as returns
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from tiny_runs import expect_one_line, read_metrics
 
 SMALL_REGNET = (

@@ -19,8 +19,7 @@ from jshard import inspect
 from jshard.checkpoint.step_folders import step_folder
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.rope import rotate
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 SMALL = {
     "vocab_size": 40,

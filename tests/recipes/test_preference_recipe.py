@@ -10,9 +10,8 @@ import pytest
 
 import jshard
 from jshard.errors import Preempted
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from jshard.training.precomputed import FILE, Precomputed, digests_of
 from jshard.training.trainer import Trainer
 from resumable import read_metrics

@@ -17,9 +17,8 @@ from foreign_weights import store
 from jshard.data.tokenizers.tokenizer import ByteTokenizer
 from jshard.models import t5_huggingface as huggingface
 from jshard.models.t5 import T5, T5Config
-from jshard.recipe.load import open_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.recipe_path import find_recipe
 from jshard.recipes import t5
 
 REPOSITORY = Path(__file__).parents[2]

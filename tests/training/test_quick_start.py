@@ -10,8 +10,7 @@ import jax
 import pytest
 
 import jshard
-from jshard.recipe.load import open_recipe
-from jshard.recipe.recipe_path import find_recipe
+from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 
