@@ -4,9 +4,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jshard.cli.formatting import one_line
 from jshard.data.fingerprint import fingerprint, of_files
 from jshard.errors import UserError
-from jshard.formatting import one_line
 from jshard.hub.online.names import Name, parse
 
 

@@ -15,6 +15,7 @@ from grain.experimental import (
     WindowShuffleIterDataset,
 )
 
+from jshard.cli.formatting import one_line
 from jshard.data.iterables import Stream, part_of
 from jshard.data.mixture import is_mixture, mix, parse_mixture
 from jshard.data.places import Cursor
@@ -26,7 +27,6 @@ from jshard.data.text.windows import windows
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from jshard.errors import RunFailed, UserError, some_of
-from jshard.formatting import one_line
 
 _BINS = 64  # rows that are packed at a time
 _VALIDATION = "validation"  # a dataset's split, and that of a run
