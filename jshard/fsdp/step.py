@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jshard.collectives.gather import all_gather
+from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
 from jshard.compat.jaxprs import replay
 from jshard.fsdp.accumulate import accumulate, first_of, split
@@ -33,7 +34,7 @@ from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
-from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_streams
+from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
 from jshard.nn.loss import Loss, Mean, Means, over_devices, seeds, terms_of
 from jshard.optim.update import check_state, next_state
 from jshard.pipe.in_stages import in_stages
