@@ -97,7 +97,7 @@ class Holder(nnx.Module):
 
 
 def test_layers_with_adapters_are_wherever_the_layers_were():
-    model = Holder(nnx.Rngs(0))
+    model: Any = Holder(nnx.Rngs(0))  # whose layers are of other classes then
     jshard.nn.add_lora(model, rank=2, alpha=2.0, rngs=nnx.Rngs(1))
     assert model.first is model.again
     x = jnp.ones((1, 4))
