@@ -101,8 +101,7 @@ def test_layers_with_adapters_are_wherever_the_layers_were():
     jshard.nn.add_lora(model, rank=2, alpha=2.0, rngs=nnx.Rngs(1))
     assert model.first is model.again
     x = jnp.ones((1, 4))
-    layers: tuple[Any, ...] = (model.again, model.listed[0], model.named["a"][0])
-    for layer in layers:
+    for layer in (model.again, model.listed[0], model.named["a"][0]):
         before = layer(x)
         np.testing.assert_array_equal(before, x @ layer.kernel[...])
         layer.lora_b.set_value(jnp.ones((2, 4)))
