@@ -65,11 +65,11 @@ def test_slices_are_those_of_numbers_decoded_one_at_a_time():
     assert scales.shape == (2, 2)
     got, want = Decoded(codes, scales), decoded(codes, scales)
     assert np.max(np.abs(want - weight)) < 0.2
-    for index in (np.s_[:, :], np.s_[100:150, 120:130], np.s_[128:, :5]):
-        np.testing.assert_array_equal(got[index], want[index])
+    for rows, columns in (np.s_[:, :], np.s_[100:150, 120:130], np.s_[128:, :5]):
+        np.testing.assert_array_equal(got[rows, columns], want[rows, columns])
         swapped = got.transpose([1, 0])
         assert swapped.shape == (130, 200)
-        np.testing.assert_array_equal(swapped[index[::-1]], want[index].T)
+        np.testing.assert_array_equal(swapped[columns, rows], want[rows, columns].T)
 
 
 class Made(NamedTuple):
