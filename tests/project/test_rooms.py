@@ -14,12 +14,12 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1310,
+    "commands": 1314,
     "surface": 540,
     "plan": 4700,
-    "training": 14190,
+    "training": 14301,
     "checkpoint": 6280,
-    "generation": 1100,
+    "generation": 1144,
     "start-up note": 430,
     "fsdp": 2240,
     "nn": 1735,
