@@ -22,10 +22,10 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 
 from jshard.checkpoint.untrusted import parse_json
+from jshard.cli.formatting import one_line
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
 from jshard.errors import UserError
-from jshard.formatting import one_line
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import context_length

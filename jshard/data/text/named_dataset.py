@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import grain
 from grain.experimental import WindowShuffleIterDataset
 
+from jshard.cli.formatting import one_line
 from jshard.data.fingerprint import fingerprint, of_files
 from jshard.data.iterables import part_of
 from jshard.data.places import Cursor
 from jshard.errors import RunFailed, UserError, some_of
-from jshard.formatting import one_line
 from jshard.hub.online.names import Name, parse
 
 VALIDATION = "validation"  # a dataset's split, and that of a run
