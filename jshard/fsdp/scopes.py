@@ -19,4 +19,6 @@ EXCHANGE_TOKENS = "exchange of tokens"
 FURTHER_ROUNDS = "further rounds"
 # The switch of a pipeline: how many micro-batches in how many ticks of its loop.
 SCHEDULE = "{} micro-batches in {} ticks"
+# Its conditionals of what one stage alone does, before and after the layers.
+FIRST_STAGE, LAST_STAGE = "first stage", "last stage"
 STAGES = "stages"  # what moves parameters and gradients between rest and stages

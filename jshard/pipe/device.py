@@ -20,7 +20,7 @@ from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.accumulate import first_of
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.precision import is_float
-from jshard.fsdp.scopes import SCHEDULE
+from jshard.fsdp.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.nn.loss import Mean
 from jshard.pipe.call import Split
 from jshard.pipe.schedule import FORWARD, Schedule, one_forward_one_backward
@@ -183,11 +183,12 @@ class Stage:
     ) -> tuple[Held, Any]:
         """Runs the stage's layers; also returns what their backward needs."""
         like = jax.tree.structure(self.call.carry)
-        carry = lax.cond(
-            self.index == 0,
-            lambda: jax.tree.unflatten(like, self.to_first(*self._leaves(inputs))),
-            lambda: _take(held.inputs, micro),
-        )
+        with jax.named_scope(FIRST_STAGE):
+            carry = lax.cond(
+                self.index == 0,
+                lambda: jax.tree.unflatten(like, self.to_first(*self._leaves(inputs))),
+                lambda: _take(held.inputs, micro),
+            )
         output, needed = self.call.forward(*self._operands(inputs, carry))
         return held._replace(output=output), needed
 
@@ -198,11 +199,12 @@ class Stage:
         # XLA would copy what a branch takes and returns unchanged.
         if part == 0:
             own = self._own(held.grads)
-            carry_ct, own, means = lax.cond(
-                self.index == self.last,
-                lambda: self._loss(held, own, inputs),
-                lambda: (_take(held.cotangents, micro), own, held.means),
-            )
+            with jax.named_scope(LAST_STAGE):
+                carry_ct, own, means = lax.cond(
+                    self.index == self.last,
+                    lambda: self._loss(held, own, inputs),
+                    lambda: (_take(held.cotangents, micro), own, held.means),
+                )
             grads = self._with(held.grads, own)
             held = held._replace(carry_ct=carry_ct, grads=grads, means=means)
         segment = len(self.call.segments) - 1 - part
@@ -226,11 +228,12 @@ class Stage:
         moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
         to_first = lambda *x: itertools.compress(self.to_first(*x), moves)
         carry_ct, own = jax.tree.leaves(held.carry_ct), self._own(held.grads)
-        own = lax.cond(
-            self.index == 0,
-            lambda: self._pull(to_first, own, inputs, carry_ct),
-            lambda: own,
-        )
+        with jax.named_scope(FIRST_STAGE):
+            own = lax.cond(
+                self.index == 0,
+                lambda: self._pull(to_first, own, inputs, carry_ct),
+                lambda: own,
+            )
         if self.args:
             own = self._pull(self.to_args, own, inputs, held.args_ct)
         return held._replace(
