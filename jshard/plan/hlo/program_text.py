@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard.fsdp.scopes import FURTHER_ROUNDS, UPDATE
+from jshard.fsdp.scopes import FURTHER_ROUNDS, SCHEDULE, UPDATE
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(
@@ -31,12 +31,15 @@ _CALLED = re.compile(
     r"branch_computations|true_computation|false_computation)="
     r"(?P<names>\{[^}]*\}|%?[\w.\-]+)"
 )
-_LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
+_LISTED_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}"
+)
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _IOTA_GROUPS = re.compile(rf"replica_groups=\[([\d,]+)\]<=({_IOTA})")
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
 )
+_OF_TICK = re.compile(SCHEDULE.format(r"\d+", r"\d+") + r"/cond/branch_(\d+)_fun")
 HOST_SPACE = 5  # XLA's memory space of pinned host memory
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -151,6 +154,8 @@ class Instruction:
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Device numbers of a collective's groups; () means one group of all.
+
+        Of a permutation these are its pairs, (source, target).
 
         Raises:
           ValueError: the groups are written in a way that is not known.
@@ -337,12 +342,14 @@ def direction(source: str) -> str:
     Its name holds the transformations around it: ``jvp`` marks the forward,
     ``transpose`` the backward. What is in the scope of the update or outside
     ``shard_map`` belongs to the update, and the rest to the step around forward and
-    backward.
+    backward. A pipeline's ticks have a branch for each.
     """
     if "transpose(" in source:
         return BACKWARD
     if "jvp(" in source:
         return FORWARD
+    if branch := _OF_TICK.search(source):
+        return FORWARD if branch[1] == "1" else BACKWARD
     if UPDATE in source.split("/"):
         return UPDATE
     return STEP if "shard_map" in source or not source else UPDATE

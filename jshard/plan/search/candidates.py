@@ -17,7 +17,8 @@ from jshard.fsdp.activations import POLICIES
 Settings = dict[str, Any]  # values by key: {"policy.remat": "dots"}
 
 REMAT, RESHARD = "policy.remat", "policy.reshard_after_forward"
-AXES = "axes"
+AXES, PIPE = "axes", "mesh.pipe"
+STAGES = (2, 4, 8, 16)  # of a pipeline
 # What `--search` varies: other ways to run the same training.
 DEFAULT_KNOBS = (
     REMAT,
@@ -30,11 +31,11 @@ DEFAULT_KNOBS = (
 )
 # Knobs that change the numbers that training computes; varied only when named.
 CHANGING_KNOBS = ("policy.precision.reduce", "batch_size")
-KNOBS = (*DEFAULT_KNOBS, "mesh.context", *CHANGING_KNOBS)
+KNOBS = (*DEFAULT_KNOBS, "mesh.context", PIPE, *CHANGING_KNOBS)
 # Knobs that set other keys than the one they are named after.
 _KEYS = {
     "mesh": ("mesh.replica", "mesh.fsdp"),
-    AXES: ("mesh.context", "mesh.tensor", "mesh.expert"),
+    AXES: ("mesh.context", "mesh.tensor", "mesh.expert", PIPE),
     "policy.precision.reduce": ("policy.precision.reduce", "policy.precision.sum"),
 }
 
@@ -156,6 +157,8 @@ def candidates(
     for parts in [(), *itertools.product(*choices)]:
         settings = {key: value for part in parts for key, value in part.items()}
         everything = flat | settings
+        if settings and not _keeps_busy(everything, devices, allowed):
+            continue
         shards = _shards(everything, gpu, devices)
         group = everything[RESHARD]
         if type(group) is int and group >= shards and RESHARD in settings:
@@ -167,6 +170,23 @@ def candidates(
     return list(found.values())
 
 
+def _keeps_busy(
+    settings: Settings, devices: int, allowed: Mapping[str, Sequence[Any] | None]
+) -> bool:
+    """Whether own choices of stages and micro-batches go together.
+
+    A stage is busy for two thirds of a step at least, and no micro-batch is empty.
+    """
+    micro, stages = settings["policy.accumulate"], settings[PIPE]
+    axes = [settings[key] for key in ("mesh.context", "mesh.tensor")]
+    if allowed.get("policy.accumulate", ()) is None:
+        examples = settings["batch_size"] * math.prod(axes) * stages // devices
+        if micro > max(examples, 1):
+            return False
+    free = allowed.get(AXES, ()) is None or allowed.get(PIPE, ()) is None
+    return not free or micro >= 2 * (stages - 1)
+
+
 def _own_choices(
     config: Config, gpu: GPU, devices: int, names: Sequence[str], axes: Sequence[str]
 ) -> dict[str, list[Settings]]:
@@ -174,7 +194,9 @@ def _own_choices(
     shared, near = config.mesh.context * config.mesh.tensor, gpu.domain
     parts = max(devices // shared, 1)
     examples = max(config.batch_size // parts, 1)  # of a part in a step
-    micro = [n for n in _divisors(examples) if n & (n - 1) == 0]
+    # Pipelines pass as many more micro-batches as they have stages.
+    stages = max([n for n in STAGES if "pipe" in axes and devices % n == 0], default=1)
+    micro = [n for n in _divisors(examples * stages) if n & (n - 1) == 0]
     named = [f"{kind}:{'+'.join(names)}" for kind in ("names", "offload") if names]
     batches = [config.batch_size * n // 4 for n in (1, 2, 4, 8, 16)]
     values = {
@@ -184,6 +206,7 @@ def _own_choices(
             for n in _divisors(near)
             if devices % n == 0 and config.batch_size % (devices // n) == 0
         ],
+        PIPE: [1, *(n for n in STAGES if devices % n == 0)],
         "policy.accumulate": micro,
         "policy.defer_scatter": [False, True],
         RESHARD: [True, False, *([near] if devices > near else [])],
@@ -195,12 +218,12 @@ def _own_choices(
     sums = [("float32", None), ("bfloat16", "float32"), ("bfloat16", None)]
     choices = {knob: [{knob: value} for value in values[knob]] for knob in values}
     return choices | {
-        # One further axis, within a host or domain; two rarely pay.
+        # One further axis, within a host or domain, or stages; two rarely pay.
         AXES: [{}]
         + [
             {f"mesh.{axis}": n}
             for axis in axes
-            for n in _divisors(near)
+            for n in (STAGES if axis == "pipe" else _divisors(near))
             if n > 1 and devices % n == 0
         ],
         "mesh": [
