@@ -16,7 +16,7 @@ from jshard.fit.memory_choice import Traced, check_stages, fit, is_open
 from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan import hlo
 from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX
-from jshard.plan.cost.stages import Pipeline, pipeline_of
+from jshard.plan.cost.ticks import Pipeline, pipeline_of
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
 from jshard.plan.memory import buffer_assignment
@@ -169,12 +169,10 @@ def make_plan(program: Program, imbalance: float = 1.0) -> Plan:
         needed = memory(policy, state, compiled, folder, devices=mesh.size, gpu=gpu)
     text = compiled.as_text() or ""
     module = dataclasses.replace(hlo.parse(text), imbalance=imbalance)
-    pipeline = pipeline_of(module, mesh, policy.accumulate)
+    pipeline = pipeline_of(module, mesh, policy)
     timeline = None if gpu is None else replay(module, gpu, mesh.size, pipeline)
     prefetch = platform(program.job.fsdp.mesh) == "gpu"
     lowest = least(program.job.fsdp.mesh, policy, state, prefetch=prefetch)
     stage = 0 if timeline is None else timeline.stage
     traffic = Traffic(count(module, mesh.size, gpu, pipeline, stage), lowest)
-    return Plan(
-        program, text, module, needed, traffic, timeline, seconds, pipeline
-    )
+    return Plan(program, text, module, needed, traffic, timeline, seconds, pipeline)

@@ -2,17 +2,20 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+import jshard
 from jshard.fit.hardware import FITTED, GPUS
 from jshard.fsdp.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.pipe.schedule import bubble, one_forward_one_backward
 from jshard.plan import hlo
 from jshard.plan.cost.nccl import SIMPLE
-from jshard.plan.cost.stages import Pipeline, pipeline_of
-from jshard.plan.cost.timeline import COLLECTIVES, Timeline, replay
+from jshard.plan.cost.streams import COLLECTIVES
+from jshard.plan.cost.ticks import Pipeline, pipeline_of
+from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import count
 from jshard.plan.hlo.program_text import BACKWARD, FORWARD, direction
 from jshard.plan.output import schedule_picture
@@ -22,6 +25,8 @@ STAGES, MICRO, PARTS = 4, 8, 2
 PLAN = one_forward_one_backward(STAGES, MICRO, PARTS)
 TICKS = len(PLAN.does)
 SCOPE = f"jit(step)/shard_map/while/body/{SCHEDULE.format(MICRO, TICKS)}/cond"
+FIRST = f"{SCOPE}/branch_1_fun/{FIRST_STAGE}/cond"
+LAST = f"{SCOPE}/branch_2_fun/{LAST_STAGE}/cond"
 X = "bf16[1024,1024]{1,0}"
 # A kernel is a product of 1024 x 1024. A stage's forward and each part of its backward
 # take one; the first stage takes one more before, and the last one after the layers.
@@ -47,7 +52,7 @@ HloModule step, is_scheduled=true
 %forward (d: {X}) -> {X} {{
   %d = {X} parameter(0)
   %first = {X} conditional(%d, %d, %d), true_computation=%BEFORE, \
-    false_computation=%other, metadata={{op_name="{SCOPE}/branch_1_fun/{FIRST_STAGE}/cond"}}
+    false_computation=%other, metadata={{op_name="{FIRST}"}}
   ROOT %forward.product = {X} dot(%first, %first), lhs_contracting_dims={{1}}, \
     rhs_contracting_dims={{0}}
 }}
@@ -55,7 +60,7 @@ HloModule step, is_scheduled=true
 %backward (e: {X}) -> {X} {{
   %e = {X} parameter(0)
   %last = {X} conditional(%e, %e, %e), true_computation=%AFTER, \
-    false_computation=%other, metadata={{op_name="{SCOPE}/branch_2_fun/{LAST_STAGE}/cond"}}
+    false_computation=%other, metadata={{op_name="{LAST}"}}
   %shard = bf16[128,1024]{{1,0}} slice(%last), slice={{[0:128], [0:1024]}}
   %gather = {X} all-gather(%shard), replica_groups=[4,8]<=[32], dimensions={{0}}
   ROOT %backward.product = {X} dot(%last, %last), lhs_contracting_dims={{1}}, \
@@ -87,10 +92,12 @@ ENTRY %main (p: {X}) -> f32[1024] {{
   %loop = {X} while(%p), condition=%condition, body=%tick, \
     backend_config={{"known_trip_count":{{"n":"{TICKS}"}}}}
   %q = f32[1024]{{0}} parameter(1)
-  ROOT %norm = f32[1024]{{0}} all-reduce(%q), replica_groups=[1,32]<=[32], to_apply=%tick
+  ROOT %norm = f32[1024]{{0}} all-reduce(%q), replica_groups=[1,32]<=[32], \
+    to_apply=%tick
 }}
 """.replace("PAIRS", ",".join(f"{{{i},{i + 8}}}" for i in range(24)))
-MESH = SimpleNamespace(size=32, shape={"replica": 1, "pipe": STAGES, "fsdp": 8})
+POLICY = jshard.Policy(accumulate=MICRO)
+MESH: Any = SimpleNamespace(size=32, shape={"replica": 1, "pipe": STAGES, "fsdp": 8})
 KERNEL = (
     max(
         2 * 1024**3 / (FITTED.matmul * H100.flops),
@@ -105,7 +112,7 @@ def replayed(before: str = "other", after: str = "other") -> tuple[Timeline, Pip
     text = TEXT.replace("BEFORE", before).replace("AFTER", after)
     text = re.sub(r"  %(shard|gather) = .*\n", "", text)
     module = hlo.parse(text)
-    pipeline = pipeline_of(module, MESH, MICRO)
+    pipeline = pipeline_of(module, MESH, POLICY)
     assert pipeline is not None
     return replay(module, H100, 32, pipeline), pipeline
 
@@ -144,7 +151,7 @@ def test_the_first_stage_alone_runs_what_precedes_the_layers():
 
 def test_a_stage_takes_each_branch_once_a_micro_batch():
     module = hlo.parse(TEXT.replace("BEFORE", "other").replace("AFTER", "other"))
-    pipeline = pipeline_of(module, MESH, MICRO)
+    pipeline = pipeline_of(module, MESH, POLICY)
     found = {row.kind: row for row in count(module, 32, H100, pipeline, stage=1)}
     assert found["all-gather"].count == MICRO
     permute = found["collective-permute"]
@@ -155,7 +162,7 @@ def test_a_stage_takes_each_branch_once_a_micro_batch():
 
 def test_collectives_within_a_stage_wait_for_no_other():
     module = hlo.parse(TEXT.replace("BEFORE", "other").replace("AFTER", "other"))
-    pipeline = pipeline_of(module, MESH, MICRO)
+    pipeline = pipeline_of(module, MESH, POLICY)
     assert pipeline is not None
     gather = module.instructions["gather"]
     assert pipeline.partners(gather.groups) is None
@@ -174,10 +181,10 @@ def test_stages_keep_activations_of_fewer_micro_batches_towards_the_end():
 def test_another_schedule_than_that_of_the_mesh_is_an_error():
     module = hlo.parse(TEXT)
     with pytest.raises(ValueError, match="not the schedule"):
-        pipeline_of(module, MESH, MICRO + 1)
+        pipeline_of(module, MESH, jshard.Policy(accumulate=MICRO + 1))
     without = hlo.parse(TEXT.replace("micro-batches in", "of"))
     with pytest.raises(ValueError, match="no ticks"):
-        pipeline_of(without, MESH, MICRO)
+        pipeline_of(without, MESH, POLICY)
 
 
 def test_branches_of_ticks_have_directions():
@@ -191,8 +198,8 @@ def test_the_picture_has_a_box_for_each_forward_and_backward():
     for way in ("forward", "backward"):
         boxes = re.findall(rf'<g class="schedule-{way} [^>]*>(.*?)</g>', picture)
         assert len(boxes) == STAGES * MICRO
-        assert {title for box in boxes for title in re.findall(r"micro-batch (\d+)", box)} == set(
-            map(str, range(1, MICRO + 1))
-        )
+        assert {
+            title for box in boxes for title in re.findall(r"micro-batch (\d+)", box)
+        } == set(map(str, range(1, MICRO + 1)))
     assert "device 4" in picture
     assert "device 5" not in picture

@@ -30,6 +30,7 @@ from jshard.plan.search.estimates import (
     StateSize,
     estimate,
     memory_bound,
+    of_stage,
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, pareto
@@ -88,6 +89,34 @@ def test_meshes_are_shards_within_a_host_or_over_whole_hosts():
     assert varied(found, "mesh.replica") == {None, 3, 6, 12, 24}
     found = candidates(config(), *parse("h100:6"), {"mesh": None})
     assert varied(found, "mesh.replica") == {None, 2, 3, 6}
+
+
+def test_stages_have_micro_batches_that_keep_them_busy():
+    allowed = parse_search(["mesh.pipe,policy.accumulate"], {}, ())
+    found = candidates(config(), parse("h100:64")[0], 64, allowed, axes=["pipe"])
+    pairs = {
+        (c.settings.get("mesh.pipe", 1), c.settings.get("policy.accumulate", 1))
+        for c in found
+    }
+    # 64 examples on 64 devices: as many micro-batches as stages at most, and busy for
+    # two thirds of a step with two of them alone.
+    assert pairs == {(1, 1), (2, 2)}
+    found = candidates(
+        config(batch_size=512), parse("h100:64")[0], 64, allowed, axes=["pipe"]
+    )
+    pairs = {
+        (c.settings.get("mesh.pipe", 1), c.settings.get("policy.accumulate", 1))
+        for c in found
+    }
+    assert {stages for stages, _ in pairs} == {1, 2, 4, 8, 16}
+    assert max(micro for stages, micro in pairs if stages == 1) == 8
+    assert {micro for stages, micro in pairs if stages == 16} == {32, 64, 128}
+
+
+def test_a_stage_holds_its_part_of_the_layers():
+    whole = StateSize(100, 0, 1000, 800, 10, 4000, 500)
+    assert of_stage(whole, 1) == whole
+    assert of_stage(whole, 4)[2:6] == (400, 200, 10, 1600)
 
 
 def test_a_rack_takes_axes_as_a_host_does():

@@ -9,71 +9,38 @@ and so do copies on the device that XLA issues beside its kernels. ``kernel_work
 What collectives wait for the slowest host is added at the end.
 
 The stages of a pipeline are replayed together, one device of each: what they send each
-other starts when the last of them has reached it (``stages``). The timeline is that of
+other starts when the last of them has reached it (``ticks``). The timeline is that of
 the stage whose kernels take the longest.
 """
 
 import collections
 import dataclasses
 import math
-from typing import NamedTuple
 
 from jshard.fit.hardware import GPU
 from jshard.plan.cost.kernel_work import UNKNOWN, work
-from jshard.plan.cost.stages import Cell, Pipeline, is_switch
+from jshard.plan.cost.streams import (
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    FROM_HOST,
+    STAGES,
+    STREAMS,
+    TO_HOST,
+    Device,
+    Event,
+    Gap,
+    Loops,
+)
+from jshard.plan.cost.ticks import Cell, Pipeline, is_switch
 from jshard.plan.cost.transfers import transfer
 from jshard.plan.hlo import Computation, Instruction, Module
 
-COMPUTE = "compute"
-COLLECTIVES = "collectives"
-COPIES = "copies"
-TO_HOST = "to host"
-FROM_HOST = "from host"
-STAGES = "other stages"  # what a device waits for; no stream of its own
-STREAMS = (COMPUTE, COLLECTIVES, COPIES, TO_HOST, FROM_HOST)
 # Instructions that take no time: names for values, not kernels.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
     "opt-barrier", "partition-id", "replica-id", "domain", "add-dependency",
 }  # fmt: skip
-
-Loops = tuple[tuple[str, int], ...]
-
-
-class Event(NamedTuple):
-    """Something that occupies a stream."""
-
-    name: str  # of the instruction
-    stream: str  # one of `STREAMS`
-    kind: str  # "copy", or that of a `Work` or a `Transfer`
-    start: float  # seconds since the step began
-    end: float  # likewise
-    source: str  # the JAX operation: "jit(step)/jvp()/while/body/dot"
-    bytes: int  # on the wire or the bus; for a kernel, read and written
-    flops: float = 0.0  # of a kernel's matrix products
-    loops: Loops = ()  # around it, outermost first, each with its trip from 0
-    hosts: int = 1  # that a collective spans
-    late: float = 0.0  # seconds that it waited for other stages before it started
-
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end - self.start
-
-
-class Gap(NamedTuple):
-    """A time in which the compute stream waits."""
-
-    start: float  # seconds since the step began
-    end: float  # likewise
-    waits_for: Event  # ends the gap
-    before: Event | None = None  # the last kernel before it
-    after: Event | None = None  # the first kernel after it
-
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,57 +153,6 @@ def replay(
     )
 
 
-class _Device:
-    """The streams of a device, and what has run on them.
-
-    Attributes:
-      number: of its stage.
-      shown: whether its events are kept, and not only counted.
-      busy: seconds of kernels.
-      idle: seconds in which the compute stream waits for other stages.
-    """
-
-    def __init__(self, number: int = 0, shown: bool = True):
-        self.number, self.shown = number, shown
-        self.events: list[Event] = []
-        self.gaps: list[Gap] = []
-        self.free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
-        self.last_kernel: Event | None = None
-        self.busy = self.idle = 0.0
-
-    def ready(self, stream: str) -> float:
-        """When a stream can start what is issued now."""
-        return max(self.free[stream], self.free[COMPUTE])
-
-    def issue(self, cost: Event, loops: Loops, start: float) -> Event:
-        """Appends an event to its stream."""
-        late = start - self.ready(cost.stream)
-        end = self.free[cost.stream] = start + cost.end
-        event = cost._replace(start=start, end=end, loops=loops, late=late)
-        if event.stream == COMPUTE:
-            self.busy += event.seconds
-            self.last_kernel = event
-        if self.shown:
-            self.events.append(event)
-            if event.stream == COMPUTE and self.gaps and self.gaps[-1].after is None:
-                self.gaps[-1] = self.gaps[-1]._replace(after=event)
-        return event
-
-    def wait(self, event: Event) -> None:
-        """Makes the compute stream wait for the end of an event."""
-        if event.late > 0:
-            begin, kind = event.start - event.late, "another stage"
-            other = event._replace(start=begin, end=event.start, late=0.0)
-            other = other._replace(kind=kind, stream=STAGES, bytes=0, hosts=1)
-            self.idle += max(0.0, other.end - max(begin, self.free[COMPUTE]))
-            self.wait(other)
-        start = self.free[COMPUTE]
-        if event.end > start:
-            if self.shown:
-                self.gaps.append(Gap(start, event.end, event, self.last_kernel))
-            self.free[COMPUTE] = event.end
-
-
 class _Replay:
     """The state of a replay."""
 
@@ -255,17 +171,19 @@ class _Replay:
         self.partners: dict[str, tuple[tuple[int, ...], ...] | None] = {}
         self.tick = 0
         self.cells: list[Cell] = []
-        self.branches: dict[tuple[str, int, int], _Device] = {}  # run once, for all ticks
+        self.branches: dict[
+            tuple[str, int, int], Device
+        ] = {}  # run once, for all ticks
 
-    def run_all(self) -> list[_Device]:
+    def run_all(self) -> list[Device]:
         """Replays the program on a device of each stage."""
         stages = range(self.pipeline.number if self.pipeline else 1)
-        devices = [_Device(stage, stage == self.shown) for stage in stages]
+        devices = [Device(stage, stage == self.shown) for stage in stages]
         self.run(self.module.entry, devices)
         return devices
 
     def run(
-        self, computation: Computation, devices: list[_Device], loops: Loops = ()
+        self, computation: Computation, devices: list[Device], loops: Loops = ()
     ) -> None:
         """Replays a computation. Starts and dones meet within it."""
         started: dict[str, list[Event]] = {}  # of each device
@@ -281,7 +199,8 @@ class _Replay:
                 for inside in self.module.inside(x):
                     self.run(inside, devices, loops)
             elif x.opcode.endswith("-done"):
-                for device, event in zip(devices, started.pop(x.operands[0], ())):
+                events = started.pop(x.operands[0], [])
+                for device, event in zip(devices, events, strict=False):
                     device.wait(event)
             elif x.opcode.endswith("-update"):
                 started[x.name] = started.pop(x.operands[0])
@@ -289,7 +208,7 @@ class _Replay:
                 started[x.name] = self.issue(computation, x, devices, loops)
 
     def choose(
-        self, x: Instruction, pipeline: Pipeline, devices: list[_Device], loops: Loops
+        self, x: Instruction, pipeline: Pipeline, devices: list[Device], loops: Loops
     ) -> None:
         """Replays the branches of a conditional that each device takes."""
         for device in devices:
@@ -307,11 +226,11 @@ class _Replay:
                 self.cells.append(pipeline.cell(device.number, tick, start, end))
         self.tick += is_switch(x)
 
-    def again(self, body: Computation, device: _Device, chunk: int) -> None:
+    def again(self, body: Computation, device: Device, chunk: int) -> None:
         """Lets a device run a branch, which takes as long in each tick of a stage."""
         key = body.name, device.number, chunk
         if key not in self.branches:
-            self.branches[key] = _Device(device.number, shown=False)
+            self.branches[key] = Device(device.number, shown=False)
             self.run(body, [self.branches[key]])
         alone, start = self.branches[key], device.free[COMPUTE]
         for stream, end in alone.free.items():
@@ -323,7 +242,7 @@ class _Replay:
         self,
         computation: Computation,
         x: Instruction,
-        devices: list[_Device],
+        devices: list[Device],
         loops: Loops,
     ) -> list[Event]:
         """Appends an event to its stream on each device; waits if it is synchronous."""

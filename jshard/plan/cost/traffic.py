@@ -23,7 +23,7 @@ from jshard.layout.capacity import shard_size
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import LOOKED_UP
 from jshard.layout.state_layout import Layout
-from jshard.plan.cost.stages import Pipeline
+from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.plan.hlo import Computation, Instruction, Module
 from jshard.unit.layers import spans
@@ -179,7 +179,7 @@ def least(
             continue
         shard, depth = shard_size(x), layer_dims(variable)
         shards //= stages
-        if stages > 1 and not depth or shards == 1:
+        if shards == 1 or (stages > 1 and not depth):
             continue
         moved = shard * (shards - 1) * (rounds or 1)
         # Not all of a Stack's matrices are in float8, but none can be narrower.

@@ -31,16 +31,14 @@ _CALLED = re.compile(
     r"branch_computations|true_computation|false_computation)="
     r"(?P<names>\{[^}]*\}|%?[\w.\-]+)"
 )
-_LISTED_GROUPS = re.compile(
-    r"(?:replica_groups|source_target_pairs)=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}"
-)
+_LISTED_GROUPS = re.compile(r"(?:groups|pairs)=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _IOTA_GROUPS = re.compile(rf"replica_groups=\[([\d,]+)\]<=({_IOTA})")
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
 )
 _OF_TICK = re.compile(SCHEDULE.format(r"\d+", r"\d+") + r"/cond/branch_(\d+)_fun")
-HOST_SPACE = 5  # XLA's memory space of pinned host memory
+HOST_SPACE = 5  # pinned host memory
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
@@ -153,9 +151,7 @@ class Instruction:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Device numbers of a collective's groups; () means one group of all.
-
-        Of a permutation these are its pairs, (source, target).
+        """Device numbers of a collective's groups, or pairs; () is one group of all.
 
         Raises:
           ValueError: the groups are written in a way that is not known.
@@ -340,16 +336,15 @@ def direction(source: str) -> str:
     """The part of a step that a JAX operation belongs to.
 
     Its name holds the transformations around it: ``jvp`` marks the forward,
-    ``transpose`` the backward. What is in the scope of the update or outside
-    ``shard_map`` belongs to the update, and the rest to the step around forward and
-    backward. A pipeline's ticks have a branch for each.
+    ``transpose`` the backward; in the ticks of a pipeline branches do. What is in the
+    scope of the update or outside ``shard_map`` is the update, the rest the step.
     """
     if "transpose(" in source:
         return BACKWARD
     if "jvp(" in source:
         return FORWARD
-    if branch := _OF_TICK.search(source):
-        return FORWARD if branch[1] == "1" else BACKWARD
+    if tick := _OF_TICK.search(source):
+        return FORWARD if tick[1] == "1" else BACKWARD
     if UPDATE in source.split("/"):
         return UPDATE
     return STEP if "shard_map" in source or not source else UPDATE

@@ -10,8 +10,9 @@ from jshard.config.run_config import flatten
 from jshard.fit.hardware import FITTED
 from jshard.plan.cost.assumptions import assumptions
 from jshard.plan.cost.phases import Phases
-from jshard.plan.cost.stages import Pipeline
-from jshard.plan.cost.timeline import STREAMS, Event, Timeline
+from jshard.plan.cost.streams import STREAMS, Event
+from jshard.plan.cost.ticks import Pipeline
+from jshard.plan.cost.timeline import Timeline
 from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
 from jshard.version import versions

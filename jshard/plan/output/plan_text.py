@@ -7,8 +7,9 @@ from jshard.compat import xla_options
 from jshard.formatting import format_bytes, format_count, format_seconds
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.phases import Phases
-from jshard.plan.cost.stages import Pipeline
-from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline
+from jshard.plan.cost.streams import COLLECTIVES, COMPUTE, STREAMS
+from jshard.plan.cost.ticks import Pipeline
+from jshard.plan.cost.timeline import Timeline
 from jshard.plan.cost.traffic import Traffic
 from jshard.plan.memory.breakdown import Memory, Part
 from jshard.plan.planning import Plan
@@ -199,7 +200,9 @@ def bubble(plan: Plan, pipeline: Pipeline, timeline: Timeline) -> tuple[str, str
     share, number = f"{timeline.bubble:.1%}", pipeline.number
     alone = f"by the schedule alone {pipeline.bubble:.1%} of {len(pipeline.does)} ticks"
     waits = "of the step a stage waits for others, on average"
-    which = f"the timeline is that of stage {timeline.stage + 1} of {number}, the busiest"
+    which = (
+        f"the timeline is that of stage {timeline.stage + 1} of {number}, the busiest"
+    )
     return share, f"{waits} ({alone}); {which}"
 
 
@@ -217,11 +220,11 @@ def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
     """Yields rows of a table: start, duration, what it waits for, kernels around it."""
     phases = Phases(timeline)
     for gap in timeline.largest_gaps(GAPS):
-        what = gap.waits_for
+        what, size = gap.waits_for, f" of {format_bytes(gap.waits_for.bytes)}"
         yield (
             format_seconds(gap.start),
             format_seconds(gap.seconds),
-            f"{what.kind} of {format_bytes(what.bytes)} ({phases.of(what)})",
+            f"{what.kind}{size if what.bytes else ''} ({phases.of(what)})",
             f"{phases.words(gap.before)} | {phases.words(gap.after)}",
         )
 

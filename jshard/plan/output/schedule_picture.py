@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from jshard.formatting import format_seconds
-from jshard.plan.cost.stages import Cell
+from jshard.plan.cost.ticks import Cell
 from jshard.plan.cost.timeline import Timeline
 from jshard.report.charts import element
 

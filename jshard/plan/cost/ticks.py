@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jshard.fsdp.mesh import REPLICA, stages_of
+from jshard.fsdp.policy import Policy
 from jshard.fsdp.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.pipe.schedule import (
     BACKWARD,
@@ -145,10 +147,10 @@ def is_switch(x: Instruction) -> bool:
     return x.opcode == "conditional" and bool(_SWITCH.search(x.source))
 
 
-def pipeline_of(module: Module, mesh: object, micro: int) -> Pipeline | None:
-    """Returns the pipeline of a compiled step with so many micro-batches.
-
-    Returns None without stages.
+def pipeline_of(
+    module: Module, mesh: Mesh | AbstractMesh, policy: Policy
+) -> Pipeline | None:
+    """Returns the pipeline of a compiled step; None without stages.
 
     Raises:
       ValueError: the program has no schedule, or another one than its mesh.
@@ -159,8 +161,8 @@ def pipeline_of(module: Module, mesh: object, micro: int) -> Pipeline | None:
     if not switches:
         raise ValueError("the program has no ticks of a pipeline")
     parts = len(switches[0].called["branch_computations"]) - BACKWARD
-    schedule = one_forward_one_backward(number, micro, parts)
-    scope = SCHEDULE.format(micro, len(schedule.does))
+    schedule = one_forward_one_backward(number, policy.accumulate, parts)
+    scope = SCHEDULE.format(policy.accumulate, len(schedule.does))
     if scope not in switches[0].source:
         raise ValueError(f"{scope}: not the schedule of {switches[0].source}")
     return Pipeline(schedule, mesh.size // (mesh.shape[REPLICA] * number))
