@@ -1,10 +1,10 @@
 """Interleaved 1F1B: what each device of a pipeline does in each tick.
 
-Each of p devices has v stages, its chunks: stage k is chunk k // p of device k % p. With
-one, this is plain 1F1B. A tick is as long as a stage's forward: a backward, which takes
-about two or three times as long, is divided by layers into as many ticks. With ticks of
-one length no device waits for another's longer one, and it is idle for p - 1 of
-m v + p - 1 forwards and backwards of a stage (Narayanan et al. 2021, section 2.2).
+Each of p devices has v stages, its chunks: stage k is chunk k // p of device k % p.
+With one, this is plain 1F1B. A tick is as long as a stage's forward: a backward, which
+takes about two or three times as long, is divided by layers into as many ticks. With
+ticks of one length no device waits for another's longer one, and it is idle for p - 1
+of m v + p - 1 forwards and backwards of a stage (Narayanan et al. 2021, section 2.2).
 """
 
 from typing import NamedTuple
