@@ -140,6 +140,16 @@ class Policy(UnitPolicy):
         "micro-batch updates the running statistics.",
     )
 
+    stages_per_device: int = knob(
+        1,
+        "stages of a pipeline that each device of mesh.pipe has: as many times less of "
+        "a step is idle, for as many times the sends",
+        at_least=1,
+        noun="a number of stages",
+        more="These are interleaved (interleaved 1F1B); micro-batches pass in groups "
+        "of mesh.pipe, which must divide ``accumulate``.",
+    )
+
     defer_scatter: bool = knob(
         False,
         "gather weights and scatter gradients once a step, not for each micro-batch",

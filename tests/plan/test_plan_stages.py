@@ -24,7 +24,7 @@ H100 = GPUS["h100"]
 STAGES, MICRO, PARTS = 4, 8, 2
 PLAN = one_forward_one_backward(STAGES, MICRO, PARTS)
 TICKS = len(PLAN.does)
-SCOPE = f"jit(step)/shard_map/while/body/{SCHEDULE.format(MICRO, TICKS)}/cond"
+SCOPE = f"jit(step)/shard_map/while/body/{SCHEDULE.format(MICRO, 1, TICKS)}/cond"
 FIRST = f"{SCOPE}/branch_1_fun/{FIRST_STAGE}/cond"
 LAST = f"{SCOPE}/branch_2_fun/{LAST_STAGE}/cond"
 X = "bf16[1024,1024]{1,0}"
@@ -178,11 +178,25 @@ def test_stages_keep_activations_of_fewer_micro_batches_towards_the_end():
     assert Pipeline(PLAN, 8).alive == [4, 3, 2, 1]
 
 
+def test_interleaved_stages_run_what_is_before_and_after_the_layers_once():
+    pipeline = Pipeline(one_forward_one_backward(STAGES, MICRO, PARTS, 2), 8)
+    module = hlo.parse(TEXT.replace("BEFORE", "alone").replace("AFTER", "alone"))
+    first, last = module.instructions["first"], module.instructions["last"]
+    works = pipeline.does[:, 0] == 1
+    taken = [pipeline.branches(first, 0, tick) for tick in np.flatnonzero(works)]
+    # Each micro-batch passes two stages of a device; the first is one of them.
+    assert [names == ("alone",) for names in taken].count(True) == MICRO
+    assert len(taken) == 2 * MICRO
+    assert dict(pipeline.shares(first, 0)) == {"alone": 0.5, "other": 0.5}
+    assert dict(pipeline.shares(first, 1)) == {"alone": 0, "other": 1}
+    assert dict(pipeline.shares(last, STAGES - 1)) == {"alone": 0.5, "other": 0.5}
+
+
 def test_another_schedule_than_that_of_the_mesh_is_an_error():
     module = hlo.parse(TEXT)
     with pytest.raises(ValueError, match="not the schedule"):
         pipeline_of(module, MESH, jshard.Policy(accumulate=MICRO + 1))
-    without = hlo.parse(TEXT.replace("micro-batches in", "of"))
+    without = hlo.parse(TEXT.replace("micro-batches of", "of"))
     with pytest.raises(ValueError, match="no ticks"):
         pipeline_of(without, MESH, POLICY)
 
@@ -202,4 +216,5 @@ def test_the_picture_has_a_box_for_each_forward_and_backward():
             title for box in boxes for title in re.findall(r"micro-batch (\d+)", box)
         } == set(map(str, range(1, MICRO + 1)))
     assert "device 4" in picture
+    assert "paler" not in picture
     assert "device 5" not in picture

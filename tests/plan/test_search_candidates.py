@@ -93,24 +93,27 @@ def test_meshes_are_shards_within_a_host_or_over_whole_hosts():
 
 def test_stages_have_micro_batches_that_keep_them_busy():
     allowed = parse_search(["mesh.pipe,policy.accumulate"], {}, ())
-    found = candidates(config(), parse("h100:64")[0], 64, allowed, axes=["pipe"])
-    pairs = {
-        (c.settings.get("mesh.pipe", 1), c.settings.get("policy.accumulate", 1))
-        for c in found
+
+    def pairs(batch_size):
+        found = candidates(
+            config(batch_size=batch_size), GPUS["h100"], 64, allowed, axes=["pipe"]
+        )
+        keys = ("mesh.pipe", "policy.stages_per_device", "policy.accumulate")
+        return {tuple(c.settings.get(key, 1) for key in keys) for c in found}
+
+    # One example a device: as many micro-batches as stages. Two are busy for two thirds
+    # of a step, four with twice as many stages.
+    few = pairs(64)
+    assert {(1, 1, 1), (2, 1, 2), (4, 2, 4)} <= few
+    assert not few & {(4, 1, 4), (2, 2, 3), (1, 1, 2), (2, 1, 4)}
+    many = pairs(512)
+    assert {stages for stages, *_ in many} == {1, 2, 4, 8, 16}
+    assert max(micro for stages, _, micro in many if stages == 1) == 8
+    assert {micro for stages, v, micro in many if (stages, v) == (16, 1)} == {
+        32,
+        64,
+        128,
     }
-    # 64 examples on 64 devices: as many micro-batches as stages at most, and busy for
-    # two thirds of a step with two of them alone.
-    assert pairs == {(1, 1), (2, 2)}
-    found = candidates(
-        config(batch_size=512), parse("h100:64")[0], 64, allowed, axes=["pipe"]
-    )
-    pairs = {
-        (c.settings.get("mesh.pipe", 1), c.settings.get("policy.accumulate", 1))
-        for c in found
-    }
-    assert {stages for stages, _ in pairs} == {1, 2, 4, 8, 16}
-    assert max(micro for stages, micro in pairs if stages == 1) == 8
-    assert {micro for stages, micro in pairs if stages == 16} == {32, 64, 128}
 
 
 def test_a_stage_holds_its_part_of_the_layers():

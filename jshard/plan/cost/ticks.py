@@ -25,7 +25,7 @@ from jshard.pipe.schedule import (
 )
 from jshard.plan.hlo import Instruction, Module
 
-_SWITCH = re.compile(SCHEDULE.format(r"\d+", r"\d+") + "/cond$")
+_SWITCH = re.compile(SCHEDULE.format(*[r"\d+"] * 3) + "/cond$")
 
 
 class Cell(NamedTuple):
@@ -58,7 +58,7 @@ class Pipeline:
 
     def __init__(self, schedule: Schedule, size: int):
         self.does, self.micro, self.size = schedule.does, schedule.micro, size
-        self.chunk = np.zeros_like(self.does)
+        self.chunk = schedule.chunk
         self.number = self.does.shape[1]
 
     def cell(self, device: int, tick: int, start: float, end: float) -> Cell:
@@ -120,7 +120,7 @@ class Pipeline:
 
     @property
     def alive(self) -> list[int]:
-        """Of how many micro-batches each device keeps a stage's activations at most."""
+        """How many stages' activations of a micro-batch each device keeps at most."""
         began, ended = self.does == FORWARD, self.does == FORWARD + self.parts
         before = np.cumsum(began, axis=0) - np.cumsum(ended, axis=0) + ended
         return [int(most) for most in before.max(axis=0)]
@@ -161,8 +161,9 @@ def pipeline_of(
     if not switches:
         raise ValueError("the program has no ticks of a pipeline")
     parts = len(switches[0].called["branch_computations"]) - BACKWARD
-    schedule = one_forward_one_backward(number, policy.accumulate, parts)
-    scope = SCHEDULE.format(policy.accumulate, len(schedule.does))
+    micro, per_device = policy.accumulate, policy.stages_per_device
+    schedule = one_forward_one_backward(number, micro, parts, per_device)
+    scope = SCHEDULE.format(micro, per_device, len(schedule.does))
     if scope not in switches[0].source:
         raise ValueError(f"{scope}: not the schedule of {switches[0].source}")
     return Pipeline(schedule, mesh.size // (mesh.shape[REPLICA] * number))

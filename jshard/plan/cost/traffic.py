@@ -181,7 +181,8 @@ def least(
         shards //= stages
         if shards == 1 or (stages > 1 and not depth):
             continue
-        moved = shard * (shards - 1) * (rounds or 1)
+        kept = stages > 1 and policy.unit(path).reshard_after_forward is False
+        moved = shard * (shards - 1) * (1 if kept else rounds or 1)
         # Not all of a Stack's matrices are in float8, but none can be narrower.
         float8 = place.float8 and depth and x.ndim - depth > 1
         wire = jnp.dtype("int8" if float8 else place.gather or x.dtype)

@@ -37,7 +37,7 @@ _IOTA_GROUPS = re.compile(rf"replica_groups=\[([\d,]+)\]<=({_IOTA})")
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
 )
-_OF_TICK = re.compile(SCHEDULE.format(r"\d+", r"\d+") + r"/cond/branch_(\d+)_fun")
+_OF_TICK = re.compile(SCHEDULE.format(*[r"\d+"] * 3) + r"/cond/branch_(\d+)_fun")
 HOST_SPACE = 5  # pinned host memory
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"

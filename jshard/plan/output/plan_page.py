@@ -89,7 +89,7 @@ def _tiles(plan: Plan) -> str:
             (format_seconds(exposed), share),
         ]
         if plan.pipeline is not None:
-            idle = "bubble: a stage waits for others"
+            idle = "bubble: a device waits for other stages"
             figures.append((f"{plan.timeline.bubble:.1%}", idle))
     of = "a device"
     if plan.memory.usable is not None:

@@ -199,7 +199,7 @@ def bubble(plan: Plan, pipeline: Pipeline, timeline: Timeline) -> tuple[str, str
     """Returns ("12.1 %", what it is of the step), in words."""
     share, number = f"{timeline.bubble:.1%}", pipeline.number
     alone = f"by the schedule alone {pipeline.bubble:.1%} of {len(pipeline.does)} ticks"
-    waits = "of the step a stage waits for others, on average"
+    waits = "of the step a device waits for other stages, on average"
     which = (
         f"the timeline is that of stage {timeline.stage + 1} of {number}, the busiest"
     )
@@ -209,10 +209,10 @@ def bubble(plan: Plan, pipeline: Pipeline, timeline: Timeline) -> tuple[str, str
 def activations(pipeline: Pipeline) -> str:
     """Says whose activations stages keep, and that they reserve the same."""
     first, last = pipeline.alive[0], pipeline.alive[-1]
-    batches = "micro-batches" if first > 1 else "micro-batch"
+    of = "of a stage" if pipeline.chunk.max() else "of its stage"
     return (
-        "all stages run one program, so each reserves as much; the first keeps "
-        f"activations of {first} {batches}, the last of {last}"
+        "all stages run one program, so each device reserves as much; the first keeps "
+        f"activations {of} for {first} micro-batches, the last for {last}"
     )
 
 

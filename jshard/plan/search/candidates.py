@@ -13,11 +13,13 @@ from jshard.errors import UserError
 from jshard.fit.hardware import GPU
 from jshard.formatting import did_you_mean
 from jshard.fsdp.activations import POLICIES
+from jshard.pipe.schedule import bubble
 
 Settings = dict[str, Any]  # values by key: {"policy.remat": "dots"}
 
 REMAT, RESHARD = "policy.remat", "policy.reshard_after_forward"
-AXES, PIPE = "axes", "mesh.pipe"
+AXES, PIPE, PER_DEVICE = "axes", "mesh.pipe", "policy.stages_per_device"
+_AXES = ("mesh.context", "mesh.tensor", "mesh.expert", PIPE)
 STAGES = (2, 4, 8, 16)  # of a pipeline
 # What `--search` varies: other ways to run the same training.
 DEFAULT_KNOBS = (
@@ -35,7 +37,8 @@ KNOBS = (*DEFAULT_KNOBS, "mesh.context", PIPE, *CHANGING_KNOBS)
 # Knobs that set other keys than the one they are named after.
 _KEYS = {
     "mesh": ("mesh.replica", "mesh.fsdp"),
-    AXES: ("mesh.context", "mesh.tensor", "mesh.expert", PIPE),
+    AXES: (*_AXES, PER_DEVICE),
+    PIPE: (PIPE, PER_DEVICE),
     "policy.precision.reduce": ("policy.precision.reduce", "policy.precision.sum"),
 }
 
@@ -175,7 +178,7 @@ def _keeps_busy(
 ) -> bool:
     """Whether own choices of stages and micro-batches go together.
 
-    A stage is busy for two thirds of a step at least, and no micro-batch is empty.
+    A device is busy for two thirds of a step at least, and no micro-batch is empty.
     """
     micro, stages = settings["policy.accumulate"], settings[PIPE]
     axes = [settings[key] for key in ("mesh.context", "mesh.tensor")]
@@ -183,8 +186,12 @@ def _keeps_busy(
         examples = settings["batch_size"] * math.prod(axes) * stages // devices
         if micro > max(examples, 1):
             return False
-    free = allowed.get(AXES, ()) is None or allowed.get(PIPE, ()) is None
-    return not free or micro >= 2 * (stages - 1)
+    per_device = settings[PER_DEVICE]
+    if not {AXES, PIPE} & {knob for knob, values in allowed.items() if values is None}:
+        return True
+    if per_device > 1 and micro % stages:
+        return False
+    return bubble(stages, micro, per_device) <= 1 / 3
 
 
 def _own_choices(
@@ -206,7 +213,6 @@ def _own_choices(
             for n in _divisors(near)
             if devices % n == 0 and config.batch_size % (devices // n) == 0
         ],
-        PIPE: [1, *(n for n in STAGES if devices % n == 0)],
         "policy.accumulate": micro,
         "policy.defer_scatter": [False, True],
         RESHARD: [True, False, *([near] if devices > near else [])],
@@ -215,6 +221,12 @@ def _own_choices(
     }
     # The fsdp axis lies within a host (or an NVLink domain), or spans complete ones.
     shards = [n for n in _divisors(devices) if near % n == 0 or n % near == 0]
+    staged = [
+        {PIPE: n} | ({} if per_device == 1 else {PER_DEVICE: per_device})
+        for n in STAGES
+        for per_device in (1, 2, 4)
+        if devices % n == 0
+    ]
     sums = [("float32", None), ("bfloat16", "float32"), ("bfloat16", None)]
     choices = {knob: [{knob: value} for value in values[knob]] for knob in values}
     return choices | {
@@ -223,9 +235,11 @@ def _own_choices(
         + [
             {f"mesh.{axis}": n}
             for axis in axes
-            for n in (STAGES if axis == "pipe" else _divisors(near))
-            if n > 1 and devices % n == 0
-        ],
+            for n in _divisors(near)
+            if n > 1 and devices % n == 0 and axis != "pipe"
+        ]
+        + (staged if "pipe" in axes else []),
+        PIPE: [{PIPE: 1}, *staged],
         "mesh": [
             {"mesh.replica": devices // n, "mesh.fsdp": -1} for n in reversed(shards)
         ],
@@ -244,7 +258,7 @@ def _shards(settings: Settings, gpu: GPU, devices: int) -> int:
     """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp != -1:
-        further = [settings[key] for key in _KEYS[AXES]]
+        further = [settings[key] for key in _AXES]
         return fsdp * math.prod(n for n in further if n != FIT)
     return gpu.host if replica == "hosts" else devices // replica
 

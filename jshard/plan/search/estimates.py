@@ -173,7 +173,7 @@ def estimate(
     others = mesh.shape.get(TENSOR, 1) - 1
     exchanged = 8 * others * inputs * examples / fast
     seconds = overlapped(gpu.product_seconds(activity.flops), wire) + exchanged / 2
-    seconds /= 1 - bubble(stages, micro)
+    seconds /= 1 - bubble(stages, micro, policy.stages_per_device)
     # Activations are offloaded during the step, the optimizer's state around it.
     bus = gpu.host_bus
     seconds = max(seconds, 2 * activity.hosted * examples / bus)
