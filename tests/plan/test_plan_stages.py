@@ -124,6 +124,11 @@ def test_equal_ticks_leave_stages_idle_for_the_bubble_alone():
     np.testing.assert_allclose(timeline.idle, [idle] * STAGES, rtol=1e-6)
     # A tick ends when its neighbours have what it sends, which nothing hides.
     assert timeline.exposed_sends == pytest.approx(TICKS * SEND)
+    # Waiting for other stages is no communication: what is left is the last sum.
+    (norm,) = (event for event in timeline.events if event.name == "norm")
+    others = timeline.exposed - timeline.exposed_sends
+    assert others == pytest.approx(norm.seconds)
+    assert timeline.waits_for_copies == 0
     whole = TICKS * (KERNEL + SEND)
     assert max(cell.end for cell in timeline.cells) == pytest.approx(whole - SEND)
     kernels = sum(e.seconds for e in timeline.events if e.stream == "compute")
