@@ -188,7 +188,9 @@ def test_interleaved_stages_run_what_is_before_and_after_the_layers_once():
     module = hlo.parse(TEXT.replace("BEFORE", "alone").replace("AFTER", "alone"))
     first, last = module.instructions["first"], module.instructions["last"]
     works = pipeline.does[:, 0] == 1
-    taken = [pipeline.branches(first, 0, tick) for tick in np.flatnonzero(works)]
+    taken = [
+        pipeline.branches(first, 0, tick) for tick in map(int, np.flatnonzero(works))
+    ]
     # Each micro-batch passes two stages of a device; the first is one of them.
     assert [names == ("alone",) for names in taken].count(True) == MICRO
     assert len(taken) == 2 * MICRO
