@@ -66,7 +66,7 @@ ROOMS = {
     "collectives": Room(3, 120, 450, "gather, scatter, reduce"),
     "layout": Room(
         2, 120, 560, "where every array lives: specs, memory kinds, values",
-        "layout four_bit parallel/splits pipe/stages",
+        "layout four_bit parallel/splits pipe/stages pipe/schedule",
     ),
     "distributed": Room(3, 720, 860, "jobs, heartbeat"),
     "cli": Room(2, 720, 860, "one-line errors"),
@@ -74,9 +74,8 @@ ROOMS = {
     "parallel": Room(1, 0, 100, "its axes"),
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
-        "errors formatting knob version "
-        "fsdp/activations fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state "
-        "pipe/in_stages",
+        "errors cli/formatting cli/knob compat/versions "
+        "fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state pipe/in_stages",
     ),
 }  # fmt: skip
 

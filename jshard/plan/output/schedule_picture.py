@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from jshard.formatting import format_seconds
+from jshard.cli.formatting import format_seconds
 from jshard.plan.cost.ticks import Cell
 from jshard.plan.cost.timeline import Timeline
 from jshard.report.charts import element
