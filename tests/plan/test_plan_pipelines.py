@@ -85,7 +85,7 @@ def test_a_pipeline_is_idle_for_its_bubble_and_sends_in_each_tick(plan, tmp_path
     assert busy + waits + timeline["stragglers"] == pytest.approx(
         timeline["seconds"], rel=0.01
     )
-    for words in ("bubble", "sends", "the first keeps activations of 4 micro-batches"):
+    for words in ("bubble", "sends", "activations of its stage for 4 micro-batches"):
         assert words in out
     boxes = re.findall(r'class="schedule-(?:forward|backward)', page.read_text())
     assert len(boxes) >= 2 * STAGES * MICRO
