@@ -108,6 +108,19 @@ MODELS = {
         dense_layers=1,
         dense_hidden=28,
     ),
+    "corrected": functools.partial(
+        uneven_experts,
+        num_layers=3,
+        sigmoid_router=True,
+        expert_groups=4,
+        chosen_groups=2,
+        expert_scale=2.5,
+        shared_hidden=20,
+        dense_layers=1,
+        dense_hidden=28,
+        balance_weight=0.0,
+        correction_rate=0.05,  # large enough to change who is chosen
+    ),
     "experts in float32": functools.partial(
         uneven_experts, dtype=jnp.float32, param_dtype=jnp.float32
     ),
@@ -151,10 +164,10 @@ def of_parts(model: Any, batch: Any, number: int) -> Any:
 @functools.cache
 def plain(
     model: str, packed: bool, optimizer: str, parts: int = 1
-) -> tuple[list[float], dict]:
-    """Losses and final parameters without jshard's steps, on one device.
+) -> tuple[list[float], dict, dict]:
+    """Losses, final parameters and statistics without jshard's steps, on one device.
 
-    Statistics of the examples are those of each of ``parts`` of the batch.
+    Those of examples are of each of ``parts`` of the batch.
     """
     graphdef, params, rest = nnx.split(
         MODELS[model](nnx.Rngs(jax.random.key(0))), nnx.Param, ...
@@ -179,7 +192,7 @@ def plain(
         arguments = params, rest, opt_state, batch(packed, number)
         params, rest, opt_state, value = step(*arguments)
         losses.append(float(value))
-    return losses, parity.by_path(params)
+    return losses, *map(parity.by_path, (params, nnx.filter_state(rest, nnx.BatchStat)))
 
 
 def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
@@ -204,7 +217,7 @@ def trains_alike(
     options = dict(options)
     if number := options.get("devices"):
         options["devices"] = jax.devices()[:number]
-    losses, params = plain(model, packed, optimizer, parts)
+    losses, params, statistics = plain(model, packed, optimizer, parts)
     fsdp, state, train_step = start(model, optimizer, **options)
     found = []
     for number in range(STEPS):
@@ -212,3 +225,5 @@ def trains_alike(
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, losses, rtol=1e-9)
     assert parity.worst(parity.by_path(fsdp.fetch(state.params)), params) <= 1e-9
+    state = nnx.filter_state(state.model_state, nnx.BatchStat)
+    jax.tree.map(np.testing.assert_array_equal, parity.by_path(state), statistics)
