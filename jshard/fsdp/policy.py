@@ -182,12 +182,10 @@ class Policy(UnitPolicy):
 
     stages_per_device: int = knob(
         1,
-        "stages of a pipeline that each device of mesh.pipe has: as many times less of "
-        "a step is idle, for as many times the sends",
+        "stages that each device of a pipeline has: it is idle less, and sends more",
         at_least=1,
         noun="a number of stages",
-        more="These are interleaved (interleaved 1F1B); micro-batches pass in groups "
-        "of mesh.pipe, which must divide ``accumulate``.",
+        more="They are interleaved. mesh.pipe must divide ``accumulate``.",
     )
 
     defer_scatter: bool = knob(

@@ -109,12 +109,11 @@ def one_forward_one_backward(
                 sent = inputs[d] if forward else cotangents[d]
                 row[5 if forward else 6, d] = sent.put((chunk, i))
         rows.append(row)
-    tables = np.stack(rows, axis=1)
-    return Schedule(
-        *tables,
-        max(slots.number for slots in kept),
-        max(1, *(slots.number for slots in inputs + cotangents)),
-    )
+    does, micro, chunk, takes, keeps, *sent = np.stack(rows, axis=1)
+    numbers = [slots.number for slots in inputs + cotangents]
+    activations = max(slots.number for slots in kept)
+    of_work = does, micro, chunk, takes, keeps
+    return Schedule(*of_work, sent[0], sent[1], activations, max(1, *numbers))
 
 
 def order_of(

@@ -167,7 +167,7 @@ def plain(
 ) -> tuple[list[float], dict, dict]:
     """Losses, final parameters and statistics without jshard's steps, on one device.
 
-    Statistics of the examples are those of each of ``parts`` of the batch.
+    Those of examples are of each of ``parts`` of the batch.
     """
     graphdef, params, rest = nnx.split(
         MODELS[model](nnx.Rngs(jax.random.key(0))), nnx.Param, ...

@@ -21,8 +21,10 @@ from jshard.errors import UserError
 from jshard.layout.batch import abstract_batch
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.t5 import T5
+from jshard.models.t5_config import T5Config
 from jshard.nn.dropout import DropoutCount
-from jshard.pipe.schedule import one_forward_one_backward
+from jshard.pipe.schedule import most_alive, one_forward_one_backward
 from jshard.plan.start_up import traffic
 
 BOUND = 1e-9
@@ -189,9 +191,10 @@ def test_no_more_micro_batches_are_alive_than_stages():
     """By XLA's account, of twice as many as without need."""
     rows, number = 64, 8
 
-    def temporaries(stages: int, micro: int) -> int:
+    def temporaries(stages: int, micro: int, **fields: int) -> int:
         variant = parity.Variant(layers=4 * stages, batch=rows * micro)
-        step = traced(mesh_of(pipe=stages, fsdp=1), policy_of(micro), variant)
+        policy = policy_of(micro, **fields)
+        step = traced(mesh_of(pipe=stages, fsdp=1), policy, variant)
         return step.lower().compile().memory_analysis().temp_size_in_bytes
 
     carry = rows * parity.TIME * WIDTH * 8
@@ -200,6 +203,13 @@ def test_no_more_micro_batches_are_alive_than_stages():
     # Each of two more micro-batches keeps the inputs of a stage's four layers.
     assert 2 * 3.5 * carry < four - many < 2 * 4.5 * carry
     assert one_forward_one_backward(4, number, 3).activations == 4
+    # Five inputs of two layers, in place of two of four; two more wait to be used.
+    interleaved, more = (
+        temporaries(2, micro, stages_per_device=2) for micro in (4, number)
+    )
+    assert most_alive(2, number, 2) == 5
+    assert more - interleaved < carry
+    assert carry < interleaved - two < 5 * carry
 
 
 def test_dropout_masks_are_those_of_any_mesh():
@@ -339,6 +349,10 @@ REFUSED = {
     "two Stacks": (
         {"make_model": lambda rngs: Layers(rngs, stacks=2)},
         "the model has blocks0, blocks1",
+    ),
+    "T5": (
+        {"make_model": lambda rngs: T5(T5Config(width=8, hidden=8), rngs=rngs)},
+        "the model has decoder, encoder",
     ),
     "stages": ({"mesh": {"pipe": 8}, "accumulate": 16}, "exceed the 4 layers"),
     "interleaved stages": (
