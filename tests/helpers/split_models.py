@@ -192,7 +192,8 @@ def plain(
         arguments = params, rest, opt_state, batch(packed, number)
         params, rest, opt_state, value = step(*arguments)
         losses.append(float(value))
-    return losses, *map(parity.by_path, (params, nnx.filter_state(rest, nnx.BatchStat)))
+    statistics = nnx.filter_state(rest, nnx.BatchStat)
+    return losses, parity.by_path(params), parity.by_path(statistics)
 
 
 def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:

@@ -19,6 +19,7 @@ from checkpoints import save_steps
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
 from jshard.layout.batch import abstract_batch
+from jshard.layout.state_layout import Layout
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.t5 import T5
@@ -110,6 +111,18 @@ def test_parity(case):
     want = parity.reference(variant, case.optimizer)
     assert parity.worst(got.metrics, want.metrics) <= BOUND
     assert parity.worst(got.params, want.params) <= BOUND
+
+
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
+def test_a_step_sums_over_replicas_at_its_end():
+    """The units of a stage leave that to it, with one micro-batch too."""
+    mesh = jshard.make_mesh(pipe=2, fsdp=2, replica=2)
+    fsdp = jshard.FSDP(mesh, policy_of(1))
+    state = fsdp.abstract_state(Layers, optax.sgd(0.1))
+    places = Layout.of(state, fsdp.policy, mesh).places.values()
+    assert {(place.sum_at, "replica" in place.sum_over) for place in places} == {
+        ("step", True)
+    }
 
 
 def traced(mesh: Any, policy: jshard.Policy, variant: parity.Variant) -> Any:
