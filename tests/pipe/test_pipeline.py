@@ -256,7 +256,7 @@ def test_dropout_masks_are_those_of_any_mesh():
 
 
 class Conditioned(nnx.Module):
-    """Layers with units and integers share an array, which goes past them, too."""
+    """Layers with units, integers and aux share an array, which goes past them, too."""
 
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -267,7 +267,7 @@ class Conditioned(nnx.Module):
         def __call__(self, stream: Any, given: jax.Array) -> Any:
             x, number = stream
             y = jnp.tanh(self.own(x) + self.inner(given) * number)
-            return x + self.dropout(y), number + 1
+            return (x + self.dropout(y), number + 1), jnp.sum(y, axis=-1)
 
     def __init__(self, rngs: nnx.Rngs):
         self.given = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs)
@@ -276,13 +276,13 @@ class Conditioned(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         given = self.given(x)
-        y, number = self.blocks((x * self.scale, jnp.int32(0)), given)
-        return y + given * number
+        (y, number), aux = self.blocks((x * self.scale, jnp.int32(0)), given)
+        return y + given * number + (jnp.arange(1.0, 4.0) @ aux)[:, None]
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:.*are in no Stack or Unit")
-def test_what_layers_share_and_what_goes_past_them_have_gradients():
+def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     tx, batch = optax.sgd(1.0), np.random.default_rng(0).normal(size=(16, 8))
     fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2, remat="none"))
     state = fsdp.init(Conditioned, tx)
