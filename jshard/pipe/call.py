@@ -29,6 +29,7 @@ from jshard.compat.jaxprs import (
 from jshard.errors import UserError
 from jshard.fsdp.mesh import PIPE, on_gpus
 from jshard.fsdp.policy import UnitPolicy
+from jshard.fsdp.scopes import LAYERS as LAYERS_SCOPE
 from jshard.layout.placement import Placement
 from jshard.pipe.schedule import parts_of
 from jshard.pipe.stages import Stages
@@ -85,6 +86,7 @@ class Call:
             return carry, [(*needed, None) for *needed, _ in saved[3]]
         return carry, saved[3]
 
+    @jax.named_scope(LAYERS_SCOPE)
     def backward(
         self, part: int, stacked: Inputs, consts: list, needed: Any, carry_ct: Any
     ) -> Inputs:
