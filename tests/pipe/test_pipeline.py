@@ -19,6 +19,7 @@ from checkpoints import save_steps
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
 from jshard.layout.batch import abstract_batch
+from jshard.layout.state_layout import Layout
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.t5 import T5
@@ -110,6 +111,18 @@ def test_parity(case):
     want = parity.reference(variant, case.optimizer)
     assert parity.worst(got.metrics, want.metrics) <= BOUND
     assert parity.worst(got.params, want.params) <= BOUND
+
+
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
+def test_a_step_sums_over_replicas_at_its_end():
+    """The units of a stage leave that to it, with one micro-batch too."""
+    mesh = jshard.make_mesh(pipe=2, fsdp=2, replica=2)
+    fsdp = jshard.FSDP(mesh, policy_of(1))
+    state = fsdp.abstract_state(Layers, optax.sgd(0.1))
+    places = Layout.of(state, fsdp.policy, mesh).places.values()
+    assert {(place.sum_at, "replica" in place.sum_over) for place in places} == {
+        ("step", True)
+    }
 
 
 def traced(mesh: Any, policy: jshard.Policy, variant: parity.Variant) -> Any:
@@ -243,7 +256,7 @@ def test_dropout_masks_are_those_of_any_mesh():
 
 
 class Conditioned(nnx.Module):
-    """Layers with units and integers share an array, which goes past them, too."""
+    """Layers with units, integers and aux share an array, which goes past them, too."""
 
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -254,7 +267,7 @@ class Conditioned(nnx.Module):
         def __call__(self, stream: Any, given: jax.Array) -> Any:
             x, number = stream
             y = jnp.tanh(self.own(x) + self.inner(given) * number)
-            return x + self.dropout(y), number + 1
+            return (x + self.dropout(y), number + 1), jnp.sum(y, axis=-1)
 
     def __init__(self, rngs: nnx.Rngs):
         self.given = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs)
@@ -263,13 +276,13 @@ class Conditioned(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         given = self.given(x)
-        y, number = self.blocks((x * self.scale, jnp.int32(0)), given)
-        return y + given * number
+        (y, number), aux = self.blocks((x * self.scale, jnp.int32(0)), given)
+        return y + given * number + (jnp.arange(1.0, 4.0) @ aux)[:, None]
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:.*are in no Stack or Unit")
-def test_what_layers_share_and_what_goes_past_them_have_gradients():
+def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     tx, batch = optax.sgd(1.0), np.random.default_rng(0).normal(size=(16, 8))
     fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2, remat="none"))
     state = fsdp.init(Conditioned, tx)
