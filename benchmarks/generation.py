@@ -1,4 +1,4 @@
-"""Tokens/s of greedy decoding beside transformers, on one Hugging Face folder.
+"""Tokens/s of decoding and of reading prompts beside transformers, on one folder.
 
     JAX_NUM_CPU_DEVICES=1 python benchmarks/generation.py DIR [--length=64] [--runs=5]
 
@@ -33,6 +33,8 @@ PROMPTS = [
     "She opened the door and",
     "In mathematics, a group is",
 ]
+STARTS = ("", "Please continue: ", "An example.\n", "Here is a text to complete.\n")
+LONG = 256  # tokens of a prompt whose reading is timed
 
 
 def with_transformers(model, prompts: list[np.ndarray], length: int) -> list[list[int]]:
@@ -67,13 +69,19 @@ def main() -> None:
     with open_model(arguments.folder) as model:
         tokenizer = model.tokenizer()
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        prompts = [np.array([*begin, *tokenizer.encode(text)]) for text in PROMPTS]
+        texts = [start + text for start in STARTS for text in PROMPTS]
+        prompts = [np.array([*begin, *tokenizer.encode(text)]) for text in texts]
         ours = Generator(model.load_whole(jax.devices()[0]))
-    for batch in (1, 8):
+    for batch in (1, 8, 32):
         compare(theirs, ours, prompts[:batch], arguments.length, arguments.runs)
+    text = np.concatenate(prompts)
+    for batch in (1, 8):
+        long = [np.roll(np.resize(text, LONG), shift) for shift in range(batch)]
+        compare(theirs, ours, long, 1, arguments.runs)
 
 
 def compare(theirs, ours, prompts: list[np.ndarray], length: int, count: int) -> None:
+    """Prints rates: of the tokens generated, or of the prompts' where that is one."""
     batch, options = len(prompts), {"length": length, "sampling": Sampling(0)}
     runs = {
         "transformers": lambda: with_transformers(theirs, prompts, length),
@@ -82,14 +90,16 @@ def compare(theirs, ours, prompts: list[np.ndarray], length: int, count: int) ->
     times: dict[str, list[float]] = {name: [] for name in runs}
     tokens = {name: run() for name, run in runs.items()}  # compiles
     equal = sum(a == b for a, b in zip(*tokens.values(), strict=True))
-    print(f"batch {batch}: {equal} of {batch} texts of {length} tokens are equal")
+    many = batch * length if length > 1 else sum(map(len, prompts))
+    what = f"texts of {length} tokens" if length > 1 else f"tokens after {LONG}"
+    print(f"batch {batch}: {equal} of {batch} {what} are equal")
     for _ in range(count):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
     for name, seconds in times.items():
-        print(f"  {name:<12} {batch * length / min(seconds):7.1f} tokens/s", flush=True)
+        print(f"  {name:<12} {many / min(seconds):7.1f} tokens/s", flush=True)
 
 
 if __name__ == "__main__":

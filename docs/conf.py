@@ -16,7 +16,9 @@ REPOSITORY = DOCS.parent
 
 project = "jshard"
 author = "the authors of jshard"
-version = release = runpy.run_path(str(REPOSITORY / "jshard/version.py"))["__version__"]
+version = release = runpy.run_path(str(REPOSITORY / "jshard/compat/versions.py"))[
+    "__version__"
+]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Pages that the repository has and the site does not.
@@ -90,7 +92,7 @@ def public_name(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     import jshard
 
     name = node.get("reftarget", "").rpartition(".")[2]
-    if node.get("refdomain") != "py" or name not in jshard.__all__:
+    if node.get("refdomain") != "py" or name not in dir(jshard):
         return None
     domain = env.get_domain("py")
     return domain.resolve_xref(

@@ -22,9 +22,9 @@ from unittest import mock
 
 import jshard
 from jshard.cli.commands import COMMANDS
+from jshard.cli.knob import Knob
 from jshard.config.run_config import complete, declarations, flatten
 from jshard.config.shared_keys import REQUIRED, SHARED
-from jshard.knob import Knob
 from jshard.recipe.load import find_recipe, open_recipe
 
 REPOSITORY = Path(__file__).parents[1]
@@ -165,8 +165,8 @@ def _entry(key: str, help: str, values: str, default: str) -> str:
 
 
 def public_names(pages: dict[Path, str]) -> set[str]:
-    """What users import: `jshard.__all__`, and what models, recipes, examples need."""
-    names = {f"jshard.{name}" for name in jshard.__all__} - {"jshard.__version__"}
+    """What users import: `dir(jshard)`, and what models, recipes, examples need."""
+    names = {f"jshard.{name}" for name in dir(jshard)} - {"jshard.__version__"}
     files = [path for pattern in IMPORTING for path in REPOSITORY.glob(pattern)]
     sources = [path.read_text() for path in files]
     blocks = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

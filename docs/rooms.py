@@ -74,9 +74,8 @@ ROOMS = {
     "parallel": Room(1, 0, 100, "its axes"),
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
-        "errors formatting knob version "
-        "fsdp/activations fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state "
-        "pipe/in_stages",
+        "errors cli/formatting cli/knob compat/versions "
+        "fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state pipe/in_stages",
     ),
 }  # fmt: skip
 

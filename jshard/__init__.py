@@ -1,75 +1,74 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX.
 
 These names are what a training script needs. What a model imports is in ``jshard.nn``,
-optimizers are in ``jshard.optim``, and plain pytrees have ``jshard.functional``.
+optimizers are in ``jshard.optim``, and plain pytrees have ``jshard.functional``. Each
+is imported on first use: launchers and parents of workers need no JAX.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 import jshard.cli.quiet  # noqa: F401  # first: commands import JAX there
-from jshard import functional as functional
-from jshard import nn as nn
-from jshard import optim as optim
-from jshard.collectives.reduce import pmean
-from jshard.errors import UserError
-from jshard.fsdp.activations import Names, Offload
-from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.mesh import make_mesh
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.precision import Precision
-from jshard.fsdp.state import TrainState
-from jshard.nn.dropout import Dropout
-from jshard.nn.loss import Loss, Mean, Means
-from jshard.unit.gathered import gathered
-from jshard.unit.modules import Stack, Unit
-from jshard.version import __version__
 
 if TYPE_CHECKING:
+    from jshard import functional as functional
     from jshard import linen as linen
+    from jshard import nn as nn
+    from jshard import optim as optim
     from jshard import training as training
-    from jshard.checkpoint.checkpointer import Checkpointer
-    from jshard.generation.generator import generate
-    from jshard.training.trainer import Trainer
+    from jshard.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from jshard.collectives.reduce import pmean as pmean
+    from jshard.compat.versions import __version__ as __version__
+    from jshard.errors import UserError as UserError
+    from jshard.fsdp.fsdp import FSDP as FSDP
+    from jshard.fsdp.mesh import make_mesh as make_mesh
+    from jshard.fsdp.policy import Names as Names
+    from jshard.fsdp.policy import Offload as Offload
+    from jshard.fsdp.policy import Policy as Policy
+    from jshard.fsdp.precision import Precision as Precision
+    from jshard.fsdp.state import TrainState as TrainState
+    from jshard.generation.generator import generate as generate
+    from jshard.nn.dropout import Dropout as Dropout
+    from jshard.nn.loss import Loss as Loss
+    from jshard.nn.loss import Mean as Mean
+    from jshard.nn.loss import Means as Means
+    from jshard.training.trainer import Trainer as Trainer
+    from jshard.unit.gathered import gathered as gathered
+    from jshard.unit.modules import Stack as Stack
+    from jshard.unit.modules import Unit as Unit
 else:
-    # Imported on first use: Orbax and Grain are slow to import.
-    _LAZY = {
-        "Checkpointer": "jshard.checkpoint.checkpointer",
-        "Trainer": "jshard.training.trainer",
-        "generate": "jshard.generation.generator",
+    _MODULES = ("functional", "linen", "nn", "optim", "training")
+    _HOMES = {
+        "FSDP": "fsdp.fsdp",
+        "Checkpointer": "checkpoint.checkpointer",
+        "Dropout": "nn.dropout",
+        "Loss": "nn.loss",
+        "Mean": "nn.loss",
+        "Means": "nn.loss",
+        "Names": "fsdp.policy",
+        "Offload": "fsdp.policy",
+        "Policy": "fsdp.policy",
+        "Precision": "fsdp.precision",
+        "Stack": "unit.modules",
+        "TrainState": "fsdp.state",
+        "Trainer": "training.trainer",
+        "Unit": "unit.modules",
+        "UserError": "errors",
+        "__version__": "compat.versions",
+        "gathered": "unit.gathered",
+        "generate": "generation.generator",
+        "make_mesh": "fsdp.mesh",
+        "pmean": "collectives.reduce",
     }
+    __all__ = [*_HOMES]
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY:
-            return getattr(importlib.import_module(_LAZY[name]), name)
-        if name in ("linen", "training"):
+        if name in _MODULES:
             return importlib.import_module(f"jshard.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = importlib.import_module(f"jshard.{_HOMES[name]}")
+        return globals().setdefault(name, getattr(home, name))
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-__all__ = [
-    "FSDP",
-    "Checkpointer",
-    "Dropout",
-    "Loss",
-    "Mean",
-    "Means",
-    "Names",
-    "Offload",
-    "Policy",
-    "Precision",
-    "Stack",
-    "TrainState",
-    "Trainer",
-    "Unit",
-    "UserError",
-    "__version__",
-    "gathered",
-    "generate",
-    "make_mesh",
-    "pmean",
-]
+    def __dir__() -> list[str]:
+        return __all__

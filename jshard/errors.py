@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jshard.formatting import one_line
+from jshard.cli.formatting import one_line
 
 
 def some_of(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:

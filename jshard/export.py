@@ -18,12 +18,12 @@ from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
 from jshard.cli.command import run_command
+from jshard.cli.formatting import one_line
 from jshard.cli.options import CHECKPOINT, Command, Option
 from jshard.cli.paths import is_remote
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
-from jshard.formatting import one_line
 from jshard.hub import exported_tensors as exported
 from jshard.hub import peft
 from jshard.hub.huggingface_folder import CONFIG

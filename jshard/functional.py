@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jshard.collectives.gather import gather, placements
 from jshard.compat.jaxprs import Static
 from jshard.cpu.order import in_order
-from jshard.fsdp.activations import check_remat
-from jshard.fsdp.policy import Reshard, UnitPolicy
+from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
 from jshard.unit.stack import make_scan, split_aux
 
 __all__ = ["gather", "in_order", "scan_layers"]

@@ -15,13 +15,13 @@ from jshard.checkpoint.described import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import run_command
+from jshard.cli.formatting import format_bytes, one_line
 from jshard.cli.options import CHECKPOINT, Command, Option
 from jshard.cli.paths import is_bucket
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.config.run_config import flatten
 from jshard.errors import UserError
-from jshard.formatting import format_bytes, one_line
 
 COMMAND = Command(
     "inspect",

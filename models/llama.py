@@ -22,7 +22,7 @@ from jshard.models.latent_attention import LatentAttention
 from jshard.models.layers import embedding, linear, residual_std, rms_norm
 from jshard.models.llama_attention import Attention, Stream
 from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
-from jshard.models.moe import Load, MixtureOfExperts, load_balancing_loss
+from jshard.models.moe import Load, MixtureOfExperts, correct, load_balancing_loss
 from jshard.nn.tiles import tiled
 from jshard.parallel.tensor import own_columns
 
@@ -143,6 +143,7 @@ class Llama(Decoder):
             lambda rngs: Block(config, rngs=rngs), config.num_layers - first, rngs=rngs
         )
         self.norm = _norm(config, rngs)
+        self.use_running_average = False  # eval() sets it: then nothing is corrected
         if not config.tied:
             self.head = jshard.Unit(
                 linear(config, config.width, config.vocab_size, rngs, bias=False)
@@ -157,7 +158,8 @@ class Llama(Decoder):
     ) -> Features:
         """Returns what the head is applied to; with a cache, for ``decode``.
 
-        With a ``balance_weight``, the penalty is the experts' load-balancing loss.
+        With a ``balance_weight``, the penalty is the experts' load-balancing loss. With
+        a ``correction_rate``, training corrects the routers, as ``moe.correct`` says.
         """
         config = self.config
         counted = cache is not None or len(set(config.sliding_layers)) > 1
@@ -180,6 +182,8 @@ class Llama(Decoder):
         if load is not None and config.balance_weight:
             balance = load_balancing_loss(load, tokens_BT.size)
             penalty = config.balance_weight * balance
+        if load is not None and config.correction_rate and not self.use_running_average:
+            correct(self.blocks.experts.router, load, config.correction_rate)
         table = isinstance(head, nnx.Embed)
         return Features(
             self.norm(stream.x_BTD),

@@ -17,6 +17,19 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
+# What is for experts alone, and for ordinary attention alone.
+_OF_EXPERTS = (
+    "expert_bias",
+    "expert_limit",
+    "sigmoid_router",
+    "correction_rate",
+    "expert_groups",
+    "chosen_groups",
+    "shared_hidden",
+    "dense_layers",
+)
+_NOT_OF_LATENTS = ("sinks", "qk_norm", "qkv_bias", "out_bias", "fused")
+
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
@@ -91,6 +104,8 @@ class LlamaConfig:
         gpt-oss; 0 for neither.
       sigmoid_router: whether an expert's score is a sigmoid, with a correction for the
         choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+      correction_rate: step of that correction in training, towards an even load of the
+        experts (Wang et al. 2024, arXiv:2408.15664); 0 leaves it as it is.
       expert_groups: of neighbouring experts; a token's are in the best
         ``chosen_groups`` of them.
       chosen_groups: see ``expert_groups``.
@@ -157,6 +172,7 @@ class LlamaConfig:
     expert_bias: bool = False
     expert_limit: float = 0.0
     sigmoid_router: bool = False
+    correction_rate: float = 0.0
     expert_groups: int = 1
     chosen_groups: int = 1
     expert_scale: float = 1.0
@@ -204,6 +220,12 @@ class LlamaConfig:
             raise jshard.UserError(
                 "model: joint_qk_norm=True needs qk_norm=True and fused=False"
             )
+        if not self.pre_norms and not self.post_norms:
+            raise jshard.UserError("model: pre_norms=False needs post_norms=True")
+        if self.kv_rank and (given := self._given(_NOT_OF_LATENTS)):
+            raise jshard.UserError(f"model: kv_rank={self.kv_rank} is without {given}")
+        if not self.kv_rank and (given := self._given(("q_rank", "value_width"))):
+            raise jshard.UserError(f"model: {given} needs kv_rank")
         if self.kv_rank and not (
             0 < self.value_width <= self.H
             and 0 < self.rotary_width < self.H
@@ -231,6 +253,8 @@ class LlamaConfig:
                 f"model: expert_capacity={self.expert_capacity} must be above 0"
             )
 
+        if not self.num_experts and (given := self._given(_OF_EXPERTS)):
+            raise jshard.UserError(f"model: {given} needs num_experts")
         groups, chosen = self.expert_groups, self.chosen_groups
         per_group, rest = divmod(self.num_experts, groups)
         divides = not rest and per_group >= 2
@@ -245,17 +269,25 @@ class LlamaConfig:
                 f"model: chosen_groups={chosen} have {chosen * per_group} experts, "
                 f"fewer than experts_per_token={self.experts_per_token}"
             )
-        if groups > 1 and not self.sigmoid_router:
-            raise jshard.UserError("model: expert_groups needs sigmoid_router=True")
+        if (groups > 1 or self.correction_rate) and not self.sigmoid_router:
+            name = "expert_groups" if groups > 1 else "correction_rate"
+            raise jshard.UserError(f"model: {name} needs sigmoid_router=True")
         if self.dense_layers and not (
-            self.num_experts
-            and self.dense_hidden
-            and self.dense_layers < self.num_layers
+            self.dense_hidden and self.dense_layers < self.num_layers
         ):
             raise jshard.UserError(
-                f"model: dense_layers={self.dense_layers} needs num_experts, "
-                "dense_hidden and more layers than these"
+                f"model: dense_layers={self.dense_layers} needs dense_hidden and more "
+                "layers than these"
             )
+
+    def _given(self, names: tuple[str, ...]) -> str:
+        """Returns the first of some fields that is not as by default; "" if none."""
+        given = (
+            f"{x.name}={value!r}"
+            for x in dataclasses.fields(self)
+            if x.name in names and (value := getattr(self, x.name)) != x.default
+        )
+        return next(given, "")
 
     @property
     def H(self) -> int:
@@ -270,10 +302,11 @@ class LlamaConfig:
     @property
     def dense(self) -> "LlamaConfig":
         """The same without experts, of the first layers."""
+        none = {x.name: x.default for x in dataclasses.fields(self)}
+        none = {name: none[name] for name in _OF_EXPERTS}
         return dataclasses.replace(
-            self, num_experts=0, hidden=self.dense_hidden, dense_layers=0,
-            expert_groups=1, chosen_groups=1,
-        )  # fmt: skip
+            self, num_experts=0, hidden=self.dense_hidden, **none
+        )
 
     @property
     def routing(self) -> Routing:

@@ -26,6 +26,7 @@ _OF_TRAINING = (
     "dtype",
     "param_dtype",
     "balance_weight",
+    "correction_rate",
     "expert_capacity",
     "max_segments",
 )

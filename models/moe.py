@@ -22,14 +22,14 @@ from jshard.parallel.experts import on_experts
 
 
 class Load(NamedTuple):
-    """How the router spreads this device's tokens, for the load-balancing loss.
+    """How the router spreads this device's tokens.
 
     Attributes:
-      chosen_E: the fraction of tokens that choose each expert; they sum to K.
+      tokens_E: how many tokens choose each expert; they sum to K times all tokens.
       probability_E: the router's mean probability of each expert; they sum to 1.
     """
 
-    chosen_E: jax.Array
+    tokens_E: jax.Array
     probability_E: jax.Array
 
 
@@ -136,6 +136,7 @@ class Router(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(num_experts, param_dtype))
         if routing.sigmoid:  # a statistic of the load: it has no gradient
             self.correction = nnx.BatchStat(jnp.zeros(num_experts, jnp.float32))
+            self.tokens = nnx.BatchStat(jnp.zeros(num_experts, jnp.int32))
 
     def __call__(self, x_ND: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns experts' weights and numbers, (N, K), and probabilities, (N, E)."""
@@ -258,8 +259,7 @@ class MixtureOfExperts(nnx.Module):
             bias_ED = self.down_bias.get_value().astype(y_BTD.dtype)
             bias_ND = weight_NE.astype(y_BTD.dtype) @ bias_ED
             y_BTD += bias_ND.reshape(y_BTD.shape)
-        chosen_E = tokens_E.astype(probability_NE.dtype) / N
-        return y_BTD, Load(chosen_E, jnp.mean(probability_NE, axis=0))
+        return y_BTD, Load(tokens_E, jnp.mean(probability_NE, axis=0))
 
     def _weighted(
         self, x_BTD: jax.Array, weight_BTK: jax.Array, expert_BTK: jax.Array
@@ -311,7 +311,30 @@ def load_balancing_loss(load: Load, tokens: int) -> jshard.Mean:
       load: of all layers: each array has a first axis of layers.
       tokens: this device's tokens.
     """
-    E = load.chosen_E.shape[-1]
-    chosen_LE = lax.stop_gradient(jshard.pmean(load.chosen_E))
+    E = load.tokens_E.shape[-1]
+    chosen_LE = load.tokens_E.astype(load.probability_E.dtype) / tokens
+    chosen_LE = lax.stop_gradient(jshard.pmean(chosen_LE))
     loss = E * jnp.mean(jnp.sum(chosen_LE * load.probability_E, axis=-1))
     return jshard.Mean(tokens * loss, jnp.asarray(tokens, loss.dtype))
+
+
+def correct(router: Router, load: Load, rate: float) -> None:
+    """Moves experts' corrections towards an even load, once a step.
+
+    Algorithm 1 of Wang et al. 2024 (arXiv:2408.15664): those with fewer tokens than the
+    mean gain ``rate``, those with more lose it. The tokens are those of the whole step,
+    counted in integers, so that corrections are the same on every mesh and with any
+    number of micro-batches.
+
+    Args:
+      router: of all layers: each array has a first axis of layers.
+      load: of all layers.
+      rate: the step of a correction; 0.001 in DeepSeek-V3.
+    """
+    tokens_LE, last = jshard.nn.step_sum(router.tokens, load.tokens_E)
+    total_L1, E = jnp.sum(tokens_LE, axis=-1, keepdims=True), tokens_LE.shape[-1]
+    fewer_LE = tokens_LE < -(-total_L1 // E)
+    more_LE = tokens_LE > total_L1 // E
+    correction_LE = router.correction.get_value()
+    new_LE = correction_LE + rate * (fewer_LE.astype(jnp.float32) - more_LE)
+    router.correction.set_value(jnp.where(last, new_LE, correction_LE))

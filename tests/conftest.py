@@ -235,9 +235,10 @@ def whole(tmp_path_factory):
 def train_here(monkeypatch, capsys):
     """As `train`, in this process: what is refused need not import JAX again."""
     import jshard.train
+    from jshard.training import train_command
 
-    monkeypatch.setattr(jshard.train, "make_cpu_devices", lambda count: None)
-    monkeypatch.setattr(jshard.train, "cache_compilations", lambda folder: None)
+    monkeypatch.setattr(train_command, "make_cpu_devices", lambda count: None)
+    monkeypatch.setattr(train_command, "cache_compilations", lambda folder: None)
     monkeypatch.setattr("warnings.formatwarning", None)  # the command sets its own
 
     def run(folder, *words, recipe=RECIPE):

@@ -87,6 +87,11 @@ def make_model(config, rngs):
     model, lora = llama.make_model(config, rngs), config.lora
     if not lora.rank:
         return model
+    if config.model.correction_rate:
+        raise jshard.UserError(
+            "model.correction_rate changes the model beneath its adapters, which are "
+            "saved without it: set it to 0, or lora.rank=0"
+        )
     in_base_dtype = lambda x: x.astype(jnp.dtype(lora.base_dtype))
     nnx.update(model, jax.tree.map(in_base_dtype, nnx.state(model, nnx.Param)))
     jshard.nn.add_lora(

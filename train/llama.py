@@ -44,8 +44,7 @@ SIZES = {
     "3-405b": (126, 128, 8, 16384, 53248, 8e-5),
 }
 
-# What other models of the family do differently; later ones' keys are in their folders'
-# config.json alone (--config.model.from).
+# What other models of the family do differently.
 FAMILY = {
     "head_width": Key(0, "width of a head; 0 is width / num_heads", at_least=0),
     "context_length": Key(
@@ -58,15 +57,24 @@ FAMILY = {
     "rope_low": Key(1.0, "turns below which positions are scaled in full", above=0),
     "rope_high": Key(4.0, "turns above which positions are not scaled", above=0),
     "rope_length": Key(8192, "context length before the scaling", at_least=1),
+    "rope_attention_factor": Key(0.0, "yarn's amplitude; 0 is its paper's", at_least=0),
+    "rope_truncate": Key(True, "whether yarn's bounds are whole pairs"),
+    "rope_mscale": Key(0.0, "mscale_all_dim of DeepSeek's yarn", at_least=0),
+    "rotary_width": Key(0, "rotated dimensions of a head; 0 is all", at_least=0),
+    "kv_rank": Key(0, "width of the latents of keys and values; 0 is none", at_least=0),
+    "q_rank": Key(0, "width of those of queries; 0 is none", at_least=0),
+    "value_width": Key(0, "width of values, with kv_rank", at_least=0),
     "qkv_bias": Key(False, "whether queries, keys and values have biases"),
     "out_bias": Key(False, "whether the attention's output has a bias"),
     "fused": Key(False, "whether q, k and v are one projection, and gate and up"),
     "qk_norm": Key(False, "whether queries and keys are normalised"),
+    "joint_qk_norm": Key(False, "whether they are over all heads together"),
     "pattern": Key(
         "f", "repeated over layers: f full attention, s a sliding window, as in ssf"
     ),
     "window": Key(0, "positions that a layer s attends to", at_least=0),
     "sliding_theta": Key(0.0, "rope_theta of layers s; 0 is the same", at_least=0),
+    "sinks": Key(False, "whether heads have attention sinks"),
     "attention_scale": Key(
         0.0, "scores are divided by its root; 0 is the width of a head", at_least=0
     ),
@@ -76,11 +84,28 @@ FAMILY = {
         "silu", "activation of the gated MLP", choices=tuple(ACTIVATIONS)
     ),
     "norm_offset": Key(False, "whether norms multiply with 1 + their scale"),
+    "pre_norms": Key(True, "whether the inputs of branches are normalised"),
     "post_norms": Key(False, "whether the outputs of branches are normalised"),
     "scaled_embeddings": Key(False, "whether embeddings are scaled by sqrt(width)"),
     "num_experts": Key(0, "experts of the MLP; 0 is an ordinary MLP", at_least=0),
     "experts_per_token": Key(2, "experts that a token takes", at_least=1),
     "normalized_experts": Key(True, "whether weights of a token's experts sum to 1"),
+    "expert_bias": Key(False, "whether router and experts have biases"),
+    "expert_limit": Key(0.0, "gpt-oss's clamp of gate and up; 0 is none", at_least=0),
+    "sigmoid_router": Key(False, "whether scores of experts are sigmoids"),
+    "correction_rate": Key(
+        0.0,
+        "by how much a step corrects sigmoids towards an even load; DeepSeek-V3: 0.001",
+        at_least=0,
+    ),
+    "expert_groups": Key(1, "groups of experts", at_least=1),
+    "chosen_groups": Key(1, "groups that a token's experts are in", at_least=1),
+    "expert_scale": Key(1.0, "factor of the experts' weights", above=0),
+    "shared_hidden": Key(
+        0, "width of an MLP beside the experts; 0 is none", at_least=0
+    ),
+    "dense_layers": Key(0, "first layers, without experts", at_least=0),
+    "dense_hidden": Key(0, "width of their MLP", at_least=0),
     "balance_weight": Key(
         0.0, "weight of the experts' load-balancing loss", at_least=0
     ),

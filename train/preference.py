@@ -22,7 +22,10 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.config.keys import Key
-from jshard.data.preference_pairs import preference_data
+from jshard.data.preferences.preference_data import (
+    named_preference_data,
+    preference_data,
+)
 from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
 from jshard.recipes import finetune, gpt, llama
@@ -77,7 +80,6 @@ def get_config() -> ConfigDict:
     data = config.data
     for key in ("mixture", "text_key", "token_dtype", "pack", "max_segments"):
         del data[key]
-    del data["validation_rows"], data["shuffle_rows"]
     data.path = Key(
         "",
         "JSONL or Parquet of 'prompt', 'chosen' and 'rejected', texts or chats: a file "
@@ -87,7 +89,7 @@ def get_config() -> ConfigDict:
         bucket=True,
     )
     data.dataset = Key(
-        "", "Hugging Face dataset of them, instead of data.path", hub="stream"
+        "", "Hugging Face dataset of them, streamed, instead of data.path", hub="stream"
     )
     data.sequence_length = Key(
         1024, "tokens of a prompt with an answer; longer ones are cut", at_least=1
@@ -185,20 +187,34 @@ def _rows(x_PS: jax.Array) -> jax.Array:
 
 
 def make_data(config, split):
-    data = config.data
-    pairs = preference_data(
-        data.path,
-        split,
-        sequence_length=data.sequence_length,
-        seed=config.seed,
-        tokenizer=data.tokenizer,
-        vocab_size=config.model.vocab_size,
-        validation_fraction=data.validation_fraction,
-        dataset=data.dataset,
-        config=data.config,
-        train_split=data.split,
-    )
-    if not config.preference.keep_reference:
+    data, kept = config.data, config.preference.keep_reference
+    if bool(data.path) == bool(data.dataset):
+        raise jshard.UserError(
+            "preferences are read from data.path, JSONL or Parquet with 'prompt', "
+            "'chosen' and 'rejected', or from data.dataset; give one of them"
+        )
+    options = {
+        "sequence_length": data.sequence_length,
+        "seed": config.seed,
+        "tokenizer": data.tokenizer,
+        "vocab_size": config.model.vocab_size,
+    }
+    if data.dataset:
+        pairs = named_preference_data(
+            data.dataset,
+            split,
+            **options,
+            config=data.config,
+            train_split=data.split,
+            validation_rows=data.validation_rows,
+            shuffle_rows=data.shuffle_rows,
+            kept=kept,
+        )
+    else:
+        pairs = preference_data(
+            data.path, split, **options, validation_fraction=data.validation_fraction
+        )
+    if not kept or pairs is None:
         return pairs
     unknown = dict.fromkeys(KEPT, np.float32(np.nan))  # until it is computed
     return pairs.map(lambda pair: pair | unknown)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.described import STORED_SHAPE, checked
 from jshard.checkpoint.untrusted import read_json
+from jshard.compat.versions import versions
 from jshard.errors import UserError
 from jshard.four_bit.base import FOUR_BIT, four_bit_of
 from jshard.fsdp.state import TrainState
@@ -23,7 +24,6 @@ from jshard.layout.variables import is_variable
 from jshard.nn.adapted import ALPHA, STABILIZED
 from jshard.nn.dropout import is_random
 from jshard.unit.modules import Stack
-from jshard.version import versions
 
 FILE = "description.json"
 

@@ -16,12 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import jax
-
+from jshard.cli.formatting import one_line, printable
 from jshard.cli.terminal import show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
-from jshard.formatting import one_line, printable
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in JAX's error
 ALLOCATOR = "JAX_PJRT_CLIENT_CREATE_OPTIONS"  # whose setting also chooses the allocator
@@ -71,7 +69,7 @@ def expected_ending(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, RunFailed):
         code = 130 if isinstance(error, Interrupted) else 1
         return code, f"error: {one_line(str(error))}"
-    if isinstance(error, jax.errors.JaxRuntimeError) and OUT_OF_MEMORY in str(error):
+    if OUT_OF_MEMORY in str(error) and _is_of_jax(error):
         return 1, f"error: {_out_of_memory(error)}"
     cause: BaseException | None = error
     while cause is not None:  # JAX's C++ turns Ctrl-C into an error of its own
@@ -81,7 +79,15 @@ def expected_ending(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
+def _is_of_jax(error: BaseException) -> bool:
+    import jax  # slow; a launcher needs none
+
+    return isinstance(error, jax.errors.JaxRuntimeError)
+
+
 def _out_of_memory(error: BaseException) -> str:
+    import jax
+
     described = describe_user_error(error)
     what = described[0] if described else one_line(str(error).split("\n")[0])
     advice = "a device is out of memory; docs/how_to/out_of_memory.md: what needs less"

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from jshard.cli.formatting import did_you_mean
+from jshard.cli.knob import Knob
 from jshard.cli.paths import is_remote, path_problem
 from jshard.cli.terminal import show
 from jshard.errors import UserError
-from jshard.formatting import did_you_mean
-from jshard.knob import Knob
 
 _SHOWN: dict[Any, str] = {int: "N", float: "N", str: "TEXT", Path: "PATH"}
 

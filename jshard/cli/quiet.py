@@ -1,8 +1,9 @@
 """Shortens what JAX's CUDA plugin prints about absent GPUs to one line.
 
 The first messages come from C++ while JAX is imported, so ``jshard`` imports this
-module before JAX. Only jshard's commands filter them: a program that imports ``jshard``
-keeps its standard error as it is.
+module first, and this module imports JAX for jshard's commands, but for those that may
+do without (``_LATER``). Only jshard's commands filter: a program that imports
+``jshard`` keeps its standard error as it is.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ from jshard.cli.commands import COMMANDS
 from jshard.compat.plugin_log import LOGGER, in_one_line
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_SCRIPTS = tuple(f"jshard-{name}" for name in COMMANDS)
+# Commands whose process may only start others.
+_LATER = ("launch", "train")
 # Drops lines of C++ that no setting turns off: information (I0000), the note that log
 # messages come early, and that a step does not fit, which the planner reports itself.
 _FILTER = r"""
@@ -78,20 +80,28 @@ def start_devices() -> None:
         importlib.import_module("jax").devices()
 
 
-def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
-    """Returns whether a process runs one of jshard's commands.
+def import_jax() -> None:
+    """Imports JAX, without the remarks of a CUDA plugin on absent GPUs."""
+    if "jax" not in sys.modules:
+        with without_remarks():
+            importlib.import_module("jax")
+
+
+def command_of(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
+    """Returns which of jshard's commands a process runs; "" for the list of them.
 
     By ``sys.argv`` while ``jshard`` is imported, and ``sys.orig_argv``, which includes
     Python's own options.
     """
     if argv[:1] == ["-m"]:  # until Python has found the module to run
         module = orig_argv[orig_argv.index("-m") + 1] if "-m" in orig_argv else ""
-        return module.partition(".")[0] == "jshard"
-    return bool(argv) and Path(argv[0]).name in _SCRIPTS
+        package, _, command = module.partition(".")
+        return command if package == "jshard" else None
+    script = Path(argv[0]).name if argv else ""
+    return next((name for name in COMMANDS if script == f"jshard-{name}"), None)
 
 
-if is_command(sys.argv, sys.orig_argv):
+if (_COMMAND := command_of(sys.argv, sys.orig_argv)) is not None:
     logging.getLogger(LOGGER).addFilter(in_one_line)
-    if "jax" not in sys.modules:
-        with without_remarks():
-            importlib.import_module("jax")
+    if _COMMAND not in _LATER:
+        import_jax()

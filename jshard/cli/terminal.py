@@ -7,7 +7,7 @@ import sys
 import termios
 from collections.abc import Iterator
 
-from jshard.formatting import printable
+from jshard.cli.formatting import printable
 
 
 def show(text: str, *, error: bool = False, end: str = "\n") -> None:

@@ -5,8 +5,6 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-import jax
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPES = _PACKAGE / "recipes"  # packaged recipes count as the user's code
 _PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
@@ -20,6 +18,8 @@ def describe_user_error(error: BaseException) -> tuple[str, str] | None:
       A line with the function, place and error, and a traceback of the user's lines
       only. None if there are no such lines, or with JAX_TRACEBACK_FILTERING=off.
     """
+    import jax  # slow, and needed only here
+
     if jax.config.jax_traceback_filtering == "off":  # pyright: ignore[reportAttributeAccessIssue]
         return None
     frames = [

@@ -1,26 +1,14 @@
 """Sets keys of a config, by values or by words of the command line, and lists them."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from jshard.cli.options import Option, check_value, explained, read_value
+from jshard.cli.formatting import did_you_mean
+from jshard.cli.knob import Knob
+from jshard.cli.options import check_value, explained, read_value
 from jshard.config.run_config import Config, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS, REQUIRED, SHARED
 from jshard.errors import UserError
-from jshard.formatting import did_you_mean
-from jshard.knob import Knob
-
-# Of the commands that run a recipe.
-RECIPE_OPTIONS = {
-    "config": Option(
-        None, "the recipe: a path, a file in ./train/, or a packaged recipe, e.g. "
-        "gpt.py", kind=Path, required=True, shown="FILE",
-    ),
-    "config.KEY": Option(
-        "", "sets one of the recipe's keys, e.g. --config.steps=100", shown="VALUE"
-    ),
-}  # fmt: skip
 
 
 def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:

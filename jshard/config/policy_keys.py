@@ -5,14 +5,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from jshard.cli.knob import Knob, knobs
 from jshard.cli.options import read_value
 from jshard.compat.xla_options import check_options
 from jshard.config.run_config import Config
 from jshard.errors import UserError
-from jshard.fsdp.activations import POLICIES, Names, Offload
-from jshard.fsdp.policy import Policy, UnitPolicy
+from jshard.fsdp.policy import POLICIES, Names, Offload, Policy, UnitPolicy
 from jshard.fsdp.precision import Precision
-from jshard.knob import Knob, knobs
 
 _OF_UNITS = knobs(UnitPolicy) | knobs(Precision)  # what `policy.overrides` can set
 _OF_XLA = Knob(None, "")  # whose options have no declarations

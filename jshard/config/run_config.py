@@ -5,13 +5,13 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict, FieldReference
 
+from jshard.cli.formatting import did_you_mean
+from jshard.cli.knob import Knob
 from jshard.cli.options import check_value
 from jshard.config.keys import Key
 from jshard.config.profiled_steps import profile_problem
 from jshard.config.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
 from jshard.errors import UserError
-from jshard.formatting import did_you_mean
-from jshard.knob import Knob
 
 # An ml_collections.ConfigDict; type checkers cannot know its keys.
 Config: TypeAlias = Any

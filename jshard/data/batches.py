@@ -20,7 +20,7 @@ from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import PartReader, StreamReader, StreamState
 from jshard.errors import UserError
-from jshard.fsdp.batch import nearest
+from jshard.layout.batch import nearest
 
 # Decoding of images keeps every core busy; what is read does not depend on the number.
 _THREADS = max(4, os.cpu_count() or 1)

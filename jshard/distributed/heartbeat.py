@@ -17,12 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from jshard.distributed.key_value import KeyValueStore
-from jshard.distributed.patience import UNKNOWN
-from jshard.distributed.status import report
+from jshard.distributed.status import GRACE, PERIOD, SILENCE, report
+from jshard.distributed.stuck import UNKNOWN
 
-PERIOD = 0.5  # seconds between beats
-GRACE = 3.0  # seconds that process 0 waits at most for the others to read why it ends
-SILENCE = 8.0  # default of watch.silence
 SHOWN = 8  # places in a message
 
 

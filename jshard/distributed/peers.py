@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jshard.distributed.idle import IdleDetector
-from jshard.distributed.patience import Patience
+from jshard.distributed.stuck import IdleDetector, Patience
 
 
 class Peers:

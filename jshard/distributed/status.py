@@ -8,6 +8,10 @@ from typing import Any
 STATUS_FD = "JSHARD_STATUS_FD"  # the pipe that the worker writes to
 PARENT_FD = "JSHARD_PARENT_FD"  # a pipe that closes when the parent ends
 
+PERIOD = 0.5  # seconds between beats
+GRACE = 3.0  # seconds that process 0 waits at most for the others to read why it ends
+SILENCE = 8.0  # default of watch.silence
+
 # Removed from the environment, as processes that this one starts must not have them.
 _status = os.environ.pop(STATUS_FD, None)
 _parent = os.environ.pop(PARENT_FD, None)

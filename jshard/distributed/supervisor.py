@@ -20,8 +20,7 @@ from typing import IO, Any
 
 from jshard.cli.terminal import leave_closed_terminal, outliving_terminal, show
 from jshard.distributed.cluster import Cluster
-from jshard.distributed.heartbeat import GRACE, PERIOD, SILENCE
-from jshard.distributed.status import PARENT_FD, STATUS_FD
+from jshard.distributed.status import GRACE, PARENT_FD, PERIOD, SILENCE, STATUS_FD
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 JOB_FAILED = signal.SIGUSR2  # by jshard.launch: another process has ended

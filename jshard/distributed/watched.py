@@ -17,11 +17,11 @@ import jax
 
 from jshard.cli.command import OUT_OF_MEMORY, expected_ending
 from jshard.cli.user_code import describe_user_error
-from jshard.distributed.heartbeat import GRACE, PERIOD, SILENCE, Heartbeat
+from jshard.distributed.heartbeat import Heartbeat
 from jshard.distributed.key_value import KeyValueStore
 from jshard.distributed.log import Log
 from jshard.distributed.peers import Peers, print_line
-from jshard.distributed.status import report
+from jshard.distributed.status import GRACE, PERIOD, SILENCE, report
 from jshard.errors import Interrupted, Preempted, UserError
 
 DAY = 86400.0  # seconds: no limit, as the heartbeat ends processes that are stuck

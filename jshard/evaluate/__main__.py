@@ -50,6 +50,11 @@ COMMAND = Command(
         "system_instruction": Option(
             None, "the system's message, or what begins each prompt", kind=str
         ),
+        "gen_kwargs": Option(
+            None, "how texts are generated, whatever tasks say: temperature=0.8,"
+            "max_gen_toks=64, or a JSON object", kind=str,
+            shown="KEY=VALUE,...",
+        ),
         "output": Option(
             None, "writes lm_eval's results there, as JSON", kind=Path, shown="FILE"
         ),
@@ -88,8 +93,9 @@ def run_evaluate(argv: list[str]) -> None:
             make_table,
         )
 
-        from jshard.evaluate.language_model import LanguageModel
+        from jshard.evaluate.language_model import LanguageModel, read_gen_kwargs
 
+        asked = arguments.gen_kwargs and read_gen_kwargs(arguments.gen_kwargs)
         placement = place_weights(model, arguments.weights, arguments.batch_size)
         results: Any = simple_evaluate(
             LanguageModel(placement, tokenizer, arguments.batch_size, shows=shows),
@@ -99,6 +105,7 @@ def run_evaluate(argv: list[str]) -> None:
             batch_size=arguments.batch_size,
             apply_chat_template=arguments.apply_chat_template,
             fewshot_as_multiturn=arguments.apply_chat_template,
+            gen_kwargs=asked,
             system_instruction=arguments.system_instruction,
             log_samples=arguments.log_samples,
             bootstrap_iters=_RESAMPLED * shows,

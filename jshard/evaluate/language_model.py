@@ -17,9 +17,12 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
     get_rolling_token_windows,
     make_disjoint_window,
+    simple_parse_args_string,
 )
 from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 
+from jshard.checkpoint.untrusted import parse_json
+from jshard.cli.formatting import one_line
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
 from jshard.errors import UserError
@@ -287,9 +290,35 @@ def sampling_of(options: Mapping[str, Any]) -> Sampling:
     unknown = {k: v for k, v in rest.items() if (k, v) not in _NEUTRAL.items()}
     if unknown:
         raise UserError(
-            f"evaluate: the task asks to generate with {unknown}; jshard knows "
+            f"evaluate: generation is asked for with {unknown}; jshard knows "
             f"{', '.join(_SAMPLING)} and do_sample"
         )
     if not options["do_sample"]:
         return Sampling(0)
     return Sampling(**{k: type(v)(options.get(k, v)) for k, v in _SAMPLING.items()})
+
+
+def read_gen_kwargs(text: str) -> dict[str, Any]:
+    """Reads ``temperature=0.8,top_p=0.9`` as lm_eval does, or a JSON object.
+
+    Raises:
+      UserError: It is neither, or asks for what we cannot do.
+    """
+    where = f"--gen_kwargs={text}"
+    is_json = text.lstrip().startswith("{")
+    if not is_json and not all("=" in part for part in text.split(",")):
+        raise UserError(
+            f"{where}: must be KEY=VALUE,... or a JSON object, which can have lists"
+        )
+    try:
+        found = parse_json(text) if is_json else simple_parse_args_string(text)
+        options: dict[str, Any] = dict(normalize_gen_kwargs(found))
+        length, until = options.pop("max_gen_toks"), options.pop("until")
+        if not all(isinstance(stop, str) for stop in until):
+            raise UserError("until must be texts")
+        sampling_of(options)
+    except (ValueError, TypeError, UserError) as error:
+        raise UserError(f"{where}: {one_line(str(error))}") from error
+    if length < 1:
+        raise UserError(f"{where}: max_gen_toks={length} must be at least 1")
+    return found

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jshard.config.run_config import Config, flatten, is_within
 from jshard.config.shared_keys import FIT, FITTED
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.fit.device_memory import compiled_bytes, usable_bytes
 from jshard.fit.memory_choice import Candidate, Traced, fit, is_open

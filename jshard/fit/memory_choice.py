@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend import core
 
+from jshard.cli.formatting import format_bytes
 from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT, FITTED
 from jshard.errors import UserError
 from jshard.fit.device_memory import step_bytes
 from jshard.fit.hardware import GPUS, overlapped
-from jshard.formatting import format_bytes
 from jshard.layout.capacity import state_bytes
 from jshard.plan.start_up import product_flops, traffic
 

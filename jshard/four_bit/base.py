@@ -18,9 +18,9 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_size
 from jshard.layout.layer_dims import layer_dims
-from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.padding import exact_types
 from jshard.layout.specs import shard_dim
+from jshard.layout.variables import own_dtypes
 
 FOUR_BIT = "four_bit"  # metadata key of a parameter in 4 bits: its FourBit
 _KEPT = ("bias", "embedding")  # names of parameters that no product reads

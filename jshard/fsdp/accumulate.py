@@ -11,9 +11,8 @@ from jax import lax
 from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.state import ModelArrays
-from jshard.fsdp.terms import seeds
 from jshard.nn.dropout import merge_state
-from jshard.nn.loss import Loss, Mean
+from jshard.nn.loss import Loss, Mean, seeds
 
 # (the arrays of a batch, and the index of each micro-batch): (micro-batches, ...) each
 Micro = tuple[Any, jax.Array]

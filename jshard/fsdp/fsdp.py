@@ -16,7 +16,6 @@ from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
 from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import step
-from jshard.fsdp.batch import split_batch
 from jshard.fsdp.checks import (
     check_model,
     check_precisions,
@@ -31,6 +30,7 @@ from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
+from jshard.layout.batch import split_batch
 from jshard.layout.capacity import check_capacity
 from jshard.layout.initial_values import fill, mark_stacked, prepare
 from jshard.layout.memory_kinds import check_memory, on_device

@@ -5,10 +5,50 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jshard.cli.knob import Knob, described, knob, knobs
 from jshard.errors import UserError
-from jshard.fsdp.activations import Offload, check_remat
 from jshard.fsdp.precision import Precision
-from jshard.knob import Knob, described, knob, knobs
+
+POLICIES = ("full", "attention", "dots", "none")
+# The name of what a flash attention kernel reads; "attention" and "dots" keep it.
+ATTENTION_OPERANDS = "attention_operands"
+INPUTS = "inputs"  # what Offload calls the input of each layer
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Names:
+    """Remat policy: keep only activations named with ``checkpoint_name``."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str):
+        if not names or not all(isinstance(name, str) for name in names):
+            raise UserError(
+                f"jshard.{type(self).__name__}{names!r}: give names of activations, "
+                f"like jshard.{type(self).__name__}('attended', 'hidden')"
+            )
+        object.__setattr__(self, "names", names)
+
+
+class Offload(Names):
+    """Remat policy: keep activations named with ``checkpoint_name`` in host memory.
+
+    They move to pinned host memory in the forward and return for the backward.
+    Everything else is recomputed. The input of each layer stays on the device, unless
+    "inputs" is one of the names.
+    """
+
+
+def check_remat(remat: Any) -> None:
+    """Raises UserError unless ``remat`` is a known policy."""
+    policy = callable(remat) and not isinstance(remat, type)
+    if remat in POLICIES or isinstance(remat, Names) or policy:
+        return
+    raise UserError(
+        f"policy.remat: {remat!r} is not one of {', '.join(POLICIES)}, "
+        "jshard.Names(...), jshard.Offload(...) or a jax.checkpoint policy"
+    )
+
 
 # The fields that a run's config may leave to what fits the memory.
 BY_MEMORY = ("remat", "accumulate")
@@ -99,7 +139,7 @@ class UnitPolicy:
 
 
 OF_UNITS = tuple(field.name for field in dataclasses.fields(UnitPolicy))
-_OF_STACKS = {"first_k", "prefetch", "unroll"}
+OF_STACKS = {"first_k", "prefetch", "unroll"}
 _OVERRIDABLE = (*OF_UNITS, "precision")
 
 
@@ -229,11 +269,11 @@ class Policy(UnitPolicy):
         return {name: getattr(self, name) for name in _OVERRIDABLE} | dict(fields)
 
     def _override(self, path: Path) -> Mapping[str, Any]:
-        prefixes = _prefixes([path])
+        names = prefixes([path])
         matching = (
             fields
             for pattern, fields in self.overrides.items()
-            if fnmatch.filter(prefixes, pattern)
+            if fnmatch.filter(names, pattern)
         )
         return next(matching, {})
 
@@ -284,37 +324,8 @@ class Policy(UnitPolicy):
                     f"{', '.join(map(str, sizes))}"
                 )
 
-    def check_overrides(
-        self, modules: Iterable[Path], units: Iterable[Path], stacks: Iterable[Path]
-    ) -> None:
-        """Raises UserError for a pattern that matches no module or has no effect.
 
-        Args:
-          modules: paths of all modules.
-          units: paths of Stacks and Units; only these have remat and resharding.
-          stacks: paths of Stacks; only these have counts of layers.
-        """
-        for pattern, fields in self.overrides.items():
-            if not fnmatch.filter(names := _prefixes(modules), pattern):
-                raise UserError(
-                    f"policy.overrides: {pattern!r} matches no module; modules are "
-                    f"{', '.join(names[:12])}"
-                )
-            for kind, paths, of_kind in (
-                ("Stacks and Units", units, set(OF_UNITS) - _OF_STACKS),
-                ("Stacks", stacks, _OF_STACKS),
-            ):
-                useless = sorted(set(fields) & of_kind)
-                names = _prefixes(paths)
-                if useless and not fnmatch.filter(names, pattern):
-                    raise UserError(
-                        f"policy.overrides[{pattern!r}]: {', '.join(useless)} applies "
-                        f"to entire {kind}, and the pattern matches none of "
-                        f"{', '.join(names) or 'them'}"
-                    )
-
-
-def _prefixes(paths: Iterable[Path]) -> list[str]:
+def prefixes(paths: Iterable[Path]) -> list[str]:
     """Returns the sorted dotted names of paths and of all their ancestors."""
     parts = [[str(part) for part in path] for path in paths]
     return sorted({".".join(p[: i + 1]) for p in parts for i in range(len(p))})

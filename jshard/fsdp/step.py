@@ -16,10 +16,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jshard.collectives.gather import all_gather
+from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
 from jshard.compat.jaxprs import replay
 from jshard.fsdp.accumulate import accumulate, first_of, split
-from jshard.fsdp.batch import batch_specs, check_batch
 from jshard.fsdp.mesh import (
     axes_of,
     examples_spec,
@@ -29,21 +29,26 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.state import ModelArrays, TrainState
-from jshard.fsdp.terms import over_devices, seeds, terms_of
 from jshard.fsdp.traced import differing_results, once_checked
+from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
-from jshard.nn.dropout import fold_streams, merge_state, microbatch, unfold_streams
-from jshard.nn.loss import Loss, Mean, Means
+from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
+from jshard.nn.loss import Loss, Mean, Means, over_devices, seeds, terms_of
 from jshard.optim.update import check_state, next_state
-from jshard.parallel.tensor import make_parallel
 from jshard.pipe.in_stages import in_stages
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
 from jshard.unit.calls import own_containers
-from jshard.unit.model import gather_root, make_sharded, make_units, root_as_unit
+from jshard.unit.model import (
+    gather_root,
+    make_parallel,
+    make_sharded,
+    make_units,
+    root_as_unit,
+)
 
 # build(graphdef, layout, params, frozen, model_state, training=...) -> a model
 Build = Callable[..., nnx.Module]

@@ -1,20 +1,22 @@
 """What a step's forward does, once traced: it is checked, and never traced again."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
+from jax import lax
 
-from jshard.compat.jaxprs import replay
+from jshard.compat import jaxprs
+from jshard.compat.jaxprs import axes_of, groups_of, has, line_of, open_inner, replay
 from jshard.errors import UserError
-from jshard.fsdp.equal import differing
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import merge_state
-from jshard.unit.remat import check_names
+from jshard.unit.dataflow import dependencies, loop, through, union
+from jshard.unit.linearize import check_names
 
 
 def once_checked(
@@ -90,3 +92,119 @@ def _check_state(differs: nnx.State) -> None:
                 "reduce what it is computed from with jshard.pmean (nnx.BatchNorm: "
                 "leave axis_name out; callbacks: keep their results out of the state)"
             )
+
+
+# Primitives that run code which JAX knows nothing of, or that draw from a state of the
+# device: results may differ by device even if their inputs do not.
+_OPAQUE = {"ffi_call", "io_callback", "pure_callback", "rng_uniform"}
+
+# Primitives through which a parameter's shard reaches its gather.
+_PASS_ON = {
+    "convert_element_type",
+    "device_put",
+    "dynamic_slice",
+    "host_array_as_device_array",
+    "optimization_barrier",
+    "reshape",
+    "squeeze",
+}
+
+
+def differing(
+    jaxpr: Any, inputs: Sequence[Iterable[str]], names: Sequence[str]
+) -> list[bool]:
+    """Returns whether each output of a step's program may differ by device.
+
+    Args:
+      jaxpr: the program of one device, traced inside ``shard_map``.
+      inputs: the mesh axes over which each of its inputs differs.
+      names: the names of the first inputs, which are parameters.
+
+    Raises:
+      UserError: collectives run under a condition that may differ by device, or a unit
+        is differentiated in forward mode.
+    """
+    axes = [axis for axis in manual_axes() if lax.axis_size(axis) > 1]
+    bits = {axis: 1 << i for i, axis in enumerate(axes)}
+
+    def over(names: Iterable[Any]) -> int:
+        return sum(bits[axis] for axis in axes if axis in names)
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        name, results = eqn.primitive.name, len(eqn.outvars)
+        if name == "custom_lin":
+            raise UserError(
+                f"{line_of(eqn)}: forward-mode differentiation (jax.jvp, jax.jacfwd, "
+                "jax.linearize) of a jshard unit, or another function with a "
+                "custom_vjp; use jax.vjp or jax.grad, which nest, or call what "
+                "jshard.gathered(unit) returns"
+            )
+        if name in jaxprs.COLLECTIVES or name == "axis_index":
+            own = over(axes_of(eqn))
+            equals = name in jaxprs.SUMS or name.startswith("all_gather")
+            if equals and not groups_of(eqn):
+                return [x & ~own for x in entering]
+            return [union(entering) | own] * results
+        if name == "optimization_barrier":
+            return entering
+        if name in _OPAQUE:
+            return [over(axes)] * results
+        if name == "cond" and entering[0] and has(eqn, jaxprs.COLLECTIVES):
+            _refuse(eqn, jaxpr, names)
+        if name == "while" and has(eqn, jaxprs.COLLECTIVES):
+            condition, out = loop(eqn, entering, rule)
+            if condition:
+                _refuse(eqn, jaxpr, names)
+            return out
+        return None
+
+    return list(map(bool, dependencies(jaxpr, list(map(over, inputs)), rule)))
+
+
+def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
+    name = _gathered_in(eqn, jaxpr, names)
+    if name is None:
+        raise UserError(
+            f"{line_of(eqn)}: a branch or loop has collectives inside, and its "
+            "condition may differ by device, so that some devices would wait for the "
+            "others; make the condition equal on all devices (jshard.pmean of what it "
+            "is computed from), or move the collectives out"
+        )
+    module, _, _ = name.rpartition(".")
+    raise UserError(
+        f"{line_of(eqn)}: a branch or loop calls {module or 'a unit'!r}, which gathers "
+        f"{name!r} with all devices, and its condition may differ by device; gather it "
+        "before (full = jshard.gathered(module)) and call that inside, or make the "
+        "condition equal on all devices (jshard.pmean of what it is computed from)"
+    )
+
+
+def _gathered_in(outer: Any, jaxpr: Any, names: Sequence[str]) -> str | None:
+    """Returns the name of a parameter that is gathered inside the equation ``outer``.
+
+    Each parameter has two bits: one that shards keep on their way to a gather, and one
+    for all that is computed from what ``outer`` gathers.
+    """
+    number = len(names)
+    of_shards = (1 << number) - 1
+
+    def inside(
+        eqn: Any, entering: list[int], *, marks: bool = True
+    ) -> list[int] | None:
+        name, bits = eqn.primitive.name, union(entering)
+        if name.startswith("all_gather"):
+            gathered = (bits & of_shards) << number if marks else 0
+            return [bits & ~of_shards | gathered] * len(eqn.outvars)
+        if open_inner(eqn) is not None or name in ("scan", "while", "cond"):
+            return None
+        return [bits if name in _PASS_ON else bits & ~of_shards] * len(eqn.outvars)
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        if eqn is outer:
+            return through(eqn, entering, inside)
+        return inside(eqn, entering, marks=False)
+
+    bits = [1 << i for i in range(number)]
+    bits += [0] * (len(jaxpr.invars) - number)
+    found = union(dependencies(jaxpr, bits, rule)) >> number
+    return names[found.bit_length() - 1] if found else None

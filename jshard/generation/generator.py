@@ -102,12 +102,12 @@ class Generator:
           sampling: how tokens are chosen; by default each at its own probability.
           stop_tokens: tokens that end a text, and are not returned.
           seed: row r is sampled with seed + r, whatever the other rows are.
-          chunk: tokens a part.
+          chunk: tokens a part, at most.
           slots: the room of a decoder's cache, if it is to be larger than needed, so
             that batches of many lengths run the same program.
 
         Yields:
-          Tokens (rows, chunk), with ``NOTHING`` (-1) after the end of a row.
+          Tokens (rows, n), with ``NOTHING`` (-1) after the end of a row.
 
         Raises:
           UserError: a prompt is empty, longer than the context allows, or has tokens
@@ -118,6 +118,7 @@ class Generator:
         check_prompts(model, arrays, length)
         counts = tokens_after(model, arrays, length)
         rows = self._read(arrays, counts, seed, slots)
+        chunk = min(chunk, int(max(counts)))
         step = self._decode_steps(chunk, sampling or Sampling(), tuple(stop_tokens))
         earlier: Any = None  # the next part is computed while this one is read
         for _ in range(-(-int(max(counts)) // chunk)):

@@ -11,10 +11,10 @@ from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import is_bucket
 from jshard.errors import UserError, some_of
-from jshard.hub import bitsandbytes
 from jshard.hub.online.download import cached, download, local_path
 from jshard.hub.online.failures import lacks
 from jshard.hub.online.names import parse
+from jshard.hub.quantised.methods import WHAT_WORKS, problem_of_config
 from jshard.hub.safetensors_file import weight_files
 from jshard.hub.safetensors_read import is_safetensors
 from jshard.hub.safetensors_write import INDEX, SINGLE
@@ -115,12 +115,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {file}: it holds no JSON object")
     if quantised := content.pop("quantization_config", None):
         given = quantised if isinstance(quantised, dict) else {}
-        problem = bitsandbytes.problem_of_config(given)
-        if problem and given.get("quant_method") != "mxfp4":  # read as it is
+        if problem := problem_of_config(given):
             raise UserError(
-                f"{folder} is quantised ({problem} in {CONFIG}): give the folder of "
-                "the unquantised model, gpt-oss's in MXFP4, or one that bitsandbytes "
-                "quantised to nf4 or fp4"
+                f"{folder} is quantised ({problem} in {CONFIG}): {WHAT_WORKS}"
             )
     if not is_safetensors(folder) and any((folder / x).exists() for x in _PICKLED):
         raise UserError(

@@ -4,7 +4,7 @@ The library checks the files. Its own slices (0.8) lack float8 in NumPy, and arr
 without elements.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
 from jshard.errors import UserError
-from jshard.four_bit import mxfp4
+from jshard.hub.quantised import fp8, mxfp4
 from jshard.hub.safetensors_write import INDEX, SINGLE
 
+FP8 = "F8_E4M3"
 DTYPES: dict[str, Any] = {
     "BOOL": bool,
     "U8": np.uint8,
@@ -27,7 +28,7 @@ DTYPES: dict[str, Any] = {
     "I32": np.int32,
     "U64": np.uint64,
     "I64": np.int64,
-    "F8_E4M3": jnp.float8_e4m3fn,
+    FP8: jnp.float8_e4m3fn,
     "F8_E5M2": jnp.float8_e5m2,
     "F16": np.float16,
     "BF16": jnp.bfloat16,
@@ -62,41 +63,62 @@ class StoredTensor(NamedTuple):
         )
 
 
-class MXFP4Tensor(NamedTuple):
-    """A tensor that is decoded where it is read (``jshard.four_bit.mxfp4``).
+class QuantisedTensor(NamedTuple):
+    """A tensor that is decoded where it is read.
 
     Attributes:
       codes: Its codes.
       scales: Their scales.
+      decoded: Makes an array of both, of which slices are read and decoded.
       shape: Its shape.
       dtype: What it is decoded to.
     """
 
     codes: StoredTensor
     scales: StoredTensor
+    decoded: Callable[[np.ndarray, np.ndarray], Any]
     shape: tuple[int, ...]
-    dtype: str = "BF16"
+    dtype: str
 
     def open(self) -> Any:
         """Maps the tensor into memory; slices of it are read and decoded."""
-        return mxfp4.Decoded(self.codes.open(), self.scales.open())
+        return self.decoded(self.codes.open(), self.scales.open())
 
 
-Stored = StoredTensor | MXFP4Tensor
+Stored = StoredTensor | QuantisedTensor
 
 
-def join_mxfp4(found: Mapping[str, StoredTensor]) -> dict[str, Stored]:
-    """Replaces pairs NAME_blocks and NAME_scales of bytes by the tensor NAME."""
+def join_quantised(found: Mapping[str, StoredTensor]) -> dict[str, Stored]:
+    """Replaces codes and scales, in MXFP4 and in FP8, by the tensors they stand for."""
     joined: dict[str, Stored] = dict(found)
     for name, codes in found.items():
         whole = name.removesuffix("_blocks")
-        scales = found.get(f"{whole}_scales")
-        if whole == name or scales is None or {codes.dtype, scales.dtype} != {"U8"}:
+        blocks = whole != name
+        scale = f"{whole}_scales" if blocks else name + fp8.SCALE
+        if scale not in found:
             continue
-        if (shape := mxfp4.decoded_shape(codes.shape, scales.shape)) is not None:
-            del joined[name], joined[f"{whole}_scales"]
-            joined[whole] = MXFP4Tensor(codes, scales, shape)
+        tensor = (_in_mxfp4 if blocks else _in_fp8)(codes, found[scale])
+        if tensor is not None:
+            del joined[name], joined[scale]
+            joined[whole] = tensor
     return joined
+
+
+def _in_mxfp4(codes: StoredTensor, scales: StoredTensor) -> QuantisedTensor | None:
+    if {codes.dtype, scales.dtype} != {"U8"}:
+        return None
+    shape = mxfp4.decoded_shape(codes.shape, scales.shape)
+    if shape is None:
+        return None
+    return QuantisedTensor(codes, scales, mxfp4.Decoded, shape, "BF16")
+
+
+def _in_fp8(codes: StoredTensor, scales: StoredTensor) -> QuantisedTensor | None:
+    if codes.dtype != FP8 or scales.dtype not in ("F32", "BF16"):
+        return None
+    if not fp8.is_scaled(codes.shape, scales.shape):
+        return None
+    return QuantisedTensor(codes, scales, fp8.Decoded, codes.shape, "F32")
 
 
 def find_tensors(path: Path) -> dict[str, StoredTensor]:

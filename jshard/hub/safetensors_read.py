@@ -14,9 +14,16 @@ from jshard.errors import UserError, some_of
 from jshard.four_bit.base import encode_layers, four_bit_of
 from jshard.four_bit.codes import FourBit
 from jshard.fsdp.state import TrainState
-from jshard.hub import bitsandbytes
 from jshard.hub.file_tensor import FileTensor
-from jshard.hub.safetensors_file import DTYPES, Stored, find_tensors, join_mxfp4
+from jshard.hub.quantised import bitsandbytes, methods
+from jshard.hub.quantised.fp8 import SCALE
+from jshard.hub.safetensors_file import (
+    DTYPES,
+    FP8,
+    Stored,
+    find_tensors,
+    join_quantised,
+)
 from jshard.hub.safetensors_write import INDEX, SINGLE
 from jshard.hub.tensor_names import Index, tensor_names
 from jshard.layout.transfer import put, put_parts
@@ -25,16 +32,6 @@ from jshard.layout.transfer import put, put_parts
 Layers = dict[Index, FileTensor]
 
 _ABSENT = FileTensor(())
-# Ends of names that GPTQ, AWQ, bitsandbytes and compressed tensors give to their parts.
-_QUANTISED = (
-    ".qweight",
-    ".qzeros",
-    ".weight_packed",
-    ".weight_scale",
-    ".weight_scale_inv",
-    ".weight.absmax",
-    ".SCB",
-)
 # Ends of names in Hugging Face's files that transformers does not read either: buffers
 # that follow from the config, the head of a model whose head is the embedding, the
 # number of batches in batch statistics, and what a masked language model does not have
@@ -96,7 +93,7 @@ def load_safetensors(
       UserError: Files are missing or damaged, or their tensors are not exactly those of
         the model; the message lists the first differences.
     """
-    found = join_mxfp4(find_tensors(path))
+    found = join_quantised(find_tensors(path))
     wanted = _wanted(path, state, found, tensors)
     variables = metadata.variables_by_name(state)
     _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
@@ -121,7 +118,7 @@ def check_safetensors(
     path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Raises what ``load_safetensors`` would raise, without reading any values."""
-    found = join_mxfp4(find_tensors(path))
+    found = join_quantised(find_tensors(path))
     wanted = _wanted(path, state, found, tensors)
     variables = metadata.variables_by_name(state)
     _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
@@ -166,10 +163,10 @@ def _check_quantised(
     path: Path, found: Mapping[str, Stored], known: Container[str]
 ) -> None:
     """Raises UserError if an unknown tensor is a part of a quantised weight."""
-    quantised = [x for x in found if x not in known and x.endswith(_QUANTISED)]
+    quantised = methods.parts(name for name in found if name not in known)
     if not quantised:
         return
-    said = some_of(quantised, limit=3)
+    said = some_of([*quantised], limit=3)
     weights = (name.removesuffix(".absmax") for name in quantised)
     if kinds := {bitsandbytes.kind_of(name, found) for name in weights} - {""}:
         raise UserError(
@@ -177,10 +174,8 @@ def _check_quantised(
             f"adapters with --config.policy.precision.base={min(kinds)}, or give the "
             "folder of the unquantised model"
         )
-    raise UserError(
-        f"{path} is quantised ({said}): give the folder of the unquantised model, or "
-        "one that bitsandbytes quantised to nf4 or fp4"
-    )
+    method = next(iter(quantised.values()))
+    raise UserError(f"{path} is quantised ({method}: {said}): {methods.WHAT_WORKS}")
 
 
 def _as_read(variable: Any, exact: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -240,6 +235,9 @@ def _check(
     for name in (name for name in expected if name in found):
         shape, dtype = expected[name]
         stored = found[name]
+        if redundant and stored.dtype == FP8:
+            problems.append(f"{name} is in FP8 and {name}{SCALE} is missing")
+            continue
         is_float = stored.dtype.startswith(("F", "BF"))
         if stored.shape != shape:
             problems.append(f"{name} has shape {list(stored.shape)}, not {list(shape)}")

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from jshard.cli.formatting import format_bytes
 from jshard.errors import UserError
-from jshard.formatting import format_bytes
 from jshard.layout.memory_kinds import HOST
 
 # Where Linux says how much a container may use: control groups of both versions.

@@ -21,8 +21,7 @@ from jshard.fsdp.policy import Policy
 from jshard.layout import layer_dims as layers
 from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
-from jshard.layout.specs import LOOKED_UP, is_annotated
-from jshard.layout.tables import make_by_rows, mark_table
+from jshard.layout.specs import LOOKED_UP, is_annotated, make_by_rows, mark_table
 from jshard.layout.variables import variables
 
 

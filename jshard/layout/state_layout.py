@@ -16,7 +16,6 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision, is_float, is_quantized
 from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.memory_kinds import HOST, on_host
-from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.padding import PADDING, pad, padding_of
 from jshard.layout.placement import Placement
 from jshard.layout.specs import (
@@ -27,6 +26,7 @@ from jshard.layout.specs import (
     sharded_dim,
     sharded_over,
 )
+from jshard.layout.variables import own_dtypes
 from jshard.parallel.splits import WHOLE, Parts, Split, find_splits
 
 Path = tuple[Any, ...]  # The path of a variable in the model.

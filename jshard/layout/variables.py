@@ -1,10 +1,14 @@
 """Finds a module's Variables and the objects reachable from it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
+
+from jshard.fsdp.policy import Policy
+from jshard.fsdp.precision import own_dtype
+from jshard.fsdp.state import TrainState
 
 
 def is_variable(value: Any) -> bool:
@@ -55,7 +59,56 @@ def reachable(start: Any, stop: Callable[[Any], bool]) -> list[Any]:
     return list(seen.values())
 
 
+def of_class(module: nnx.Module, cls: type) -> Any:
+    """Returns a module of another class that has the attributes of ``module``."""
+    made = object.__new__(cls)
+    vars(made).update(vars(module))
+    return made
+
+
+def replace(model: nnx.Module, others: Mapping[int, Any]) -> None:
+    """Puts other objects in place of modules and Variables, in all that refers to them.
+
+    Args:
+      model: changed in place; it is not replaced itself.
+      others: the new objects, by the ``id`` of the old ones.
+    """
+    for owner in [*reachable(model, stop=lambda x: False), *others.values()]:
+        if not isinstance(owner, nnx.Pytree) or is_variable(owner):
+            continue
+        for name, value in list(vars(owner).items()):
+            leaves, tree = jax.tree.flatten(value, is_leaf=_is_object)
+            if any(id(x) in others for x in leaves):  # Flax's note of it stays
+                new = [others.get(id(x), x) for x in leaves]
+                vars(owner)[name] = jax.tree.unflatten(tree, new)
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree) or is_variable(x)
+
+
 def _children(x: Any) -> list[Any]:
     if isinstance(x, nnx.Pytree):
         return [child for _, child in sorted(vars(x).items())]
     return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
+
+
+def own_dtypes(state: TrainState, policy: Policy) -> dict[tuple, Any]:
+    """Returns the dtypes of modules that have one of their own, by parameter.
+
+    Args:
+      state: concrete, abstract or traced.
+      policy: only one that sets the dtype of the computation asks for them.
+    """
+    precisions = policy.everywhere("precision").values()
+    if all(precision.compute is None for precision in precisions):
+        return {}
+    model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
+    modules = {path: own_dtype(module) for path, module in nnx.iter_modules(model)}
+
+    def innermost(path: tuple) -> Any:
+        above = (path[:n] for n in reversed(range(len(path))))
+        return next((modules[module] for module in above if module in modules), None)
+
+    found = {path: innermost(path) for path, _ in variables(model)}
+    return {path: dtype for path, dtype in found.items() if dtype is not None}

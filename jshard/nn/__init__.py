@@ -1,5 +1,6 @@
 """What a model imports: attention, losses, LoRA, and splits over "tensor"."""
 
+from jshard.collectives.microbatch import step_sum
 from jshard.float8.products import matmul
 from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import dot_product_attention
@@ -18,6 +19,7 @@ __all__ = [
     "kernel_of",
     "matmul",
     "positions",
+    "step_sum",
     "tensor_parallel",
     "token_log_probs",
 ]

@@ -24,6 +24,7 @@ from jshard.four_bit.base import over_layers
 from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device
 from jshard.layout.padding import exact, pad
+from jshard.layout.variables import of_class
 from jshard.unit.modules import is_unit, unit_class
 
 # Names of the parameters: of A and B, and DoRA's magnitudes.
@@ -135,11 +136,10 @@ def _ratio(magnitude: jax.Array, norms: jax.Array) -> jax.Array:
     return jnp.where(empty, 1, magnitude / jnp.where(empty, 1, norms))
 
 
-def adapt(module: Any) -> None:
-    """Gives a module, maybe a Unit, the class whose call uses its adapter, in place."""
+def adapt(module: Any) -> Any:
+    """Returns a module, maybe a Unit, whose call uses the adapter of ``module``."""
     cls = _adapted_class(getattr(type(module), "plain_class", type(module)))
-    cls = unit_class(cls) if is_unit(module) else cls
-    object.__setattr__(module, "__class__", cls)
+    return of_class(module, unit_class(cls) if is_unit(module) else cls)
 
 
 @functools.cache

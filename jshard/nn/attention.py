@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard.compat.packed_attention import packed_attention
 from jshard.errors import UserError
-from jshard.fsdp.activations import ATTENTION_OPERANDS
+from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
 from jshard.nn.documents import documents, starts_and_lengths
 from jshard.parallel.context import on_whole_sequences

@@ -1,9 +1,6 @@
 """Dropout with masks that do not depend on the mesh; plain NNX random streams."""
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jshard.collectives.microbatch import current_microbatch
 from jshard.errors import UserError
 from jshard.fsdp.mesh import (
     axes_of_examples,
@@ -74,7 +72,7 @@ class Dropout(nnx.Module):
         count = self.count.get_value()
         self.count.set_value(count + 1)
         key = jax.random.fold_in(self.key.get_value(), count)
-        index, number = _microbatch.get()
+        index, number = current_microbatch()
         first = jnp.asarray(index * x.shape[0], jnp.uint32)
         own = first + jnp.arange(x.shape[0], dtype=jnp.uint32)
         examples = _in_batch(own, number * x.shape[0])
@@ -89,20 +87,6 @@ class Dropout(nnx.Module):
             start = lax.axis_index(sequence_axes()) * x.shape[1]
             keep = lax.dynamic_slice_in_dim(keep, start, x.shape[1], axis=1)
         return jnp.where(keep, x / (1 - self.rate), 0).astype(x.dtype)
-
-
-# (index, number) of the micro-batch being traced.
-_microbatch = contextvars.ContextVar[tuple[Any, int]]("microbatch", default=(0, 1))
-
-
-@contextlib.contextmanager
-def microbatch(index: Any, number: int) -> Iterator[None]:
-    """Sets the micro-batch, ``index`` of ``number``, for Dropout while it is traced."""
-    token = _microbatch.set((index, number))
-    try:
-        yield
-    finally:
-        _microbatch.reset(token)
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:

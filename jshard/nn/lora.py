@@ -15,6 +15,7 @@ from flax import nnx
 
 from jshard.errors import UserError, some_of
 from jshard.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
+from jshard.layout.variables import replace
 from jshard.nn import adapted
 from jshard.nn.dropout import Dropout
 from jshard.unit.modules import Stack, is_unit
@@ -43,10 +44,11 @@ def add_lora(
     kernel is. Names and values of the other parameters stay. Give
     ``wrt=nnx.LoRAParam`` to ``FSDP.init`` to train the adapters alone.
 
-    Layers are ``nnx.Linear``, ``nnx.Embed``, whose inputs are the vocabulary, and
-    experts: modules with a ``kernel`` (experts, inputs, outputs) and a method
-    ``product(x, kernel, *args)``, which their call applies. A table with an adapter is
-    gathered whole. A model that reads the kernel of its head itself reads
+    A layer with an adapter is a new object, in place of the layer wherever the model
+    refers to it. Layers are ``nnx.Linear``, ``nnx.Embed``, whose inputs are the
+    vocabulary, and experts: modules with a ``kernel`` (experts, inputs, outputs) and a
+    method ``product(x, kernel, *args)``, which their call applies. A table with an
+    adapter is gathered whole. A model that reads the kernel of its head itself reads
     ``jshard.nn.kernel_of(head)``.
 
     Args:
@@ -63,8 +65,8 @@ def add_lora(
       rngs: random streams for initial values and for dropout.
 
     Raises:
-      UserError: the rank is below 1, a pattern matches no layer, or what it matches
-        cannot have dropout or magnitudes.
+      UserError: the rank is below 1, a pattern matches no layer, or what it matches is
+        the model itself or cannot have dropout or magnitudes.
     """
     if rank < 1:
         raise UserError(f"add_lora: rank={rank} must be at least 1")
@@ -74,7 +76,10 @@ def add_lora(
         if isinstance(module, (nnx.Linear, nnx.Embed)) or _has_experts(module)
         if not isinstance(module, Stack)
     }
+    layers_with: dict[int, Any] = {}
     for name, layer in _matching(layers, targets).items():
+        if layer is model:
+            raise UserError("add_lora: the model is itself a layer; put it in a module")
         if hasattr(layer, adapted.A):
             raise UserError(f"add_lora: {name!r} has an adapter already")
         linear = isinstance(layer, nnx.Linear)
@@ -92,7 +97,8 @@ def add_lora(
         if dropout and linear:
             noise = _stacked_dropout(dropout, adapted.weight_of(layer), rngs)
             setattr(layer, adapted.DROPOUT, noise)
-        adapted.adapt(layer)
+        layers_with[id(layer)] = adapted.adapt(layer)
+    replace(model, layers_with)
 
 
 def _has_experts(module: nnx.Module) -> bool:

@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from jshard.errors import UserError
+from jshard.fsdp.mesh import manual_axes
+from jshard.fsdp.precision import at_least_float32
 
 
 class _Sum:
@@ -210,3 +213,50 @@ class Means:
         """Returns floats by name: first "loss", which is nan if nothing was counted."""
         means = {"loss": self.loss, **self.metrics}
         return {name: float(mean.compute()) for name, mean in means.items()}
+
+
+def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
+    """Returns the loss, the named Means, and the weights that the step computes.
+
+    Raises:
+      UserError: ``loss_fn`` returned something else, or Means of no scalars.
+    """
+
+    def fix(mean: Any) -> Any:
+        if not isinstance(mean, Mean):
+            return jnp.asarray(mean)  # a weight
+        total, count = jnp.asarray(mean.total), jnp.asarray(mean.count)
+        if total.shape or count.shape:
+            raise UserError(
+                "loss_fn: a Mean needs scalars, got total of shape "
+                f"{total.shape} and count of shape {count.shape}; sum them first"
+            )
+        return Mean(at_least_float32(total), at_least_float32(count))
+
+    loss, metrics = split_result(result)
+    loss, weights = fold_weights(loss)
+    return *map_means(fix, (loss, metrics)), weights
+
+
+def seeds(
+    loss: Loss, counts: list[jax.Array], scale: jax.Array | None
+) -> list[jax.Array]:
+    """Returns the cotangent of each total: its weight / global count, times scale."""
+    found = []
+    for (weight, mean), count in zip(loss.terms, counts, strict=True):
+        seed = divide(weight, count)
+        seed = seed if scale is None else seed * scale
+        found.append(seed.astype(mean.total.dtype))
+    return found
+
+
+def over_devices(tree: Any) -> Any:
+    """Sums totals and counts over all devices; weights are the same on each."""
+    axes = manual_axes()
+
+    def add_up(x: Any) -> Any:
+        if not isinstance(x, Mean):
+            return x
+        return Mean(lax.psum(x.total, axes), lax.psum(x.count, axes))
+
+    return map_means(add_up, tree)

@@ -198,20 +198,3 @@ def with_all_columns(
     """
     x_BSD = lax.all_gather(x_BTD, TENSOR, axis=1, tiled=True)
     return lax.all_to_all(fn(x_BSD), TENSOR, 1, 2, tiled=True)
-
-
-def make_parallel(model: nnx.Module, paths: Sequence[tuple]) -> None:
-    """Lets the modules at ``paths`` be called within ``tensor_parallel``, in place."""
-    for path, module in list(nnx.iter_modules(model)):
-        if tuple(map(str, path)) in paths:
-            object.__setattr__(module, "__class__", _parallel_class(type(module)))
-
-
-@functools.cache
-def _parallel_class(cls: type) -> type:
-    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor_parallel(
-            functools.partial(cls.__call__, self), x, *args, **kwargs
-        )
-
-    return type(cls.__name__, (cls,), {"__call__": call})

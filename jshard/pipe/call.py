@@ -34,8 +34,7 @@ from jshard.pipe.stages import Stages
 from jshard.unit import pipeline, stack
 from jshard.unit.dataflow import dependencies, union
 from jshard.unit.layers import How, Segment
-from jshard.unit.linearize import Inputs, trace_layer
-from jshard.unit.partition import abstract, select
+from jshard.unit.linearize import Inputs, abstract, select, trace_layer
 from jshard.unit.unit import gather, weight_types
 
 NO_YS = (None, [], ())  # of a layer: aux, changes, and what is static of these

@@ -25,8 +25,7 @@ from jshard.nn.loss import Mean
 from jshard.pipe.call import Split
 from jshard.pipe.schedule import FORWARD, Schedule, one_forward_one_backward
 from jshard.unit.layers import layer_of, put_layer
-from jshard.unit.linearize import Inputs, differentiable
-from jshard.unit.partition import merge, select
+from jshard.unit.linearize import Inputs, differentiable, merge, select
 
 
 class Held(NamedTuple):

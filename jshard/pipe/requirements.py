@@ -4,9 +4,8 @@ import warnings
 from typing import Any
 
 from jshard.errors import UserError
-from jshard.fsdp.activations import Offload
 from jshard.fsdp.mesh import stages_of
-from jshard.fsdp.policy import Policy
+from jshard.fsdp.policy import Offload, Policy
 from jshard.fsdp.precision import is_quantized
 from jshard.fsdp.state import ModelArrays
 from jshard.pipe.schedule import bubble

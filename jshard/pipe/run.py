@@ -13,9 +13,8 @@ from jshard.errors import UserError
 from jshard.fsdp.accumulate import Micro
 from jshard.fsdp.mesh import PIPE, manual_axes
 from jshard.fsdp.state import ModelArrays
-from jshard.fsdp.terms import seeds
 from jshard.nn.dropout import merge_state
-from jshard.nn.loss import Loss, Mean
+from jshard.nn.loss import Loss, Mean, seeds
 from jshard.pipe.call import Split, split_program
 from jshard.pipe.device import Stage, pick
 

@@ -24,7 +24,7 @@ from jshard.cli.paths import is_remote
 from jshard.cli.platform import choose_platform, make_cpu_devices
 from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
-from jshard.config.overrides import RECIPE_OPTIONS, keys_help, read_words
+from jshard.config.overrides import keys_help, read_words
 from jshard.config.run_config import complete, flatten
 from jshard.config.shared_keys import FITTED
 from jshard.errors import UserError
@@ -41,6 +41,7 @@ from jshard.plan.search.pareto_search import search
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
+from jshard.recipe.recipe_path import RECIPE_OPTIONS
 
 DOES_NOT_FIT = 3
 _FILE: dict[str, Any] = {

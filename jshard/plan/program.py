@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
-from jshard.fsdp.batch import divisor_of_examples, nearest
 from jshard.fsdp.mesh import (
     devices_of_a_sequence,
     groups_of_examples,
@@ -19,6 +18,7 @@ from jshard.fsdp.mesh import (
     stages_of,
 )
 from jshard.fsdp.state import TrainState
+from jshard.layout.batch import divisor_of_examples, nearest
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.definition import Recipe

@@ -12,11 +12,10 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh
 
+from jshard.cli.formatting import format_bytes
 from jshard.compat.jaxprs import axes_of, groups_of, scopes_of
 from jshard.errors import some_of
 from jshard.float8.products import SCOPE
-from jshard.formatting import format_bytes
-from jshard.fsdp.batch import abstract_batch
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
 from jshard.fsdp.mesh import axes_of as mesh_axes
@@ -27,6 +26,7 @@ from jshard.fsdp.scopes import (
     TENSOR_PARALLEL,
 )
 from jshard.fsdp.state import TrainState
+from jshard.layout.batch import abstract_batch
 from jshard.layout.state_layout import Layout
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams

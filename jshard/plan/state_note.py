@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jshard.cli.formatting import format_bytes
 from jshard.errors import some_of
-from jshard.formatting import format_bytes
 from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
 from jshard.fsdp.mesh import shards_of
 from jshard.fsdp.state import TrainState

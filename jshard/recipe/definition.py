@@ -1,7 +1,6 @@
 """A recipe: the functions that say what to train."""
 
 import dataclasses
-import re
 import types
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from jshard.errors import UserError
 from jshard.hub.huggingface_folder import is_timm
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.model_map import check_map, declare_source, hide_source
+from jshard.recipe.recipe_path import join_path, short_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,24 +117,6 @@ class Recipe:
     def name(self) -> str:
         """The path without folders and ".py", like "llama:3-8b"."""
         return short_name(self.path)
-
-
-def short_name(path: str) -> str:
-    """Returns "llama:3-8b" for "train/llama.py:3-8b"."""
-    file, argument = split_path(path)
-    return join_path(Path(file).stem, argument)
-
-
-def split_path(path: str) -> tuple[str, str | None]:
-    """Returns a recipe's file and its argument, if it has one."""
-    match = re.fullmatch(r"(.*?\.py|[^:]*)(?::(.*))?", path, re.DOTALL)
-    assert match is not None
-    return match[1], match[2]
-
-
-def join_path(file: str, argument: str | None) -> str:
-    """Returns what `split_path` splits."""
-    return file if argument is None else f"{file}:{argument}"
 
 
 def recipe_of(module: Any, file: Path | None, argument: str | None = None) -> Recipe:

@@ -13,35 +13,10 @@ from pathlib import Path
 import cloudpickle
 
 from jshard.errors import UserError
-from jshard.recipe.definition import Recipe, join_path, recipe_of, split_path
+from jshard.recipe.definition import Recipe, recipe_of
+from jshard.recipe.recipe_path import find_recipe, split_path
 
-
-def packaged_recipes() -> Path:
-    """Returns the folder of the recipes that come with jshard."""
-    return Path(__file__).parents[1] / "recipes"  # in a checkout, a link to train/
-
-
-def find_recipe(name: str) -> str:
-    """Finds a recipe: as given, then in `./train/`, then among the packaged ones.
-
-    Args:
-      name: A path or a file name, with or without `.py`, and `:ARGUMENT` if the recipe
-        takes one.
-
-    Returns:
-      The name with the absolute path of the file, for `open_recipe`.
-
-    Raises:
-      UserError: There is no such file; the message lists where it was looked for.
-    """
-    given, argument = split_path(name)
-    file_name = given if given.endswith(".py") else f"{given}.py"
-    folders = (Path(), Path("train"), packaged_recipes())
-    candidates = [folder / file_name for folder in folders]
-    for candidate in candidates:
-        if candidate.is_file():
-            return join_path(str(candidate.resolve()), argument)
-    raise UserError(f"no recipe {name!r}: looked for {', '.join(map(str, candidates))}")
+__all__ = ["find_recipe", "load_recipe", "open_recipe", "own_folder"]
 
 
 @contextmanager

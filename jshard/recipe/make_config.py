@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.untrusted import read_json
+from jshard.cli.knob import Knob
 from jshard.config.overrides import override, read_words
 from jshard.config.run_config import Config, check, complete, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS
 from jshard.hub.online.download import pin, pin_mixture
-from jshard.knob import Knob
 from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import SOURCE, require_map, take_architecture
 

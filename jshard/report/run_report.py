@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.cli.formatting import format_bytes, format_count
 from jshard.config.run_config import flatten
 from jshard.errors import UserError
-from jshard.formatting import format_bytes, format_count
-from jshard.recipe.definition import short_name, split_path
+from jshard.recipe.recipe_path import short_name, split_path
 from jshard.report.charts import line_chart
 from jshard.report.page import (
     cards,

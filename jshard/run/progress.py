@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
+from jshard.cli.formatting import format_count, format_duration, one_line, printable
 from jshard.cli.terminal import outliving_terminal, show
-from jshard.formatting import format_count, format_duration, one_line, printable
 from jshard.run.live_line import LiveLine
 
 _STEPS = ("step", "computing", "data")  # the phases between steps

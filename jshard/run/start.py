@@ -12,7 +12,7 @@ from jshard.checkpoint.local import Found, LocalCopies
 from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.report.run_report import METRICS, read_metrics

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from jshard.cli.command import read_text, run_command
+from jshard.cli.formatting import printable
 from jshard.cli.options import Command, Option
 from jshard.cli.terminal import show
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError
-from jshard.formatting import printable
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder

@@ -12,8 +12,11 @@ from jshard.cli.options import Option
 from jshard.cli.platform import cache_compilations, choose_platform
 from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
-from jshard.distributed import cluster, find_cluster, has_parent, join, supervise
-from jshard.distributed.heartbeat import SILENCE
+from jshard.distributed import cluster
+from jshard.distributed.cluster import find_cluster
+from jshard.distributed.job import join
+from jshard.distributed.status import SILENCE, has_parent
+from jshard.distributed.supervisor import supervise
 from jshard.hub.online.download import pin
 from jshard.trained.trained_model import TrainedModel, open_model
 

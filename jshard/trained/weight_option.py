@@ -2,9 +2,9 @@
 
 import jax
 
+from jshard.cli.formatting import format_bytes
 from jshard.cli.options import Option
 from jshard.errors import UserError
-from jshard.formatting import format_bytes
 from jshard.generation.weight_placement import Placement, replicated, sharded
 from jshard.layout.capacity import device_limit, host_bytes
 from jshard.trained.model_command import note

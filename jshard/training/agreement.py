@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jshard.compat.versions import versions
 from jshard.config.run_config import Config, flatten
 from jshard.data.iterables import Stream
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import own_modules
 from jshard.run.start import Start
-from jshard.version import versions
 
 SHOWN = 3  # differences
 PATIENCE = 15.0  # seconds; file systems cache that a file does not exist

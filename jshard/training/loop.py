@@ -6,10 +6,10 @@ from contextlib import closing, contextmanager
 
 import jax
 
+from jshard.cli.formatting import format_duration, one_line
 from jshard.cli.terminal import show
 from jshard.config.run_config import Config
-from jshard.distributed import Peers
-from jshard.formatting import format_duration, one_line
+from jshard.distributed.peers import Peers
 from jshard.plan.start_up import describe
 from jshard.recipe.make_config import changed_keys
 from jshard.run.bucket import Copying

@@ -16,9 +16,9 @@ from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
 from jshard.errors import UserError
-from jshard.fsdp.batch import rows_of_process
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
+from jshard.layout.batch import rows_of_process
 
 FILE = "precomputed.npz"  # in a run's folder
 _DIGESTS = "digests"

@@ -13,7 +13,7 @@ from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import PartReader
 from jshard.errors import UserError
-from jshard.fsdp.batch import rows_of_process
+from jshard.layout.batch import rows_of_process
 from jshard.training.prepared_run import PreparedRun
 
 

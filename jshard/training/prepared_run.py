@@ -13,12 +13,12 @@ from jshard.config.run_config import Config
 from jshard.data.batches import Batch
 from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import state_files
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
-from jshard.fsdp.batch import rows_of_process
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
+from jshard.layout.batch import rows_of_process
 from jshard.layout.capacity import check_capacity
 from jshard.recipe import contract
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh

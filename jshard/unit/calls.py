@@ -1,17 +1,21 @@
 """Calls a module's method as a function: what it changes leaves as a result."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jshard.compat.flax_modules import is_pytree
+from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
 from jshard.float8.products import Float8
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.variables import is_variable, reachable, set_attribute
-from jshard.unit.shards import is_shard, show
+from jshard.unit.shards import array_of, is_shard, with_array
 
 # (path of a module, name of an attribute) -> its new value
 Changes = dict[tuple[tuple[str, ...], str], Any]
@@ -94,10 +98,7 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
         if value is _ABSENT:
             delattr(owner, name)
         elif is_variable(old) and is_variable(value):
-            sharded = is_shard(old)
             old.set_raw_value(value.get_raw_value())
-            if sharded:
-                show(old)
         else:
             if is_variable(value) and layers:
                 mark_layers(value, outer=[(*path, name)])
@@ -154,3 +155,27 @@ def _check_attribute(value: Any, module: nnx.Module, name: str) -> None:
                 f"{type(x).__name__}, which is no pytree, so its arrays cannot leave "
                 "the unit; make it where the model is made"
             )
+
+
+def partition(tree: Any) -> tuple[list[jax.Array], Static]:
+    """Splits ``tree`` into its arrays and the rest: structure, flags, names, functions.
+
+    The array of a sharded parameter is this device's shard; its Variable is in the
+    rest.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_shard)
+    arrays = [array_of(x) for x in leaves]
+    is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in arrays]
+    found = [jnp.asarray(x) for x in itertools.compress(arrays, is_array)]
+    rest = [None if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves]
+    return found, Static((structure, rest, is_array))
+
+
+def combine(arrays: Iterable[jax.Array], rest: Static) -> Any:
+    """Reverses ``partition``, with these arrays."""
+    values, (structure, leaves, is_array) = iter(arrays), rest.value
+    leaves = [
+        with_array(leaf, next(values)) if is_one else leaf
+        for leaf, is_one in zip(leaves, is_array, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)

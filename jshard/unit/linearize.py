@@ -8,12 +8,13 @@ analysis of the jaxpr finds them, so this holds for every policy, including
 would keep the full weights of every layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.compat.jaxprs import (
     CALLS,
@@ -21,17 +22,15 @@ from jshard.compat.jaxprs import (
     find,
     line_of,
     needed_for,
+    nested,
     run_used,
     without_unused,
 )
 from jshard.errors import UserError
-from jshard.fsdp.activations import INPUTS, Offload
+from jshard.fsdp.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload, Policy
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.unit.dataflow import dependencies
-from jshard.unit.partial_sums import check_partial_sums
-from jshard.unit.partition import abstract, merge, select
-from jshard.unit.remat import checkpoint
+from jshard.unit.dataflow import check_partial_sums, dependencies
 
 
 class Inputs(NamedTuple):
@@ -227,3 +226,87 @@ class Layer:
 def differentiable(tree: Any, outputs: Any) -> Any:
     """Returns ``tree`` with None where the layer's output is not float."""
     return select(tree, jax.tree.map(is_float, outputs))
+
+
+def select(tree: Any, wanted: Any) -> Any:
+    """Returns ``tree`` with None for what is False in ``wanted``, a prefix of it."""
+    return jax.tree.map(lambda w, x: x if w else None, wanted, tree)
+
+
+def merge(first: Any, second: Any) -> Any:
+    """Returns ``first`` with each None replaced by the leaf of ``second``."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None
+    )
+
+
+def abstract(tree: Any, *, layer: bool = False) -> Any:
+    """Returns a pytree of arrays as abstract arrays of a step.
+
+    With ``layer``, these are of one layer of stacked arrays (L, ...).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape[1:] if layer else x.shape, x.dtype, sharding=sharding
+        ),
+        tree,
+    )
+
+
+def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
+    """Checks that each name in a remat policy is that of some activation.
+
+    Raises:
+      UserError: a policy names an activation that the program does not have.
+    """
+    remats = list(policy.everywhere("remat").values())
+    named = [remat.names for remat in remats if isinstance(remat, Names)]
+    wanted = {name for names in named for name in names}
+    if any(isinstance(remat, Offload) for remat in remats):
+        wanted.discard(INPUTS)
+    found = set(names_in(jaxpr)) if wanted else set()
+    if unknown := sorted(wanted - found):
+        raise UserError(
+            f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
+            "(with jax.ad_checkpoint.checkpoint_name); named are: "
+            f"{', '.join(sorted(found)) or 'none'}"
+        )
+
+
+def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """Yields the names of a jaxpr's activations, from ``checkpoint_name`` of JAX."""
+    for eqn in nested(jaxpr.eqns):
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]
+
+
+def _attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps flash attention: its output, the softmax's statistics, and its operands.
+
+    Operands are kept as the kernel reads them, instead of the products before them.
+    """
+    if primitive.name == "name":
+        return params["name"] == ATTENTION_OPERANDS
+    return primitive.name.startswith("dot_product_attention_fwd")  # cuDNN's
+
+
+def _products(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Keeps products with weights, and flash attention, which is two products."""
+    keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    kept = _attention(primitive, *args, **params)
+    return kept or (primitive.name != "name" and keeps(primitive, *args, **params))
+
+
+def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
+    """Applies the remat policy ``remat`` to a layer function."""
+    if remat == "none":
+        return fn
+    policies, policy = jax.checkpoint_policies, remat
+    if isinstance(remat, Names):
+        policy = policies.save_only_these_names(*remat.names)
+    elif isinstance(remat, str):
+        keeps = {"attention": _attention, "dots": _products}
+        policy = keeps[remat] if remat != "full" else policies.nothing_saveable
+    return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)

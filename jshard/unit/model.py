@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,18 +19,20 @@ from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.placement import Placement
-from jshard.layout.variables import variables
+from jshard.layout.variables import of_class, replace, variables
+from jshard.parallel.tensor import tensor_parallel
 from jshard.pipe.stages import Stages
 from jshard.unit.modules import (
     Stack,
     Unit,
+    become,
     call_unit,
     is_unit,
     own_parameters,
     own_paths,
     unit_class,
 )
-from jshard.unit.shards import hide, shard_of, show
+from jshard.unit.shards import as_full, as_shard, shard_of
 
 # As Units of their own these are heads and embeddings, without float8 products.
 _SINGLE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
@@ -40,7 +42,27 @@ def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
     """Turns every submodule with a type in ``units`` into a Unit, in place."""
     for path, module in list(nnx.iter_modules(model)):
         if path and isinstance(module, units) and not is_unit(module):
-            object.__setattr__(module, "__class__", unit_class(type(module)))
+            become(module, unit_class(type(module)))
+
+
+def make_parallel(model: nnx.Module, paths: Sequence[tuple]) -> None:
+    """Lets the modules at ``paths`` be called within ``tensor_parallel``, in place."""
+    parallel = {
+        id(module): of_class(module, _parallel_class(type(module)))
+        for path, module in nnx.iter_modules(model)
+        if tuple(map(str, path)) in paths
+    }
+    replace(model, parallel)
+
+
+@functools.cache
+def _parallel_class(cls: type) -> type:
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor_parallel(
+            functools.partial(cls.__call__, self), x, *args, **kwargs
+        )
+
+    return type(cls.__name__, (cls,), {"__call__": call})
 
 
 def layer_paths(model: nnx.Module, units: tuple[type, ...] = ()) -> list[tuple]:
@@ -85,6 +107,7 @@ def make_sharded(
             if any(path[: len(unit)] == unit for unit in units if unit != path):
                 in_turn = dataclasses.replace(module.unit_policy, prefetch=False)
                 module.unit_policy = in_turn
+    sharded: dict[int, nnx.Variable] = {}
     for path, variable in variables(model):
         if path in placements:
             placement = placements[path]
@@ -94,18 +117,21 @@ def make_sharded(
                 over, depth = multiplied.get(path), layer_dims(variable)
                 chosen = over is not None and fits(shape[depth:], over)
                 placement = dataclasses.replace(placement, float8=chosen)
-            hide(variable, placement, ".".join(map(str, path)))
+            name = ".".join(map(str, path))
+            sharded[id(variable)] = as_shard(variable, placement, name)
+    replace(model, sharded)
 
 
 def gather_root(model: nnx.Module) -> None:
     """Gathers the parameters that the root module owns, in place."""
     own = own_parameters(model)
+    gathered: dict[int, nnx.Variable] = {}
     for variable in [v for path, v in variables(model) if own(path, v)]:
         shard = shard_of(variable)
         assert shard is not None
         full: Any = all_gather(shard.array, shard.place)
-        variable.set_raw_value(shard.place.decoded(full))
-        show(variable)
+        gathered[id(variable)] = as_full(variable, shard.place.decoded(full))
+    replace(model, gathered)
 
 
 def root_as_unit(fn: Callable, reshard: Reshard) -> Callable:

@@ -27,7 +27,7 @@ from jshard.float8.weights import in_float8
 from jshard.fsdp.policy import UnitPolicy
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.placement import Placement
-from jshard.layout.tables import is_table, mark_table
+from jshard.layout.specs import is_table, mark_table
 from jshard.layout.variables import (
     expose_arrays,
     is_variable,
@@ -36,9 +36,14 @@ from jshard.layout.variables import (
 )
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
-from jshard.unit.calls import apply_changes, call_method, variables_in
-from jshard.unit.partition import combine, partition
-from jshard.unit.shards import is_shard, shard_of, show
+from jshard.unit.calls import (
+    apply_changes,
+    call_method,
+    combine,
+    partition,
+    variables_in,
+)
+from jshard.unit.shards import as_full, is_shard, shard_of
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
 
@@ -67,7 +72,9 @@ class Unit(nnx.Module, pytree=False):
     def __init__(self, module: nnx.Module):
         if isinstance(module, (Unit, Stack)):
             raise UserError(f"{type(module).__name__} is a Unit or a Stack already")
-        _become(self, module, unit_class(type(module)))
+        vars(self).clear()
+        vars(self).update(vars(module))
+        become(self, unit_class(type(module)))
         mark_table(self)
 
 
@@ -122,7 +129,9 @@ class Stack(nnx.Module, pytree=False):
                 "Stack: its layers are Units or Stacks already; stack plain modules, "
                 "which may hold Units and Stacks"
             )
-        _become(self, layers, _stack_class(type(layers)))
+        vars(self).clear()
+        vars(self).update(vars(layers))
+        become(self, _stack_class(type(layers)))
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the last layer's output, or (output, stacked aux)."""
@@ -130,10 +139,13 @@ class Stack(nnx.Module, pytree=False):
         return finish(*run())[0]
 
 
-def _become(target: nnx.Module, source: nnx.Module, cls: type) -> None:
-    vars(target).clear()
-    vars(target).update(vars(source))
-    object.__setattr__(target, "__class__", cls)
+def become(module: nnx.Module, cls: type) -> None:
+    """Makes a module a Unit or a Stack, or a plain module again, in place.
+
+    No other class changes at run time: only here does an object have to stay the same,
+    for all that refers to it.
+    """
+    object.__setattr__(module, "__class__", cls)
 
 
 @functools.cache
@@ -196,7 +208,7 @@ def make_plain(module: Any) -> None:
     """Undoes Unit or Stack, in place: restores the original class of the module."""
     vars(module).pop("unit_policy", None)
     vars(module).pop("stages", None)
-    object.__setattr__(module, "__class__", type(module).plain_class)
+    become(module, type(module).plain_class)
 
 
 def open_unit(
@@ -223,11 +235,9 @@ def open_unit(
             else s.place.decoded(w)
             for w, s in zip(weights, shards, strict=True)
         ]
-        whole = [v.copy(w) for v, w in zip(owned, weights, strict=True)]
+        whole = [as_full(v, w) for v, w in zip(owned, weights, strict=True)]
         inner = others if rest is None else combine(rest, static)
         plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)
-        for variable in whole:
-            show(variable)
         if is_unit(plain):  # the root is not
             make_plain(plain)
         return plain

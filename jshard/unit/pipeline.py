@@ -30,8 +30,7 @@ from jshard.unit.layers import (
     shards_after,
     transpose_layer,
 )
-from jshard.unit.linearize import Inputs
-from jshard.unit.partition import select
+from jshard.unit.linearize import Inputs, select
 from jshard.unit.unit import barrier, gather, gather_again, reduce, scatter
 
 

@@ -88,20 +88,21 @@ def _unflatten(cls: type[nnx.Variable], metadata: tuple, children: Any) -> Any:
 
 
 @functools.cache
-def _sharded_class(cls: type) -> type:
+def _sharded_class(cls: type) -> Any:
     return type(cls.__name__, (_Sharded, cls), {})
 
 
-def hide(variable: nnx.Variable, place: Placement, name: str) -> None:
-    """Replaces the array that ``variable`` holds with a Shard, in place."""
-    variable.set_raw_value(Shard(variable.get_raw_value(), place, name))
-    object.__setattr__(variable, "__class__", _sharded_class(type(variable)))
+def as_shard(variable: nnx.Variable, place: Placement, name: str) -> nnx.Variable:
+    """Returns a Variable like ``variable`` that holds its array as a Shard."""
+    shard = Shard(variable.get_raw_value(), place, name)
+    cls = _sharded_class(type(variable))
+    return cls.from_metadata(shard, variable.get_metadata())
 
 
-def show(variable: nnx.Variable) -> None:
-    """Restores the type of a Variable that holds its full weight again."""
+def as_full(variable: nnx.Variable, weight: Any) -> nnx.Variable:
+    """Returns a Variable as the model made it, with the full weight of a Shard."""
     (_, plain) = type(variable).__bases__
-    object.__setattr__(variable, "__class__", plain)
+    return plain.from_metadata(weight, variable.get_metadata())
 
 
 def shard_of(variable: Any) -> Shard | None:

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.errors import UserError
-from jshard.fsdp.activations import Offload
 from jshard.fsdp.mesh import on_gpus
-from jshard.fsdp.policy import UnitPolicy
+from jshard.fsdp.policy import Offload, UnitPolicy
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
 from jshard.unit import pipeline
@@ -36,8 +35,15 @@ from jshard.unit.layers import (
     spans,
     transpose_layer,
 )
-from jshard.unit.linearize import Inputs, Layer, Traced, differentiable, trace_layer
-from jshard.unit.partition import abstract, select
+from jshard.unit.linearize import (
+    Inputs,
+    Layer,
+    Traced,
+    abstract,
+    differentiable,
+    select,
+    trace_layer,
+)
 from jshard.unit.unit import (
     barrier,
     gather,

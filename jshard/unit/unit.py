@@ -30,8 +30,14 @@ from jshard.collectives.reduce import all_reduce_in_unit
 from jshard.collectives.reduce import scatter as scatter_leaf
 from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.layout.placement import Placement
-from jshard.unit.linearize import Inputs, Layer, differentiable, trace_layer
-from jshard.unit.partition import abstract, select
+from jshard.unit.linearize import (
+    Inputs,
+    Layer,
+    abstract,
+    differentiable,
+    select,
+    trace_layer,
+)
 
 # gather(shards, places) -> full weights. A partial: it adds no stack frame.
 # A pair is a shard with its scale (``all_gather``).

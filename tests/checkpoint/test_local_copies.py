@@ -21,7 +21,7 @@ from damaged_files import Adapted
 from jshard.checkpoint.local import LocalCopies
 from jshard.checkpoint.local.exchange import _Server
 from jshard.checkpoint.local.pieces import neighbors
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from resumable import RECIPE, read_metrics, train
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from jshard.cli.options import Command, Option
-from jshard.config.overrides import RECIPE_OPTIONS
 from jshard.errors import UserError
+from jshard.recipe.recipe_path import RECIPE_OPTIONS
 
 COMMAND = Command(
     "try",

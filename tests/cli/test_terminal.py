@@ -12,9 +12,9 @@ from jshard import inspect
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.cli import command
+from jshard.cli.formatting import one_line, printable
 from jshard.cli.terminal import show
 from jshard.errors import Preempted, RunFailed
-from jshard.formatting import one_line, printable
 from jshard.run.progress import ProgressDisplay
 from jshard.trained import generate_command
 

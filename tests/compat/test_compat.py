@@ -360,4 +360,16 @@ def test_compat_imports_only_ground():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "") >= "jshard":
                 ours = (node.module or "").startswith("jshard")
-                assert not ours or node.module in ("jshard.errors", "jshard.version")
+                assert not ours or node.module in (
+                    "jshard.errors",
+                    "jshard.compat.versions",
+                )
+
+
+def test_the_class_of_an_object_changes_in_one_place():
+    found = {
+        path.relative_to(PACKAGE).as_posix(): text.count("__class__")
+        for path in PACKAGE.rglob("*.py")
+        if "__class__" in (text := path.read_text())
+    }
+    assert found == {"unit/modules.py": 1}

@@ -11,11 +11,11 @@ from hypothesis import example
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_dict
 
+from jshard.cli.knob import Knob
 from jshard.config.keys import Key
 from jshard.config.overrides import keys_help, override, read_words
 from jshard.config.run_config import check, complete, declarations, flatten
 from jshard.errors import UserError
-from jshard.knob import Knob
 
 
 @pytest.fixture

@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jshard.data.preference_pairs import preference_data
+from jshard.data.preferences.preference_data import (
+    named_preference_data,
+    preference_data,
+)
+from jshard.data.stream_reader import StreamReader
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 from small_tokenizer import CHATML, make_tokenizer
@@ -185,8 +189,6 @@ def test_other_bad_input_is_an_error_of_one_line(tmp_path, tokenizer):
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError, match=r"text\.txt: preferences are records of JSONL"):
         read(str(tmp_path / "text.txt"))
-    with pytest.raises(UserError, match=r"data\.path.*or from data\.dataset; give one"):
-        read("")
     with pytest.raises(UserError, match="no such file or folder"):
         read(str(tmp_path / "none.jsonl"))
     with pytest.raises(
@@ -195,21 +197,83 @@ def test_other_bad_input_is_an_error_of_one_line(tmp_path, tokenizer):
         read(write(tmp_path / "few", GOOD), vocab_size=98)
 
 
-def test_a_dataset_of_hugging_face_has_its_own_splits(tmp_path, monkeypatch):
+def named(folder: str, split: str = "train", **options: Any) -> Any:
+    given = {"sequence_length": T, "seed": 0, "tokenizer": "", "shuffle_rows": 0}
+    return named_preference_data(folder, split, **given | options)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="needs jshard[datasets]")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_dataset_of_hugging_face_has_its_own_splits(tmp_path):
     folder = write(tmp_path / "named", GOOD, name="train.jsonl")
     write(tmp_path / "named", GOOD | {"chosen": "e"}, EQUAL, name="test.jsonl")
-    write(tmp_path / "named", GOOD | {"chosen": "e"}, name="validation.jsonl")
-    assert texts(read("", dataset=folder)[0]) == [("a ", "b\0"), ("a ", "cd\0")]
-    (held_out,) = (read("", "validation", dataset=folder)[i] for i in range(1))
-    assert texts(held_out)[0] == ("a ", "e\0")
-    with pytest.raises(UserError, match=r"row 1 of test: 'chosen' and 'rejected' are"):
-        read("", dataset=folder, train_split="test")
+    write(tmp_path / "named", GOOD | {"chosen": "f"}, name="validation.jsonl")
+    want = [("a ", "b\0"), ("a ", "cd\0")]
+    assert texts(named(folder, kept=True)[0]) == want
+    (streamed,) = StreamReader(named(folder), batch_size=1, start_step=0, num_steps=1)
+    assert texts({name: x[0] for name, x in streamed.items()}) == want
+    held_out = named(folder, "validation")
+    assert len(held_out) == 1
+    assert texts(held_out[0])[0] == ("a ", "f\0")
+    assert named(folder, "validation", validation_rows=0) is None
+    with pytest.raises(UserError, match=r"row 1: 'chosen' and 'rejected' are the same"):
+        named(folder, train_split="test", kept=True)
+    with pytest.raises(
+        UserError, match=r"the row .*'chosen' and 'rejected' are the sa"
+    ):
+        next(
+            StreamReader(
+                named(folder, train_split="test"),
+                batch_size=2,
+                start_step=0,
+                num_steps=1,
+            )
+        )
     with pytest.raises(
         UserError, match=r"has no split .none.; set data\.split to one of"
     ):
-        read("", dataset=folder, train_split="none")
+        named(folder, train_split="none")
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stream_of_pairs_holds_out_the_first_and_resumes(tmp_path, processes):
+    for name in "ab":  # two files
+        rows = [GOOD | {"chosen": f"{name}{i}"} for i in range(6)]
+        write(tmp_path / "rows", *rows, name=f"train-{name}.jsonl")
+    pairs = named(
+        str(tmp_path / "rows"), validation_rows=2, shuffle_rows=4, train_split="train"
+    )
+    held_out = named(str(tmp_path / "rows"), "validation", validation_rows=2)
+    assert [texts(held_out[i])[0][1] for i in range(2)] == ["a0\0", "a1\0"]
+
+    def chosen(start: int, states: Any) -> tuple[list[Any], Any]:
+        """The answers of four steps, and the states after two."""
+        found, kept = [], []
+        for process in range(processes):
+            reader = StreamReader(
+                pairs, states and states[process], batch_size=2, start_step=start,
+                num_steps=4, process_index=process, process_count=processes,
+            )  # fmt: skip
+            for step, batch in enumerate(reader, start):
+                rows = [
+                    {k: x[i] for k, x in batch.items()} for i in range(2 // processes)
+                ]
+                found += [(step, texts(row)[0][1]) for row in rows]
+                if step == 1:
+                    kept.append(reader.get_state())
+        return sorted(found), kept
+
+    whole, states = chosen(0, None)
+    said = [answer for _, answer in whole]
+    assert len({*said}) == 8  # each once, none of those that are held out
+    assert not {"a0\0", "a1\0"} & {*said}
+    assert chosen(2, states)[0] == [x for x in whole if x[0] >= 2]
 
 
 def test_parquet_is_read_as_jsonl_is(tmp_path, tokenizer):

@@ -3,7 +3,7 @@
 import pytest
 
 import jshard
-from jshard.distributed import Cluster, find_cluster
+from jshard.distributed.cluster import Cluster, find_cluster
 
 SLURM = {
     "SLURM_JOB_ID": "17",

@@ -134,8 +134,8 @@ def stalling(fsdp, batch):
 jshard.FSDP.shard_batch = stalling
 """
 IMPATIENT = """
-from jshard.distributed import patience
-patience.LEAST = 5.0
+from jshard.distributed import stuck
+stuck.LEAST = 5.0
 """
 
 
@@ -165,7 +165,7 @@ def test_a_compilation_longer_than_the_limit_of_a_step_is_waited_for(tmp_path):
         wait = "\n    time.sleep(3)  # while it is traced\n"
         loss = "def loss_fn(model, batch):"
         changed = recipe.replace(f"{loss}\n", f"{loss}{wait}")
-        return f"import time\n{changed}{IMPATIENT}patience.LEAST = 2.0\n"
+        return f"import time\n{changed}{IMPATIENT}stuck.LEAST = 2.0\n"
 
     write_recipe(tmp_path, late)
     words = ["--config.steps=20", "--config.eval_every=0", "--workdir=run"]

@@ -46,9 +46,9 @@ def test_a_process_that_computes_is_left_alone():
     program = """
 import time
 import jax.numpy as jnp
-from jshard.distributed import idle
-idle.IDLE = 2.0
-with idle.IdleDetector(print) as detector:
+from jshard.distributed import stuck
+stuck.IDLE = 2.0
+with stuck.IdleDetector(print) as detector:
     detector.at("step", 3)
     end = time.monotonic() + 6
     while time.monotonic() < end:

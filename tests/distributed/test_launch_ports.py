@@ -11,8 +11,8 @@ import pytest
 
 import jshard.launch
 from jobs import free_port, last_step, write_recipe
-from jshard.distributed import Cluster, find_cluster, join
-from jshard.distributed.cluster import PORT_TAKEN
+from jshard.distributed.cluster import PORT_TAKEN, Cluster, find_cluster
+from jshard.distributed.job import join
 from jshard.errors import RunFailed
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jshard.distributed import Cluster, job, watched
+from jshard.distributed import job, watched
+from jshard.distributed.cluster import Cluster
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jshard
-from jshard.fsdp.batch import rows_of_process
+from jshard.layout.batch import rows_of_process
 from jshard.models.llama import Llama, LlamaConfig
 from processes import Processes
 

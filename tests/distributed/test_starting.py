@@ -14,7 +14,8 @@ import pytest
 
 import jshard.launch
 from jobs import Job, children, free_port, write_recipe
-from jshard.distributed import Cluster, rendezvous
+from jshard.distributed import rendezvous
+from jshard.distributed.cluster import Cluster
 from jshard.distributed.rendezvous import gathered
 from jshard.errors import RunFailed, UserError
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jshard.distributed import patience
+from jshard.distributed import stuck
 from jshard.distributed.heartbeat import (
     Beat,
     Record,
@@ -12,7 +12,7 @@ from jshard.distributed.heartbeat import (
     format_processes,
     judge,
 )
-from jshard.distributed.patience import Patience
+from jshard.distributed.stuck import Patience
 
 SILENCE, STUCK = 8.0, 100.0
 
@@ -88,7 +88,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(stuck, "time", clock)
     return clock
 
 
@@ -100,24 +100,24 @@ def stay(watched: Patience, clock, phase: str, seconds: float) -> float:
 
 
 def test_a_step_may_take_a_minute_or_ten_steps_whichever_is_longer(clock):
-    for step, data, limit in [(1.0, 0.1, patience.LEAST), (30.0, 2.0, 320.0)]:
+    for step, data, limit in [(1.0, 0.1, stuck.LEAST), (30.0, 2.0, 320.0)]:
         watched = Patience()
         stay(watched, clock, "compiling", 40.0)
-        for _ in range(patience.STAYS):
+        for _ in range(stuck.STAYS):
             stay(watched, clock, "computing", step - 1.0)
             stay(watched, clock, "data", data)
             stay(watched, clock, "step", 1.0)
-        for phase in patience.STEP:
+        for phase in stuck.STEP:
             assert watched.at(phase) == pytest.approx(limit, rel=0.1)
-    assert patience.LEAST < 60.0, "told within a minute"
+    assert stuck.LEAST < 60.0, "told within a minute"
 
 
 def test_a_slow_first_compilation_evaluation_or_save_is_not_taken_for_stuck(clock):
     watched = Patience()
     first = "setting up", "compiling", "computing", "evaluating", "saving", "sampling"
     for phase in first:
-        assert stay(watched, clock, phase, 300.0) == patience.UNKNOWN
-    assert watched.at("data") == patience.UNKNOWN, "the second step may compile, too"
+        assert stay(watched, clock, phase, 300.0) == stuck.UNKNOWN
+    assert watched.at("data") == stuck.UNKNOWN, "the second step may compile, too"
 
 
 def test_the_second_step_may_take_ten_times_the_first_with_its_compilation(clock):
@@ -135,14 +135,14 @@ def test_each_phase_has_the_limit_of_its_own_stays_and_forgets_old_ones(clock):
         stay(watched, clock, "step", 1.0)
         stay(watched, clock, "evaluating", 20.0)
         stay(watched, clock, "saving", 90.0)
-    assert stay(watched, clock, "step", 1.0) == patience.LEAST
+    assert stay(watched, clock, "step", 1.0) == stuck.LEAST
     assert stay(watched, clock, "evaluating", 20.0) == pytest.approx(200.0)
     assert stay(watched, clock, "saving", 0.1) == pytest.approx(900.0)
-    for _ in range(patience.STAYS):
+    for _ in range(stuck.STAYS):
         stay(watched, clock, "evaluating", 0.1)
         stay(watched, clock, "saving", 0.1)
-    assert watched.at("evaluating") == patience.LEAST
-    assert watched.at("saving") == patience.LEAST_SAVING
+    assert watched.at("evaluating") == stuck.LEAST
+    assert watched.at("saving") == stuck.LEAST_SAVING
 
 
 def test_a_number_of_seconds_holds_for_every_phase_and_0_is_never(clock):

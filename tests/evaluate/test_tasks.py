@@ -2,6 +2,8 @@
 
 import functools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from jobs import environment
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 from jshard.evaluate.__main__ import run_evaluate
@@ -19,6 +22,7 @@ from jshard.generation.weight_placement import replicated
 from jshard.models.gpt import GPT, GPTConfig
 from local_tasks import TASKS, write_tasks
 from small_tokenizer import CHATML, make_tokenizer
+from tiny_llama import make_llama
 
 pytest.importorskip("lm_eval", reason="needs jshard[evaluate]")
 pytestmark = [
@@ -38,7 +42,7 @@ LLAMA = {
 GPT2 = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 # Some of the options that the command has in common with lm_eval.
 CASES: dict[str, dict[str, Any]] = {
-    "LlamaConfig": {"num_fewshot": 2},
+    "LlamaConfig": {"num_fewshot": 2, "gen_kwargs": "max_gen_toks=9,until=o"},
     "GPT2Config": {"apply_chat_template": True, "limit": 7.0},
 }
 
@@ -143,7 +147,8 @@ def test_scores_and_answers_are_those_of_transformers(
                 _check_equal(answer, reply)
     texts = [resps for each in got["samples"]["write"] for (resps,) in each["resps"]]
     assert len(set(texts)) > 2
-    assert not any("e" in text for text in texts)
+    stop = "o" if "gen_kwargs" in options else "e"
+    assert not any(stop in text for text in texts)
 
 
 def _check_equal(answer: Any, reply: Any) -> None:
@@ -155,6 +160,39 @@ def _check_equal(answer: Any, reply: Any) -> None:
     else:
         assert answer[0] == pytest.approx(reply[0], abs=1e-4)
         assert answer[1] == reply[1]
+
+
+@pytest.mark.usefixtures("own_tasks_alone")
+def test_two_processes_score_as_one_does(folder, tmp_path, capsys):
+    base, tasks = make_llama(tmp_path / "base"), [*TASKS]
+    with pytest.warns(UserWarning, match="do not fit into the model's context of 64"):
+        want = ours(base, folder, ",".join(tasks), tmp_path / "one.json")
+    table = capsys.readouterr().out
+    launch = ("jshard.launch", "--command=evaluate", "--num_processes=2", "--")
+    given = (f"--model={base}", f"--tasks={','.join(tasks)}", "--output=two.json")
+    more = (f"--include_path={folder}", "--log_samples")
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *given, *more],
+        cwd=tmp_path,
+        env=environment() | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sharded over 4 devices" in done.stderr
+    got = json.loads((tmp_path / "two.json").read_text())
+    assert done.stdout.count("|acc") == table.count("|acc") > 0
+    for task in tasks:
+        pairs = zip(got["samples"][task], want["samples"][task], strict=True)
+        for mine, other in pairs:
+            for (answer,), (reply,) in zip(mine["resps"], other["resps"], strict=True):
+                _check_equal(answer, reply)
+        for name, value in want["results"][task].items():
+            found = got["results"][task][name]
+            near = pytest.approx(value, rel=1e-5) if name != "alias" else value
+            assert found == near, (task, name)
 
 
 def test_a_task_that_is_not_to_be_had_is_named():
@@ -259,3 +297,24 @@ def test_what_is_asked_of_sampling_is_done_or_refused():
     assert sampling_of({"do_sample": False, "temperature": 0.0}) == Sampling(0)
     with pytest.raises(UserError, match="num_beams': 4"):
         sampling_of(asked | {"num_beams": 4})
+
+
+def test_how_texts_are_generated_can_be_said():
+    from jshard.evaluate.language_model import read_gen_kwargs
+
+    said = "temperature=0.5,do_sample=true,max_gen_toks=8"
+    found = {"temperature": 0.5, "do_sample": True, "max_gen_toks": 8}
+    assert read_gen_kwargs(said) == found
+    assert read_gen_kwargs('{"until": ["a", "b"]}') == {"until": ["a", "b"]}
+    for text, why in (
+        ("num_beams=4", "jshard knows temperature"),
+        ("temperature", "must be KEY=VALUE"),
+        ("temperature=hot", "could not convert"),
+        ("temperature=-1,do_sample=true", "must be 0 or more"),
+        ("max_gen_toks=0", "must be at least 1"),
+        ("until=3", "until must be texts"),
+        ('{"until"', "Expecting"),
+    ):
+        with pytest.raises(UserError, match=f"^--gen_kwargs=.*: .*{why}") as error:
+            read_gen_kwargs(text)
+        assert "\n" not in str(error.value)

@@ -11,7 +11,7 @@ import pytest
 import jshard
 from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.fit import fitted as fitted_job
 from jshard.fit.device_memory import (
     compiled_bytes,

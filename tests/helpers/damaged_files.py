@@ -25,12 +25,12 @@ from jshard import export, inspect
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.cli.command import expected_ending
+from jshard.cli.formatting import one_line
 from jshard.data.text.corpus import split_corpus
 from jshard.data.text.records import cut, read_records, with_records
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer
 from jshard.errors import RunFailed
-from jshard.formatting import one_line
 from jshard.hub import exported_tensors as exported
 from jshard.hub import huggingface_folder as huggingface
 from jshard.hub import peft

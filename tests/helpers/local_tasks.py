@@ -30,6 +30,17 @@ TASKS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [{"question": LONG, "choices": [" fox", " dog", "a"], "answer": 0}, *CHOICES],
     ),
+    "letter": (
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}:",
+            "doc_to_choice": [*"ABCDE"],  # a token each: one pass answers a question
+            "doc_to_target": "answer",
+            "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}],
+        },
+        [{"question": LONG, "answer": 4}, *CHOICES],
+    ),
     "end": (
         {
             "output_type": "loglikelihood",

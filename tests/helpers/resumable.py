@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.recipe.load import open_recipe
 from jshard.training.trainer import Trainer
 

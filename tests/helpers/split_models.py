@@ -106,6 +106,19 @@ MODELS = {
         dense_layers=1,
         dense_hidden=28,
     ),
+    "corrected": functools.partial(
+        uneven_experts,
+        num_layers=3,
+        sigmoid_router=True,
+        expert_groups=4,
+        chosen_groups=2,
+        expert_scale=2.5,
+        shared_hidden=20,
+        dense_layers=1,
+        dense_hidden=28,
+        balance_weight=0.0,
+        correction_rate=0.05,  # large enough to change who is chosen
+    ),
     "experts in float32": functools.partial(
         uneven_experts, dtype=jnp.float32, param_dtype=jnp.float32
     ),
@@ -139,8 +152,8 @@ def made(model: str) -> Any:
 
 
 @functools.cache
-def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict]:
-    """Losses and final parameters without jshard's steps, on one device."""
+def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict, dict]:
+    """Losses, final parameters and statistics without jshard's steps, on one device."""
     graphdef, params, rest = nnx.split(made(model), nnx.Param, ...)
     tx = parity.TRANSFORMATIONS[optimizer]()
     # As jshard does: an optimizer that looks at whole tensors sees each layer alone.
@@ -162,7 +175,7 @@ def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict]:
         arguments = params, rest, opt_state, batch(packed, number)
         params, rest, opt_state, value = step(*arguments)
         losses.append(float(value))
-    return losses, parity.by_path(params)
+    return losses, *map(parity.by_path, (params, nnx.filter_state(rest, nnx.BatchStat)))
 
 
 def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
@@ -183,7 +196,7 @@ def trains_alike(
     options = dict(options)
     if number := options.get("devices"):
         options["devices"] = jax.devices()[:number]
-    losses, params = plain(model, packed, optimizer)
+    losses, params, statistics = plain(model, packed, optimizer)
     fsdp, state, train_step = start(model, optimizer, **options)
     found = []
     for number in range(STEPS):
@@ -191,3 +204,5 @@ def trains_alike(
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, losses, rtol=1e-9)
     assert parity.worst(parity.by_path(fsdp.fetch(state.params)), params) <= 1e-9
+    state = nnx.filter_state(state.model_state, nnx.BatchStat)
+    jax.tree.map(np.testing.assert_array_equal, parity.by_path(state), statistics)

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.four_bit.mxfp4 import GROUP, Decoded
 from jshard.hub.huggingface_folder import read_config
+from jshard.hub.quantised.mxfp4 import GROUP, Decoded
 from jshard.hub.safetensors_read import load_safetensors
 from jshard.hub.safetensors_write import SINGLE, write_tensors
 from jshard.layout.variables import variables

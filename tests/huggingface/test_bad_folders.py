@@ -77,9 +77,10 @@ BAD = {
     ),
     "quantised config": (
         change("config.json", quantization_config={"quant_method": "gptq"}),
-        "is quantised (gptq in config.json)",
+        "is quantised (gptq in config.json): give the folder of the unquantised model, "
+        "or one in bitsandbytes' nf4 or fp4, in MXFP4 (gpt-oss), or in FP8 by blocks",
     ),
-    "quantised tensors": (gptq, "is quantised (layers.0.up.qweight)"),
+    "quantised tensors": (gptq, "is quantised (GPTQ or AWQ: layers.0.up.qweight)"),
     "a missing shard": (
         remove("model-00002*"),
         "model-00002-of-00004.safetensors: it does not exist",

@@ -9,7 +9,7 @@ from flax import nnx
 from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 from foreign_weights import load, read_tensors
-from jshard.four_bit.mxfp4 import Decoded
+from jshard.hub.quantised.mxfp4 import Decoded
 from jshard.hub.safetensors_write import SINGLE, write_tensors
 from jshard.models import llama_huggingface
 from jshard.models.llama import Llama, LlamaConfig

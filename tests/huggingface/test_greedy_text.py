@@ -21,6 +21,7 @@ GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head
 CASES = {
     "LlamaConfig": LAYERS,
     "Gemma2Config": LAYERS | {"head_dim": 16, "sliding_window": 7},
+    "Olmo2Config": LAYERS | {"pad_token_id": 0},
     "Olmo3Config": LAYERS | {"sliding_window": 7, "pad_token_id": 0},
     "GptOssConfig": LAYERS
     | {"head_dim": 16, "num_local_experts": 4, "sliding_window": 7}

@@ -88,6 +88,31 @@ def test_adapters_are_added_once():
         jshard.nn.add_lora(model, rank=1, alpha=1.0, rngs=nnx.Rngs(0))
 
 
+class Holder(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        make = lambda: nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.first = self.again = make()
+        self.listed = nnx.List([make()])
+        self.named = nnx.data({"a": (make(),)})
+
+
+def test_layers_with_adapters_are_wherever_the_layers_were():
+    model: Any = Holder(nnx.Rngs(0))  # whose layers are of other classes then
+    jshard.nn.add_lora(model, rank=2, alpha=2.0, rngs=nnx.Rngs(1))
+    assert model.first is model.again
+    x = jnp.ones((1, 4))
+    for layer in (model.again, model.listed[0], model.named["a"][0]):
+        before = layer(x)
+        np.testing.assert_array_equal(before, x @ layer.kernel[...])
+        layer.lora_b.set_value(jnp.ones((2, 4)))
+        added = x @ layer.lora_a[...] @ jnp.ones((2, 4))
+        np.testing.assert_allclose(layer(x), before + added, rtol=1e-5)
+    paths = {path[:-1] for path, _ in nnx.to_flat_state(nnx.state(model))}
+    assert paths == {("again",), ("listed", 0), ("named", "a", 0)}
+    with pytest.raises(jshard.UserError, match="the model is itself a layer"):
+        jshard.nn.add_lora(model.first, rank=2, alpha=2.0, rngs=nnx.Rngs(1))
+
+
 def merged(model: Any) -> Any:
     """The model without adapters, which are in its kernels."""
     plain = nnx.clone(model)

@@ -75,7 +75,7 @@ def objective(graphdef: Any, remat: Any, params: Any, x_BTD: Any, out_BTD: Any) 
         }[remat]
         layer = jax.checkpoint(layer, policy=policy)
     y_BTD, load = layer(params, x_BTD)
-    return jnp.sum(y_BTD * out_BTD), (y_BTD, load.chosen_E)
+    return jnp.sum(y_BTD * out_BTD), (y_BTD, load.tokens_E)
 
 
 def on_mesh(shape: tuple[int, ...], capacity: float, remat: str, params: Any) -> Any:
@@ -90,7 +90,7 @@ def on_mesh(shape: tuple[int, ...], capacity: float, remat: str, params: Any) ->
         def local(params: Any, x_BTD: Any) -> Any:
             return objective(graphdef, remat, params, x_BTD, out_BTD)
 
-        (total, (y_BTD, chosen_E)), (of_params, of_x) = jax.value_and_grad(
+        (total, (y_BTD, tokens_E)), (of_params, of_x) = jax.value_and_grad(
             local, argnums=(0, 1), has_aux=True
         )(params, x_BTD)
         # Each device's own: of experts that are split, over the others alone.
@@ -103,7 +103,7 @@ def on_mesh(shape: tuple[int, ...], capacity: float, remat: str, params: Any) ->
         return (
             jax.lax.psum(total, AXES),
             y_BTD,
-            jax.lax.pmean(chosen_E, AXES),
+            jax.lax.psum(tokens_E, AXES),
             grads,
         )
 

@@ -18,7 +18,7 @@ import parity
 from checkpoints import save_steps
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
-from jshard.fsdp.batch import abstract_batch
+from jshard.layout.batch import abstract_batch
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.dropout import DropoutCount

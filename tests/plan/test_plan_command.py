@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.formatting import format_seconds
+from jshard.cli.formatting import format_seconds
 from jshard.plan import __main__ as planner
 from jshard.plan import has_plugin, topology
 

@@ -14,38 +14,30 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1310,
-    "surface": 540,
+    "commands": 1253,
+    "surface": 568,
     "plan": 4700,
-    "training": 14190,
+    "training": 14277,
     "checkpoint": 6280,
     "generation": 1100,
     "start-up note": 430,
-    "fsdp": 2240,
-    "nn": 1735,
-    "optim": 1150,
-    "unit": 2780,
-    "cpu": 380,
+    "fsdp": 2029,
+    "nn": 1791,
+    "optim": 1148,
+    "unit": 2796,
+    "cpu": 378,
     "collectives": 475,
-    "layout": 2080,
-    "distributed": 1755,
-    "cli": 715,
-    "compat": 820,
-    "parallel": 570,
-    "ground": 1515,
+    "layout": 2250,
+    "distributed": 1728,
+    "cli": 728,
+    "compat": 817,
+    "parallel": 549,
+    "ground": 1471,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10
 LONGEST_FILE = 350
 MOST_FILES_IN_A_FOLDER = 12
-# Folders with more Python files: each may only lose some.
-FULLER = {
-    "": 16,
-    "distributed": 13,
-    "fsdp": 16,
-    "layout": 13,
-    "unit": 15,
-}
 # What DESIGN and every reader calls them.
 NAMED_AS_THEIR_FOLDER = {"fsdp/fsdp.py", "unit/unit.py"}
 
@@ -142,11 +134,8 @@ def test_no_file_is_too_long():
 
 def test_a_folder_has_few_files():
     folders = Counter(str(Path(file).parent) for file in lines_of_files())
-    folders[""] = folders.pop(".")
-    most = {name: FULLER.get(name, MOST_FILES_IN_A_FOLDER) for name in folders}
-    assert {name: n for name, n in folders.items() if n > most[name]} == {}
-    fewer = {name for name, n in FULLER.items() if folders[name] < n}
-    assert not fewer, "lower these in FULLER"
+    most = MOST_FILES_IN_A_FOLDER
+    assert {name: n for name, n in folders.items() if n > most} == {}
 
 
 def test_no_two_files_have_one_name_and_none_its_folders():

@@ -168,6 +168,15 @@ def test_rank_0_trains_the_model_in_float32():
             assert bool(nnx.to_flat_state(state.frozen)) == bool(rank)
 
 
+def test_adapters_have_no_corrections_of_routers():
+    experts = {"num_experts": 4, "sigmoid_router": True, "correction_rate": 0.1}
+    keys = {f"model.{key}": value for key, value in (SIZES | experts).items()}
+    with open_recipe(find_recipe("finetune.py")) as recipe:
+        config = config_of(recipe, **keys)
+        with pytest.raises(jshard.UserError, match=r"model\.correction_rate changes"):
+            make_job(recipe, config, make_mesh(config)).abstract_state()
+
+
 def test_targets_that_are_not_there_are_a_users_error(folder, text, tmp_path):
     with pytest.raises(jshard.UserError, match="target 'query' matches no layer"):
         train(tmp_path / "run", folder, text, **{"lora.targets": ["query"]})

@@ -1,5 +1,6 @@
 """models/llama.py against a plain float64 implementation, and its recipes' sizes."""
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -20,6 +21,7 @@ from jshard.checkpoint.step_folders import step_folder
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.rope import rotate
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipes import llama
 
 SMALL = {
     "vocab_size": 40,
@@ -258,6 +260,14 @@ def test_a_recipe_has_the_size_of_its_model(name, parameters, flops):
         )
     assert sum(x.size for x in jax.tree.leaves(state.params)) == parameters
     chex.assert_type(jax.tree.leaves(state.params), jnp.float32)
+
+
+def test_the_recipe_has_a_key_for_each_field_of_its_model():
+    with open_recipe(find_recipe("llama.py:3-8b")) as recipe:
+        keys = {**recipe.get_config().model}
+    fields = {x.name: x.default for x in dataclasses.fields(LlamaConfig)}
+    assert fields.keys() - keys == {"dtype", "param_dtype", "max_segments"}
+    assert {k: keys[k] for k in llama.FAMILY} == {k: fields[k] for k in llama.FAMILY}
 
 
 @pytest.mark.parametrize("name", ["llama.py", "llama", "llama.py:", "llama.py:4-8b"])

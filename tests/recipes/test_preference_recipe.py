@@ -166,6 +166,7 @@ def test_another_base_other_pairs_and_a_lost_reference_are_named(base, pairs, tm
             {"preference.loss": "orpo", "preference.keep_reference": True},
             r"preference\.keep_reference is for preference\.loss=dpo",
         ),
+        ({"data.path": ""}, r"data\.path.*or from data\.dataset; give one of them"),
         ({"checkpoint.adapters": "DIR"}, r"checkpoint\.adapters=DIR: the reference wo"),
     ],
 )

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from jshard.config.run_config import complete
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.report.run_report import read_metrics
 from jshard.run.lock import lock_folder

@@ -10,7 +10,7 @@ import pytest
 
 import jshard
 from jshard.config.run_config import complete
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.recipe.load import open_recipe
 from jshard.run.start import Start
 from jshard.training.agreement import agree, facts_of

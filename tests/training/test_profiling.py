@@ -19,7 +19,7 @@ from flax import nnx
 import jshard
 import resumable
 from jshard.config.profiled_steps import profiled_steps
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import Interrupted, UserError
 from jshard.fsdp import scopes
 

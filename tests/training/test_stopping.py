@@ -14,7 +14,7 @@ from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.cli.command import run_command
 from jshard.config.run_config import check, complete
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import Interrupted, Preempted, RunFailed
 from jshard.recipe.load import open_recipe
 from jshard.run import metrics

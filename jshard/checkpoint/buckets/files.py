@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jshard.cli.formatting import format_bytes, one_line
 from jshard.cli.paths import is_bucket
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError
-from jshard.formatting import format_bytes, one_line
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _THREADS = 8

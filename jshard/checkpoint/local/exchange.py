@@ -20,8 +20,8 @@ from jshard.checkpoint.local import copy_files
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.pieces import Piece
 from jshard.compat import coordination
-from jshard.distributed import Peers
 from jshard.distributed.job import LOOPBACK
+from jshard.distributed.peers import Peers
 
 _PATIENCE = 60.0  # seconds without a byte
 _LONGEST_TOKEN = 100

@@ -29,9 +29,9 @@ from jshard.checkpoint.local.pieces import (
     divide,
     neighbors,
 )
-from jshard.distributed import Peers
+from jshard.cli.formatting import format_bytes
+from jshard.distributed.peers import Peers
 from jshard.errors import RunFailed, UserError
-from jshard.formatting import format_bytes
 from jshard.fsdp.state import TrainState
 
 

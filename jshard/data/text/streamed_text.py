@@ -1,7 +1,7 @@
 """Text of Hugging Face's datasets, tokenized and laid out while it is streamed."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,20 @@ from grain.experimental import (
     ConcatThenSplitIterDataset,
     FlatMapIterDataset,
     FlatMapTransform,
-    WindowShuffleIterDataset,
 )
 
 from jshard.data.iterables import Stream, part_of
 from jshard.data.mixture import is_mixture, mix, parse_mixture
-from jshard.data.places import Cursor
 from jshard.data.text.encoded import Document
-from jshard.data.text.named_dataset import Split, load_splits
+from jshard.data.text.named_dataset import VALIDATION, NamedDataset
 from jshard.data.text.packing import packed_rows
 from jshard.data.text.token_files import Piece
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
-from jshard.errors import RunFailed, UserError, some_of
-from jshard.formatting import one_line
+from jshard.errors import UserError, some_of
 
 _BINS = 64  # rows that are packed at a time
-_VALIDATION = "validation"  # a dataset's split, and that of a run
 
 
 def streamed_text(
@@ -82,25 +78,21 @@ def streamed_text(
     if is_mixture(dataset):
         weights = parse_mixture(dataset, "data.dataset")
     encode = _Encoder(load_tokenizer(tokenizer, vocab_size), text_key, pack)
-    splits = {name: load_splits(name, config) for name in weights}
-    for name, found in splits.items():
-        if train_split not in found:
-            raise UserError(
-                f"data.dataset={name}: has no split {train_split!r}; set data.split to "
-                f"one of {some_of(sorted(found))}"
-            )
-        _check_column(name, found[train_split].rows, text_key)
+    sources = {
+        name: NamedDataset(name, config, train_split, validation_rows)
+        for name in weights
+    }
+    for name, source in sources.items():
+        _check_column(name, source.rows, text_key)
     T = sequence_length
-    if split == _VALIDATION:
+    if split == VALIDATION:
         if not validation_rows:
             return None
-        held_out = {
-            name: _held_out(found, train_split, validation_rows)
-            for name, found in splits.items()
-        }
         pieces = {
-            name: _piece(name, list(itertools.chain(*map(encode, rows))), encode)
-            for name, rows in held_out.items()
+            name: _piece(
+                name, list(itertools.chain(*map(encode, x.held_out()))), encode
+            )
+            for name, x in sources.items()
         }
         made = {
             name: packed_rows(
@@ -112,19 +104,13 @@ def streamed_text(
         }
         return mix(made, weights)
 
-    def of_part(name: str, part: int, parts: int) -> grain.IterDataset:
-        skipped = 0 if _VALIDATION in splits[name] else validation_rows
-        rows = splits[name][train_split].rows
-        read: grain.IterDataset = _Rows(name, lambda: _part(rows, skipped, part, parts))
-        if shuffle_rows:
-            read = WindowShuffleIterDataset(
-                read, window_size=shuffle_rows, seed=(seed + part) % 2**31
-            )
+    def of_part(source: NamedDataset, part: int, parts: int) -> grain.IterDataset:
+        read = source.part(part, parts, shuffle_rows, seed)
         documents = FlatMapIterDataset(read, _Places(encode, T if pack else 0))
         return _packed(documents, T, max_segments) if pack else _cut(documents, T)
 
     def open_part(part: int, parts: int) -> grain.IterDataset:
-        read = [of_part(name, part, parts) for name in weights]
+        read = [of_part(source, part, parts) for source in sources.values()]
         return grain.IterDataset.mix(read, list(weights.values()))
 
     about = f"{dataset}{f', {config}' if config else ''}, split {train_split}"
@@ -133,11 +119,7 @@ def streamed_text(
         open_part,
         divides=True,
         repeat=True,
-        fingerprint={
-            f"{what} of {name}": text
-            for name, found in splits.items()
-            for what, text in found[train_split].fingerprint.items()
-        },
+        fingerprint={k: v for x in sources.values() for k, v in x.fingerprint.items()},
     )
 
 
@@ -148,58 +130,6 @@ def _check_column(name: str, rows: Any, text_key: str) -> None:
             f"data.dataset={name}: has no column {text_key!r}; set data.text_key to "
             f"one of {some_of(list(map(str, columns)))}"
         )
-
-
-def _part(rows: Any, skipped: int, part: int, parts: int) -> Any:
-    """Returns a part of the rows without the first ones of the first file."""
-    if not skipped:
-        return part_of(rows, part, parts)
-    if rows.num_shards < parts:  # then each part reads all files
-        return part_of(rows.skip(skipped), part, parts)
-    own = part_of(rows, part, parts)
-    return own if part else own.skip(skipped)
-
-
-def _held_out(
-    splits: Mapping[str, Split], train_split: str, count: int
-) -> Iterator[Mapping[str, Any]]:
-    if _VALIDATION in splits:
-        return iter(part_of(splits[_VALIDATION].rows, 0, 1).take(count))
-    rows = splits[train_split].rows
-    return iter(part_of(rows, 0, rows.num_shards).take(count))
-
-
-class _Rows(grain.IterDataset):
-    """The rows of a part of a dataset, without an end."""
-
-    def __init__(self, name: str, open_rows: Callable[[], Any]):
-        super().__init__()
-        self._name, self._open = name, open_rows
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _RowIterator(self._name, Cursor(self._name, self._open, repeat=True))
-
-
-class _RowIterator(grain.DatasetIterator):
-    def __init__(self, name: str, cursor: Cursor):
-        super().__init__()
-        self._name, self._cursor = name, cursor
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._cursor)
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            raise RunFailed(
-                f"data.dataset={self._name}: cannot be read: {one_line(str(error))}"
-            ) from error
-
-    def get_state(self) -> Any:
-        return self._cursor.state()
-
-    def set_state(self, state: Any) -> None:
-        self._cursor.restore(state)
 
 
 class _Encoder:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jshard.cli.formatting import did_you_mean, one_line
 from jshard.errors import RunFailed, UserError, some_of
-from jshard.formatting import did_you_mean, one_line
 from jshard.hub.online.names import Name
 
 _BUSY = (408, 429, 500, 502, 503, 504)

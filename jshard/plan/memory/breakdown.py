@@ -13,17 +13,16 @@ from typing import Any
 
 import jax
 
+from jshard.cli.formatting import format_bytes
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import GPU
-from jshard.formatting import format_bytes
 from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
-from jshard.fsdp.activations import Names
-from jshard.fsdp.policy import Policy
+from jshard.fsdp.policy import Names, Policy
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
-from jshard.layout.own_dtypes import own_dtypes
 from jshard.layout.specs import layer_dims
+from jshard.layout.variables import own_dtypes
 from jshard.plan.hlo import direction
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory import buffer_contents as contents

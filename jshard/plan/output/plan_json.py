@@ -6,6 +6,7 @@ docs/plan.md has the schemas.
 import dataclasses
 from typing import Any
 
+from jshard.compat.versions import versions
 from jshard.config.run_config import flatten
 from jshard.fit.hardware import FITTED
 from jshard.plan.cost.assumptions import assumptions
@@ -13,7 +14,6 @@ from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import STREAMS, Event, Timeline
 from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
-from jshard.version import versions
 
 SCHEMA = 2
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from jshard.formatting import format_bytes, format_count, format_seconds
+from jshard.cli.formatting import format_bytes, format_count, format_seconds
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.kernel_work import ATTENTION, LIMITS, MATRIX, MEMORY
 from jshard.plan.cost.phases import Phases

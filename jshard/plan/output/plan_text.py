@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from jshard.cli.formatting import format_bytes, format_count, format_seconds
 from jshard.compat import xla_options
-from jshard.formatting import format_bytes, format_count, format_seconds
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+from jshard.cli.formatting import format_bytes, one_line
 from jshard.cli.terminal import show
-from jshard.formatting import format_bytes, one_line
 from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, Candidate
 from jshard.plan.search.outcomes import Outcome, Search
 

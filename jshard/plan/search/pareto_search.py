@@ -47,7 +47,7 @@ from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.unit.remat import names_in
+from jshard.unit.linearize import names_in
 
 TIMEOUT = 600.0  # seconds to compile a candidate
 # Keys on which neither the size nor the placement of a state depends.

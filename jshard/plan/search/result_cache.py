@@ -10,8 +10,8 @@ from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.compat import absent_gpus
+from jshard.compat.versions import versions
 from jshard.plan.program import Program
-from jshard.version import versions
 
 # Packages whose versions determine what a program compiles to.
 _COMPILERS = (

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
+from jshard.cli.formatting import did_you_mean
 from jshard.config.run_config import Config
 from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
 from jshard.evaluate.in_runs import RunTasks
-from jshard.formatting import did_you_mean
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jshard.distributed import Peers
+from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.recipe.contract import check_signature
 

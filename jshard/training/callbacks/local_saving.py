@@ -4,8 +4,8 @@ import queue
 from contextlib import AbstractContextManager
 
 from jshard.checkpoint.local import Copy
+from jshard.cli.formatting import format_bytes
 from jshard.errors import Preempted
-from jshard.formatting import format_bytes
 from jshard.report.run_report import METRICS
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.formatting import printable
+from jshard.cli.formatting import printable
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder

@@ -11,8 +11,8 @@ import numpy as np
 
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import CHECKPOINTS
+from jshard.cli.formatting import format_bytes
 from jshard.errors import RunFailed, UserError
-from jshard.formatting import format_bytes
 from jshard.fsdp.state import TrainState
 from jshard.report.run_report import METRICS
 from jshard.run.bucket import Copying

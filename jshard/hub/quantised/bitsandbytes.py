@@ -25,8 +25,6 @@ _STORAGE = "bnb_4bit_quant_storage"
 
 def problem_of_config(config: Mapping[str, Any]) -> str:
     """Returns why a ``quantization_config`` cannot be read; "" if it can."""
-    if config.get("quant_method") != "bitsandbytes":
-        return f"{config.get('quant_method', 'quantization_config')}"
     if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
         return "bitsandbytes in 8 bits"
     if config.get("bnb_4bit_quant_type") not in CODES:

@@ -1,0 +1,1 @@
+"""Pairs of answers to a prompt, of which one was preferred."""

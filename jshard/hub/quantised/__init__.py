@@ -1,0 +1,1 @@
+"""Folders whose weights are quantised, and how their files keep these."""

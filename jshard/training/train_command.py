@@ -1,0 +1,77 @@
+"""What a process of `python -m jshard.train` does, alone or as a worker of a job."""
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from jshard.cli.options import Command
+from jshard.cli.platform import (
+    cache_compilations,
+    choose_platform,
+    limit_collectives,
+    make_cpu_devices,
+)
+from jshard.cli.quiet import start_devices
+from jshard.cli.terminal import show
+from jshard.config.overrides import keys_help
+from jshard.config.run_config import complete
+from jshard.distributed.cluster import Cluster
+from jshard.distributed.job import join
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config, pin_words, read_keys
+from jshard.run.bucket import open_workdir
+
+_IMPORTED = time.time()
+
+
+def train(
+    command: Command, arguments: SimpleNamespace, path: str, job: Cluster | None
+) -> None:
+    """Trains the recipe at ``path``, or shows the help of ``command`` with its keys."""
+    platform = choose_platform()
+    started, joining = _process_start(), time.time()
+    with join(job) as peers, open_recipe(path) as recipe:
+        joined = time.time()
+        if arguments.help:
+            config = complete(recipe.get_config(), recipe.name)
+            show(f"{command.help()}\n{keys_help(config, recipe.name)}", end="")
+            return
+        if platform and peers.index == 0:
+            show(f"jshard: {platform}", error=True)
+        folder, bucket = open_workdir(arguments.workdir)
+        words = arguments.config_keys
+        names = pin_words(recipe, words, folder) if peers.index == 0 else {}
+        words |= json.loads(peers.publish("names", json.dumps(names)))
+        keys = read_keys(recipe, words, folder)
+        config = make_config(recipe, keys, folder)
+        make_cpu_devices(config.mesh.cpu_devices)
+        stuck = config.watch.stuck
+        limit_collectives(None if stuck == "auto" else stuck)
+        several = len(set(peers.hosts)) > 1
+        cache_compilations(folder if several and bucket is None else None)
+        starting = time.time()
+        start_devices()
+        waited = {"joining": joined - joining} if peers.count > 1 else {}
+        waited["devices"] = time.time() - starting
+        # A slow import, left until the mistakes above have been reported.
+        from jshard.training.trainer import Trainer
+
+        trainer = Trainer(recipe, config=config, workdir=bucket or folder, peers=peers)
+        waited["imports"] = time.time() - started - sum(waited.values())
+        trainer.fit(started=started, waited=waited, keeps_state=False)
+
+
+def _process_start() -> float:
+    """Returns the start time of this process, on the clock of `time.time()`."""
+    try:
+        # The 22nd field is the start time, in ticks since boot. The second, the name,
+        # may contain spaces.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19])
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        age = since_boot - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return _IMPORTED
+    return time.time() - age
