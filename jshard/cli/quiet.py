@@ -20,8 +20,8 @@ from jshard.cli.commands import COMMANDS
 from jshard.compat.plugin_log import LOGGER, in_one_line
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# Commands whose process may only start others.
-_LATER = ("launch", "train")
+# Commands that may only list or start others.
+_LATER = ("", "launch", "train")
 # Drops lines of C++ that no setting turns off: information (I0000), the note that log
 # messages come early, and that a step does not fit, which the planner reports itself.
 _FILTER = r"""

@@ -1,5 +1,6 @@
 """`import jshard`, and the list of commands."""
 
+import ast
 import importlib
 import os
 import re
@@ -125,6 +126,21 @@ def test_dir_lists_the_public_names_alone():
     assert {*dir(jshard)} <= {*namespace}
     with pytest.raises(AttributeError, match="no attribute 'Checkpointr'"):
         jshard.Checkpointr  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_type_checkers_see_what_is_imported_on_first_use():
+    tree = ast.parse(_text(REPOSITORY / "jshard/__init__.py"))
+    seen = {
+        alias.name: getattr(getattr(jshard, alias.name), "__name__", "")
+        if node.module == "jshard"
+        else node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jshard")
+        for alias in node.names
+    }
+    homes: dict[str, str] = vars(jshard)["_HOMES"]
+    modules = {name: f"jshard.{name}" for name in vars(jshard)["_MODULES"]}
+    assert seen == modules | {name: f"jshard.{home}" for name, home in homes.items()}
 
 
 def test_python_m_jshard_lists_every_command_in_a_line(run):
