@@ -108,6 +108,37 @@ MODELS = {
         dense_layers=1,
         dense_hidden=28,
     ),
+    "gemma": functools.partial(
+        llama,
+        head_width=8,
+        qk_norm=True,
+        pattern="ssf",
+        window=5,
+        num_layers=3,
+        sliding_theta=50.0,
+        attention_scale=12.0,
+        attention_soft_cap=2.0,
+        logit_soft_cap=3.0,
+        activation="gelu_tanh",
+        norm_offset=True,
+        post_norms=True,
+        scaled_embeddings=True,
+        tied=True,
+    ),
+    "glm": functools.partial(
+        llama,
+        num_layers=3,
+        rotary_width=2,
+        qk_norm=True,
+        qkv_bias=True,
+        num_experts=8,
+        sigmoid_router=True,
+        expert_scale=2.5,
+        shared_hidden=20,
+        dense_layers=1,
+        dense_hidden=28,
+        tied=False,
+    ),
     "corrected": functools.partial(
         uneven_experts,
         num_layers=3,
@@ -192,7 +223,8 @@ def plain(
         arguments = params, rest, opt_state, batch(packed, number)
         params, rest, opt_state, value = step(*arguments)
         losses.append(float(value))
-    return losses, *map(parity.by_path, (params, nnx.filter_state(rest, nnx.BatchStat)))
+    statistics = nnx.filter_state(rest, nnx.BatchStat)
+    return losses, parity.by_path(params), parity.by_path(statistics)
 
 
 def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:

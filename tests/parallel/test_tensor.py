@@ -13,6 +13,8 @@ from flax import nnx
 
 import jshard
 import parity
+from jshard.models.t5 import T5, T5Config
+from jshard.models.vit import ViT, ViTConfig
 from jshard.plan.start_up import traffic
 from split_models import TIME, batch, start, trains_alike
 
@@ -43,6 +45,8 @@ CASES = {
     "tiles": ("tiles", False, "adamw", {"tensor": 2, "remat": "attention"}),
     "gpt-oss": ("gpt-oss", True, "adamw", {"tensor": 2, "context": 2}),
     "deepseek": ("deepseek", False, "adamw", {"tensor": 2, "context": 2}),
+    "gemma": ("gemma", True, "adamw", {"tensor": 2}),
+    "glm": ("glm", True, "adamw", {"tensor": 2, "expert": 2}),
     "joint norms": ("joint norms", False, "adamw", {"tensor": 2}),
     "odd vocabulary": (
         "odd vocabulary",
@@ -288,6 +292,19 @@ def test_splits_that_cannot_be_are_refused_in_one_line(splits, message):
 def test_models_that_do_not_divide_are_refused_in_one_line(model, mesh, message):
     with pytest.raises(jshard.UserError, match=message):
         start(model, **mesh)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_t5_and_vit_say_why_their_sequences_stay_whole(axis):
+    models = {
+        "T5": lambda rngs: T5(T5Config(num_layers=1, width=16), rngs=rngs),
+        "ViT": lambda rngs: ViT(ViTConfig(num_layers=1, width=24), rngs=rngs),
+    }
+    fsdp = jshard.FSDP(jshard.make_mesh(**{axis: 2}))
+    for name, make in models.items():
+        message = f"{axis}=2 is not for {name}: .*; use more devices of fsdp"
+        with pytest.raises(jshard.UserError, match=message):
+            fsdp.abstract_state(make, optax.sgd(0.1))
 
 
 class Holder(nnx.Module):
