@@ -199,6 +199,7 @@ def make_data(config, split):
         "tokenizer": data.tokenizer,
         "vocab_size": config.model.vocab_size,
     }
+    pairs: Any
     if data.dataset:
         pairs = named_preference_data(
             data.dataset,

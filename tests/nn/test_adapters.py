@@ -60,6 +60,14 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict, dict]] = {
         {"tensor": 2, "devices": 4},
     ),
     "context": ("untied llama", ALL, {}, {"context": 2}),
+    "pipeline": ("untied llama", ALL, {}, {"pipe": 2, "devices": 4}),
+    "pipeline, dora": ("llama", ("*",), {"dora": True}, {"pipe": 2, "devices": 2}),
+    "pipeline, tensor and experts": (
+        "uneven experts",
+        ("*", "experts.*"),
+        {},
+        {"pipe": 2, "expert": 2, "tensor": 2},
+    ),
 }
 
 
@@ -107,6 +115,7 @@ def merged(model: Any, adapters: nnx.State, options: dict) -> Any:
 
 @pytest.mark.quick("dora", "split experts")
 @pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_adapters_train_as_in_merged_weights(case):
     name, targets, options, mesh = case

@@ -27,6 +27,8 @@ CASES = {
     ),
     "windows": ("windows", True, "adamw", {"context": 4, "prefetch": True}),
     "experts": ("experts", False, "adamw", {"context": 2, "reshard_after_forward": 2}),
+    "deepseek": ("deepseek", True, "adamw", {"context": 4, "accumulate": 2}),
+    "glm": ("glm", False, "adamw", {"replica": 2, "context": 2}),
     "muon": ("gpt", False, "muon", {"replica": 2, "context": 2, "unroll": True}),
     "one document a row": ("llama", False, "sgd", {"fsdp": 1, "context": 2}),
     "deferred": (

@@ -112,6 +112,25 @@ def test_a_run_resumes_bit_for_bit(variant, base, pairs, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_on_a_stream_resumes_bit_for_bit(base, pairs, tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="needs jshard[datasets]")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    keys = {
+        "data.path": "",
+        "data.dataset": str(pairs.parent),
+        "data.validation_rows": 3,
+        "data.shuffle_rows": 5,
+    }
+    whole = train(tmp_path / "whole", base, pairs, **keys)
+    stop_after(3, tmp_path / "run", base, pairs, **keys)
+    train(tmp_path / "run", base, pairs, **keys)
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+    assert "eval_reward_accuracy" in read_metrics(whole)[-1]
+    kept = keys | {"preference.keep_reference": True}
+    assert train(tmp_path / "kept", base, pairs, **kept)
+
+
+@pytest.mark.slow
 def test_an_evaluation_counts_every_pair_once(base, pairs, tmp_path):
     keys = {"steps": 1, "eval_every": 1, "optimizer.learning_rate": 0.0}
     evaluated = [
