@@ -160,8 +160,8 @@ def _defaults(in_recipes: dict[str, str]) -> str:
 
 def _entry(key: str, help: str, values: str, default: str) -> str:
     """A key as an item of a list, which phones can show, unlike a wide table."""
-    possible = f" Values: {values}." if values else ""
-    return f"- `{key}`: {help}.{possible} Default: {default}.\n"
+    possible = f"; {values}" if values else ""
+    return f"- `{key}`: {help}. Default: {default}{possible}.\n"
 
 
 def public_names(pages: dict[Path, str]) -> set[str]:

@@ -66,7 +66,7 @@ ROOMS = {
     "collectives": Room(3, 120, 450, "gather, scatter, reduce"),
     "layout": Room(
         2, 120, 560, "where every array lives: specs, memory kinds, values",
-        "layout four_bit parallel/splits pipe/stages",
+        "layout four_bit parallel/splits pipe/stages pipe/schedule",
     ),
     "distributed": Room(3, 720, 860, "jobs, heartbeat"),
     "cli": Room(2, 720, 860, "one-line errors"),

@@ -3,8 +3,8 @@
 It computes what Google's code does (github.com/google-research/bert, modeling.py), but
 for the dropout of attention weights, which it does not have.
 
-Shape suffixes: B batch, T time, M masked places, D model width, N heads, H head width,
-F hidden width, V vocabulary, E = D + 1.
+Shape suffixes: B batch, T time, S time of whole sequences, M masked places, D model
+width, N heads, H head width, F hidden width, V vocabulary, E = D + 1.
 """
 
 import dataclasses
@@ -90,12 +90,22 @@ class Attention(nnx.Module):
             linear(config, width, width, rngs) for _ in range(4)
         )
 
+    @property
+    def tensor_split(self) -> jshard.nn.Split:
+        """The heads."""
+        counts = {"num_heads": self.config.num_heads}
+        return jshard.nn.Split(columns=("q", "k", "v"), rows=("out",), counts=counts)
+
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         """Returns the attention output, (B, T, D)."""
+        return jshard.nn.tensor_parallel(self._mixed, x_BTD, segment_ids_BT)
+
+    def _mixed(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         config = self.config
 
-        def heads(x_BTD: jax.Array) -> jax.Array:
-            x_BTNH = x_BTD.reshape(*x_BTD.shape[:2], config.num_heads, -1)
+        def heads(x_BTE: jax.Array) -> jax.Array:
+            H = config.width // config.num_heads
+            x_BTNH = x_BTE.reshape(*x_BTE.shape[:2], -1, H)
             return checkpoint_name(x_BTNH, "qkv")
 
         bounded = segment_ids_BT is not None and config.max_segments > 0
@@ -105,11 +115,14 @@ class Attention(nnx.Module):
             max_segments=config.max_segments if bounded else None,
             implementation=config.attention,
         )
-        return self.out(checkpoint_name(y_BTNH.reshape(x_BTD.shape), "attended"))
+        y_BTE = y_BTNH.reshape(*x_BTD.shape[:2], -1)
+        return self.out(checkpoint_name(y_BTE, "attended"))
 
 
 class Block(nnx.Module):
     """Attention and MLP; the sum of a branch and its input is normalised."""
+
+    tensor_split = jshard.nn.Split(columns=("up",), rows=("down",))
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.attention = Attention(config, rngs=rngs)
@@ -126,8 +139,12 @@ class Block(nnx.Module):
         """Returns the residual stream after this block."""
         y_BTD = self.attention(x_BTD, segment_ids_BT)
         x_BTD = self.norm1(x_BTD + self.dropout(y_BTD))
+        y_BTD = jshard.nn.tensor_parallel(self._mlp, x_BTD)
+        return self.norm2(x_BTD + self.dropout(y_BTD))
+
+    def _mlp(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = self.activation(checkpoint_name(self.up(x_BTD), "hidden"))
-        return self.norm2(x_BTD + self.dropout(self.down(h_BTF)))
+        return self.down(h_BTF)
 
 
 class Head(nnx.Module):
@@ -146,6 +163,8 @@ class Head(nnx.Module):
 
 class Bert(nnx.Module):
     """Tokens to the logits of masked ones; ``loss`` computes those alone."""
+
+    splits_sequences = True  # positions, attention and ``loss`` know of it
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -191,7 +210,9 @@ class Bert(nnx.Module):
         """
         embed = jshard.gathered(self.embed)
         x_BTD = self._encode(embed(tokens_BT), **inputs)
-        x_BMD = jnp.take_along_axis(x_BTD, places_BM[..., None], axis=1)
+        # Of split sequences a device has some of the places, which may be anywhere.
+        x_BSD = jshard.nn.whole_sequences(x_BTD)
+        x_BMD = jnp.take_along_axis(x_BSD, places_BM[..., None], axis=1)
         x_BME, table_EV = self._with_bias(x_BMD, embed)
         return jshard.nn.cross_entropy(
             x_BME, table_EV, targets_BM, weights_BM, chunk=self.config.loss_chunk
@@ -234,7 +255,7 @@ class Bert(nnx.Module):
     ) -> jax.Array:
         B, T, _ = x_BTD.shape
         if positions_BT is None:
-            positions_BT = jnp.arange(T)
+            positions_BT = jshard.nn.positions(T)
         if token_types_BT is None:
             token_types_BT = jnp.zeros((B, T), jnp.int32)
         x_BTD += self.positions(positions_BT) + self.types(token_types_BT)

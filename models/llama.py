@@ -182,7 +182,8 @@ class Llama(Decoder):
         if load is not None and config.balance_weight:
             balance = load_balancing_loss(load, tokens_BT.size)
             penalty = config.balance_weight * balance
-        if load is not None and config.correction_rate and not self.use_running_average:
+        learns = cache is None and not self.use_running_average
+        if load is not None and config.correction_rate and learns:
             correct(self.blocks.experts.router, load, config.correction_rate)
         table = isinstance(head, nnx.Embed)
         return Features(

@@ -136,7 +136,7 @@ class Router(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(num_experts, param_dtype))
         if routing.sigmoid:  # a statistic of the load: it has no gradient
             self.correction = nnx.BatchStat(jnp.zeros(num_experts, jnp.float32))
-            self.tokens = nnx.BatchStat(jnp.zeros(num_experts, jnp.int32))
+            self.tokens = jshard.nn.StepSum(jnp.zeros(num_experts, jnp.int32))
 
     def __call__(self, x_ND: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns experts' weights and numbers, (N, K), and probabilities, (N, E)."""
@@ -331,7 +331,7 @@ def correct(router: Router, load: Load, rate: float) -> None:
       load: of all layers.
       rate: the step of a correction; 0.001 in DeepSeek-V3.
     """
-    tokens_LE, last = jshard.nn.step_sum(router.tokens, load.tokens_E)
+    tokens_LE, last = router.tokens.add(load.tokens_E)
     total_L1, E = jnp.sum(tokens_LE, axis=-1, keepdims=True), tokens_LE.shape[-1]
     fewer_LE = tokens_LE < -(-total_L1 // E)
     more_LE = tokens_LE > total_L1 // E

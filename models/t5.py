@@ -175,6 +175,11 @@ class DecoderBlock(nnx.Module):
 class T5(nnx.Module):
     """Two texts to logits; ``loss`` for training, a cache for ``jshard.generate``."""
 
+    splits_sequences = (
+        "each token attends to two texts, of different lengths, with a bias for each "
+        "pair of whole sequences' positions; use more devices of fsdp"
+    )
+
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
         width, std = config.width, config.width**-0.5

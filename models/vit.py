@@ -137,6 +137,11 @@ class Block(nnx.Module):
 class ViT(nnx.Module):
     """Images, (B, H, W, C), to logits, (B, classes)."""
 
+    splits_sequences = (
+        "its sequences begin with a class token and are made of whole images; use more "
+        "devices of fsdp"
+    )
+
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
         width, patch = config.width, (config.patch_size, config.patch_size)

@@ -14,7 +14,8 @@ import numpy as np
 
 from jshard.fit.hardware import GPU, Constants
 from jshard.plan.cost.kernel_work import LIMITS
-from jshard.plan.cost.timeline import COMPUTE, Timeline
+from jshard.plan.cost.streams import COMPUTE
+from jshard.plan.cost.timeline import Timeline
 
 # Bounds of shares, physical ones: no kernel exceeds its peak, and none that trains a
 # large model has been seen below a quarter of it.

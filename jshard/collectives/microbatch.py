@@ -31,23 +31,23 @@ def current_microbatch() -> tuple[Any, int]:
     return _microbatch.get()
 
 
-def step_sum(so_far: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
-    """Adds up integers over the devices and micro-batches of a step.
+class StepSum(nnx.Variable):
+    """Integers added up over the devices and micro-batches of a step.
 
-    Outside of a step, each call is one with one device and micro-batch.
-
-    Args:
-      so_far: model state for the sums of earlier micro-batches, in the shape of ``x``;
-        it is zero between steps.
-      x: this device's integers, of this micro-batch.
-
-    Returns:
-      The sum so far, and whether it is that of the whole step.
+    The value is what earlier micro-batches of the step have added; it is zero between
+    steps. Outside of a step, each call is one with one device and micro-batch.
     """
-    axes, (index, number) = manual_axes(), _microbatch.get()
-    before = so_far.get_value()
-    x = x.astype(before.dtype)
-    total = before + (lax.psum(x, axes) if axes else x)
-    last = index == number - 1
-    so_far.set_value(jnp.where(last, 0, total))
-    return total, last
+
+    def add(self, x: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
+        """Adds this device's integers, in the shape of the value.
+
+        Returns:
+          The sum so far, and whether it is that of the whole step.
+        """
+        axes, (index, number) = manual_axes(), _microbatch.get()
+        before = self.get_value()
+        x = x.astype(before.dtype)
+        total = before + (lax.psum(x, axes) if axes else x)
+        last = index == number - 1
+        self.set_value(jnp.where(last, 0, total))
+        return total, last

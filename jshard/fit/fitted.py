@@ -13,8 +13,14 @@ from jshard.config.shared_keys import FIT, FITTED
 from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.fit.device_memory import compiled_bytes, usable_bytes
-from jshard.fit.memory_choice import Candidate, Traced, fit, is_open
-from jshard.fsdp.mesh import groups_of_examples, hosts_of, mesh_text, stages_of
+from jshard.fit.memory_choice import (
+    Candidate,
+    Traced,
+    check_stages,
+    fit,
+    is_open,
+)
+from jshard.fsdp.mesh import groups_of_examples, hosts_of, mesh_text
 from jshard.plan.start_up import network_axes
 from jshard.recipe.build import Job, abstract_batch, make_job
 from jshard.recipe.definition import Recipe
@@ -57,11 +63,7 @@ def make_fitted_job(
     """
     if not is_open(config):
         return make_job(recipe, config, mesh), ""
-    if stages_of(mesh) > 1:
-        raise UserError(
-            f"mesh: pipe={stages_of(mesh)}: {FIT} does not know the memory of a "
-            "pipeline's stages yet; give policy.remat and policy.accumulate"
-        )
+    check_stages(config, mesh)
     kept = _choice_of_run(workdir, config, mesh) if peers.index == 0 else None
     kept = json.loads(peers.publish("fit", json.dumps(kept)))
     if kept is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh
 
 from jshard.cli.formatting import format_bytes
 from jshard.config.run_config import Config, flatten
@@ -18,6 +19,7 @@ from jshard.config.shared_keys import FIT, FITTED
 from jshard.errors import UserError
 from jshard.fit.device_memory import step_bytes
 from jshard.fit.hardware import GPUS, overlapped
+from jshard.fsdp.mesh import stages_of
 from jshard.layout.capacity import state_bytes
 from jshard.plan.start_up import product_flops, traffic
 
@@ -95,6 +97,19 @@ class Fit(Generic[T]):
 def is_open(config: Config) -> bool:
     """Returns whether a config leaves something to be chosen here."""
     return any(flatten(config)[key] == FIT for key in FITTED)
+
+
+def check_stages(config: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raises UserError for a pipeline with something to be chosen.
+
+    Its micro-batches decide the bubble, too, which this order of candidates ignores.
+    """
+    if is_open(config) and (number := stages_of(mesh)) > 1:
+        keys = [f"--config.{key}" for key in FITTED if flatten(config)[key] == FIT]
+        raise UserError(
+            f"mesh: pipe={number}: {' and '.join(keys)} cannot be {FIT!r} with stages; "
+            "give values, e.g. those that jshard.plan --search=mesh.pipe finds"
+        )
 
 
 def fit(

@@ -238,10 +238,13 @@ def warn_of_own_dtypes(state: TrainState, layout: Layout) -> None:
 def _check_splits_sequences(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if a mesh splits sequences and the model does not say it can."""
     axes = devices_of_a_sequence(mesh)
-    if axes and not getattr(model, "splits_sequences", False):
+    says, name = getattr(model, "splits_sequences", False), type(model).__name__
+    if axes and isinstance(says, str):  # why not
+        raise UserError(f"mesh: {named_sizes(axes)} is not for {name}: {says}")
+    if axes and not says:
         raise UserError(
-            f"mesh: {named_sizes(axes)}, but {type(model).__name__} does not say that "
-            "its sequences may be split: take positions from jshard.nn.positions, "
+            f"mesh: {named_sizes(axes)}, but {name} does not say that its "
+            "sequences may be split: take positions from jshard.nn.positions, "
             "attend with jshard.nn.dot_product_attention, and set splits_sequences = "
             "True on the class (docs/how_to/long_sequences.md)"
         )

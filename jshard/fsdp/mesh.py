@@ -199,13 +199,6 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
             f"mesh: axes {mesh.axis_names} lack {missing}; make one with "
             "jshard.make_mesh, or add an axis of size 1"
         )
-    inner = {EXPERT, CONTEXT, TENSOR}
-    others = {axis: n for axis, n in mesh.shape.items() if axis in inner and n > 1}
-    if others and stages_of(mesh) > 1:
-        raise UserError(
-            f"mesh: pipe={stages_of(mesh)} does not go with {named_sizes(others)} yet; "
-            "use a mesh of replica, pipe and fsdp"
-        )
     return mesh
 
 

@@ -180,6 +180,14 @@ class Policy(UnitPolicy):
         "micro-batch updates the running statistics.",
     )
 
+    stages_per_device: int = knob(
+        1,
+        "stages that each device of a pipeline has: it is idle less, and sends more",
+        at_least=1,
+        noun="a number of stages",
+        more="They are interleaved. mesh.pipe must divide ``accumulate``.",
+    )
+
     defer_scatter: bool = knob(
         False,
         "gather weights and scatter gradients once a step, not for each micro-batch",

@@ -17,6 +17,8 @@ EXCHANGE_TOKENS = "exchange of tokens"
 # What exceeds the first round, and from which multiple of an even share, in which
 # steps: "further rounds from 1.25 by 0.5". Only plans with --imbalance count it.
 FURTHER_ROUNDS = "further rounds"
-# The switch of a pipeline: how many micro-batches in how many ticks of its loop.
-SCHEDULE = "{} micro-batches in {} ticks"
+# The switch of a pipeline: micro-batches, stages of a device, ticks of its loop.
+SCHEDULE = "{} micro-batches of {} stages in {} ticks"
+# Its conditionals of what one stage alone does, before and after the layers.
+FIRST_STAGE, LAST_STAGE = "first stage", "last stage"
 STAGES = "stages"  # what moves parameters and gradients between rest and stages

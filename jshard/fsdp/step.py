@@ -196,11 +196,10 @@ def train(
     policy, shards = layout.policy, arrays.params
     at_rest = layout
     if stages_of(layout.mesh) > 1:
-        stages = divide(arrays, layout.mesh)
+        stages = divide(arrays, layout.mesh, policy)
         arrays, batch, layout = to_stages(arrays, batch, layout, stages)
-    places = layout.places_of(arrays.params)
-    if policy.defer_scatter:
-        arrays, layout = _gather_all(arrays, layout), layout.gathered()
+    sharded = layout
+    arrays, layout = _gather_once(arrays, layout), layout.gathered()
 
     def run(params, frozen, state, batch, index=0):
         folded = fold_streams(state, index)
@@ -230,8 +229,7 @@ def train(
             grads, loss, metrics, after = pipelined(traced, shapes, *rest)
         else:
             grads, loss, metrics, after = accumulate(forward, shapes[:2], *rest)
-    if policy.defer_scatter:
-        grads = jax.tree.map(scatter, grads, places)
+    grads = _scatter_once(grads, sharded)
     if layout.stages:
         grads = from_stages(grads, at_rest, layout.stages)
     places = at_rest.places_of(shards)
@@ -280,12 +278,27 @@ def predict(
     return replay(traced, shapes)(*arrays, batch)
 
 
-def _gather_all(arrays: ModelArrays, layout: Layout) -> ModelArrays:
-    """Returns full parameters in place of shards, for ``defer_scatter``."""
-    params, frozen = (
-        jax.tree.map(all_gather, part, layout.places_of(part)) for part in arrays[:2]
-    )
+def _gather_once(arrays: ModelArrays, layout: Layout) -> ModelArrays:
+    """Returns full parameters in place of shards, of those gathered once a step."""
+
+    def full(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        if not layout.gathered_once(path):
+            return variable
+        return variable.copy(all_gather(variable.get_value(), layout.places[path]))
+
+    params, frozen = (nnx.map_state(full, part) for part in arrays[:2])
     return ModelArrays(params, frozen, arrays.model_state)
+
+
+def _scatter_once(grads: nnx.State, layout: Layout) -> nnx.State:
+    """Returns shards of the gradients of what ``_gather_once`` has gathered."""
+
+    def shard(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        if not layout.gathered_once(path):
+            return variable
+        return variable.copy(scatter(variable.get_value(), layout.places[path]))
+
+    return nnx.map_state(shard, grads)
 
 
 def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:

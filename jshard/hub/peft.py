@@ -23,7 +23,7 @@ from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
-from jshard.hub.online.names import parse
+from jshard.hub.online.names import Name, parse
 from jshard.hub.tensor_names import Layers, tensor_names
 from jshard.layout.padding import shape_of_layer
 from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A, B
@@ -224,6 +224,25 @@ def check_adapters(
     """Raises what ``read_adapters`` would raise; the state may be abstract."""
     wanted = _adapters(state)
     _check(path, _load(path), wanted, places(_tensor_names(wanted), base))
+
+
+def check_base(path: Path, base: Name | None) -> None:
+    """Raises UserError if a folder's adapters are for another model on the Hub.
+
+    Args:
+      path: The folder, which ``check_adapters`` has checked.
+      base: The name of the run's model, if it has one. Those of folders may change.
+    """
+    said = read_json(path / CONFIG).get("base_model_name_or_path")
+    theirs = parse(said) if isinstance(said, str) and said else None
+    if base is None or theirs is None:
+        return
+    if theirs.repository.lower() != base.repository.lower():
+        raise UserError(
+            f"{path} holds adapters for {theirs.repository}, and checkpoint.restore is "
+            f"{base.repository}: give {theirs.repository}, or if both are the same "
+            f"model, change base_model_name_or_path in {CONFIG}"
+        )
 
 
 def _adapters(state: TrainState) -> dict[str, tuple[nnx.Variable, Layers]]:

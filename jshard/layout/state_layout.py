@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import UserError
 from jshard.four_bit.base import four_bit_of
-from jshard.fsdp.mesh import axes_of, names_of, shard_axes
+from jshard.fsdp.mesh import axes_of, names_of, shard_axes, stages_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision, is_float, is_quantized
 from jshard.fsdp.state import ModelArrays, TrainState
@@ -181,8 +181,15 @@ class Layout:
         }
         return dataclasses.replace(self, places=places)
 
+    def gathered_once(self, path: Path) -> bool:
+        """Returns whether a step gathers a parameter once, for all micro-batches."""
+        if self.stages is None or not self.stages.has(path):
+            return self.policy.defer_scatter
+        reshard = self.policy.unit(self.stages.path).reshard_after_forward
+        return self.policy.defer_scatter or reshard is False
+
     def gathered(self) -> Self:
-        """Returns the layout of a device's parameters after they are gathered."""
+        """Returns the layout of a step, in which some parameters are gathered."""
         gathered = {
             path: Placement(
                 None,
@@ -193,6 +200,8 @@ class Layout:
                 splits=place.splits,
                 on_rank_zero=place.on_rank_zero,
             )
+            if self.gathered_once(path)
+            else place
             for path, place in self.places.items()
         }
         return dataclasses.replace(self, places=gathered)
@@ -254,6 +263,7 @@ def _places(
         # A replicated parameter's gradient is summed once, at the end of the step, and
         # so is what micro-batches add up.
         once = dim is None or policy.accumulate > 1 or policy.defer_scatter
+        once = once or stages_of(mesh) > 1
         places[path] = Placement(
             dim,
             padding and (padding.dim, padding.shape[padding.dim]),

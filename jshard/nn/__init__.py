@@ -1,17 +1,18 @@
 """What a model imports: attention, losses, LoRA, and splits over "tensor"."""
 
-from jshard.collectives.microbatch import step_sum
+from jshard.collectives.microbatch import StepSum
 from jshard.float8.products import matmul
 from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
 from jshard.nn.lora import add_lora
-from jshard.parallel.context import positions
+from jshard.parallel.context import positions, whole_sequences
 from jshard.parallel.splits import Split
 from jshard.parallel.tensor import tensor_parallel
 
 __all__ = [
     "Split",
+    "StepSum",
     "adapters_off",
     "add_lora",
     "cross_entropy",
@@ -19,7 +20,7 @@ __all__ = [
     "kernel_of",
     "matmul",
     "positions",
-    "step_sum",
     "tensor_parallel",
     "token_log_probs",
+    "whole_sequences",
 ]

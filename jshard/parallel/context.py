@@ -34,6 +34,16 @@ def positions(length: int, dtype: Any = None) -> jax.Array:
     return (lax.axis_index(sequence_axes()) * length).astype(local_T.dtype) + local_T
 
 
+def whole_sequences(x_BTD: jax.Array) -> jax.Array:
+    """Returns the tokens of all devices that share this device's sequences, (B, S, D).
+
+    This is ``x_BTD`` itself unless the step splits sequences.
+    """
+    if context_size() == 1:
+        return x_BTD
+    return lax.all_gather(x_BTD, sequence_axes(), axis=1, tiled=True)
+
+
 def on_whole_sequences(
     attend: Callable[..., jax.Array],
     q_BTNH: jax.Array,

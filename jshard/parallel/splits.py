@@ -119,8 +119,11 @@ def find_splits(
             found[at] = parts._replace(splits=(*parts.splits, (dim, axis)))
     split = {axis for parts in found.values() for _, axis in parts.splits}
     for axis in sorted(axes - split):
+        name, why = type(model).__name__, getattr(model, "splits_sequences", True)
+        if axis == TENSOR and isinstance(why, str):
+            raise UserError(f"mesh: {axis}={mesh.shape[axis]} is not for {name}: {why}")
         raise UserError(
-            f"mesh: {axis}={mesh.shape[axis]}, but {type(model).__name__} declares "
+            f"mesh: {axis}={mesh.shape[axis]}, but {name} declares "
             f"nothing that this axis splits: {_HOW[axis]}"
         )
     return found

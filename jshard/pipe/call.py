@@ -29,11 +29,13 @@ from jshard.compat.jaxprs import (
 from jshard.errors import UserError
 from jshard.fsdp.mesh import PIPE, on_gpus
 from jshard.fsdp.policy import UnitPolicy
+from jshard.fsdp.scopes import LAYERS as LAYERS_SCOPE
 from jshard.layout.placement import Placement
+from jshard.pipe.schedule import parts_of
 from jshard.pipe.stages import Stages
 from jshard.unit import pipeline, stack
 from jshard.unit.dataflow import dependencies, union
-from jshard.unit.layers import How, Segment
+from jshard.unit.layers import How, Segment, put_layer
 from jshard.unit.linearize import Inputs, abstract, select, trace_layer
 from jshard.unit.unit import gather, weight_types
 
@@ -44,8 +46,13 @@ NO_YS = (None, [], ())  # of a layer: aux, changes, and what is static of these
 class Call:
     """A stage's layers, as verbs.
 
+    Layers pass on their output, and with it the aux of all layers, (L, ...): each fills
+    in its own row.
+
     Attributes:
       segments: the layers whose backward takes a tick each, the last in the end.
+      rows: of a stage, of those of all stages of a device.
+      chunks: the stages of a device.
       how: placements, and whether weights are gathered again.
       prefetch: whether a layer's collectives run beside its neighbours.
       carry: what one layer passes to the next, abstract.
@@ -53,10 +60,23 @@ class Call:
     """
 
     segments: list[Segment]
+    rows: int
+    chunks: int
     how: How
     prefetch: bool
     carry: Any
     structure: Any
+
+    def of_chunk(self, chunk: Any, stacked: Inputs) -> Inputs:
+        """Returns the inputs of a stage's layers, of those of a device."""
+
+        def rows(x: jax.Array) -> jax.Array:
+            if x.shape[0] == self.rows:
+                return x
+            return lax.dynamic_slice_in_dim(x, chunk * self.rows, self.rows)
+
+        weights, xs = jax.tree.map(rows, (stacked.weights, stacked.xs))
+        return stacked._replace(weights=weights, xs=xs)
 
     def forward(self, stacked: Inputs, consts: list) -> tuple[Any, Any]:
         """Returns the carry after the last layer, and what the backward needs."""
@@ -66,6 +86,7 @@ class Call:
             return carry, [(*needed, None) for *needed, _ in saved[3]]
         return carry, saved[3]
 
+    @jax.named_scope(LAYERS_SCOPE)
     def backward(
         self, part: int, stacked: Inputs, consts: list, needed: Any, carry_ct: Any
     ) -> Inputs:
@@ -120,31 +141,32 @@ def leave_open(
     layers' state, are those of all layers, (L, ...).
 
     Raises:
-      UserError: the layers return aux, or change their state by what they compute.
+      UserError: the layers return much aux, or change their state by what they compute.
     """
     shards, places, xs = list(shards), list(places), list(xs)
     used = jnp.asarray(stages.used())[lax.axis_index(PIPE)]
     rows = jnp.asarray(stages.rows())[lax.axis_index(PIPE)]
     of_stage = [x[rows] if x.shape[0] == stages.layers else x for x in xs]
-    of_stage.append(used)
+    of_stage += [used, rows]
 
     def outputs(weights, xs, carry, args):
-        *xs, used = xs
-        (after, aux), *_ = fn(weights, xs, carry, args)
-        if jax.tree.leaves(aux):
-            raise UserError(
-                f"mesh: pipe: layers of {stages.name!r} return aux beside their output "
-                "(a balance loss of experts, say), which would have to cross stages; "
-                "leave it out, or leave pipe out of the mesh"
-            )
-        stack.check_carry(carry, after)
+        *xs, used, row = xs
+        before, of_layers = carry
+        (after, aux), *_ = fn(weights, xs, before, args)
+        stack.check_carry(before, after)
+        passed_on = after, put_layer(of_layers, aux, row)
         if all(count == stages.longest for count in stages.counts()):
-            return (after, None), [], ()
-        kept = jax.tree.map(lambda new, old: jnp.where(used, new, old), after, carry)
+            return (passed_on, None), [], ()
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(used, new, old), passed_on, carry
+        )
         return (kept, None), [], ()
 
     of_layer, of_xs = abstract((shards, of_stage), layer=True)
-    weights, first, shared = abstract((weight_types(of_layer, places), carry, [*args]))
+    weights, shared = abstract((weight_types(of_layer, places), [*args]))
+    changes = _changes(fn, weights, xs, carry, args, stages)
+    carry = carry, _no_aux(fn, weights, xs, carry, args, stages)
+    first = abstract(carry)
     traced = trace_layer(outputs, Inputs(weights, of_xs, first, shared), places)
     _, program, ((after, _), *_) = traced
     prefetch = on_gpus() if policy.prefetch is None else policy.prefetch
@@ -155,26 +177,44 @@ def leave_open(
     consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
     stacked = Inputs(shards, of_stage, carry, [*args, *program.consts])
     operands, structure = jax.tree.flatten((stacked, consts))
-    how = places, policy.reshard_after_forward
-    call = Call(segments, how, prefetch, after, structure)
-    changes = _changes(fn, weights, xs, carry, args, stages)
+    sizes = stages.longest, stages.per_device
+    how = places, True  # weights are no residuals, not of each micro-batch
+    call = Call(segments, *sizes, how, prefetch, after, structure)
 
     def run() -> tuple[Any, Any, list[jax.Array]]:
         found = LAYERS.bind(*operands, layer=program, call=call)
-        after = jax.tree.unflatten(jax.tree.structure(carry), found)
-        return after, (None, *changes), gather(list(beside[0]), list(beside[1]))
+        after, aux = jax.tree.unflatten(jax.tree.structure(carry), found)
+        return after, (aux, *changes), gather(list(beside[0]), list(beside[1]))
 
     return run
 
 
 def _parts(policy: UnitPolicy, stages: Stages) -> list[tuple[int, int]]:
-    """Returns (start, stop) of the layers whose backward takes as long as a forward.
-
-    A layer's backward takes about two forwards, and one more that it computes again.
-    """
-    number = min(3 if policy.remat == "full" else 2, stages.longest)
+    """Returns (start, stop) of the layers whose backward takes as long as a forward."""
+    number = parts_of(policy.remat, stages.longest)
     ends = [round(i * stages.longest / number) for i in range(number + 1)]
     return list(itertools.pairwise(ends))
+
+
+def _no_aux(
+    fn: Callable, weights: Any, xs: list, carry: Any, args: Any, stages: Stages
+) -> Any:
+    """Returns zeros for the aux of all layers, (L, ...).
+
+    Raises:
+      UserError: it is larger than the output of a layer, with which it is sent.
+    """
+    inputs = Inputs(weights, abstract(xs, layer=True), *abstract((carry, list(args))))
+    (_, aux), *_ = jax.eval_shape(fn, *inputs)
+    aux = jax.tree.map(lambda x: jnp.zeros((stages.layers, *x.shape), x.dtype), aux)
+    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (aux, carry)]
+    if sizes[0] > sizes[1]:
+        raise UserError(
+            f"mesh: pipe: the aux of all layers of {stages.name!r} crosses stages with "
+            f"each micro-batch, and has {sizes[0]:,} values beside the {sizes[1]:,} of "
+            "a layer's output; return less (a sum), or leave pipe out of the mesh"
+        )
+    return aux
 
 
 def _changes(

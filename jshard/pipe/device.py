@@ -2,9 +2,10 @@
 
 In each tick a device does what the schedule says of its stage, and then passes on what
 it has made: activations to the next stage, their gradients to the one before. All else
-stays in the stage. A branch has collectives, but only among the devices of one stage,
-which all take it. What is outside of the Stack runs with the first stage's forward (all
-before the layers) and with the last one's backward (the loss, both its passes).
+stays there. A branch has collectives, but only among the devices of one place along
+"pipe", which all take it. What is outside of the Stack runs with the first stage's
+forward (all before the layers) and with the last one's backward (the loss, both its
+passes).
 """
 
 import functools
@@ -20,10 +21,10 @@ from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.accumulate import first_of
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.precision import is_float
-from jshard.fsdp.scopes import SCHEDULE
+from jshard.fsdp.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.nn.loss import Mean
 from jshard.pipe.call import Split
-from jshard.pipe.schedule import FORWARD, Schedule, one_forward_one_backward
+from jshard.pipe.schedule import FORWARD, NONE, Schedule, one_forward_one_backward
 from jshard.unit.layers import layer_of, put_layer
 from jshard.unit.linearize import Inputs, differentiable, merge, select
 
@@ -50,8 +51,17 @@ class Held(NamedTuple):
     means: tuple[list[Mean], dict[str, Mean]]
 
 
+class Now(NamedTuple):
+    """With what a device does something in a tick, scalars as ``Schedule`` has them."""
+
+    micro: jax.Array
+    chunk: jax.Array
+    takes: jax.Array
+    keeps: jax.Array
+
+
 class Stage:
-    """What a device of a stage does with a micro-batch.
+    """What a device of a pipeline does with a micro-batch, in one of its stages.
 
     Inputs of the split programs are the leaves of parameters, frozen ones, state, batch
     and index; operands are numbered as the call has them.
@@ -67,7 +77,7 @@ class Stage:
     ):
         self.call, self.split, self.seeds = split.call, split, seeds
         self.params, self.arrays = list(params), (list(params), list(frozen))
-        self.index, self.last = lax.axis_index(PIPE), lax.axis_size(PIPE) - 1
+        self.index, self.devices = lax.axis_index(PIPE), lax.axis_size(PIPE)
         self.shapes, numbers = shapes[:2], range(len(split.operands))
         self.numbers, _ = jax.tree.unflatten(self.call.structure, numbers)
         first = jax.tree.leaves(self.numbers.carry)
@@ -93,7 +103,8 @@ class Stage:
         those in which gradients are added up.
         """
         parts, (number,) = len(self.call.segments), micro[-1].shape
-        plan = one_forward_one_backward(self.last + 1, number, parts)
+        chunks = self.call.chunks
+        plan = one_forward_one_backward(self.devices, number, parts, chunks)
         held, residuals = self._empty(micro, plan, dtypes)
 
         def none() -> Any:
@@ -107,10 +118,11 @@ class Stage:
             self._forward,
             *(functools.partial(backward, part) for part in range(parts)),
         ]
-        scope = SCHEDULE.format(number, len(plan.does))
-        rows = jnp.asarray(plan.rows(parts))  # (ticks, 4, stages)
-        ahead = [(i, i + 1) for i in range(self.last)]
-        back = [(i + 1, i) for i in range(self.last)]
+        scope = SCHEDULE.format(number, chunks, len(plan.does))
+        rows = jnp.asarray(plan.rows())  # (ticks, 7, devices)
+        neighbours = range(self.devices if chunks > 1 else self.devices - 1)
+        ahead = [(i, (i + 1) % self.devices) for i in neighbours]
+        back = [(to, i) for i, to in ahead]
 
         def send(tree: Any, way: list[tuple[int, int]]) -> Any:
             return jax.tree.map(lambda x: lax.ppermute(x, PIPE, way), tree)
@@ -119,12 +131,13 @@ class Stage:
             held, residuals = state
             # Otherwise XLA could gather weights once, ahead of the loop, and keep them.
             fixed, row = lax.optimization_barrier((self.arrays, row))
-            does, i, arriving, returning = row[:, self.index]
-            inputs = fixed, layer_of(micro, i)
+            does, *now, arriving, returning = row[:, self.index]
+            now = Now(*now)
+            inputs = fixed, layer_of(micro, now.micro)
             with jax.named_scope(scope):
-                held, needed = lax.switch(does, branches, held, inputs, i, residuals)
+                held, needed = lax.switch(does, branches, held, inputs, now, residuals)
             # Not in the branch: XLA would copy what all branches return.
-            kept = _put(residuals, needed, jnp.where(does == FORWARD, i, -1))
+            kept = _put(residuals, needed, jnp.where(does == FORWARD, now.keeps, NONE))
             arrived = send(held.output, ahead), send(held.carry_ct, back)
             held = held._replace(
                 inputs=_put(held.inputs, arrived[0], arriving),
@@ -147,8 +160,8 @@ class Stage:
             return jax.tree.map(lambda x: jnp.zeros((*number, *x.shape), x.dtype), tree)
 
         carry, inputs = self.call.carry, (self.arrays, first_of(micro))
-        run = lambda inputs, carry: self.call.forward(*self._operands(inputs, carry))
-        _, residuals = jax.eval_shape(run, inputs, zeros(carry))
+        run = lambda *state: self.call.forward(*self._operands(*state))
+        _, residuals = jax.eval_shape(run, inputs, zeros(carry), 0)
         loss, metrics = self.shapes
         held = Held(
             zeros(carry, plan.waiting),
@@ -169,46 +182,55 @@ class Stage:
             params[i] = x
         return [*params, *fixed, *jax.tree.leaves(micro)]
 
-    def _operands(self, inputs: Any, carry: Any) -> tuple[Inputs, list]:
-        """Returns the operands of the call, with this input of the stage."""
+    def _operands(self, inputs: Any, carry: Any, chunk: Any) -> tuple[Inputs, list]:
+        """Returns the operands of a stage's call, with this input."""
         numbers = [*self.others, *jax.tree.leaves(self.numbers.carry)]
         values = [*self.to_others(*self._leaves(inputs)), *jax.tree.leaves(carry)]
         found = dict(zip(numbers, values, strict=True))
         leaves = [found[i] for i in range(len(numbers))]
-        return jax.tree.unflatten(self.call.structure, leaves)
+        stacked, consts = jax.tree.unflatten(self.call.structure, leaves)
+        return self.call.of_chunk(chunk, stacked), consts
 
-    def _forward(
-        self, held: Held, inputs: Any, micro: jax.Array, _: Any
-    ) -> tuple[Held, Any]:
+    def _is_first(self, now: Now) -> jax.Array:
+        return (self.index == 0) & (now.chunk == 0)
+
+    def _is_last(self, now: Now) -> jax.Array:
+        last = self.index == self.devices - 1
+        return last & (now.chunk == self.call.chunks - 1)
+
+    def _forward(self, held: Held, inputs: Any, now: Now, _: Any) -> tuple[Held, Any]:
         """Runs the stage's layers; also returns what their backward needs."""
         like = jax.tree.structure(self.call.carry)
-        carry = lax.cond(
-            self.index == 0,
-            lambda: jax.tree.unflatten(like, self.to_first(*self._leaves(inputs))),
-            lambda: _take(held.inputs, micro),
-        )
-        output, needed = self.call.forward(*self._operands(inputs, carry))
+        with jax.named_scope(FIRST_STAGE):
+            carry = lax.cond(
+                self._is_first(now),
+                lambda: jax.tree.unflatten(like, self.to_first(*self._leaves(inputs))),
+                lambda: _take(held.inputs, now.takes),
+            )
+        output, needed = self.call.forward(*self._operands(inputs, carry, now.chunk))
         return held._replace(output=output), needed
 
     def _backward(
-        self, part: int, held: Held, inputs: Any, micro: jax.Array, residuals: Any
+        self, part: int, held: Held, inputs: Any, now: Now, residuals: Any
     ) -> Held:
         """Runs a part of their backward, which begins with the last layers."""
         # XLA would copy what a branch takes and returns unchanged.
         if part == 0:
             own = self._own(held.grads)
-            carry_ct, own, means = lax.cond(
-                self.index == self.last,
-                lambda: self._loss(held, own, inputs),
-                lambda: (_take(held.cotangents, micro), own, held.means),
-            )
+            with jax.named_scope(LAST_STAGE):
+                carry_ct, own, means = lax.cond(
+                    self._is_last(now),
+                    lambda: self._loss(held, own, inputs),
+                    lambda: (_take(held.cotangents, now.takes), own, held.means),
+                )
             grads = self._with(held.grads, own)
             held = held._replace(carry_ct=carry_ct, grads=grads, means=means)
         segment = len(self.call.segments) - 1 - part
-        stacked, consts = self._operands(inputs, held.output)
-        needed = _take(residuals, micro)
+        stacked, consts = self._operands(inputs, held.output, now.chunk)
+        needed = _take(residuals, now.keeps)
         found = self.call.backward(segment, stacked, consts, needed, held.carry_ct)
-        grads, (start, stop, *_) = list(held.grads), self.call.segments[segment]
+        grads, (start, *_) = list(held.grads), self.call.segments[segment]
+        start += now.chunk * self.call.rows
         for number, grad in zip(
             jax.tree.leaves(self.numbers[:2]),
             jax.tree.leaves(found[:2], is_leaf=lambda x: x is None),
@@ -216,7 +238,7 @@ class Stage:
         ):
             i = self.split.operands[number]
             if grad is not None and i is not None and i < len(grads):
-                grads[i] = grads[i].at[start:stop].add(grad.astype(grads[i].dtype))
+                grads[i] = _add_rows(grads[i], grad, start)
         of_args = dict(zip(self.numbers.args, found.args, strict=True))
         args_ct = [x + of_args[i] for i, x in zip(self.args, held.args_ct, strict=True)]
         held = held._replace(grads=grads, carry_ct=found.carry, args_ct=args_ct)
@@ -225,11 +247,12 @@ class Stage:
         moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
         to_first = lambda *x: itertools.compress(self.to_first(*x), moves)
         carry_ct, own = jax.tree.leaves(held.carry_ct), self._own(held.grads)
-        own = lax.cond(
-            self.index == 0,
-            lambda: self._pull(to_first, own, inputs, carry_ct),
-            lambda: own,
-        )
+        with jax.named_scope(FIRST_STAGE):
+            own = lax.cond(
+                self._is_first(now),
+                lambda: self._pull(to_first, own, inputs, carry_ct),
+                lambda: own,
+            )
         if self.args:
             own = self._pull(self.to_args, own, inputs, held.args_ct)
         return held._replace(
@@ -280,21 +303,26 @@ def _add(sums: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Arra
     return [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
 
 
+def _add_rows(sums: jax.Array, grads: jax.Array, start: Any) -> jax.Array:
+    own = lax.dynamic_slice_in_dim(sums, start, len(grads)) + grads.astype(sums.dtype)
+    return lax.dynamic_update_slice_in_dim(sums, own, start, 0)
+
+
 def pick(values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     """Returns some of a list's values."""
     return [values[i] for i in wanted]
 
 
-def _take(slots: Any, micro: jax.Array) -> Any:
-    """Returns what a micro-batch has left in its slot, of (slots, ...) each."""
-    return jax.tree.map(lambda x: layer_of(x, micro % len(x)), slots)
+def _take(slots: Any, slot: jax.Array) -> Any:
+    """Returns what is in a slot, of (slots, ...) each; if there is none, of any."""
+    return layer_of(slots, jnp.maximum(slot, 0))
 
 
-def _put(slots: Any, values: Any, micro: jax.Array) -> Any:
-    """Returns slots with the values of a micro-batch; as they are if it is -1."""
+def _put(slots: Any, values: Any, slot: jax.Array) -> Any:
+    """Returns slots with these values in one; as they are if it is ``NONE``."""
+    some = jnp.maximum(slot, 0)
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        slot = jnp.maximum(micro, 0) % len(x)
-        return put_layer(x, jnp.where(micro < 0, layer_of(x, slot), new), slot)
+        return put_layer(x, jnp.where(slot < 0, layer_of(x, some), new), some)
 
     return jax.tree.map(put, slots, values)

@@ -34,10 +34,7 @@ def to_stages(
 
     params, frozen = (nnx.map_state(move, part) for part in arrays[:2])
     batch = jax.tree.map(_gather_examples, batch)
-    places = {
-        path: dataclasses.replace(place, parts=stages.number, sum_at="step")
-        for path, place in layout.places.items()
-    }
+    places = {path: _in_stage(place, stages) for path, place in layout.places.items()}
     layout = dataclasses.replace(layout, places=places, stages=stages)
     return ModelArrays(params, frozen, arrays.model_state), batch, layout
 
@@ -51,6 +48,11 @@ def from_stages(grads: nnx.State, layout: Layout, stages: Stages) -> nnx.State:
         return variable.copy(_from_stage(grad, place, stages, stages.has(path)))
 
     return nnx.map_state(move, grads)
+
+
+def _in_stage(place: Placement, stages: Stages) -> Placement:
+    over = place.over and tuple(axis for axis in place.over if axis != PIPE)
+    return dataclasses.replace(place, over=over, parts=stages.devices, sum_at="step")
 
 
 def _to_stage(

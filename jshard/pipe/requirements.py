@@ -8,7 +8,7 @@ from jshard.fsdp.mesh import stages_of
 from jshard.fsdp.policy import Offload, Policy
 from jshard.fsdp.precision import is_quantized
 from jshard.fsdp.state import ModelArrays
-from jshard.pipe.schedule import bubble
+from jshard.pipe.schedule import bubble, check_micro_batches
 from jshard.pipe.stages import divide
 
 BUSY = 2 / 3  # a pipeline whose stages are busy for less of a step is a warning
@@ -18,14 +18,15 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
     """Raises UserError for what pipelines do not do, and warns of a large bubble."""
     if (number := stages_of(mesh)) == 1:
         return
-    stages = divide(arrays, mesh)
+    stages = divide(arrays, mesh, policy)
+    check_micro_batches(number, policy.accumulate, policy.stages_per_device)
     own = policy.unit(stages.path)
     precisions = policy.everywhere("precision").values()
     refused = {
         f"reshard_after_forward={own.reshard_after_forward}": (
-            own.reshard_after_forward is not True and not policy.defer_scatter,
-            "a stage gathers its weights for each micro-batch (True), or once a step "
-            "and keeps them (policy.defer_scatter)",
+            not isinstance(own.reshard_after_forward, bool),
+            "a device gathers its weights for each micro-batch (True), or once a step "
+            "and keeps them (False)",
         ),
         f"first_k={own.first_k}": (
             own.first_k is not None,
@@ -55,11 +56,11 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
     for name, (wrong, why) in refused.items():
         if wrong:
             raise UserError(f"mesh: pipe={number}: policy.{name}: {why}")
-    idle = bubble(number, policy.accumulate)
+    idle = bubble(number, policy.accumulate, policy.stages_per_device)
     if 1 - idle < BUSY:
-        least = 2 * (number - 1)
+        least = -(-2 * (number - 1) // policy.stages_per_device)
         warnings.warn(
-            f"mesh: pipe={number}: with policy.accumulate={policy.accumulate} a stage "
+            f"mesh: pipe={number}: with policy.accumulate={policy.accumulate} a device "
             f"is idle for {idle:.0%} of a step (the bubble); with {least}, for 33%",
             stacklevel=5,  # the caller of FSDP.init
         )

@@ -1,80 +1,190 @@
-"""One forward, one backward: what each stage of a pipeline does in each tick.
+"""Interleaved 1F1B: what each device of a pipeline does in each tick.
 
-A device holds the activations of at most as many micro-batches as there are stages from
-its own to the last. A tick is as long as a stage's forward: a backward, which takes
-about two or three times as long, is divided by layers into as many ticks. With ticks of
-one length no stage waits for another's longer one, and p stages are idle for p - 1 of
-m + p - 1 micro-batches, as in PipeDream-Flush (Narayanan et al. 2021, section 2.2).
+Each of p devices has v stages, its chunks: stage k is chunk k // p of device k % p.
+With one, this is plain 1F1B. A tick is as long as a stage's forward: a backward, which
+takes about two or three times as long, is divided by layers into as many ticks. With
+ticks of one length no device waits for another's longer one, and it is idle for p - 1
+of m v + p - 1 forwards and backwards of a stage (Narayanan et al. 2021, section 2.2).
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
+from jshard.errors import UserError
+
 IDLE, FORWARD, BACKWARD = 0, 1, 2  # the first part of a backward; others follow
+NONE = -1  # no slot
 
 
 class Schedule(NamedTuple):
-    """What happens when.
+    """What happens when, (ticks, devices) each.
+
+    A slot is a place in a device's memory for what belongs to a chunk and a
+    micro-batch, from when it arrives until it is used.
 
     Attributes:
-      does: IDLE, FORWARD, or BACKWARD + part, (ticks, stages).
-      micro: with which micro-batch, (ticks, stages).
-      activations: the number of micro-batches whose activations a stage may hold.
-      waiting: the number that may wait for a stage's forward, or for its backward.
+      does: IDLE, FORWARD, or BACKWARD + part.
+      micro: with which micro-batch.
+      chunk: with which of the device's stages.
+      takes: the slot of what a forward, or the first part of a backward, has been sent.
+      keeps: the slot of what a backward needs of its forward.
+      arriving: the slot of what comes from the stage before at the end of the tick.
+      returning: the slot of what comes from the next stage at the end of the tick.
+      activations: the number of slots for what backwards need.
+      waiting: the number of slots for what is sent, in either direction.
     """
 
     does: np.ndarray
     micro: np.ndarray
+    chunk: np.ndarray
+    takes: np.ndarray
+    keeps: np.ndarray
+    arriving: np.ndarray
+    returning: np.ndarray
     activations: int
     waiting: int
 
-    def rows(self, parts: int) -> np.ndarray:
-        """Returns what each stage does in each tick, and what it then receives.
-
-        (ticks, 4, stages): what it does and with which micro-batch; the micro-batch
-        whose activations arrive from the stage before, and that whose gradient comes
-        from the next one, or -1.
-        """
-        made = np.where(self.does == FORWARD, self.micro, -1)
-        ended = np.where(self.does == BACKWARD + parts - 1, self.micro, -1)
-        nothing = np.full_like(made[:, :1], -1)
-        arriving = np.concatenate([nothing, made[:, :-1]], axis=1)
-        returning = np.concatenate([ended[:, 1:], nothing], axis=1)
-        return np.stack([self.does, self.micro, arriving, returning], axis=1)
+    def rows(self) -> np.ndarray:
+        """Returns all tables as one, (ticks, 7, devices)."""
+        return np.stack(self[:7], axis=1)
 
 
-def one_forward_one_backward(stages: int, micro_batches: int, parts: int) -> Schedule:
+class _Slots:
+    """Slots of one device, each used again once it is free."""
+
+    def __init__(self):
+        self.of: dict[tuple[int, int], int] = {}
+        self.number = 0
+
+    def put(self, key: tuple[int, int]) -> int:
+        taken = set(self.of.values())
+        slot = next(i for i in range(len(taken) + 1) if i not in taken)
+        self.number = max(self.number, slot + 1)
+        self.of[key] = slot
+        return slot
+
+
+def one_forward_one_backward(
+    devices: int, micro_batches: int, parts: int, per_device: int = 1
+) -> Schedule:
     """Returns the schedule; ``parts`` are the ticks of a backward.
 
-    A stage continues its backward, or begins one, or runs a forward, whichever is first
-    possible: what a stage needs, its neighbour has sent in an earlier tick.
+    Each device does its work in the order of ``order_of``, each piece as soon as its
+    neighbours have sent what it needs, in an earlier tick.
+
+    Raises:
+      UserError: as ``check_micro_batches``.
     """
-    forwards, backwards = [0] * stages, [0] * stages  # how many are done
-    part = [0] * stages  # the part of the backward that comes next
-    last, rows, held, waiting = stages - 1, [], 0, 0
-    while backwards[0] < micro_batches:
-        row, sent, returned = [], list(forwards), list(backwards)
-        for s in range(stages):
-            done = sent[s] if s == last else returned[s + 1]
-            comes = micro_batches if s == 0 else sent[s - 1]
-            waiting = max(waiting, *([comes - sent[s]] if s else []), 1)
-            waiting = max(waiting, *([done - returned[s]] if s < last else []), 1)
-            if part[s] or returned[s] < done:
-                row.append((BACKWARD + part[s], backwards[s]))
-                part[s] = (part[s] + 1) % parts
-                backwards[s] += not part[s]
-            elif sent[s] < comes and sent[s] - returned[s] < stages - s:
-                row.append((FORWARD, forwards[s]))
-                forwards[s] += 1
-            else:
-                row.append((IDLE, 0))
-        held = max(held, *(f - b for f, b in zip(forwards, backwards, strict=True)))
+    check_micro_batches(devices, micro_batches, per_device)
+    sizes = devices, micro_batches, per_device
+    todo = [order_of(device, *sizes)[::-1] for device in range(devices)]
+    inputs, cotangents, kept = ([_Slots() for _ in range(devices)] for _ in range(3))
+    last, part, rows = devices * per_device - 1, [0] * devices, []
+    while any(todo):
+        row = np.full((7, devices), NONE, np.int32)
+        row[:3] = 0  # IDLE
+        ended = []  # (forward?, stage, micro-batch) of this tick
+        for d in range(devices):
+            if not todo[d]:
+                continue
+            forward, chunk, i = todo[d][-1]
+            stage, key = chunk * devices + d, (chunk, i)
+            sent = inputs[d] if forward else cotangents[d]
+            ready = stage == (0 if forward else last) or part[d] or key in sent.of
+            if not ready:
+                continue
+            row[:3, d] = FORWARD if forward else BACKWARD + part[d], i, chunk
+            row[3, d] = sent.of.pop(key, NONE)
+            row[4, d] = kept[d].put(key) if forward else kept[d].of[key]
+            part[d] = 0 if forward else (part[d] + 1) % parts
+            if not part[d]:
+                ended.append((*todo[d].pop()[:1], stage, i))
+        for forward, stage, i in ended:
+            if not forward:
+                kept[stage % devices].of.pop((stage // devices, i))
+            to = stage + 1 if forward else stage - 1
+            if 0 <= to <= last:
+                chunk, d = divmod(to, devices)
+                sent = inputs[d] if forward else cotangents[d]
+                row[5 if forward else 6, d] = sent.put((chunk, i))
         rows.append(row)
-    table = np.array(rows, np.int32)
-    return Schedule(table[..., 0], table[..., 1], held, waiting)
+    does, micro, chunk, takes, keeps, *sent = np.stack(rows, axis=1)
+    numbers = [slots.number for slots in inputs + cotangents]
+    activations = max(slots.number for slots in kept)
+    of_work = does, micro, chunk, takes, keeps
+    return Schedule(*of_work, sent[0], sent[1], activations, max(1, *numbers))
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Returns the part of a step in which a stage is idle."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def order_of(
+    device: int, devices: int, micro_batches: int, per_device: int
+) -> list[tuple[bool, int, int]]:
+    """Returns (forward?, chunk, micro-batch) of what a device does, in order.
+
+    As many micro-batches as there are devices pass a chunk, then the next chunk. The
+    first forwards fill the pipeline; then one forward and one backward alternate.
+    """
+    groups = [
+        range(start, min(start + devices, micro_batches))
+        for start in range(0, micro_batches, devices)
+    ]
+    chunks = range(per_device)
+    forwards = [(True, c, i) for group in groups for c in chunks for i in group]
+    backwards = [(False, c, i) for group in groups for c in chunks[::-1] for i in group]
+    after = devices - 1 - device
+    first = after if per_device == 1 else 2 * after + (per_device - 1) * devices
+    first = min(first, len(forwards))
+    pairs = zip(forwards[first:], backwards, strict=False)
+    both = [piece for pair in pairs for piece in pair]
+    return forwards[:first] + both + backwards[len(forwards) - first :]
+
+
+def check_micro_batches(devices: int, micro_batches: int, per_device: int) -> None:
+    """Raises UserError if interleaved stages would wait for micro-batches."""
+    if per_device > 1 and micro_batches % devices:
+        more = -(-micro_batches // devices) * devices
+        raise UserError(
+            f"mesh: pipe={devices}: policy.stages_per_device={per_device} takes "
+            f"micro-batches in groups of {devices}, and policy.accumulate="
+            f"{micro_batches} is no multiple of that; choose {more}"
+        )
+
+
+# What follows from the sizes alone.
+
+
+def parts_of(remat: object, layers: int) -> int:
+    """Returns the ticks of a backward, each as long as a forward, of so many layers.
+
+    A layer's backward takes about two forwards, and one more that it computes again.
+    """
+    return min(3 if remat == "full" else 2, layers)
+
+
+def ticks(devices: int, micro_batches: int, parts: int, per_device: int = 1) -> int:
+    """Returns the number of ticks of a step."""
+    return (micro_batches * per_device + devices - 1) * (1 + parts)
+
+
+def bubble(devices: int, micro_batches: int, per_device: int = 1) -> float:
+    """Returns the part of a step in which a device is idle."""
+    return (devices - 1) / (micro_batches * per_device + devices - 1)
+
+
+def sends(devices: int, micro_batches: int, parts: int, per_device: int = 1) -> int:
+    """Returns how often a device sends a layer's output, or its gradient.
+
+    It does so at the end of each tick, in both directions, whether needed or not: one
+    program has one order of collectives.
+    """
+    return 2 * ticks(devices, micro_batches, parts, per_device)
+
+
+def most_alive(devices: int, micro_batches: int, per_device: int = 1) -> int:
+    """Returns of how many micro-batches a device keeps a stage's activations, at most.
+
+    A stage of v has 1 / v of a device's layers.
+    """
+    if per_device == 1:
+        return min(devices, micro_batches)
+    return min(devices * per_device + devices - 1, micro_batches * per_device)

@@ -1,4 +1,4 @@
-"""How a Stack's layers are divided among the stages of a pipeline."""
+"""How a Stack's layers are divided among the stages of a pipeline's devices."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,7 @@ from flax import nnx
 
 from jshard.errors import UserError
 from jshard.fsdp.mesh import stages_of
+from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.layer_dims import layer_dims, stack_of
 
@@ -16,23 +17,31 @@ from jshard.layout.layer_dims import layer_dims, stack_of
 class Stages:
     """Neighbouring layers share a stage; the first stages have one more than the last.
 
+    Each of p devices has v stages, its chunks: stage k is chunk k // p of device k % p.
     All devices run one program, so that each stage has as many rows as the longest one.
     The others repeat their last layer, whose result is not used.
 
     Attributes:
       path: of the Stack.
       layers: L.
-      number: of stages.
+      devices: p.
+      per_device: v.
     """
 
     path: tuple[str, ...]
     layers: int
-    number: int
+    devices: int
+    per_device: int = 1
 
     @property
     def name(self) -> str:
         """The Stack, in words."""
         return ".".join(self.path)
+
+    @property
+    def number(self) -> int:
+        """Of stages."""
+        return self.devices * self.per_device
 
     @property
     def longest(self) -> int:
@@ -45,33 +54,39 @@ class Stages:
         return [fewest + (stage < more) for stage in range(self.number)]
 
     def rows(self) -> np.ndarray:
-        """Returns the layer in each row of each stage, (stages, longest)."""
+        """Returns the layer in each row of each device, (p, v longest)."""
         counts = np.array(self.counts())
         starts = np.cumsum(counts) - counts
         here = np.minimum(np.arange(self.longest), counts[:, None] - 1)
-        return starts[:, None] + here
+        return self._of_devices(starts[:, None] + here)
 
     def used(self) -> np.ndarray:
-        """Returns whether each row of each stage is a layer that it runs."""
-        return np.arange(self.longest) < np.array(self.counts())[:, None]
+        """Returns whether each row of each device is a layer that it runs."""
+        counts = np.array(self.counts())[:, None]
+        return self._of_devices(np.arange(self.longest) < counts)
 
     def row_of_layer(self) -> np.ndarray:
-        """Returns the row of each layer, of those of all stages, (L,)."""
-        return np.flatnonzero(self.used())
+        """Returns the row of each layer, of those of all devices, (L,)."""
+        used = np.flatnonzero(self.used())
+        return used[np.argsort(self.rows().reshape(-1)[used])]
+
+    def _of_devices(self, of_stages: np.ndarray) -> np.ndarray:
+        chunks = of_stages.reshape(self.per_device, self.devices, self.longest)
+        return chunks.swapaxes(0, 1).reshape(self.devices, -1)
 
     def has(self, path: tuple[Any, ...]) -> bool:
         """Returns whether a variable belongs to the Stack."""
         return tuple(map(str, path))[: len(self.path)] == self.path
 
 
-def divide(arrays: ModelArrays, mesh: Any) -> Stages:
+def divide(arrays: ModelArrays, mesh: Any, policy: Policy) -> Stages:
     """Returns the stages of a state's Stack.
 
     Raises:
       UserError: there is no Stack, or more than one, or it has fewer layers than there
         are stages.
     """
-    number, found = stages_of(mesh), {}
+    devices, found = stages_of(mesh), {}
     for part in arrays[:2]:
         for path, variable in nnx.to_flat_state(part):
             if stack := stack_of(path, variable):
@@ -80,13 +95,15 @@ def divide(arrays: ModelArrays, mesh: Any) -> Stages:
     if len(found) != 1 or any(nested for _, nested in found.values()):
         names = ", ".join(sorted(".".join(path) for path in found)) or "none"
         raise UserError(
-            f"mesh: pipe={number} divides the layers of one jshard.Stack, and the "
+            f"mesh: pipe={devices} divides the layers of one jshard.Stack, and the "
             f"model has {names}; make its equal layers one Stack, or leave pipe out"
         )
     ((path, (layers, _)),) = found.items()
-    if layers < number:
+    stages = Stages(path, layers, devices, policy.stages_per_device)
+    if layers < stages.number:
         raise UserError(
-            f"mesh: pipe={number} stages exceed the {layers} layers of "
-            f"{'.'.join(path)!r}; choose at most {layers}"
+            f"mesh: pipe={devices}: {stages.number} stages exceed the {layers} layers "
+            f"of {stages.name!r}; choose at most {layers} (pipe times "
+            "policy.stages_per_device)"
         )
-    return Stages(path, layers, number)
+    return stages

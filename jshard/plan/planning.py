@@ -12,10 +12,11 @@ from jshard.errors import UserError
 from jshard.fit.device_memory import usable_bytes
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.hardware import FITTED, Constants, short_name
-from jshard.fit.memory_choice import Traced, fit, is_open
+from jshard.fit.memory_choice import Traced, check_stages, fit, is_open
 from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan import hlo
 from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX
+from jshard.plan.cost.ticks import Pipeline, pipeline_of
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
 from jshard.plan.memory import buffer_assignment
@@ -39,6 +40,7 @@ class Plan:
       traffic: the collectives of a step.
       timeline: when everything runs; None if the card is unknown (a CPU).
       seconds: time that compiling took.
+      pipeline: what its stages do; None without a mesh.pipe.
       chosen: what was chosen of the config by its memory, and why; empty if nothing.
     """
 
@@ -49,6 +51,7 @@ class Plan:
     traffic: Traffic
     timeline: Timeline | None
     seconds: float
+    pipeline: Pipeline | None = None
     chosen: str = ""
 
     @property
@@ -137,6 +140,7 @@ def plan_recipe(
 
     config, chosen = with_experts(config, there, step)
     if is_open(config):
+        check_stages(config, make_mesh(config, there))
         usable = parse(topology)[0].usable if absent else usable_bytes(there)
         parts = groups_of_examples(make_mesh(config, there))
         found = fit(config, parts, usable, to_fit, planned)
@@ -165,8 +169,10 @@ def make_plan(program: Program, imbalance: float = 1.0) -> Plan:
         needed = memory(policy, state, compiled, folder, devices=mesh.size, gpu=gpu)
     text = compiled.as_text() or ""
     module = dataclasses.replace(hlo.parse(text), imbalance=imbalance)
+    pipeline = pipeline_of(module, mesh, policy)
+    timeline = None if gpu is None else replay(module, gpu, mesh.size, pipeline)
     prefetch = platform(program.job.fsdp.mesh) == "gpu"
     lowest = least(program.job.fsdp.mesh, policy, state, prefetch=prefetch)
-    traffic = Traffic(count(module, mesh.size, gpu), lowest)
-    timeline = None if gpu is None else replay(module, gpu, mesh.size)
-    return Plan(program, text, module, needed, traffic, timeline, seconds)
+    stage = 0 if timeline is None else timeline.stage
+    traffic = Traffic(count(module, mesh.size, gpu, pipeline, stage), lowest)
+    return Plan(program, text, module, needed, traffic, timeline, seconds, pipeline)

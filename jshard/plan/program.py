@@ -15,7 +15,6 @@ from jshard.fsdp.mesh import (
     devices_of_a_sequence,
     groups_of_examples,
     named_sizes,
-    stages_of,
 )
 from jshard.fsdp.state import TrainState
 from jshard.layout.batch import divisor_of_examples, nearest
@@ -80,11 +79,6 @@ def trace(
     if gpu is not None:
         gpu = dataclasses.replace(gpu, constants=constants)
     mesh = make_mesh(config, devices(topology) if absent else jax.devices())
-    if stages_of(mesh) > 1:
-        raise UserError(
-            f"--config.mesh.pipe={stages_of(mesh)}: plans do not know the time of a "
-            "pipeline's stages yet; plan without pipe"
-        )
     check_batch_size(config, mesh)
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh

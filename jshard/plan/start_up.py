@@ -21,7 +21,9 @@ from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
 from jshard.fsdp.mesh import axes_of as mesh_axes
 from jshard.fsdp.scopes import (
     EXCHANGE_TOKENS,
+    FIRST_STAGE,
     FURTHER_ROUNDS,
+    LAST_STAGE,
     SCHEDULE,
     TENSOR_PARALLEL,
 )
@@ -99,32 +101,38 @@ def traffic(
     return found
 
 
-def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
+def equations(
+    jaxpr: core.Jaxpr, times: int = 1, per_device: int = 1
+) -> Iterator[tuple[Any, int]]:
     """Yields each equation, nested ones included, and how often it runs.
 
     A loop whose end is known only when it runs counts once, unless it is of rounds that
-    only an uneven choice of experts needs. A stage of a pipeline takes each branch of
-    its schedule once a micro-batch; what the first and the last alone do counts, too.
+    only an uneven choice of experts needs. A device of a pipeline takes each branch of
+    its schedule once a micro-batch and stage, of which it has ``per_device``; what the
+    first and the last stage alone do counts, too.
     """
     for eqn in jaxpr.eqns:
         yield eqn, times
-        if eqn.primitive.name == "while" and FURTHER_ROUNDS in scopes_of(eqn):
+        scopes, runs = scopes_of(eqn), times
+        if eqn.primitive.name == "while" and FURTHER_ROUNDS in scopes:
             continue
-        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        if eqn.primitive.name == "cond" and len(eqn.params["branches"]) > 2:
-            micro, ticks = of_schedule(scopes_of(eqn)) or (1, 1)
-            inside = times // ticks * micro
-            for branch in eqn.params["branches"]:
-                yield from equations(branch.jaxpr, inside)
-            continue
+        if eqn.primitive.name == "scan":
+            runs = times * eqn.params["length"]
+        elif eqn.primitive.name == "cond" and len(eqn.params["branches"]) > 2:
+            micro, per_device, ticks = of_schedule(scopes) or (1, 1, 1)
+            runs = times // ticks * micro * per_device
+        elif eqn.primitive.name == "cond" and scopes.endswith(
+            (FIRST_STAGE, LAST_STAGE)
+        ):
+            runs = times // per_device
         for inner in core.jaxprs_in_params(eqn.params):
-            yield from equations(inner, times * trips)
+            yield from equations(inner, runs, per_device)
 
 
-def of_schedule(scopes: str) -> tuple[int, int] | None:
-    """Returns (micro-batches, ticks) if a branch is that of a pipeline's schedule."""
-    found = re.search(SCHEDULE.format(r"(\d+)", r"(\d+)"), scopes)
-    return (int(found[1]), int(found[2])) if found else None
+def of_schedule(scopes: str) -> tuple[int, int, int] | None:
+    """Returns (micro-batches, stages of a device, ticks) if scopes are a pipeline's."""
+    found = re.search(SCHEDULE.format(*[r"(\d+)"] * 3), scopes)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
 def has_experts(jaxpr: core.Jaxpr) -> bool:
@@ -253,12 +261,13 @@ def _float8(jaxpr: Any) -> str:
 
 def _pipeline(state: TrainState, fsdp: FSDP) -> str:
     """Says what its stages have, and how long they are idle."""
-    stages, micro = divide(state.model_arrays, fsdp.mesh), fsdp.policy.accumulate
-    counts = " + ".join(map(str, stages.counts()))
+    stages = divide(state.model_arrays, fsdp.mesh, fsdp.policy)
+    micro, counts = fsdp.policy.accumulate, " + ".join(map(str, stages.counts()))
+    idle = bubble(stages.devices, micro, stages.per_device)
     return (
-        f"{counts} layers in {stages.number} stages, {micro} micro-batches: a stage is "
-        f"idle for {bubble(stages.number, micro):.1%} of a step (the bubble); counts "
-        "are those of a stage that were the first and the last"
+        f"{counts} layers in {stages.number} stages, {micro} micro-batches: a device "
+        f"is idle for {idle:.1%} of a step (the bubble); counts are those of a device "
+        "that had the first and the last stage"
     )
 
 

@@ -113,6 +113,7 @@ def find_source(
     if given.adapters and checkpoint is None:
         adapters = local_path(given.adapters, (peft.CONFIG, peft.TENSORS))
         peft.check_adapters(adapters, abstract_state, _map_of(job, adapters))
+        peft.check_base(adapters, parse(text) if text else None)
     return Source(parameters, name, adapters, checkpoint)
 
 

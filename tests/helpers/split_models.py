@@ -17,6 +17,7 @@ import jshard
 import parity
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.nn.loss import Loss, Mean
 
 TIME, VOCABULARY, STEPS = 24, 40, 3
 SIZES: dict[str, Any] = {
@@ -70,6 +71,7 @@ MODELS = {
     "odd and capped": functools.partial(
         llama, tied=False, vocab_size=43, logit_soft_cap=3.0
     ),
+    "five layers": functools.partial(llama, num_layers=5, tied=False),
     "fused": functools.partial(llama, fused=True),
     "tiles": functools.partial(llama, mlp_tile=8, qk_norm=True, qkv_bias=True),
     "joint norms": functools.partial(llama, qk_norm=True, joint_qk_norm=True),
@@ -105,6 +107,37 @@ MODELS = {
         shared_hidden=20,
         dense_layers=1,
         dense_hidden=28,
+    ),
+    "gemma": functools.partial(
+        llama,
+        head_width=8,
+        qk_norm=True,
+        pattern="ssf",
+        window=5,
+        num_layers=3,
+        sliding_theta=50.0,
+        attention_scale=12.0,
+        attention_soft_cap=2.0,
+        logit_soft_cap=3.0,
+        activation="gelu_tanh",
+        norm_offset=True,
+        post_norms=True,
+        scaled_embeddings=True,
+        tied=True,
+    ),
+    "glm": functools.partial(
+        llama,
+        num_layers=3,
+        rotary_width=2,
+        qk_norm=True,
+        qkv_bias=True,
+        num_experts=8,
+        sigmoid_router=True,
+        expert_scale=2.5,
+        shared_hidden=20,
+        dense_layers=1,
+        dense_hidden=28,
+        tied=False,
     ),
     "corrected": functools.partial(
         uneven_experts,
@@ -145,12 +178,35 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return model.loss(batch["inputs"], batch["targets"], batch["weights"], **packed)
 
 
+def of_parts(model: Any, batch: Any, number: int) -> Any:
+    """The loss whose totals and counts are the sums of those of parts of the batch."""
+    if number == 1:
+        return loss_fn(model, batch)
+    split = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+    parts = [jax.tree.map(lambda x, i=i: x[i], split) for i in range(number)]
+    terms = []
+    for of_term in zip(*(loss_fn(model, part).terms for part in parts), strict=True):
+        means = [mean for _, mean in of_term]
+        total = sum(mean.total for mean in means)
+        terms.append((of_term[0][0], Mean(total, sum(mean.count for mean in means))))
+    return Loss(tuple(terms))
+
+
 @functools.cache
-def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict, dict]:
-    """Losses, final parameters and statistics without jshard's steps, on one device."""
-    graphdef, params, rest = nnx.split(
-        MODELS[model](nnx.Rngs(jax.random.key(0))), nnx.Param, ...
-    )
+def made(model: str) -> Any:
+    """The model, made once: each mesh would compile its random numbers again."""
+    return MODELS[model](nnx.Rngs(jax.random.key(0)))
+
+
+@functools.cache
+def plain(
+    model: str, packed: bool, optimizer: str, parts: int = 1
+) -> tuple[list[float], dict, dict]:
+    """Losses, final parameters and statistics without jshard's steps, on one device.
+
+    Those of examples are of each of ``parts`` of the batch.
+    """
+    graphdef, params, rest = nnx.split(made(model), nnx.Param, ...)
     tx = parity.TRANSFORMATIONS[optimizer]()
     # As jshard does: an optimizer that looks at whole tensors sees each layer alone.
     tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
@@ -159,7 +215,7 @@ def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict, 
     def step(params, rest, opt_state, batch):
         def loss(params):
             model = nnx.merge(graphdef, params, rest, copy=True)
-            value = loss_fn(model, batch).compute()
+            value = of_parts(model, batch, parts).compute()
             return value, nnx.state(model, nnx.Not(nnx.Param))
 
         (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -171,28 +227,33 @@ def plain(model: str, packed: bool, optimizer: str) -> tuple[list[float], dict, 
         arguments = params, rest, opt_state, batch(packed, number)
         params, rest, opt_state, value = step(*arguments)
         losses.append(float(value))
-    return losses, *map(parity.by_path, (params, nnx.filter_state(rest, nnx.BatchStat)))
+    statistics = nnx.filter_state(rest, nnx.BatchStat)
+    return losses, parity.by_path(params), parity.by_path(statistics)
 
 
 def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
     """(fsdp, state, train step) on a mesh; other options are those of the policy."""
-    names = ("replica", "fsdp", "context", "tensor", "expert", "devices")
+    names = ("replica", "pipe", "fsdp", "context", "tensor", "expert", "devices")
     mesh = {name: options.pop(name) for name in names if name in options}
     policy = jshard.Policy(min_shard_elements=0, **options)
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
     tx = parity.TRANSFORMATIONS[optimizer]()
     tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
-    return fsdp, fsdp.init(MODELS[model], tx), fsdp.train_step(loss_fn, tx)
+    return fsdp, fsdp.from_model(made(model), tx), fsdp.train_step(loss_fn, tx)
 
 
 def trains_alike(
-    model: str, packed: bool, optimizer: str, options: dict[str, Any]
+    model: str,
+    packed: bool,
+    optimizer: str,
+    options: dict[str, Any],
+    parts: int = 1,
 ) -> None:
     """Asserts that a mesh's run follows that on one device, to 1e-9."""
     options = dict(options)
     if number := options.get("devices"):
         options["devices"] = jax.devices()[:number]
-    losses, params, statistics = plain(model, packed, optimizer)
+    losses, params, statistics = plain(model, packed, optimizer, parts)
     fsdp, state, train_step = start(model, optimizer, **options)
     found = []
     for number in range(STEPS):

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 import jshard
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
+from jshard.hub.online.names import parse
 
 BASE = {
     f"blocks.{i}.q.kernel": FileTensor((f"l.{i}.q.weight",), transposed=True)
@@ -48,6 +49,20 @@ def test_rank_stabilized_adapters_of_experts_are_not_written(tmp_path):
         jshard.UserError, match=r"up.lora_a is of experts, and lora\.rs"
     ):
         peft.write_config(tmp_path, about(2, 8, 32, 4), base)
+
+
+def test_adapters_of_another_base_on_the_hub_are_one_line(tmp_path):
+    def check(said: str | None, base: str) -> None:
+        content = json.dumps({"base_model_name_or_path": said})
+        (tmp_path / peft.CONFIG).write_text(content)
+        peft.check_base(tmp_path, parse(base))
+
+    for said in (None, "", "org/base", "Org/Base", str(tmp_path)):
+        check(said, "org/base@main")
+    check("org/other", str(tmp_path))  # a folder, which may be that model
+    message = r"adapters for org/other, and checkpoint\.restore is org/base: give org"
+    with pytest.raises(jshard.UserError, match=message):
+        check("org/other", "org/base@main")
 
 
 @pytest.mark.parametrize("devices", [1, 3, 8])  # three pad all of them

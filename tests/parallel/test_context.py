@@ -27,6 +27,8 @@ CASES = {
     ),
     "windows": ("windows", True, "adamw", {"context": 4, "prefetch": True}),
     "experts": ("experts", False, "adamw", {"context": 2, "reshard_after_forward": 2}),
+    "deepseek": ("deepseek", True, "adamw", {"context": 4, "accumulate": 2}),
+    "glm": ("glm", False, "adamw", {"replica": 2, "context": 2}),
     "muon": ("gpt", False, "muon", {"replica": 2, "context": 2, "unroll": True}),
     "one document a row": ("llama", False, "sgd", {"fsdp": 1, "context": 2}),
     "deferred": (
@@ -39,7 +41,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:attention. context=. does not divide")
-@pytest.mark.quick("gpt", "one document a row")
+@pytest.mark.quick("gpt")  # tests/nn/test_preference.py has rows of no documents
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_sequences_train_as_whole_ones_on_one_device(case):

@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches": {"devices": 2, "accumulate": 2},
     "experts": {"expert": 4, "remat": "full"},
     "three devices": {"context": 3, "devices": 3, "accumulate": 8},
+    "root": {"devices": 4, "fsdp": 2, "context": 2, "reshard_root": True},
     "six devices": {"context": 3, "devices": 6, "remat": "none", "accumulate": 4},
     "all axes": {"replica": 2, "expert": 2, "tensor": 2},
     "deferred": {"replica": 2, "accumulate": 1, "defer_scatter": True, "unroll": True},

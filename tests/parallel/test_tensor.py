@@ -4,6 +4,8 @@ The reference is the model as an ordinary Flax module, on one device, with JAX a
 alone, in float64.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ from flax import nnx
 
 import jshard
 import parity
+from jshard.models.t5 import T5, T5Config
+from jshard.models.vit import ViT, ViTConfig
 from jshard.plan.start_up import traffic
 from split_models import TIME, batch, start, trains_alike
 
@@ -43,6 +47,8 @@ CASES = {
     "tiles": ("tiles", False, "adamw", {"tensor": 2, "remat": "attention"}),
     "gpt-oss": ("gpt-oss", True, "adamw", {"tensor": 2, "context": 2}),
     "deepseek": ("deepseek", False, "adamw", {"tensor": 2, "context": 2}),
+    "gemma": ("gemma", True, "adamw", {"tensor": 2}),
+    "glm": ("glm", True, "adamw", {"tensor": 2, "expert": 2}),
     "joint norms": ("joint norms", False, "adamw", {"tensor": 2}),
     "odd vocabulary": (
         "odd vocabulary",
@@ -120,6 +126,7 @@ def test_the_axis_costs_no_memory_of_the_state():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
     fsdp, state, train_step = start("gpt in float32")
     state, _ = train_step(state, fsdp.shard_batch(batch(False, 0)))
@@ -128,6 +135,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
         {"fsdp": 2, "context": 2, "tensor": 2},
         {"fsdp": 4, "devices": jax.devices()[:4]},
         {"fsdp": 1, "tensor": 4, "replica": 2},
+        {"pipe": 2, "tensor": 2},
     ]
     for number, mesh in enumerate(meshes):
         with jshard.Checkpointer(tmp_path / str(number)) as checkpointer:
@@ -140,6 +148,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 def test_predictions_have_whole_sequences_and_weights():
     def logits(**mesh):
         fsdp, state, _ = start("untied llama", **mesh)
@@ -147,7 +156,9 @@ def test_predictions_have_whole_sequences_and_weights():
         examples = fsdp.shard_examples({"inputs": batch(False, 0)["inputs"]})
         return fsdp.fetch(predict(state, examples))
 
-    np.testing.assert_allclose(logits(tensor=2, context=2), logits(), rtol=1e-9)
+    whole = logits()
+    np.testing.assert_allclose(logits(tensor=2, context=2), whole, rtol=1e-9)
+    np.testing.assert_allclose(logits(tensor=2, pipe=2), whole, rtol=1e-9)
 
 
 @pytest.mark.slow
@@ -283,6 +294,20 @@ def test_splits_that_cannot_be_are_refused_in_one_line(splits, message):
 def test_models_that_do_not_divide_are_refused_in_one_line(model, mesh, message):
     with pytest.raises(jshard.UserError, match=message):
         start(model, **mesh)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_t5_and_vit_say_why_their_sequences_stay_whole(axis):
+    models = {
+        "T5": lambda rngs: T5(T5Config(num_layers=1, width=16), rngs=rngs),
+        "ViT": lambda rngs: ViT(ViTConfig(num_layers=1, width=24), rngs=rngs),
+    }
+    sizes: Any = {axis: 2}
+    fsdp = jshard.FSDP(jshard.make_mesh(**sizes))
+    for name, make in models.items():
+        message = f"{axis}=2 is not for {name}: .*; use more devices of fsdp"
+        with pytest.raises(jshard.UserError, match=message):
+            fsdp.abstract_state(make, optax.sgd(0.1))
 
 
 class Holder(nnx.Module):

@@ -19,10 +19,13 @@ from checkpoints import save_steps
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
 from jshard.layout.batch import abstract_batch
+from jshard.layout.state_layout import Layout
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.models.t5 import T5
+from jshard.models.t5_config import T5Config
 from jshard.nn.dropout import DropoutCount
-from jshard.pipe.schedule import one_forward_one_backward
+from jshard.pipe.schedule import most_alive, one_forward_one_backward
 from jshard.plan.start_up import traffic
 
 BOUND = 1e-9
@@ -75,8 +78,24 @@ ROWS = {
             "d_hidden": 7,
         },
     ),
-    "fewer micro-batches than stages": Case(
-        {"pipe": 4, "fsdp": 2}, {"accumulate": 1}, {"layers": 6}
+    "fewer micro-batches than stages, replicas": Case(
+        {"pipe": 2, "fsdp": 2, "replica": 2}, {"accumulate": 1}, {"layers": 4}
+    ),
+    "interleaved": Case(
+        {"pipe": 2, "fsdp": 2},
+        {"stages_per_device": 2, "reshard_after_forward": False},
+        {"layers": 4, "dropout": True},
+    ),
+    "three uneven stages of three devices": Case(
+        {"pipe": 3, "fsdp": 2},
+        {"stages_per_device": 3, "accumulate": 3, "remat": "none"},
+        {"batch": 36, "layers": 11, "dropout": True, "tied": True},
+        "muon",
+    ),
+    "four devices, uneven": Case(
+        {"pipe": 4, "fsdp": 1},
+        {"stages_per_device": 2, "prefetch": True},
+        {"layers": 9, "padding": True, "frozen": True},
     ),
 }
 
@@ -92,6 +111,18 @@ def test_parity(case):
     want = parity.reference(variant, case.optimizer)
     assert parity.worst(got.metrics, want.metrics) <= BOUND
     assert parity.worst(got.params, want.params) <= BOUND
+
+
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
+def test_a_step_sums_over_replicas_at_its_end():
+    """The units of a stage leave that to it, with one micro-batch too."""
+    mesh = jshard.make_mesh(pipe=2, fsdp=2, replica=2)
+    fsdp = jshard.FSDP(mesh, policy_of(1))
+    state = fsdp.abstract_state(Layers, optax.sgd(0.1))
+    places = Layout.of(state, fsdp.policy, mesh).places.values()
+    assert {(place.sum_at, "replica" in place.sum_over) for place in places} == {
+        ("step", True)
+    }
 
 
 def traced(mesh: Any, policy: jshard.Policy, variant: parity.Variant) -> Any:
@@ -117,36 +148,54 @@ BLOCK, OUTSIDE = 6, 5  # parameters of a layer, and of all else
 WIDTH, HIDDEN, WORDS = 16, 32, parity.VOCABULARY
 
 
+KEPT = {"reshard_after_forward": False}
+COUNTED = {
+    "a gather each time": {},
+    "one": {"defer_scatter": True},
+    "one of layers": KEPT,
+    "interleaved": {"stages_per_device": 2},
+    "interleaved, one": {"stages_per_device": 2} | KEPT,
+}
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("a gather each time")
-@pytest.mark.parametrize("defer", [False, True], ids=["a gather each time", "one"])
-def test_counts_are_those_of_a_stage_and_of_moves(defer):
-    policy = policy_of(4, remat="full", defer_scatter=defer)
-    got = counts(mesh_of(pipe=2, fsdp=2), policy, layers=4)
-    want = counts(mesh_of(fsdp=2), policy, layers=2)  # a stage, that were both ends
+@pytest.mark.quick("interleaved, one")
+@pytest.mark.parametrize("fields", COUNTED.values(), ids=COUNTED)
+def test_counts_are_those_of_a_device_and_of_moves(fields):
+    got = counts(mesh_of(pipe=2, fsdp=2), policy_of(4, **fields), layers=4)
+    alone = {key: x for key, x in fields.items() if key != "stages_per_device"}
+    # A device, that were both ends.
+    both, one = (
+        counts(mesh_of(fsdp=2), policy_of(4, **alone), layers=n) for n in (2, 1)
+    )
     layer = 2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH
     outside = 2 * WORDS * WIDTH + 2 * WIDTH + WORDS
     # A stage's device has half of what it is sent already: parameters, then gradients.
     to_stages, outside = 2 * layer * 8 // 4, outside * 8 // 4
-    kind = ("all-gather", "float64")
+
+    def expected(kind: str) -> tuple[int, int]:
+        count, nbytes = both.get((kind, "float64"), (0, 0))
+        if kind != "all-to-all" and fields.get("reshard_after_forward") is False:
+            count += BLOCK - 2 * (count - one[kind, "float64"][0])
+            nbytes += layer * 8 - 2 * (nbytes - one[kind, "float64"][1])
+        return count, nbytes
+
+    gathers, gathered = expected("all-gather")
+    scatters, scattered = expected("reduce-scatter")
+    exchanges, exchanged = expected("all-to-all")
     weights = 16 * parity.TIME * 8 // 2
-    expected = {
-        kind: (want[kind][0] + OUTSIDE + 1, want[kind][1] + outside + weights),
-        ("all-gather", "int64"): (2, 2 * weights),
-        ("reduce-scatter", "float64"): (
-            want["reduce-scatter", "float64"][0] + OUTSIDE,
-            want["reduce-scatter", "float64"][1] + outside,
-        ),
-    }
-    assert {kind: got[kind] for kind in expected} == expected
-    exchanged = want.get(("all-to-all", "float64"), (0, 0))
-    assert got["all-to-all", "float64"] == (
-        exchanged[0] + 2 * BLOCK,
-        exchanged[1] + 2 * to_stages,
-    )
-    ticks = (4 + 2 - 1) * 3  # two layers a stage: a backward has two parts
+    stages = fields.get("stages_per_device", 1)
+    parts = 2 if stages == 1 else 1  # of a backward: at most a stage's layers
+    sends = 2 * (4 * stages + 2 - 1) * (1 + parts)
     carry = 32 // 2 // 4 * parity.TIME * WIDTH * 8
-    assert got["send", "float64"] == (2 * ticks, 2 * ticks * carry)
+    found = {kind: got[kind, "float64"] for kind, of in got if of == "float64"}
+    assert found | {"ids": got["all-gather", "int64"]} == {
+        "all-gather": (gathers + OUTSIDE + 1, gathered + outside + weights),
+        "reduce-scatter": (scatters + OUTSIDE, scattered + outside),
+        "all-to-all": (exchanges + 2 * BLOCK, exchanged + 2 * to_stages),
+        "send": (sends, sends * carry),
+        "ids": (2, 2 * weights),
+    }
 
 
 @pytest.mark.slow
@@ -155,9 +204,10 @@ def test_no_more_micro_batches_are_alive_than_stages():
     """By XLA's account, of twice as many as without need."""
     rows, number = 64, 8
 
-    def temporaries(stages: int, micro: int) -> int:
+    def temporaries(stages: int, micro: int, **fields: int) -> int:
         variant = parity.Variant(layers=4 * stages, batch=rows * micro)
-        step = traced(mesh_of(pipe=stages, fsdp=1), policy_of(micro), variant)
+        policy = policy_of(micro, **fields)
+        step = traced(mesh_of(pipe=stages, fsdp=1), policy, variant)
         return step.lower().compile().memory_analysis().temp_size_in_bytes
 
     carry = rows * parity.TIME * WIDTH * 8
@@ -166,6 +216,13 @@ def test_no_more_micro_batches_are_alive_than_stages():
     # Each of two more micro-batches keeps the inputs of a stage's four layers.
     assert 2 * 3.5 * carry < four - many < 2 * 4.5 * carry
     assert one_forward_one_backward(4, number, 3).activations == 4
+    # Five inputs of two layers, in place of two of four; two more wait to be used.
+    interleaved, more = (
+        temporaries(2, micro, stages_per_device=2) for micro in (4, number)
+    )
+    assert most_alive(2, number, 2) == 5
+    assert more - interleaved < carry
+    assert carry < interleaved - two < 5 * carry
 
 
 def test_dropout_masks_are_those_of_any_mesh():
@@ -199,7 +256,7 @@ def test_dropout_masks_are_those_of_any_mesh():
 
 
 class Conditioned(nnx.Module):
-    """Layers with units and integers share an array, which goes past them, too."""
+    """Layers with units, integers and aux share an array, which goes past them, too."""
 
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -210,7 +267,7 @@ class Conditioned(nnx.Module):
         def __call__(self, stream: Any, given: jax.Array) -> Any:
             x, number = stream
             y = jnp.tanh(self.own(x) + self.inner(given) * number)
-            return x + self.dropout(y), number + 1
+            return (x + self.dropout(y), number + 1), jnp.sum(y, axis=-1)
 
     def __init__(self, rngs: nnx.Rngs):
         self.given = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs)
@@ -219,13 +276,13 @@ class Conditioned(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         given = self.given(x)
-        y, number = self.blocks((x * self.scale, jnp.int32(0)), given)
-        return y + given * number
+        (y, number), aux = self.blocks((x * self.scale, jnp.int32(0)), given)
+        return y + given * number + (jnp.arange(1.0, 4.0) @ aux)[:, None]
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:.*are in no Stack or Unit")
-def test_what_layers_share_and_what_goes_past_them_have_gradients():
+def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     tx, batch = optax.sgd(1.0), np.random.default_rng(0).normal(size=(16, 8))
     fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2, remat="none"))
     state = fsdp.init(Conditioned, tx)
@@ -265,7 +322,7 @@ class Layers(nnx.Module):
 
 class WithAux(nnx.Linear):
     def __call__(self, x: jax.Array) -> Any:  # pyright: ignore
-        return super().__call__(x), jnp.sum(x)
+        return super().__call__(x), x
 
 
 class Norm(nnx.Module):
@@ -306,15 +363,29 @@ REFUSED = {
         {"make_model": lambda rngs: Layers(rngs, stacks=2)},
         "the model has blocks0, blocks1",
     ),
+    "T5": (
+        {"make_model": lambda rngs: T5(T5Config(width=8, hidden=8), rngs=rngs)},
+        "the model has decoder, encoder",
+    ),
     "stages": ({"mesh": {"pipe": 8}, "accumulate": 16}, "exceed the 4 layers"),
+    "interleaved stages": (
+        {"mesh": {"pipe": 2}, "stages_per_device": 4},
+        "8 stages exceed the 4 layers .* choose at most 4",
+    ),
+    "groups": (
+        {"mesh": {"pipe": 2}, "stages_per_device": 2, "accumulate": 3},
+        "accumulate=3 is no multiple",
+    ),
     "aux": (
         {"make_model": of_layers(lambda rngs: WithAux(8, 8, rngs=rngs))},
-        "layers of 'blocks0' return aux",
+        "aux of all layers of 'blocks0' crosses stages .* 64 values beside the 16",
+    ),
+    "carry": (
+        {"make_model": of_layers(lambda rngs: nnx.Linear(8, 4, rngs=rngs))},
+        "a stacked layer turns",
     ),
     "state of layers": ({"make_model": of_layers(Norm)}, "changes its state"),
-    "tensor": ({"mesh": {"pipe": 2, "tensor": 2}}, "does not go with tensor=2"),
-    "context": ({"mesh": {"pipe": 2, "context": 2}}, "does not go with context=2"),
-    "reshard": ({"reshard_after_forward": False}, "policy.defer_scatter"),
+    "reshard": ({"reshard_after_forward": 2}, "once a step and keeps them"),
     "first_k": ({"first_k": 1}, "policy.first_k=1"),
     "root": ({"reshard_root": True}, "policy.reshard_root=True"),
     "gather": (
@@ -348,7 +419,9 @@ def test_what_a_pipeline_does_not_do_is_one_line(given, words):
 
 
 def test_a_large_bubble_is_a_warning():
-    with pytest.warns(match="accumulate=1 a stage is idle for 50% .*; with 2, for 33%"):
+    with pytest.warns(
+        match="accumulate=1 a device is idle for 50% .*; with 2, for 33%"
+    ):
         trace(accumulate=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

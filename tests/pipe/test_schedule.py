@@ -5,91 +5,144 @@ import itertools
 import numpy as np
 import pytest
 
+from jshard.errors import UserError
 from jshard.pipe.schedule import (
     BACKWARD,
     FORWARD,
     IDLE,
+    NONE,
     bubble,
+    check_micro_batches,
+    most_alive,
     one_forward_one_backward,
+    sends,
+    ticks,
 )
 from jshard.pipe.stages import Stages
 
-SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 16), (1, 2, 3)))
+# devices, micro-batches, ticks of a backward, stages of a device
+SIZES = [
+    (p, m, parts, v)
+    for p, m, parts, v in itertools.product(
+        (1, 2, 3, 4, 8), (1, 5, 12, 16), (1, 3), (1, 2, 3)
+    )
+    if v == 1 or m % p == 0
+]
 
 
-@pytest.mark.parametrize(("stages", "micro", "parts"), SIZES)
-def test_each_stage_is_idle_for_the_bubble_alone(stages, micro, parts):
-    plan = one_forward_one_backward(stages, micro, parts)
-    assert len(plan.does) == (micro + stages - 1) * (1 + parts)
-    idle = np.mean(plan.does == IDLE, axis=0)
-    np.testing.assert_allclose(idle, bubble(stages, micro))
+@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
+def test_each_device_is_idle_for_the_bubble_alone(p, m, parts, v):
+    plan = one_forward_one_backward(p, m, parts, v)
+    assert len(plan.does) == ticks(p, m, parts, v) == sends(p, m, parts, v) // 2
+    np.testing.assert_allclose(np.mean(plan.does == IDLE, axis=0), bubble(p, m, v))
 
 
-@pytest.mark.parametrize(("stages", "micro", "parts"), SIZES)
-def test_work_comes_in_order_and_after_what_it_needs(stages, micro, parts):
-    plan = one_forward_one_backward(stages, micro, parts)
-    when = {
-        (stage, does, i): tick
-        for tick, (row, numbers) in enumerate(zip(plan.does, plan.micro, strict=True))
-        for stage, (does, i) in enumerate(zip(row, numbers, strict=True))
-        if does != IDLE
-    }
-    assert len(when) == stages * micro * (1 + parts)
-    last = BACKWARD + parts - 1
+@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
+def test_work_comes_in_order_and_after_what_it_needs(p, m, parts, v):
+    when = _when(one_forward_one_backward(p, m, parts, v))
+    assert len(when) == p * v * m * (1 + parts)
+    last, end = BACKWARD + parts - 1, p * v - 1
     for (stage, does, i), tick in when.items():
         if does == FORWARD and stage:
             assert when[stage - 1, FORWARD, i] < tick
         if does == BACKWARD:
             assert when[stage, FORWARD, i] < tick
-            if stage < stages - 1:
+            if stage < end:
                 assert when[stage + 1, last, i] < tick
         if does > BACKWARD:
             assert when[stage, does - 1, i] == tick - 1
         if i:
             assert when[stage, does, i - 1] < tick
+    # The loss reads what the latest forward of the last device has made.
+    latest = {
+        t for (k, does, _), t in when.items() if does == FORWARD and k % p == p - 1
+    }
+    for i in range(m):
+        made, read = when[end, FORWARD, i], when[end, BACKWARD, i]
+        assert not latest & set(range(made + 1, read))
 
 
-@pytest.mark.parametrize(("stages", "micro", "parts"), SIZES)
-def test_a_stage_holds_no_more_micro_batches_than_stages_follow(stages, micro, parts):
-    plan = one_forward_one_backward(stages, micro, parts)
+@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
+def test_a_device_holds_no_more_than_the_known_number_of_micro_batches(p, m, parts, v):
+    plan = one_forward_one_backward(p, m, parts, v)
     forwards = np.cumsum(plan.does == FORWARD, axis=0)
     backwards = np.cumsum(plan.does == BACKWARD + parts - 1, axis=0)
     # Before a tick's end: a backward still reads what it ends.
     held = forwards - np.concatenate([np.zeros_like(backwards[:1]), backwards[:-1]])
     held = held.max(axis=0)
-    assert (held <= np.minimum(stages - np.arange(stages), micro)).all()
-    assert plan.activations == held.max()
-    assert plan.waiting <= 2
+    assert plan.activations == held.max() == most_alive(p, m, v)
+    if v == 1:
+        assert (held <= np.minimum(p - np.arange(p), m)).all()
+    assert plan.waiting <= 4
 
 
-def test_what_is_sent_arrives():
-    plan = one_forward_one_backward(3, 4, 2)
-    rows = plan.rows(2)
-    sent = {(t, s + 1, i) for t, s, i in _of(plan, FORWARD) if s < 2}
-    returned = {(t, s - 1, i) for t, s, i in _of(plan, BACKWARD + 1) if s > 0}
-    for row, expected in ((2, sent), (3, returned)):
-        found = {
-            (t, s, int(rows[t, row, s]))
-            for t, s in zip(*np.nonzero(rows[:, row] >= 0), strict=True)
-        }
-        assert found == expected
+@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
+def test_what_a_device_takes_is_what_its_neighbour_has_sent(p, m, parts, v):
+    """Slots, followed as a device does: nothing is overwritten before it is read."""
+    plan, last = one_forward_one_backward(p, m, parts, v), p * v - 1
+    slots = [[{}, {}, {}] for _ in range(p)]  # sent ahead, sent back, kept
+    for tick, d in itertools.product(range(len(plan.does)), range(p)):
+        does, i = plan.does[tick, d], plan.micro[tick, d]
+        stage, taken = plan.chunk[tick, d] * p + d, plan.takes[tick, d]
+        if does == FORWARD:
+            assert (taken == NONE) == (stage == 0)
+            assert stage == 0 or slots[d][0].pop(taken) == (stage, i)
+            slots[d][2][plan.keeps[tick, d]] = stage, i
+        elif does:
+            assert does > BACKWARD or (taken == NONE) == (stage == last)
+            assert taken == NONE or slots[d][1].pop(taken) == (stage, i)
+            assert slots[d][2][plan.keeps[tick, d]] == (stage, i)
+        if d < p - 1:
+            continue
+        for to in range(p):  # at the end of the tick
+            for way, arriving in enumerate((plan.arriving, plan.returning)):
+                if (slot := arriving[tick, to]) != NONE:
+                    source = (to - 1 if way == 0 else to + 1) % p
+                    k = plan.chunk[tick, source] * p + source + (1 if way == 0 else -1)
+                    assert k % p == to
+                    assert slot not in slots[to][way]
+                    slots[to][way][slot] = k, plan.micro[tick, source]
 
 
-def _of(plan, does):
-    return [
-        (t, s, int(plan.micro[t, s]))
-        for t, s in zip(*np.nonzero(plan.does == does), strict=True)
-    ]
+def _when(plan):
+    tick, device = np.nonzero(plan.does != IDLE)
+    p = plan.does.shape[1]
+    return {
+        (
+            int(plan.chunk[t, d]) * p + int(d),
+            int(plan.does[t, d]),
+            int(plan.micro[t, d]),
+        ): t
+        for t, d in zip(tick, device, strict=True)
+    }
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (5, 4), (6, 4), (8, 4), (9, 5)])
-def test_each_layer_has_a_row_of_a_stage(layers, stages):
-    found = Stages(("blocks",), layers, stages)
+def test_interleaved_stages_take_micro_batches_in_groups():
+    check_micro_batches(4, 6, 1)
+    with pytest.raises(UserError, match=r"accumulate=6 is no multiple .* choose 8"):
+        check_micro_batches(4, 6, 2)
+
+
+@pytest.mark.parametrize("per_device", [1, 2])
+@pytest.mark.parametrize(
+    ("layers", "devices"), [(3, 2), (5, 4), (6, 4), (8, 4), (9, 5), (11, 3)]
+)
+def test_each_layer_has_a_row_of_a_device(layers, devices, per_device):
+    found = Stages(("blocks",), layers, devices, per_device)
+    if layers < found.number:
+        pytest.skip("fewer layers than stages")
     rows, used = found.rows(), found.used()
-    assert rows.shape == used.shape == (stages, -(-layers // stages))
-    np.testing.assert_array_equal(rows[used], np.arange(layers))
+    size = -(-layers // found.number)
+    assert rows.shape == used.shape == (devices, per_device * size)
     np.testing.assert_array_equal(
         rows.reshape(-1)[found.row_of_layer()], np.arange(layers)
     )
-    assert found.counts() == used.sum(axis=1).tolist()
+    assert used.sum() == layers
+    assert sum(found.counts()) == layers
     assert max(found.counts()) - min(found.counts()) <= 1
+    # Stage k is chunk k // p of device k % p, and its layers follow those of k - 1.
+    stages = np.argsort(np.arange(found.number).reshape(per_device, devices).T.ravel())
+    in_order = rows.reshape(found.number, size)[stages]
+    assert in_order[used.reshape(found.number, size)[stages]].tolist() == [
+        *range(layers)
+    ]

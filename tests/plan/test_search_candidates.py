@@ -30,6 +30,7 @@ from jshard.plan.search.estimates import (
     StateSize,
     estimate,
     memory_bound,
+    of_stage,
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, pareto
@@ -88,6 +89,37 @@ def test_meshes_are_shards_within_a_host_or_over_whole_hosts():
     assert varied(found, "mesh.replica") == {None, 3, 6, 12, 24}
     found = candidates(config(), *parse("h100:6"), {"mesh": None})
     assert varied(found, "mesh.replica") == {None, 2, 3, 6}
+
+
+def test_stages_have_micro_batches_that_keep_them_busy():
+    allowed = parse_search(["mesh.pipe,policy.accumulate"], {}, ())
+
+    def pairs(batch_size):
+        found = candidates(
+            config(batch_size=batch_size), GPUS["h100"], 64, allowed, axes=["pipe"]
+        )
+        keys = ("mesh.pipe", "policy.stages_per_device", "policy.accumulate")
+        return {tuple(c.settings.get(key, 1) for key in keys) for c in found}
+
+    # One example a device: as many micro-batches as stages. Two are busy for two thirds
+    # of a step, four with twice as many stages.
+    few = pairs(64)
+    assert {(1, 1, 1), (2, 1, 2), (4, 2, 4)} <= few
+    assert not few & {(4, 1, 4), (2, 2, 3), (1, 1, 2), (2, 1, 4)}
+    many = pairs(512)
+    assert {stages for stages, *_ in many} == {1, 2, 4, 8, 16}
+    assert max(micro for stages, _, micro in many if stages == 1) == 8
+    assert {micro for stages, v, micro in many if (stages, v) == (16, 1)} == {
+        32,
+        64,
+        128,
+    }
+
+
+def test_a_stage_holds_its_part_of_the_layers():
+    whole = StateSize(100, 0, 1000, 800, 10, 4000, 500)
+    assert of_stage(whole, 1) == whole
+    assert of_stage(whole, 4)[2:6] == (400, 200, 10, 1600)
 
 
 def test_a_rack_takes_axes_as_a_host_does():

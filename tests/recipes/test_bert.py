@@ -22,12 +22,12 @@ from jshard.recipes import bert
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 
-V, T, M = 40, 8, 3
+V, T, M = 40, 8, 4
 SMALL = BertConfig(
     vocab_size=V,
     sequence_length=T,
     num_layers=3,
-    num_heads=2,
+    num_heads=4,
     width=16,
     hidden=24,
     loss_chunk=8,
@@ -59,10 +59,14 @@ def batch(rows: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.quick("2-none")
+@pytest.mark.quick("context and tensor-none")
 @pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("replica", [1, 2])
-def test_a_sharded_run_follows_one_device(x64, replica, remat):
+@pytest.mark.parametrize(
+    "mesh",
+    [{}, {"replica": 2}, {"tensor": 2}, {"context": 2, "tensor": 2}],
+    ids=["fsdp", "replicas", "tensor", "context and tensor"],
+)
+def test_a_sharded_run_follows_one_device(x64, mesh, remat):
     rows, tx, model = batch(16), optax.sgd(0.1), make_model()
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     losses = []
@@ -78,7 +82,7 @@ def test_a_sharded_run_follows_one_device(x64, replica, remat):
         losses.append(value)
 
     policy = jshard.Policy(min_shard_elements=0, remat=remat)
-    fsdp = jshard.FSDP(parity.make_mesh(replica, 8 // replica), policy)
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
     state, step = fsdp.from_model(model, tx), fsdp.train_step(bert.loss_fn, tx)
     for want in losses:
         state, metrics = step(state, fsdp.shard_batch(rows))

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jshard.fsdp.scopes import LAYERS
-from jshard.plan.cost.timeline import COMPUTE, Event, Loops, Timeline
+from jshard.plan.cost.streams import COMPUTE, Event, Loops
+from jshard.plan.cost.timeline import Timeline
 from jshard.plan.hlo.program_text import direction
 
 

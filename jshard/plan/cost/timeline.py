@@ -7,66 +7,40 @@ compute stream wait. Copies to and from host memory have one stream for each dir
 and so do copies on the device that XLA issues beside its kernels. ``kernel_work`` and
 ``transfers`` say how long each takes; what runs at the same time does not slow down.
 What collectives wait for the slowest host is added at the end.
+
+The stages of a pipeline are replayed together, one device of each: what they send each
+other starts when the last of them has reached it (``ticks``). The timeline is that of
+the stage whose kernels take the longest.
 """
 
 import collections
 import dataclasses
 import math
-from typing import NamedTuple
 
 from jshard.fit.hardware import GPU
 from jshard.plan.cost.kernel_work import UNKNOWN, work
+from jshard.plan.cost.streams import (
+    COLLECTIVES,
+    COMPUTE,
+    COPIES,
+    FROM_HOST,
+    STAGES,
+    STREAMS,
+    TO_HOST,
+    Device,
+    Event,
+    Gap,
+    Loops,
+)
+from jshard.plan.cost.ticks import Cell, Pipeline, is_switch
 from jshard.plan.cost.transfers import transfer
 from jshard.plan.hlo import Computation, Instruction, Module
 
-COMPUTE = "compute"
-COLLECTIVES = "collectives"
-COPIES = "copies"
-TO_HOST = "to host"
-FROM_HOST = "from host"
-STREAMS = (COMPUTE, COLLECTIVES, COPIES, TO_HOST, FROM_HOST)
 # Instructions that take no time: names for values, not kernels.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
     "opt-barrier", "partition-id", "replica-id", "domain", "add-dependency",
 }  # fmt: skip
-
-Loops = tuple[tuple[str, int], ...]
-
-
-class Event(NamedTuple):
-    """Something that occupies a stream."""
-
-    name: str  # of the instruction
-    stream: str  # one of `STREAMS`
-    kind: str  # "copy", or that of a `Work` or a `Transfer`
-    start: float  # seconds since the step began
-    end: float  # likewise
-    source: str  # the JAX operation: "jit(step)/jvp()/while/body/dot"
-    bytes: int  # on the wire or the bus; for a kernel, read and written
-    flops: float = 0.0  # of a kernel's matrix products
-    loops: Loops = ()  # around it, outermost first, each with its trip from 0
-    hosts: int = 1  # that a collective spans
-
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end - self.start
-
-
-class Gap(NamedTuple):
-    """A time in which the compute stream waits."""
-
-    start: float  # seconds since the step began
-    end: float  # likewise
-    waits_for: Event  # ends the gap
-    before: Event | None = None  # the last kernel before it
-    after: Event | None = None  # the first kernel after it
-
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +53,9 @@ class Timeline:
       seconds: of the complete step.
       stragglers: those of them in which collectives wait for the slowest host.
       synchronous: names of the collectives that nothing can run beside.
+      stage: of the pipeline, whose device this is.
+      cells: what every stage does in every tick; empty without a pipeline.
+      idle: seconds in which each stage waits for others.
     """
 
     events: tuple[Event, ...]
@@ -86,6 +63,15 @@ class Timeline:
     seconds: float
     synchronous: tuple[str, ...]
     stragglers: float = 0.0
+    stage: int = 0
+    cells: tuple[Cell, ...] = ()
+    idle: tuple[float, ...] = ()
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which a stage waits for others, on average."""
+        stages = max(len(self.idle), 1)
+        return sum(self.idle) / stages / self.seconds
 
     @property
     def exposed(self) -> float:
@@ -93,9 +79,20 @@ class Timeline:
         return sum(g.seconds for g in self.gaps if g.waits_for.stream == COLLECTIVES)
 
     @property
+    def exposed_sends(self) -> float:
+        """Those of them in which it waits for what stages send each other."""
+        kind = "collective-permute"
+        return sum(
+            gap.seconds
+            for gap in self.gaps
+            if gap.waits_for.stream == COLLECTIVES and gap.waits_for.kind == kind
+        )
+
+    @property
     def waits_for_copies(self) -> float:
         """Seconds in which the compute stream waits for copies."""
-        return sum(g.seconds for g in self.gaps if g.waits_for.stream != COLLECTIVES)
+        others = (COLLECTIVES, STAGES)
+        return sum(g.seconds for g in self.gaps if g.waits_for.stream not in others)
 
     @property
     def floor(self) -> float:
@@ -123,75 +120,148 @@ class Timeline:
         return sorted(self.gaps, key=lambda gap: -gap.seconds)[:count]
 
 
-def replay(module: Module, gpu: GPU, num_devices: int) -> Timeline:
+def replay(
+    module: Module, gpu: GPU, num_devices: int, pipeline: Pipeline | None = None
+) -> Timeline:
     """Replays a program compiled for so many GPUs on the streams of one of them."""
-    replayed = _Replay(module, gpu, num_devices)
-    replayed.run(module.entry)
-    end = max(replayed.free.values())
-    if end > replayed.free[COMPUTE]:  # the step includes what nothing waits for
-        replayed.wait(max(replayed.events, key=lambda e: e.end))
-    events, gaps = tuple(replayed.events), tuple(replayed.gaps)
-    doublings = sum(math.log2(event.hosts) for event in events)
+    shown, cells = 0, ()
+    idle: tuple[float, ...] = ()
+    if pipeline is not None:
+        rough = _Replay(module, gpu, num_devices, pipeline, shown=None)
+        busy = [device.busy for device in rough.run_all()]
+        shown = busy.index(max(busy))
+    replayed = _Replay(module, gpu, num_devices, pipeline, shown)
+    devices = replayed.run_all()
+    if pipeline is not None:
+        cells = tuple(replayed.cells)
+        idle = tuple(device.idle for device in devices)
+    device = devices[shown]
+    end = max(device.free.values())
+    if end > device.free[COMPUTE]:  # the step includes what nothing waits for
+        device.wait(max(device.events, key=lambda e: e.end))
+    doublings = sum(math.log2(event.hosts) for event in device.events)
     late = gpu.constants.straggle * doublings
-    return Timeline(events, gaps, end + late, tuple(replayed.synchronous), late)
+    return Timeline(
+        tuple(device.events),
+        tuple(device.gaps),
+        end + late,
+        tuple(replayed.synchronous),
+        late,
+        shown,
+        cells,
+        idle,
+    )
 
 
 class _Replay:
     """The state of a replay."""
 
-    def __init__(self, module: Module, gpu: GPU, num_devices: int):
+    def __init__(
+        self,
+        module: Module,
+        gpu: GPU,
+        num_devices: int,
+        pipeline: Pipeline | None,
+        shown: int | None,
+    ):
         self.module, self.gpu, self.num_devices = module, gpu, num_devices
-        self.events: list[Event] = []
-        self.gaps: list[Gap] = []
+        self.pipeline, self.shown = pipeline, shown
         self.synchronous: dict[str, None] = {}
-        self.free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
-        self.last_kernel: Event | None = None
         self.costs: dict[str, Event] = {}
+        self.partners: dict[str, tuple[tuple[int, ...], ...] | None] = {}
+        self.tick = 0
+        self.cells: list[Cell] = []
+        self.branches: dict[
+            tuple[str, int, int], Device
+        ] = {}  # run once, for all ticks
 
-    def run(self, computation: Computation, loops: Loops = ()) -> None:
+    def run_all(self) -> list[Device]:
+        """Replays the program on a device of each stage."""
+        stages = range(self.pipeline.number if self.pipeline else 1)
+        devices = [Device(stage, stage == self.shown) for stage in stages]
+        self.run(self.module.entry, devices)
+        return devices
+
+    def run(
+        self, computation: Computation, devices: list[Device], loops: Loops = ()
+    ) -> None:
         """Replays a computation. Starts and dones meet within it."""
-        started: dict[str, Event] = {}
+        started: dict[str, list[Event]] = {}  # of each device
         for x in computation.instructions:
             if x.opcode in _FREE:
                 continue
             if x.opcode == "while":
                 for trip in range(self.module.trips(x)):
-                    self.run(self.module.body(x), (*loops, (x.name, trip)))
+                    self.run(self.module.body(x), devices, (*loops, (x.name, trip)))
+            elif x.opcode == "conditional" and self.pipeline:
+                self.choose(x, self.pipeline, devices, loops)
             elif x.opcode in ("call", "conditional"):  # all branches: the worst case
                 for inside in self.module.inside(x):
-                    self.run(inside, loops)
+                    self.run(inside, devices, loops)
             elif x.opcode.endswith("-done"):
-                if event := started.pop(x.operands[0], None):
-                    self.wait(event)
+                events = started.pop(x.operands[0], [])
+                for device, event in zip(devices, events, strict=False):
+                    device.wait(event)
             elif x.opcode.endswith("-update"):
                 started[x.name] = started.pop(x.operands[0])
             else:
-                if x.name not in self.costs:
-                    self.costs[x.name] = self.cost(computation, x)
-                started[x.name] = self.issue(x, self.costs[x.name], loops)
+                started[x.name] = self.issue(computation, x, devices, loops)
 
-    def issue(self, x: Instruction, cost: Event, loops: Loops) -> Event:
-        """Appends an event to its stream; waits for a synchronous collective."""
-        start = max(self.free[cost.stream], self.free[COMPUTE])
-        end = self.free[cost.stream] = start + cost.end
-        event = cost._replace(start=start, end=end, loops=loops)
-        self.events.append(event)
-        if event.stream == COMPUTE:
-            self.last_kernel = event
-            if self.gaps and self.gaps[-1].after is None:
-                self.gaps[-1] = self.gaps[-1]._replace(after=event)
-        elif event.stream == COLLECTIVES:
+    def choose(
+        self, x: Instruction, pipeline: Pipeline, devices: list[Device], loops: Loops
+    ) -> None:
+        """Replays the branches of a conditional that each device takes."""
+        for device in devices:
+            start, tick = device.free[COMPUTE], self.tick
+            names = pipeline.branches(x, device.number, tick)
+            bodies = [self.module.computations[name] for name in names]
+            if is_switch(x) and not device.shown and start >= max(device.free.values()):
+                chunk = int(pipeline.chunk[tick, device.number])
+                self.again(bodies[0], device, chunk)
+            else:
+                for body in bodies:
+                    self.run(body, [device], loops)
+            if is_switch(x):
+                end = device.free[COMPUTE]
+                self.cells.append(pipeline.cell(device.number, tick, start, end))
+        self.tick += is_switch(x)
+
+    def again(self, body: Computation, device: Device, chunk: int) -> None:
+        """Lets a device run a branch, which takes as long in each tick of a stage."""
+        key = body.name, device.number, chunk
+        if key not in self.branches:
+            self.branches[key] = Device(device.number, shown=False)
+            self.run(body, [self.branches[key]])
+        alone, start = self.branches[key], device.free[COMPUTE]
+        for stream, end in alone.free.items():
+            device.free[stream] = start + end
+        device.busy += alone.busy
+        device.last_kernel = alone.last_kernel
+
+    def issue(
+        self,
+        computation: Computation,
+        x: Instruction,
+        devices: list[Device],
+        loops: Loops,
+    ) -> list[Event]:
+        """Appends an event to its stream on each device; waits if it is synchronous."""
+        if x.name not in self.costs:
+            self.costs[x.name] = self.cost(computation, x)
+        cost = self.costs[x.name]
+        starts = [device.ready(cost.stream) for device in devices]
+        if partners := self.partners.get(x.name):
+            starts = [max(starts[stage] for stage in with_) for with_ in partners]
+        events = [
+            device.issue(cost, loops, start)
+            for device, start in zip(devices, starts, strict=True)
+        ]
+        if cost.stream == COLLECTIVES:
             if not x.opcode.endswith("-start") or '"is_sync":true' in x.text:
                 self.synchronous[x.name] = None
-                self.wait(event)
-        return event
-
-    def wait(self, event: Event) -> None:
-        """Makes the compute stream wait for the end of an event."""
-        start = self.free[COMPUTE]
-        if event.end > start:
-            self.gaps.append(Gap(start, event.end, event, self.last_kernel))
-            self.free[COMPUTE] = event.end
+                for device, event in zip(devices, events, strict=True):
+                    device.wait(event)
+        return events
 
     def cost(self, computation: Computation, x: Instruction) -> Event:
         """The event of an instruction as if it started at 0, outside of loops."""
@@ -208,6 +278,8 @@ class _Replay:
         near = self.gpu.domain
         moved = transfer(self.module, computation, x, self.num_devices, near)
         if moved is not None:
+            if self.pipeline:
+                self.partners[x.name] = self.pipeline.partners(moved.groups)
             alone = moved.group == 1
             seconds = constants.launch if alone else moved.seconds(self.gpu)
             found = event(COLLECTIVES, moved.kind, seconds, moved.wire_bytes)

@@ -7,14 +7,15 @@ alone: what no fully sharded step can avoid.
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from jshard.fit.hardware import GPU
-from jshard.fsdp.mesh import REPLICA, names_of, shard_axes
+from jshard.fsdp.mesh import REPLICA, names_of, shard_axes, stages_of
 from jshard.fsdp.policy import Policy, UnitPolicy
 from jshard.fsdp.precision import is_float, is_quantized
 from jshard.fsdp.state import TrainState
@@ -22,8 +23,9 @@ from jshard.layout.capacity import shard_size
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import LOOKED_UP
 from jshard.layout.state_layout import Layout
+from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.transfers import Transfer, transfer
-from jshard.plan.hlo import Computation, Module
+from jshard.plan.hlo import Computation, Instruction, Module
 from jshard.unit.layers import spans
 
 NETWORK, SHARED = "network", "shared memory"
@@ -69,14 +71,22 @@ class Traffic:
         return sum(self.least.values())
 
 
-def count(module: Module, num_devices: int, gpu: GPU | None) -> tuple[Row, ...]:
+def count(
+    module: Module,
+    num_devices: int,
+    gpu: GPU | None,
+    pipeline: Pipeline | None = None,
+    stage: int = 0,
+) -> tuple[Row, ...]:
     """Counts the collectives of a compiled program, except in groups of one device.
 
-    ``gpu`` is that of its ``num_devices`` devices; None for CPUs.
+    ``gpu`` is that of its ``num_devices`` devices; None for CPUs. Of a ``pipeline``
+    they are those of a device of this ``stage``.
     """
-    found: dict[tuple, list[tuple[Transfer, int]]] = collections.defaultdict(list)
+    found: dict[tuple, list[tuple[Transfer, float]]] = collections.defaultdict(list)
     near = num_devices if gpu is None else gpu.domain
-    for moved, times in _transfers(module, module.entry, num_devices, near):
+    of_stage = pipeline and functools.partial(pipeline.shares, device=stage)
+    for moved, times in _transfers(module, module.entry, num_devices, near, of_stage):
         if moved.group > 1:
             link = SHARED if gpu is None else NETWORK if moved.network else gpu.links
             dtype = "+".join(sorted(name for name, _ in moved.dtypes))
@@ -84,9 +94,11 @@ def count(module: Module, num_devices: int, gpu: GPU | None) -> tuple[Row, ...]:
     rows = [
         Row(
             *key,
-            count=sum(n for _, n in same),
-            bytes=sum(n * moved.wire_bytes for moved, n in same),
-            network_bytes=sum(n * moved.network_bytes for moved, n in same if gpu),
+            count=round(sum(n for _, n in same)),
+            bytes=round(sum(n * moved.wire_bytes for moved, n in same)),
+            network_bytes=round(
+                sum(n * moved.network_bytes for moved, n in same if gpu)
+            ),
             seconds=sum(n * moved.seconds(gpu) for moved, n in same) if gpu else None,
         )
         for key, same in found.items()
@@ -99,18 +111,27 @@ def _transfers(
     computation: Computation,
     num_devices: int,
     near: int,
-    times: int = 1,
-) -> Iterator[tuple[Transfer, int]]:
-    """Yields each collective, and how often it runs."""
+    shares: Callable[[Instruction], Iterable[tuple[str, float]]] | None,
+    times: float = 1,
+) -> Iterator[tuple[Transfer, float]]:
+    """Yields each collective, and how often it runs, on average of its copies."""
     for x in computation.instructions:
         if moved := transfer(module, computation, x, num_devices, near):
             yield moved, times
         elif x.opcode == "while":
             trips = times * module.trips(x)
-            yield from _transfers(module, module.body(x), num_devices, near, trips)
+            inside = module.body(x)
+            yield from _transfers(module, inside, num_devices, near, shares, trips)
+        elif x.opcode == "conditional" and shares:
+            for name, share in shares(x):
+                inside, often = module.computations[name], share * times
+                if often:
+                    yield from _transfers(
+                        module, inside, num_devices, near, shares, often
+                    )
         elif x.opcode in ("call", "conditional"):
             for inside in module.inside(x):
-                yield from _transfers(module, inside, num_devices, near, times)
+                yield from _transfers(module, inside, num_devices, near, shares, times)
 
 
 def least(
@@ -135,7 +156,8 @@ def least(
       prefetch: whether layers are prefetched where the policy leaves it open. If so,
         the backward starts with the last layer's weights from the forward.
     """
-    replicas = mesh.shape[REPLICA]
+    replicas, stages = mesh.shape[REPLICA], stages_of(mesh)
+    prefetch = prefetch and stages == 1  # of many micro-batches all would be kept
     # Micro-batches that gather and scatter; 0 if that is outside of the loop over them.
     rounds = 0 if policy.defer_scatter else policy.accumulate
     places = Layout.of(state, policy, mesh).places
@@ -155,9 +177,12 @@ def least(
         shards = math.prod(mesh.shape[axis] for axis in names_of(over))
         if place.dim is None or shards == 1 or (looked_up and rounds):
             continue
-        shard = shard_size(x)
-        moved = shard * (shards - 1) * (rounds or 1)
-        depth = layer_dims(variable)
+        shard, depth = shard_size(x), layer_dims(variable)
+        shards //= stages
+        if shards == 1 or (stages > 1 and not depth):
+            continue
+        kept = stages > 1 and policy.unit(path).reshard_after_forward is False
+        moved = shard * (shards - 1) * (1 if kept else rounds or 1)
         # Not all of a Stack's matrices are in float8, but none can be narrower.
         float8 = place.float8 and depth and x.ndim - depth > 1
         wire = jnp.dtype("int8" if float8 else place.gather or x.dtype)

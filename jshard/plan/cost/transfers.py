@@ -31,6 +31,7 @@ class Transfer(NamedTuple):
     dtypes: tuple[tuple[str, int], ...]  # bytes that a device receives, by dtype
     group: int  # number of devices that take part
     in_host: int  # how many of them share a host, or an NVLink domain of hosts
+    groups: tuple[tuple[int, ...], ...] = ()  # of devices; pairs, of a permutation
 
     @property
     def wire_bytes(self) -> int:
@@ -115,8 +116,10 @@ def transfer(
     if kind not in KINDS:
         return None
     groups = x.groups or (tuple(range(num_devices)),)
+    # Of pairs, one that crosses hosts, if any does.
+    widest = max(groups, key=lambda group: len({device // near for device in group}))
     group = max(map(len, groups))
-    hosts = collections.Counter(device // near for device in groups[0])
+    hosts = collections.Counter(device // near for device in widest)
     scale = {
         "all-gather": group - 1,
         "all-reduce": 2 * (group - 1) / group,
@@ -129,4 +132,4 @@ def transfer(
         if array.dtype != "token":
             sizes[array.dtype] += array.bytes * scale
     dtypes = tuple((dtype, round(nbytes)) for dtype, nbytes in sizes.items())
-    return Transfer(kind, dtypes, group, max(hosts.values()))
+    return Transfer(kind, dtypes, group, max(hosts.values()), groups)

@@ -50,6 +50,10 @@ def dependencies(module: Module, inputs: Mapping[str, int]) -> dict[str, list[in
                 before, out = carry, run(called, [carry])
                 carry = [a | b for a, b in zip(carry, out, strict=True)]
             return carry
+        if branches := _branches(module, x):
+            outs = [run(b, [of]) for b, of in zip(branches, given[1:], strict=True)]
+            which = _union(given[0])
+            return [which | _union(bits) for bits in zip(*outs, strict=True)]
         if x.opcode in ("fusion", "call") and called:
             return run(called, given)
         if x.opcode == "async-start" and called:
@@ -68,6 +72,11 @@ def dependencies(module: Module, inputs: Mapping[str, int]) -> dict[str, list[in
 
 def _union(bits: Iterable[int]) -> int:
     return functools.reduce(operator.or_, bits, 0)
+
+
+def _branches(module: Module, x: Instruction) -> list[Computation]:
+    """Returns those of a conditional, each of which takes one of its operands."""
+    return list(module.inside(x)) if x.opcode == "conditional" else []
 
 
 def _called(module: Module, x: Instruction) -> Computation | None:
@@ -103,10 +112,18 @@ def readers(module: Module) -> Callable[[str, int | None], list[Instruction]]:
 def summed(module: Module) -> set[tuple[str, int]]:
     """Returns the values that are summed over devices, possibly after casts.
 
-    Values that a loop carries are followed through its trips.
+    Values that a loop carries are followed through its trips, and those that a
+    conditional takes through its branches.
     """
     loops = [x for x in module.instructions.values() if x.opcode == "while"]
     carried_by = {y.name: x for x in loops for y in module.body(x).parameters.values()}
+
+    given_to = {
+        y.name: operand
+        for x in module.instructions.values()
+        for body, operand in zip(_branches(module, x), x.operands[1:], strict=False)
+        for y in body.parameters.values()
+    }
 
     def sources(name: str, element: int) -> list[tuple[str, int]]:
         """Lists the values that it copies, up to dtype and layout."""
@@ -121,6 +138,10 @@ def summed(module: Module) -> set[tuple[str, int]]:
         called = _called(module, x)
         if x.opcode == "while" and called:
             return [(x.operands[0], element), (called.root.name, element)]
+        if branches := _branches(module, x):
+            return [(branch.root.name, element) for branch in branches]
+        if name in given_to:
+            return [(given_to[name], element)]
         if name in carried_by:
             return [(carried_by[name].name, element)]
         inside = {y.opcode for y in called.instructions} if called else set()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard.fsdp.scopes import FURTHER_ROUNDS, UPDATE
+from jshard.fsdp.scopes import FURTHER_ROUNDS, SCHEDULE, UPDATE
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(
@@ -31,13 +31,14 @@ _CALLED = re.compile(
     r"branch_computations|true_computation|false_computation)="
     r"(?P<names>\{[^}]*\}|%?[\w.\-]+)"
 )
-_LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
+_LISTED_GROUPS = re.compile(r"(?:groups|pairs)=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _IOTA_GROUPS = re.compile(rf"replica_groups=\[([\d,]+)\]<=({_IOTA})")
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
 )
-HOST_SPACE = 5  # XLA's memory space of pinned host memory
+_OF_TICK = re.compile(SCHEDULE.format(*[r"\d+"] * 3) + r"/cond/branch_(\d+)_fun")
+HOST_SPACE = 5  # pinned host memory
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
@@ -150,7 +151,7 @@ class Instruction:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Device numbers of a collective's groups; () means one group of all.
+        """Device numbers of a collective's groups, or pairs; () is one group of all.
 
         Raises:
           ValueError: the groups are written in a way that is not known.
@@ -335,14 +336,15 @@ def direction(source: str) -> str:
     """The part of a step that a JAX operation belongs to.
 
     Its name holds the transformations around it: ``jvp`` marks the forward,
-    ``transpose`` the backward. What is in the scope of the update or outside
-    ``shard_map`` belongs to the update, and the rest to the step around forward and
-    backward.
+    ``transpose`` the backward; in the ticks of a pipeline branches do. What is in the
+    scope of the update or outside ``shard_map`` is the update, the rest the step.
     """
     if "transpose(" in source:
         return BACKWARD
     if "jvp(" in source:
         return FORWARD
+    if tick := _OF_TICK.search(source):
+        return FORWARD if tick[1] == "1" else BACKWARD
     if UPDATE in source.split("/"):
         return UPDATE
     return STEP if "shard_map" in source or not source else UPDATE

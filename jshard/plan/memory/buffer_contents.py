@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flax import nnx
 
+from jshard.fsdp.mesh import stages_of
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_size
 from jshard.layout.specs import layer_dims
@@ -127,12 +128,22 @@ def _sizes(shape: Iterable[int]) -> Shape:
 
 
 def _gradient_shapes(state: TrainState) -> tuple[set[Shape], set[Shape]]:
-    """The shapes of shards, and of all layers of a Stack."""
+    """The shapes of shards, and of all layers of a Stack, also those of a stage."""
     shards, stacks = set(), set()
     for _, variable in nnx.to_flat_state(state.params):
         x = variable.get_value()
+        shard, stages = x.sharding.shard_shape(x.shape), stages_of(x.sharding.mesh)
+        depth = layer_dims(variable)
+        rows = [
+            -(-size // stages) if i < depth else size for i, size in enumerate(x.shape)
+        ]
+        # A stage's layers are sharded over its own devices alone.
+        of_stage = [
+            row if part == size else part * stages
+            for row, part, size in zip(rows, shard, x.shape, strict=True)
+        ]
         if shard_size(x) >= _LARGE:
-            shards.add(_sizes(x.sharding.shard_shape(x.shape)))
-        if layer_dims(variable):
-            stacks.add(_sizes(x.shape))
+            shards |= {_sizes(shard), _sizes(of_stage)}
+        if depth:
+            stacks |= {_sizes(x.shape), _sizes(rows)}
     return shards, stacks

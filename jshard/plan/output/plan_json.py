@@ -11,7 +11,9 @@ from jshard.config.run_config import flatten
 from jshard.fit.hardware import FITTED
 from jshard.plan.cost.assumptions import assumptions
 from jshard.plan.cost.phases import Phases
-from jshard.plan.cost.timeline import STREAMS, Event, Timeline
+from jshard.plan.cost.streams import STREAMS, Event
+from jshard.plan.cost.ticks import Pipeline
+from jshard.plan.cost.timeline import Timeline
 from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
 
@@ -43,12 +45,32 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 for (kind, dtype), size in traffic.least.items()
             ],
         },
+        "pipeline": None if plan.pipeline is None else _pipeline(plan, plan.pipeline),
         "timeline": None if plan.timeline is None else _timeline(plan, plan.timeline),
         "options": [
             {"name": name, "value": value, "reason": reason}
             for name, value, reason in options(plan)
         ],
         "model": assumptions(program.gpu.constants if program.gpu else FITTED),
+    }
+
+
+def _pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
+    found = {
+        "stages": pipeline.number,
+        "ticks": len(pipeline.does),
+        "scheduled_bubble": pipeline.bubble,
+        "activations": pipeline.alive,
+    }
+    if plan.timeline is None:
+        return found
+    timeline = plan.timeline
+    return found | {
+        "bubble": timeline.bubble,
+        "idle": list(timeline.idle),
+        "shown": timeline.stage,
+        "exposed_sends": timeline.exposed_sends,
+        "cells": list(timeline.cells),
     }
 
 

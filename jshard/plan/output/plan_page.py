@@ -10,7 +10,7 @@ from jshard.plan.cost.kernel_work import ATTENTION, LIMITS, MATRIX, MEMORY
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.memory.breakdown import Memory
-from jshard.plan.output import plan_text
+from jshard.plan.output import plan_text, schedule_picture
 from jshard.plan.planning import Plan
 from jshard.report.charts import script_json
 from jshard.report.page import document, folded, section, table, tiles
@@ -42,9 +42,15 @@ def render(plan: Plan) -> str:
 def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields headings, and content as HTML."""
     timeline, traffic = plan.timeline, plan.traffic
+    memory = _memory(plan.memory)
+    if plan.pipeline is not None:
+        memory += _note(f"{plan_text.activations(plan.pipeline).capitalize()}.")
+        if timeline is not None:
+            idle = " ".join(plan_text.bubble(plan, plan.pipeline, timeline))
+            yield "Pipeline", schedule_picture.render(timeline) + _note(f"{idle}.")
     if timeline is not None:
         yield "Timeline", "".join(_charts(timeline))
-    yield "Memory of a device", _memory(plan.memory)
+    yield "Memory of a device", memory
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
     found = table(plan_text.traffic_rows(traffic), heading, "grid-table")
     if traffic.network_bytes:
@@ -82,6 +88,9 @@ def _tiles(plan: Plan) -> str:
             (format_count(per_second), f"{unit}/s"),
             (format_seconds(exposed), share),
         ]
+        if plan.pipeline is not None:
+            idle = "bubble: a device waits for other stages"
+            figures.append((f"{plan.timeline.bubble:.1%}", idle))
     of = "a device"
     if plan.memory.usable is not None:
         fits = "fits" if plan.fits else "does not fit"

@@ -7,7 +7,9 @@ from jshard.cli.formatting import format_bytes, format_count, format_seconds
 from jshard.compat import xla_options
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.phases import Phases
-from jshard.plan.cost.timeline import COLLECTIVES, COMPUTE, STREAMS, Timeline
+from jshard.plan.cost.streams import COLLECTIVES, COMPUTE, STREAMS
+from jshard.plan.cost.ticks import Pipeline
+from jshard.plan.cost.timeline import Timeline
 from jshard.plan.cost.traffic import Traffic
 from jshard.plan.memory.breakdown import Memory, Part
 from jshard.plan.planning import Plan
@@ -26,6 +28,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield ""
     rows = [("MEMORY a device", "", "", ""), *memory_rows(plan.memory)]
     yield from _columns(rows, "<>><")
+    if plan.pipeline is not None:
+        yield activations(plan.pipeline)
     yield ""
     if plan.traffic.rows:
         names = ("TRAFFIC", "dtype", "over", "count", "a device", "at least", "busy")
@@ -162,6 +166,10 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     sent = format_seconds(timeline.busy(COLLECTIVES))
     share = f"{exposed / seconds:.1%} of the step, of {sent} of collectives"
     yield "exposed", format_seconds(exposed), share
+    if plan.pipeline is not None:
+        yield "bubble", *bubble(plan, plan.pipeline, timeline)
+        sent = "of exposed, what stages send each other after each tick"
+        yield "sends", format_seconds(timeline.exposed_sends), sent
     if timeline.stragglers:
         late = "waiting for the slowest host"
         yield "stragglers", format_seconds(timeline.stragglers), late
@@ -187,15 +195,36 @@ def step_range(plan: Plan) -> str:
     return f"{low} to {high}, given published runs"
 
 
+def bubble(plan: Plan, pipeline: Pipeline, timeline: Timeline) -> tuple[str, str]:
+    """Returns ("12.1 %", what it is of the step), in words."""
+    share, number = f"{timeline.bubble:.1%}", pipeline.number
+    alone = f"by the schedule alone {pipeline.bubble:.1%} of {len(pipeline.does)} ticks"
+    waits = "of the step a device waits for other stages, on average"
+    which = (
+        f"the timeline is that of stage {timeline.stage + 1} of {number}, the busiest"
+    )
+    return share, f"{waits} ({alone}); {which}"
+
+
+def activations(pipeline: Pipeline) -> str:
+    """Says whose activations stages keep, and that they reserve the same."""
+    first, last = pipeline.alive[0], pipeline.alive[-1]
+    of = "of a stage" if pipeline.chunk.max() else "of its stage"
+    return (
+        "all stages run one program, so each device reserves as much; the first keeps "
+        f"activations {of} for {first} micro-batches, the last for {last}"
+    )
+
+
 def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
     """Yields rows of a table: start, duration, what it waits for, kernels around it."""
     phases = Phases(timeline)
     for gap in timeline.largest_gaps(GAPS):
-        what = gap.waits_for
+        what, size = gap.waits_for, f" of {format_bytes(gap.waits_for.bytes)}"
         yield (
             format_seconds(gap.start),
             format_seconds(gap.seconds),
-            f"{what.kind} of {format_bytes(what.bytes)} ({phases.of(what)})",
+            f"{what.kind}{size if what.bytes else ''} ({phases.of(what)})",
             f"{phases.words(gap.before)} | {phases.words(gap.after)}",
         )
 

@@ -13,11 +13,14 @@ from jshard.config.shared_keys import FIT
 from jshard.errors import UserError
 from jshard.fit.hardware import GPU
 from jshard.fsdp.policy import POLICIES
+from jshard.pipe.schedule import bubble
 
 Settings = dict[str, Any]  # values by key: {"policy.remat": "dots"}
 
 REMAT, RESHARD = "policy.remat", "policy.reshard_after_forward"
-AXES = "axes"
+AXES, PIPE, PER_DEVICE = "axes", "mesh.pipe", "policy.stages_per_device"
+_AXES = ("mesh.context", "mesh.tensor", "mesh.expert", PIPE)
+STAGES = (2, 4, 8, 16)  # of a pipeline
 # What `--search` varies: other ways to run the same training.
 DEFAULT_KNOBS = (
     REMAT,
@@ -30,11 +33,12 @@ DEFAULT_KNOBS = (
 )
 # Knobs that change the numbers that training computes; varied only when named.
 CHANGING_KNOBS = ("policy.precision.reduce", "batch_size")
-KNOBS = (*DEFAULT_KNOBS, "mesh.context", *CHANGING_KNOBS)
+KNOBS = (*DEFAULT_KNOBS, "mesh.context", PIPE, *CHANGING_KNOBS)
 # Knobs that set other keys than the one they are named after.
 _KEYS = {
     "mesh": ("mesh.replica", "mesh.fsdp"),
-    AXES: ("mesh.context", "mesh.tensor", "mesh.expert"),
+    AXES: (*_AXES, PER_DEVICE),
+    PIPE: (PIPE, PER_DEVICE),
     "policy.precision.reduce": ("policy.precision.reduce", "policy.precision.sum"),
 }
 
@@ -156,6 +160,8 @@ def candidates(
     for parts in [(), *itertools.product(*choices)]:
         settings = {key: value for part in parts for key, value in part.items()}
         everything = flat | settings
+        if settings and not _keeps_busy(everything, devices, allowed):
+            continue
         shards = _shards(everything, gpu, devices)
         group = everything[RESHARD]
         if type(group) is int and group >= shards and RESHARD in settings:
@@ -167,6 +173,27 @@ def candidates(
     return list(found.values())
 
 
+def _keeps_busy(
+    settings: Settings, devices: int, allowed: Mapping[str, Sequence[Any] | None]
+) -> bool:
+    """Whether own choices of stages and micro-batches go together.
+
+    A device is busy for two thirds of a step at least, and no micro-batch is empty.
+    """
+    micro, stages = settings["policy.accumulate"], settings[PIPE]
+    axes = [settings[key] for key in ("mesh.context", "mesh.tensor")]
+    if allowed.get("policy.accumulate", ()) is None:
+        examples = settings["batch_size"] * math.prod(axes) * stages // devices
+        if micro > max(examples, 1):
+            return False
+    per_device = settings[PER_DEVICE]
+    if not {AXES, PIPE} & {knob for knob, values in allowed.items() if values is None}:
+        return True
+    if per_device > 1 and micro % stages:
+        return False
+    return bubble(stages, micro, per_device) <= 1 / 3
+
+
 def _own_choices(
     config: Config, gpu: GPU, devices: int, names: Sequence[str], axes: Sequence[str]
 ) -> dict[str, list[Settings]]:
@@ -174,7 +201,9 @@ def _own_choices(
     shared, near = config.mesh.context * config.mesh.tensor, gpu.domain
     parts = max(devices // shared, 1)
     examples = max(config.batch_size // parts, 1)  # of a part in a step
-    micro = [n for n in _divisors(examples) if n & (n - 1) == 0]
+    # Pipelines pass as many more micro-batches as they have stages.
+    stages = max([n for n in STAGES if "pipe" in axes and devices % n == 0], default=1)
+    micro = [n for n in _divisors(examples * stages) if n & (n - 1) == 0]
     named = [f"{kind}:{'+'.join(names)}" for kind in ("names", "offload") if names]
     batches = [config.batch_size * n // 4 for n in (1, 2, 4, 8, 16)]
     values = {
@@ -192,17 +221,25 @@ def _own_choices(
     }
     # The fsdp axis lies within a host (or an NVLink domain), or spans complete ones.
     shards = [n for n in _divisors(devices) if near % n == 0 or n % near == 0]
+    staged = [
+        {PIPE: n} | ({} if per_device == 1 else {PER_DEVICE: per_device})
+        for n in STAGES
+        for per_device in (1, 2, 4)
+        if devices % n == 0
+    ]
     sums = [("float32", None), ("bfloat16", "float32"), ("bfloat16", None)]
     choices = {knob: [{knob: value} for value in values[knob]] for knob in values}
     return choices | {
-        # One further axis, within a host or domain; two rarely pay.
+        # One further axis, within a host or domain, or stages; two rarely pay.
         AXES: [{}]
         + [
             {f"mesh.{axis}": n}
             for axis in axes
             for n in _divisors(near)
-            if n > 1 and devices % n == 0
-        ],
+            if n > 1 and devices % n == 0 and axis != "pipe"
+        ]
+        + (staged if "pipe" in axes else []),
+        PIPE: [{PIPE: 1}, *staged],
         "mesh": [
             {"mesh.replica": devices // n, "mesh.fsdp": -1} for n in reversed(shards)
         ],
@@ -221,7 +258,7 @@ def _shards(settings: Settings, gpu: GPU, devices: int) -> int:
     """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp != -1:
-        further = [settings[key] for key in _KEYS[AXES]]
+        further = [settings[key] for key in _AXES]
         return fsdp * math.prod(n for n in further if n != FIT)
     return gpu.host if replica == "hosts" else devices // replica
 

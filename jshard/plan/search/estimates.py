@@ -16,12 +16,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.fit.hardware import GPU, overlapped
-from jshard.fsdp.mesh import EXPERT, TENSOR, names_of, shards_of
+from jshard.fsdp.mesh import EXPERT, TENSOR, names_of, shards_of, stages_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_bytes, state_bytes
 from jshard.layout.specs import is_sharded, layer_dims
+from jshard.pipe.schedule import bubble
 from jshard.plan.program import Program
 from jshard.plan.start_up import equations, product_flops
 
@@ -75,6 +76,14 @@ def state_size(state: TrainState) -> StateSize:
         sum(map(_nbytes, trained)),
         sum(map(shard_bytes, trained)),
     )
+
+
+def of_stage(size: StateSize, stages: int) -> StateSize:
+    """Returns what a device of a pipeline has of it: a part of the Stack's layers."""
+    stacked = size.stacked // stages
+    elements = size.elements - size.stacked + stacked
+    trained = size.trained * elements // max(size.elements, 1)
+    return size._replace(elements=elements, stacked=stacked, trained=trained)
 
 
 def _parts(sharding: Any) -> int:
@@ -140,10 +149,12 @@ def estimate(
     if policy.defer_scatter:
         kept = 0  # the bound includes them
         gradients = size.trained  # of a micro-batch, beside their sum
-    saved = activity.saved * examples / micro
+    # Of all micro-batches, a stage holds those of as many as there are stages.
+    stages = stages_of(mesh)
+    saved = activity.saved * examples * min(stages, micro) / micro
     needed = memory_bound(size, policy) + gradients + kept * width + saved
 
-    shards = shards_of(mesh)
+    shards = shards_of(mesh) // stages
     slow, fast = _speed(shards, gpu), _speed(min(shards, gpu.domain), gpu)
     rounds = 1 if policy.defer_scatter else micro
     away = (shards - 1) / shards
@@ -153,7 +164,7 @@ def estimate(
         wire += rounds * size.stacked * width * away / again
     sums = jnp.dtype(policy.precision.reduce or jnp.float32).itemsize
     wire += rounds * size.elements * sums * away / slow
-    if (replicas := mesh.size // shards) > 1:
+    if (replicas := mesh.size // (shards * stages)) > 1:
         near = max(gpu.domain // shards, 1)  # replicas that share a host or domain
         speed = _speed(replicas, gpu, near)
         wire += 2 * size.trained_shards * (replicas - 1) / replicas / speed
@@ -162,6 +173,7 @@ def estimate(
     others = mesh.shape.get(TENSOR, 1) - 1
     exchanged = 8 * others * inputs * examples / fast
     seconds = overlapped(gpu.product_seconds(activity.flops), wire) + exchanged / 2
+    seconds /= 1 - bubble(stages, micro, policy.stages_per_device)
     # Activations are offloaded during the step, the optimizer's state around it.
     bus = gpu.host_bus
     seconds = max(seconds, 2 * activity.hosted * examples / bus)

@@ -25,6 +25,7 @@ from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     AXES,
+    PIPE,
     REMAT,
     RESHARD,
     Candidate,
@@ -37,6 +38,7 @@ from jshard.plan.search.estimates import (
     activity,
     estimate,
     memory_bound,
+    of_stage,
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, Search
@@ -99,6 +101,7 @@ def search(
 
         _, names = traced(str(config.policy.remat))
         axes = _axes(recipe, config, mesh_devices) if AXES in allowed else ()
+        axes = axes or (["pipe"] if PIPE in allowed else [])
         everything = candidates(config, gpu, number, allowed, names, axes)
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
@@ -155,13 +158,13 @@ def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[s
         try:
             sizes: dict[str, Any] = {axis: 2}
             mesh = meshes.make_mesh(devices=mesh_devices, **sizes)
-            make_job(recipe, config, mesh.abstract_mesh).abstract_state()
+            with warnings.catch_warnings(action="ignore"):  # of its bubble
+                make_job(recipe, config, mesh.abstract_mesh).abstract_state()
         except UserError:
             return False
         return True
 
-    others = [axis for axis in meshes.AXES[2:] if axis != meshes.PIPE]  # has no plans
-    return [axis for axis in others if takes(axis)]
+    return [axis for axis in meshes.AXES[2:] if takes(axis)]
 
 
 def _trace(
@@ -209,7 +212,8 @@ def _estimates(
         except UserError as error:
             refused.append((candidate, str(error)))
             continue
-        bound = memory_bound(sizes[key], policy)
+        size = of_stage(sizes[key], meshes.stages_of(mesh))
+        bound = memory_bound(size, policy)
         if bound > gpu.usable:
             too_large.append((candidate, bound))
             continue
@@ -217,6 +221,6 @@ def _estimates(
         inputs = traced("full")[0].saved if meshes.TENSOR in mesh.shape else 0.0
         examples = config.batch_size / mesh.size
         promising[candidate] = estimate(
-            sizes[key], policy, mesh, gpu, active, examples, inputs
+            size, policy, mesh, gpu, active, examples, inputs
         )
     return promising, refused, too_large

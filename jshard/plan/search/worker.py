@@ -21,6 +21,7 @@ from jshard.errors import UserError
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import Constants, find_constants
 from jshard.plan import hlo
+from jshard.plan.cost.ticks import pipeline_of
 from jshard.plan.cost.timeline import replay
 from jshard.plan.program import trace
 from jshard.plan.search.result_cache import program_key, read_result, write_result
@@ -46,7 +47,8 @@ def run_task(
         compiled = absent_gpus.compile_lowered(lowered, program.mesh, program.options)
         assert program.gpu is not None
         module = hlo.parse(compiled.as_text() or "")
-        timeline = replay(module, program.gpu, program.mesh.size)
+        pipeline = pipeline_of(module, program.mesh, program.job.fsdp.policy)
+        timeline = replay(module, program.gpu, program.mesh.size, pipeline)
         result = {
             "seconds": timeline.seconds,
             "exposed": timeline.exposed,
