@@ -368,6 +368,10 @@ REFUSED = {
         "the model has decoder, encoder",
     ),
     "stages": ({"mesh": {"pipe": 8}, "accumulate": 16}, "exceed the 4 layers"),
+    "no pipeline": (
+        {"mesh": {"fsdp": 2}, "stages_per_device": 2},
+        "the mesh has no pipeline",
+    ),
     "interleaved stages": (
         {"mesh": {"pipe": 2}, "stages_per_device": 4},
         "8 stages exceed the 4 layers .* choose at most 4",
