@@ -215,4 +215,12 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     with context:
         tree = ocp.load((folder / ARRAYS).absolute(), unflatten_dict(wanted, sep="."))
     found: dict[str, Any] = flatten_dict(tree, sep=".")
+    for name, array in found.items():
+        if array.dtype != wanted[name].dtype:
+            # Orbax reads in threads, which do not see `with jax.enable_x64(True)`.
+            raise UserError(
+                f"{name} of {folder} was read as {array.dtype}, not "
+                f"{wanted[name].dtype}; set jax.config.update('jax_enable_x64', True) "
+                "for the whole process"
+            )
     return found
