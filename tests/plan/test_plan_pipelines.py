@@ -96,7 +96,7 @@ def test_a_search_finds_stages(plan, monkeypatch, tmp_path):
     monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
     words = [word for word in LLAMA if "mesh.pipe" not in word]
     code, out, err = plan(
-        *words, GIVEN[0], "--search=mesh.pipe,policy.accumulate", "--limit=4"
+        *words, GIVEN[0], "--search=mesh.pipe,policy.accumulate", "--limit=3"
     )
     assert code == 0, err
     assert "mesh.pipe=" in out
