@@ -216,13 +216,14 @@ def test_no_more_micro_batches_are_alive_than_stages():
     # Each of two more micro-batches keeps the inputs of a stage's four layers.
     assert 2 * 3.5 * carry < four - many < 2 * 4.5 * carry
     assert one_forward_one_backward(4, number, 3).activations == 4
-    # Five inputs of two layers, in place of two of four; two more wait to be used.
-    interleaved, more = (
-        temporaries(2, micro, stages_per_device=2) for micro in (4, number)
+    # Interleaved, each keeps the inputs of two layers, and six more are alive.
+    two, many, four = (
+        temporaries(stages, micro, stages_per_device=2)
+        for stages, micro in ((2, 4), (2, number), (4, number))
     )
-    assert most_alive(2, number, 2) == 5
-    assert more - interleaved < carry
-    assert carry < interleaved - two < 5 * carry
+    assert most_alive(4, number, 2) - most_alive(2, number, 2) == 6
+    assert many - two < carry
+    assert 6 * 1.75 * carry < four - many < 6 * 2.25 * carry
 
 
 def test_dropout_masks_are_those_of_any_mesh():
