@@ -121,7 +121,7 @@ def alternating(names: str, values: Any, others: Any) -> Any:
 
 # Several layers, whose weights are gathered again: what the default suite trains.
 ROWS = {
-    "one gather at a time": Case(mesh=(1, 8), dropout=True, layers=4),
+    "one gather at a time": Case(mesh=(1, 8), dropout=True),
     "prefetch": Case(mesh=(1, 8), prefetch=True, first_k=1, remat="dots", layers=5),
     "prefetch beside sums over copies": Case(
         prefetch=True, first_k=1, reshard=2, layers=4
@@ -130,11 +130,11 @@ ROWS = {
         mesh=(1, 4), accumulate=4, reshard_root=True, padding=True, two_losses=True
     ),
     "micro-batches on a hybrid mesh": Case(
-        accumulate=2, remat=jshard.Names("hidden"), tied=True, layers=4
+        accumulate=2, remat=jshard.Names("hidden"), tied=True
     ),
-    "one scatter a step": Case(defer=True, accumulate=2, frozen=True, layers=4),
+    "one scatter a step": Case(defer=True, accumulate=2, frozen=True),
     "muon": Case(mesh=(4, 2), optimizer="muon", unroll=True, layers=2),
-    "units": Case(units=True, reshard=2, remat="none", indivisible=True, layers=4),
+    "units": Case(units=True, reshard=2, remat="none", indivisible=True),
     "three devices": Case(mesh=(1, 3), prefetch=True, first_k=1, remat="dots"),
     "five devices": Case(mesh=(1, 5), optimizer="muon", reshard_root=True),
     "six devices": Case(mesh=(1, 6), optimizer="lamb", reshard=2, indivisible=True),

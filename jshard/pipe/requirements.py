@@ -17,6 +17,11 @@ BUSY = 2 / 3  # a pipeline whose stages are busy for less of a step is a warning
 def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
     """Raises UserError for what pipelines do not do, and warns of a large bubble."""
     if (number := stages_of(mesh)) == 1:
+        if policy.stages_per_device > 1:
+            raise UserError(
+                f"policy.stages_per_device={policy.stages_per_device}: the mesh has no "
+                "pipeline; add mesh.pipe, or leave it at 1"
+            )
         return
     stages = divide(arrays, mesh, policy)
     check_micro_batches(number, policy.accumulate, policy.stages_per_device)

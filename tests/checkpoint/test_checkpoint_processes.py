@@ -349,15 +349,3 @@ def test_one_process_that_cannot_write_fails_a_save_on_both(process, pair, tmp_p
 def test_a_manifest_that_cannot_be_written_fails_a_save_on_both(pair, tmp_path):
     results = pair.call(save_in_trouble, tmp_path, no_manifest)
     check_trouble(results, tmp_path, "I/O error")
-
-
-def refused_folder(folder: Path) -> str:
-    with pytest.raises(jshard.UserError) as error:
-        Checkpointer(folder)
-    return str(error.value)
-
-
-def test_a_folder_that_cannot_be_made_is_refused_on_both(pair, tmp_path):
-    (tmp_path / "file").touch()
-    for said in pair.call(refused_folder, tmp_path / "file" / "checkpoints"):
-        assert said.startswith("cannot write checkpoints to ")

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,12 +71,21 @@ def history() -> list[tuple[float, float]]:
         return found
 
 
-def test_two_processes_compute_what_one_does(tmp_path):
+def refused_folder(folder: Path) -> str:
+    with pytest.raises(jshard.UserError) as error:
+        jshard.Checkpointer(folder)
+    return str(error.value)
+
+
+def test_two_processes_compute_what_one_does_and_refuse_a_folder_together(tmp_path):
     want = history()
     assert want[-1][0] < want[0][0]
     with Processes(2, 1, tmp_path) as processes:
         for found in processes.call(history):
             np.testing.assert_allclose(found, want, rtol=1e-12)
+        (tmp_path / "file").touch()
+        for said in processes.call(refused_folder, tmp_path / "file" / "checkpoints"):
+            assert said.startswith("cannot write checkpoints to ")
 
 
 def test_a_job_of_two_goes_on_after_one_was_killed_as_if_it_had_not_been(tmp_path):

@@ -73,17 +73,23 @@ def config_of(recipe, **settings):
     return config
 
 
+TRACED: dict[str, Traced] = {}  # what the same config gave before
+
+
 def pick(recipe, usable, **settings):
     """What is chosen if XLA needs as much as estimated, and what was compiled."""
     config, compiled = config_of(recipe, **settings), []
     mesh = make_mesh(config)
 
     def trace(config):
-        job = make_job(recipe, config, mesh)
-        state = job.abstract_state()
-        batch, _, _ = abstract_batch(recipe, config, mesh)
-        jaxpr = job.train_step.trace(state, batch).jaxpr.jaxpr
-        return Traced(jaxpr, state, config.policy.accumulate, dict(mesh.shape), {})
+        if (key := config.to_json()) not in TRACED:
+            job = make_job(recipe, config, mesh)
+            state = job.abstract_state()
+            batch, _, _ = abstract_batch(recipe, config, mesh)
+            jaxpr = job.train_step.trace(state, batch).jaxpr.jaxpr
+            micro_batches, axes = config.policy.accumulate, dict(mesh.shape)
+            TRACED[key] = Traced(jaxpr, state, micro_batches, axes, {})
+        return TRACED[key]
 
     def compile(config):
         compiled.append(chosen(config))

@@ -58,6 +58,8 @@ def x64_of_all_threads():
 # An LSTM and the exact GELU are in tests/unit/test_foreign_layers.py, convolutions in
 # tests/recipes/test_image_models.py; gradients of a clipped whole are those of "clip".
 ELSEWHERE = ("unet", "wide unet", "lstm", "exact-gelu", "clip-whole")
+# What layers sow, append and set is in tests/unit/test_effects.py.
+EFFECTS = ("sow", "list", "attribute")
 # Dear ones made of what the others have: two losses, loops, pairs and random numbers.
 MIXED = ("gan", "gnn", "state-space", "deq", "barlow", "siamese", "score-matching")
 
@@ -66,7 +68,7 @@ MIXED = ("gan", "gnn", "state-space", "deq", "barlow", "siamese", "score-matchin
     *(
         case(name, *program.default)
         for name, program in PROGRAMS.items()
-        if name not in ELSEWHERE + MIXED
+        if name not in ELSEWHERE + EFFECTS + MIXED
     )
 )
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def decoded_model() -> Decoder:
     for linear in (model.blocks.up, model.blocks.down):
         kernel = linear.kernel.get_value()
         four_bit = FourBit("nf4", kernel.shape[1:], "float32")
-        encode = jax.jit(four_bit.encode)
-        values = [four_bit.decode(encode(layer)) for layer in kernel]
+        rounded = jax.jit(lambda x, bits=four_bit: bits.decode(bits.encode(x)))
+        values = [rounded(layer) for layer in np.asarray(kernel)]
         assert np.abs(values[0] - kernel[0]).max() / np.abs(kernel[0]).max() > 0.01
         linear.kernel.set_value(jnp.stack(values))
     return model

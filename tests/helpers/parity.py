@@ -195,6 +195,8 @@ def by_path(state: nnx.State) -> dict[tuple, Any]:
         if isinstance(value, optax.MaskedNode):
             continue
         if path[0] == "blocks" and not isinstance(path[1], int):
+            if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                value = np.asarray(value)  # JAX compiles a program for each index
             layers = {("blocks", i, *path[1:]): value[i] for i in range(len(value))}
             arrays |= layers
         else:
@@ -208,7 +210,7 @@ def plain_steps(variant: Variant, units: bool) -> tuple[nnx.State, nnx.State, Ca
     abstract = nnx.eval_shape(lambda: Plain(variant, rngs=nnx.Rngs(0)))
     graphdef, params, rest = nnx.split(abstract, trained(variant), ...)
     # Outside a mesh, jshard's model has the initial values that it has on any.
-    initial = by_path(nnx.state(make_model(variant, units)(nnx.Rngs(0))))
+    initial = by_path(nnx.state(made(variant, units)))
     for state in (params, rest):
         for path, variable in nnx.to_flat_state(state):
             variable.set_value(initial.pop(path))
@@ -226,6 +228,12 @@ def plain_steps(variant: Variant, units: bool) -> tuple[nnx.State, nnx.State, Ca
 
 def make_model(variant: Variant, units: bool) -> Callable[[nnx.Rngs], nnx.Module]:
     return lambda rngs: (Plain if units else Sharded)(variant, rngs=rngs)
+
+
+@functools.cache
+def made(variant: Variant, units: bool) -> nnx.Module:
+    """The model, made once: each mesh would compile its random numbers again."""
+    return make_model(variant, units)(nnx.Rngs(0))
 
 
 @functools.cache
@@ -262,7 +270,7 @@ def train(
         loss = sum(weight * jshard.Mean(*mean) for weight, *mean in terms)
         return loss, {name: jshard.Mean(*mean) for name, mean in named.items()}
 
-    state = fsdp.init(make_model(variant, units), tx, wrt=trained(variant))
+    state = fsdp.from_model(made(variant, units), tx, wrt=trained(variant))
     step = fsdp.train_step(loss_fn, tx)
     history = []
     for batch in batches(variant):

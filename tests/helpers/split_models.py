@@ -193,6 +193,12 @@ def of_parts(model: Any, batch: Any, number: int) -> Any:
 
 
 @functools.cache
+def made(model: str) -> Any:
+    """The model, made once: each mesh would compile its random numbers again."""
+    return MODELS[model](nnx.Rngs(jax.random.key(0)))
+
+
+@functools.cache
 def plain(
     model: str, packed: bool, optimizer: str, parts: int = 1
 ) -> tuple[list[float], dict, dict]:
@@ -200,9 +206,7 @@ def plain(
 
     Those of examples are of each of ``parts`` of the batch.
     """
-    graphdef, params, rest = nnx.split(
-        MODELS[model](nnx.Rngs(jax.random.key(0))), nnx.Param, ...
-    )
+    graphdef, params, rest = nnx.split(made(model), nnx.Param, ...)
     tx = parity.TRANSFORMATIONS[optimizer]()
     # As jshard does: an optimizer that looks at whole tensors sees each layer alone.
     tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
@@ -235,7 +239,7 @@ def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
     tx = parity.TRANSFORMATIONS[optimizer]()
     tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
-    return fsdp, fsdp.init(MODELS[model], tx), fsdp.train_step(loss_fn, tx)
+    return fsdp, fsdp.from_model(made(model), tx), fsdp.train_step(loss_fn, tx)
 
 
 def trains_alike(

@@ -173,8 +173,8 @@ def test_a_state_for_another_mesh_is_refused_in_one_line():
 
 
 def test_checkpoints_restore_between_any_two_meshes_bit_for_bit(tmp_path: Path):
-    """Padded or not, along whatever dimension."""
-    meshes = [(1, 8), (1, 6), (1, 5), (2, 3), (1, 7), (1, 1)]
+    """Padded or not, along whatever dimension; hypothesis above has more numbers."""
+    meshes = [(1, 8), (1, 6), (2, 3), (1, 1)]
     fsdp = fsdp_on(*meshes[0])
     state = trained(fsdp)
     first = fsdp.fetch(state)
@@ -232,8 +232,8 @@ def test_padding_costs_no_collective_but_its_own_bytes():
     assert scattered == sizes
     gathered = {n * 6 for kind, n in first if kind == "all-gather"}
     assert gathered == set(sizes)
-    for tx in (optax.adamw(1e-2), optax.chain(optax.clip(1.0), optax.lion(1e-2))):
-        assert moved(tx) == first
+    tx = optax.chain(optax.clip(1.0), optax.adamw(1e-2), optax.scale_by_lion())
+    assert moved(tx) == first
 
 
 def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
@@ -257,7 +257,9 @@ def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
 @functools.cache
 def losses(**knobs) -> list[float]:
     fsdp = fsdp_on(1, 6, policy=jshard.Policy(min_shard_elements=0, **knobs))
-    state, step = fsdp.init(Model, OPTIMIZER), fsdp.train_step(loss_fn, OPTIMIZER)
+    # What exists need not be compiled again for each policy.
+    state = fsdp.from_model(Model(nnx.Rngs(0)), OPTIMIZER)
+    step = fsdp.train_step(loss_fn, OPTIMIZER)
     ids, found = np.arange(48).reshape(-1, 4) % VOCABULARY, []
     for _ in range(5):
         state, metrics = step(state, fsdp.shard_batch(ids))
@@ -265,13 +267,13 @@ def losses(**knobs) -> list[float]:
     return found
 
 
-@pytest.mark.quick("int8", "bfloat16")
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize(
     "precision",
     [
-        {"gather": "int8"},
+        {"gather": "int8", "reduce": "bfloat16", "sum": "float32"},
         {"gather": "float8_e4m3fn", "compute": "bfloat16", "reduce": "bfloat16"},
-        {"gather": "bfloat16", "reduce": "bfloat16", "sum": "float32"},
+        {"gather": "bfloat16", "reduce": "bfloat16"},
     ],
     ids=lambda precision: precision["gather"],
 )
@@ -284,7 +286,7 @@ def test_narrow_gathers_and_scatters_of_padded_shards(precision):
 
 def test_safetensors_are_read_onto_padded_shards(tmp_path: Path):
     one, six = fsdp_on(1, 1), fsdp_on(1, 6)
-    state = trained(one)
+    state = one.init(Model, OPTIMIZER)
     arrays = metadata.arrays_by_name(state)
     names = tensor_names(metadata.describe(state, config={}, metrics={}))
     tensors = {
@@ -317,7 +319,7 @@ def test_adapters_of_any_rank_train_beside_padded_weights():
     losses = []
     for mesh in ((1, 1), (1, 6)):
         fsdp = fsdp_on(*mesh, policy=jshard.Policy(min_shard_elements=0))
-        state = fsdp.init(make, OPTIMIZER, wrt=nnx.LoRAParam)
+        state = fsdp.from_model(make(nnx.Rngs(0)), OPTIMIZER, wrt=nnx.LoRAParam)
         step, found = fsdp.train_step(loss_fn, OPTIMIZER), []
         ids = np.arange(48).reshape(-1, 4) % VOCABULARY
         for _ in range(3):

@@ -36,6 +36,7 @@ def plain(x_BTD, head_DV, targets_BT, weights_BT) -> jax.Array:
     return jnp.sum(loss_BT * weights_BT)
 
 
+@functools.cache
 def capped(soft_cap: float | None) -> Callable[..., jax.Array]:
     """``plain`` with a soft cap of the logits."""
 
@@ -53,9 +54,20 @@ def total(x_BTD, head_DV, targets_BT, weights_BT, chunk: int = 8) -> jax.Array:
     return cross_entropy(x_BTD, head_DV, targets_BT, weights_BT, chunk=chunk).total
 
 
+@functools.cache
+def fused(soft_cap: float | None) -> Callable[..., jax.Array]:
+    """The same by jshard."""
+    return lambda *args: cross_entropy(*args, chunk=7, soft_cap=soft_cap).total
+
+
+@functools.cache  # tests with equal functions and shapes share what is traced
+def jitted(fn: Callable) -> Callable:
+    return jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 3)))
+
+
 def value_and_grads(fn: Callable, *args: Any) -> tuple:
     """The total and its gradients by features, head and weights."""
-    return jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 3)))(*args)
+    return jitted(fn)(*args)
 
 
 def arguments(
@@ -184,11 +196,10 @@ def test_a_target_outside_the_vocabulary_is_nan_unless_its_weight_is_0(target):
 @pytest.mark.parametrize("feature", [np.inf, -np.inf, np.nan, 1e300])
 def test_a_token_of_weight_0_adds_nothing_whatever_its_features(x64, feature, soft_cap):
     x, head, targets, weights = arguments(weights="mask", dtype=jnp.float64)
-    fused = lambda *args: cross_entropy(*args, chunk=7, soft_cap=soft_cap).total
     for width in (1, x.shape[-1]):  # one such feature, or all of them
         ignored = (weights == 0)[..., None] & (jnp.arange(x.shape[-1]) < width)
         odd = jnp.where(ignored, feature, x)
-        value, grads = value_and_grads(fused, odd, head, targets, weights)
+        value, grads = value_and_grads(fused(soft_cap), odd, head, targets, weights)
         counts = weights != 0
         args = x[counts], head, targets[counts], weights[counts]
         want, want_grads = value_and_grads(capped(soft_cap), *args)
@@ -197,9 +208,8 @@ def test_a_token_of_weight_0_adds_nothing_whatever_its_features(x64, feature, so
         assert jnp.all(jnp.isfinite(grads[2]))
         got = grads[0][counts], grads[1], grads[2][counts]
         chex.assert_trees_all_close(got, want_grads, rtol=1e-12, atol=1e-12)
-        np.testing.assert_array_equal(
-            jax.jit(fused)(odd, head, targets, weights), value
-        )
+        alone = jax.jit(fused(soft_cap))(odd, head, targets, weights)
+        np.testing.assert_array_equal(alone, value)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -286,13 +296,8 @@ def test_the_logarithm_of_a_sum_of_exponentials_takes_one_pass(x64):
 
 def test_a_soft_cap_is_one_of_the_logits(x64):
     args = arguments(weights="any", dtype=jnp.float64)
-
-    def fused(*args):
-        return cross_entropy(*args, chunk=8, soft_cap=0.5).total
-
-    errors = jax.tree.map(
-        parity.error, value_and_grads(fused, *args), value_and_grads(capped(0.5), *args)
-    )
+    found = (value_and_grads(fn(0.5), *args) for fn in (fused, capped))
+    errors = jax.tree.map(parity.error, *found)
     assert max(jax.tree.leaves(errors)) <= 1e-9
 
 

@@ -87,7 +87,7 @@ TRANSFORMATIONS = parity.TRANSFORMATIONS | {
 }
 
 
-@pytest.mark.quick("adafactor", "muon", "masked")
+@pytest.mark.quick("adafactor", "masked")  # tests/test_parity.py has Muon
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_per_layer_is_the_optimizer_on_unstacked_layers(name):
     params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)

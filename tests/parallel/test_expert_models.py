@@ -4,12 +4,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jshard
+import parity
 from jshard.parallel import experts
 from jshard.parallel.experts import capacities
 from jshard.plan.start_up import describe, traffic
-from split_models import MODELS, TIME, batch, loss_fn, start, trains_alike
+from split_models import MODELS, TIME, batch, loss_fn, made, start, trains_alike
 
 # model, packed, optimizer, and options
 CASES = {
@@ -61,6 +63,17 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_experts_train_as_whole_ones_on_one_device(case):
     trains_alike(*case)
+
+
+@pytest.mark.slow  # as the tensor axis's in test_modules_named_by_path
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"tensor": 2, "expert": 2}])
+def test_initial_values_are_those_of_the_plain_model(mesh):
+    fsdp, _, _ = start("uneven experts", **mesh)
+    state = fsdp.init(MODELS["uneven experts"], optax.sgd(0.1))
+    want = nnx.state(made("uneven experts"), nnx.Param)
+    got = parity.by_path(fsdp.fetch(state.params))
+    assert parity.worst(got, parity.by_path(want)) <= 1e-12
 
 
 @pytest.mark.slow

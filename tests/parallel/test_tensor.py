@@ -4,6 +4,8 @@ The reference is the model as an ordinary Flax module, on one device, with JAX a
 alone, in float64.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -300,7 +302,8 @@ def test_t5_and_vit_say_why_their_sequences_stay_whole(axis):
         "T5": lambda rngs: T5(T5Config(num_layers=1, width=16), rngs=rngs),
         "ViT": lambda rngs: ViT(ViTConfig(num_layers=1, width=24), rngs=rngs),
     }
-    fsdp = jshard.FSDP(jshard.make_mesh(**{axis: 2}))
+    sizes: Any = {axis: 2}
+    fsdp = jshard.FSDP(jshard.make_mesh(**sizes))
     for name, make in models.items():
         message = f"{axis}=2 is not for {name}: .*; use more devices of fsdp"
         with pytest.raises(jshard.UserError, match=message):

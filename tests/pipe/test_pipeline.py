@@ -19,6 +19,7 @@ from checkpoints import save_steps
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
 from jshard.layout.batch import abstract_batch
+from jshard.layout.state_layout import Layout
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.t5 import T5
@@ -112,6 +113,18 @@ def test_parity(case):
     assert parity.worst(got.params, want.params) <= BOUND
 
 
+@pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
+def test_a_step_sums_over_replicas_at_its_end():
+    """The units of a stage leave that to it, with one micro-batch too."""
+    mesh = jshard.make_mesh(pipe=2, fsdp=2, replica=2)
+    fsdp = jshard.FSDP(mesh, policy_of(1))
+    state = fsdp.abstract_state(Layers, optax.sgd(0.1))
+    places = Layout.of(state, fsdp.policy, mesh).places.values()
+    assert {(place.sum_at, "replica" in place.sum_over) for place in places} == {
+        ("step", True)
+    }
+
+
 def traced(mesh: Any, policy: jshard.Policy, variant: parity.Variant) -> Any:
     """The traced step of ``Sharded``, on one of its batches."""
     fsdp, tx = jshard.FSDP(mesh, policy), optax.sgd(0.1)
@@ -203,13 +216,14 @@ def test_no_more_micro_batches_are_alive_than_stages():
     # Each of two more micro-batches keeps the inputs of a stage's four layers.
     assert 2 * 3.5 * carry < four - many < 2 * 4.5 * carry
     assert one_forward_one_backward(4, number, 3).activations == 4
-    # Five inputs of two layers, in place of two of four; two more wait to be used.
-    interleaved, more = (
-        temporaries(2, micro, stages_per_device=2) for micro in (4, number)
+    # Interleaved, each keeps the inputs of two layers, and six more are alive.
+    two, many, four = (
+        temporaries(stages, micro, stages_per_device=2)
+        for stages, micro in ((2, 4), (2, number), (4, number))
     )
-    assert most_alive(2, number, 2) == 5
-    assert more - interleaved < carry
-    assert carry < interleaved - two < 5 * carry
+    assert most_alive(4, number, 2) - most_alive(2, number, 2) == 6
+    assert many - two < carry
+    assert 6 * 1.75 * carry < four - many < 6 * 2.25 * carry
 
 
 def test_dropout_masks_are_those_of_any_mesh():
@@ -243,7 +257,7 @@ def test_dropout_masks_are_those_of_any_mesh():
 
 
 class Conditioned(nnx.Module):
-    """Layers with units and integers share an array, which goes past them, too."""
+    """Layers with units, integers and aux share an array, which goes past them, too."""
 
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -254,7 +268,7 @@ class Conditioned(nnx.Module):
         def __call__(self, stream: Any, given: jax.Array) -> Any:
             x, number = stream
             y = jnp.tanh(self.own(x) + self.inner(given) * number)
-            return x + self.dropout(y), number + 1
+            return (x + self.dropout(y), number + 1), jnp.sum(y, axis=-1)
 
     def __init__(self, rngs: nnx.Rngs):
         self.given = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs)
@@ -263,13 +277,13 @@ class Conditioned(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         given = self.given(x)
-        y, number = self.blocks((x * self.scale, jnp.int32(0)), given)
-        return y + given * number
+        (y, number), aux = self.blocks((x * self.scale, jnp.int32(0)), given)
+        return y + given * number + (jnp.arange(1.0, 4.0) @ aux)[:, None]
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:.*are in no Stack or Unit")
-def test_what_layers_share_and_what_goes_past_them_have_gradients():
+def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     tx, batch = optax.sgd(1.0), np.random.default_rng(0).normal(size=(16, 8))
     fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2, remat="none"))
     state = fsdp.init(Conditioned, tx)
@@ -355,6 +369,10 @@ REFUSED = {
         "the model has decoder, encoder",
     ),
     "stages": ({"mesh": {"pipe": 8}, "accumulate": 16}, "exceed the 4 layers"),
+    "no pipeline": (
+        {"mesh": {"fsdp": 2}, "stages_per_device": 2},
+        "the mesh has no pipeline",
+    ),
     "interleaved stages": (
         {"mesh": {"pipe": 2}, "stages_per_device": 4},
         "8 stages exceed the 4 layers .* choose at most 4",

@@ -26,7 +26,7 @@ MODELS = {
 }
 
 
-@pytest.mark.quick("scan-llama", "no scan, iota-gpt")
+@pytest.mark.quick("no scan, iota-gpt")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "form",

@@ -68,7 +68,8 @@ def test_the_devices_at_hand_have_memory_and_traffic_and_no_timeline(plan, tmp_p
     found = json.loads((tmp_path / "json").read_text())
     assert set(found) == {
         "schema", "versions", "recipe", "config", "topology", "gpu", "mesh", "batch",
-        "compile_seconds", "fits", "memory", "traffic", "timeline", "options", "model",
+        "compile_seconds", "fits", "memory", "traffic", "pipeline", "timeline",
+        "options", "model",
     }  # fmt: skip
     assert found["schema"] == 2
     assert found["config"]["model.width"] == 32

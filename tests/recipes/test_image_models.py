@@ -48,6 +48,12 @@ def in_float64(kind: str, rngs: nnx.Rngs) -> Any:
     return model
 
 
+@functools.cache
+def made(kind: str) -> Any:
+    """The model, made once: a mesh would compile its random numbers again."""
+    return in_float64(kind, nnx.Rngs(jax.random.key(0)))
+
+
 def batches() -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     return [
@@ -67,7 +73,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
 @functools.cache
 def plain_run(kind: str) -> tuple[Any, Any, Any]:
     """(metrics, parameters, batch statistics) of one device, without a mesh."""
-    model = in_float64(kind, nnx.Rngs(jax.random.key(0)))
+    model = nnx.clone(made(kind))
     model.train()
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -104,7 +110,7 @@ def plain_run(kind: str) -> tuple[Any, Any, Any]:
 )
 def test_a_run_is_that_of_one_device(x64, kind, mesh):
     fsdp = jshard.FSDP(make_mesh(*mesh), jshard.Policy(min_shard_elements=0))
-    state = fsdp.init(lambda rngs: in_float64(kind, rngs), TX, seed=0)
+    state = fsdp.from_model(made(kind), TX)
     step, history = fsdp.train_step(loss_fn, TX), []
     for batch in batches():
         state, metrics = step(state, fsdp.shard_batch(batch))

@@ -74,19 +74,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Runs that go on.
 
 
-def test_a_resumed_run_computes_what_the_uninterrupted_one_did(run, whole, capsys):
+def test_a_resumed_run_computes_what_the_uninterrupted_one_did(
+    run, stopped, whole, capsys
+):
     train(run.parent, steps=20)
     assert read_metrics(run) == read_metrics(whole)
     assert find_steps(run / "checkpoints") == find_steps(whole / "checkpoints")
     assert capsys.readouterr().out.startswith(f"resuming {run} after step 10\n")
 
-
-def test_the_evaluation_that_a_signal_cut_short_is_made_up_for(run, stopped, whole):
+    # The evaluation that the signal cut short is made up for.
     def evaluated(folder):
         return [line["step"] for line in read_metrics(folder) if "eval_loss" in line]
 
     assert evaluated(stopped) == []
-    train(run.parent, steps=20)
     assert evaluated(run) == evaluated(whole) == [10, 20]
 
 
@@ -257,8 +257,7 @@ def test_a_folder_in_which_another_run_trains_is_refused_as_that(run):
         train(run.parent, steps=20)
 
 
-@pytest.mark.parametrize("every", [4, 0])
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(("every", "again"), [(4, True), (0, False)])
 def test_a_run_whose_folder_is_deleted_fails_and_says_so(again, every, tmp_path):
     def delete(trainer, step, metrics):
         if step == 6:
