@@ -95,11 +95,20 @@ def test_a_pipeline_is_idle_for_its_bubble_and_sends_in_each_tick(plan, tmp_path
 def test_a_search_finds_stages(plan, monkeypatch, tmp_path):
     monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
     words = [word for word in LLAMA if "mesh.pipe" not in word]
-    code, out, err = plan(
-        *words, GIVEN[0], "--search=mesh.pipe,policy.accumulate", "--limit=3"
+    file = tmp_path / "search.json"
+    code, _, err = plan(
+        *words,
+        *GIVEN,
+        "--search=mesh.pipe",
+        "--search.mesh.replica=1",
+        "--limit=3",
+        f"--json={file}",
     )
     assert code == 0, err
-    assert "mesh.pipe=" in out
+    found = json.loads(file.read_text())
+    compiled = [x for x in found["outcomes"] if not x["error"]]
+    stages = [x["candidate"]["settings"].get("mesh.pipe", 1) for x in compiled]
+    assert any(number > 1 for number in stages)
 
 
 def test_devices_of_a_stage_are_neighbours():

@@ -192,11 +192,21 @@ def test_interleaved_stages_run_what_is_before_and_after_the_layers_once():
         pipeline.branches(first, 0, tick) for tick in map(int, np.flatnonzero(works))
     ]
     # Each micro-batch passes two stages of a device; the first is one of them.
-    assert [names == ("alone",) for names in taken].count(True) == MICRO
+    assert [names == ["alone"] for names in taken].count(True) == MICRO
     assert len(taken) == 2 * MICRO
     assert dict(pipeline.shares(first, 0)) == {"alone": 0.5, "other": 0.5}
     assert dict(pipeline.shares(first, 1)) == {"alone": 0, "other": 1}
     assert dict(pipeline.shares(last, STAGES - 1)) == {"alone": 0.5, "other": 0.5}
+    # Compiled for CPUs, a conditional numbers its branches: false, then true.
+    numbered = TEXT.replace("true_computation=%BEFORE, ", "").replace(
+        'false_computation=%other, metadata={op_name="' + FIRST,
+        'branch_computations={%other, %alone}, metadata={op_name="' + FIRST,
+    )
+    (first,) = (
+        x for x in hlo.parse(numbered).instructions.values() if x.name == "first"
+    )
+    assert "branch_computations" in first.called
+    assert dict(pipeline.shares(first, 1)) == {"alone": 0, "other": 1}
 
 
 def test_another_schedule_than_that_of_the_mesh_is_an_error():

@@ -76,7 +76,7 @@ class Pipeline:
         mine = self._mine(x, device)
         if mine is None:
             return [name for names in x.called.values() for name in names]
-        return x.called[f"{str(bool(mine[tick])).lower()}_computation"]
+        return [_choices(x)[int(mine[tick])]]
 
     def shares(self, x: Instruction, device: int) -> Iterator[tuple[str, float]]:
         """Yields the computations of a conditional, and how often a device runs them.
@@ -92,11 +92,7 @@ class Pipeline:
             yield from ((name, 1.0) for name in self.branches(x, device, 0))
             return
         share = float(np.mean(mine[self.does[:, device] != IDLE]))
-        yield from zip(
-            (*x.called["true_computation"], *x.called["false_computation"]),
-            (share, 1 - share),
-            strict=True,
-        )
+        yield from zip(_choices(x), (1 - share, share), strict=True)
 
     def _mine(self, x: Instruction, device: int) -> np.ndarray | None:
         """Returns in which ticks a conditional of one stage is that of the device's."""
@@ -140,6 +136,13 @@ class Pipeline:
         if all(len(stages) == 1 for stages in found):
             return None
         return tuple(map(tuple, found))
+
+
+def _choices(x: Instruction) -> tuple[str, ...]:
+    """Returns the computations for false and for true; CPUs number them."""
+    if "branch_computations" in x.called:
+        return x.called["branch_computations"]
+    return (*x.called["false_computation"], *x.called["true_computation"])
 
 
 def is_switch(x: Instruction) -> bool:
