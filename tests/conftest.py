@@ -130,9 +130,10 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture
 def x64():
-    """Run the test in 64-bit precision, as parity tests do."""
-    with jax.enable_x64(True):
-        yield
+    """Run the test in 64-bit precision, as parity tests do, Orbax's threads too."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
 
 
 @pytest.fixture(scope="module")
