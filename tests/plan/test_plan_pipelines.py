@@ -7,7 +7,6 @@ import pytest
 
 from jshard.fsdp.mesh import make_mesh
 from jshard.pipe.schedule import bubble
-from jshard.plan import __main__ as planner
 from jshard.plan import has_plugin, topology
 
 pytestmark = [
@@ -29,22 +28,6 @@ LLAMA = [
     "--config.model.sequence_length=4096",
 ]
 GIVEN = ["--config.policy.remat=full", f"--config.policy.accumulate={MICRO}"]
-
-
-@pytest.fixture
-def plan(monkeypatch, capfd):
-    """Runs the command in this process: (exit code, standard output, error)."""
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["jshard-plan", *map(str, words)])
-        try:
-            planner.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capfd.readouterr()
-
-    return run
 
 
 def test_what_is_to_be_chosen_by_memory_is_given_for_stages(plan):

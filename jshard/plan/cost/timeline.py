@@ -171,9 +171,8 @@ class _Replay:
         self.partners: dict[str, tuple[tuple[int, ...], ...] | None] = {}
         self.tick = 0
         self.cells: list[Cell] = []
-        self.branches: dict[
-            tuple[str, int, int], Device
-        ] = {}  # run once, for all ticks
+        # Of the branches that were run once, for all ticks: by name, stage and chunk.
+        self.branches: dict[tuple[str, int, int], Device] = {}
 
     def run_all(self) -> list[Device]:
         """Replays the program on a device of each stage."""
