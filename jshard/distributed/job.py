@@ -111,7 +111,7 @@ class _Distributed(Watched):
     def __init__(self, cluster: Cluster):
         super().__init__(cluster.process_id, cluster.num_processes, cluster.found_by)
         _redirect_stdout(prints=self.index == 0)
-        self._beats = self._start_heartbeat(self._store)
+        self._beats = self._start_heartbeat("beats")
         report(silence=self._silence)
         self._find_hosts()
 

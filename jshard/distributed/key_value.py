@@ -6,8 +6,6 @@ the main thread waits in a collective.
 
 from jshard.compat import coordination
 
-_FOLDER = "jshard"
-
 
 class KeyValueStore:
     """A part of the coordination service's key-value store, with a name.
@@ -16,9 +14,9 @@ class KeyValueStore:
     `jax.errors.JaxRuntimeError` if the service cannot be reached.
     """
 
-    def __init__(self, name: str = "job") -> None:
+    def __init__(self, name: str) -> None:
         self._client = coordination.client()
-        self._folder = f"{_FOLDER}/{name}"
+        self._folder = f"jshard/{name}"
 
     def put(self, key: str, text: str) -> None:
         """Sets or replaces a value."""

@@ -46,21 +46,13 @@ class Peers:
     def share(self, name: str, text: str) -> list[str]:
         """Returns the text of every process; all must call it with the same name.
 
-        Raises:
-          ValueError: the name was shared or published before.
-        """
-        return [text]
-
-    def share_again(self, name: str, text: str) -> list[str]:
-        """Returns the text of every process; for a name that is shared repeatedly.
-
         It may be called in a thread, a name always in the same.
         """
         return [text]
 
     def publish(self, name: str, text: str) -> str:
         """Returns process 0's text; otherwise like `share`."""
-        return text
+        return self.share(name, "" if self.index else text)[0]
 
     def open_log(self, folder: Path) -> None:
         """Opens this process's log in a run's folder."""

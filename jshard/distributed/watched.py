@@ -34,14 +34,12 @@ class Watched(Peers):
     It shares texts through JAX's coordination service.
     """
 
-    # By name; of the process, as a second job's numbers go on after the first one's.
+    # How often each name was shared in this process, whose jobs may be several.
     _rounds: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def __init__(self, index: int, count: int, found_by: str):
         super().__init__()
         self.index, self.count = index, count
-        self._store = KeyValueStore()
-        self._names: set[str] = set()  # shared or published
         self._heartbeat: Heartbeat | None = None
         self._silence = SILENCE
         self._log: Log | None = None
@@ -49,7 +47,8 @@ class Watched(Peers):
         self._unwound = threading.Event()  # all contexts have exited after an error
         self._title = f"process {index} of {count} ({found_by}), {socket.gethostname()}"
 
-    def _start_heartbeat(self, store: KeyValueStore) -> Heartbeat:
+    def _start_heartbeat(self, name: str) -> Heartbeat:
+        store = KeyValueStore(name)
         heartbeat = Heartbeat(store, self.index, self.count, self._end)
         heartbeat.silence = self._silence
         self._heartbeat = heartbeat
@@ -62,41 +61,16 @@ class Watched(Peers):
 
     def share(self, name: str, text: str) -> list[str]:
         """Returns the text of every process."""
-        self._store.put(f"shared-{name}/{self.index}", text)
-        texts = ""
-        if self.index == 0:  # it alone reads all keys; the others read its result
-            while len(found := self._store.all_in(f"shared-{name}")) < self.count:
-                time.sleep(PERIOD / 10)
-            texts = json.dumps([found[str(i)] for i in range(self.count)])
-        return json.loads(self.publish(name, texts))
-
-    def share_again(self, name: str, text: str) -> list[str]:
-        """Returns the text of every process, each in the place of its last."""
         self._rounds[name] += 1
-        number, result = self._rounds[name], f"again-{name}"
-        self._store.put(f"{result}/{self.index}", json.dumps([number, text]))
-        while self.index == 0:
-            found = self._store.all_in(result)
-            told = [json.loads(found.get(str(i), "[0, 0]")) for i in range(self.count)]
-            if all(n == number for n, _ in told):
-                texts = [text for _, text in told]
-                self._store.put(f"all-{result}", json.dumps([number, texts]))
-                return texts
-            time.sleep(PERIOD / 10)
-        while True:
-            n, texts = json.loads(self._store.get(f"all-{result}", DAY))
-            if n == number:
-                return texts
-            time.sleep(PERIOD / 10)
-
-    def publish(self, name: str, text: str) -> str:
-        """Returns process 0's text."""
-        if name in self._names:  # a process could read the earlier text
-            raise ValueError(f"{name!r} was shared or published before")
-        self._names.add(name)
-        if self.index == 0:
-            self._store.put(f"published/{name}", text)
-        return self._store.get(f"published/{name}", DAY)
+        number = self._rounds[name]
+        here = KeyValueStore(f"{name} {number}")
+        here.put(f"told/{self.index}", text)
+        if self.index == 0:  # it alone reads all keys; the others read its result
+            while len(found := here.all_in("told")) < self.count:
+                time.sleep(PERIOD / 10)
+            here.put("all", json.dumps([found[str(i)] for i in range(self.count)]))
+            KeyValueStore(f"{name} {number - 1}").clear()  # all have read that
+        return json.loads(here.get("all", DAY))
 
     def at(self, phase: str, step: int) -> None:
         """Sets what this process is doing, in or after which step."""
@@ -167,28 +141,11 @@ class Watched(Peers):
 
 
 class Members(Watched):
-    """A process of a job that the user's program joined.
-
-    A name may be shared again, since all processes make the same calls in one order.
-    """
-
-    _uses: ClassVar[collections.Counter[str]] = collections.Counter()
+    """A process of a job that the user's program joined."""
 
     def __init__(self) -> None:
         super().__init__(jax.process_index(), jax.process_count(), "jax.distributed")
         self._find_hosts()
-
-    def publish(self, name: str, text: str) -> str:
-        """Returns process 0's text."""
-        return super().publish(self._numbered(name), text)
-
-    def share(self, name: str, text: str) -> list[str]:
-        """Returns the text of every process."""
-        return super().share(f"all-{self._numbered(name)}", text)
-
-    def _numbered(self, name: str) -> str:
-        self._uses[name] += 1
-        return f"member-{name}-{self._uses[name]}"
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -197,9 +154,8 @@ class Members(Watched):
         What all of them raise, each raises. If one alone fails, is killed or stopped,
         or cannot be reached, all end.
         """
-        name = self._numbered("watch")
         self.share("watch", "")  # all are here, so that none is missed at first
-        heartbeat = self._start_heartbeat(KeyValueStore(name))
+        heartbeat = self._start_heartbeat(f"beats {self._rounds['watch']}")
         try:
             with self.telling():
                 yield

@@ -183,7 +183,7 @@ class LocalCopies:
             except OSError as error:
                 problem = _why(error)
             try:
-                problems = self._peers.share_again("local copies", problem)
+                problems = self._peers.share("copied", problem)
             except jax.errors.JaxRuntimeError:
                 return  # the job ends
             failed = [f"process {i}: {text}" for i, text in enumerate(problems) if text]
@@ -259,7 +259,7 @@ class LocalCopies:
             if step < least:
                 break
             damaged = self._damaged(step, kept)
-            told = self._peers.share(f"local copies of {step}", json.dumps(damaged))
+            told = self._peers.share("damaged copies", json.dumps(damaged))
             copies: dict[int, list[tuple[int, int]]]
             copies = {owner: [] for owner in range(self._peers.count)}
             for holder, (table, bad) in enumerate(zip(tables, told, strict=True)):
