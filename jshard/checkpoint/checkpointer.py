@@ -103,12 +103,17 @@ class Checkpointer:
         self._report = report
         self._saving: threading.Thread | None = None
         self._saves: DiskSaves | BucketSaves
-        if is_bucket(folder):
-            self.folder = local or temporary_folder(str(folder))
-            self._saves = BucketSaves(str(folder), self.folder)
-        else:
-            self.folder = Path(folder).absolute()
-            self._saves = DiskSaves(self.folder)
+        try:
+            if is_bucket(folder):
+                self.folder = local or temporary_folder(str(folder))
+                self._saves = BucketSaves(str(folder), self.folder)
+            else:
+                self.folder = Path(folder).absolute()
+                self._saves = DiskSaves(self.folder)
+        except OSError as error:
+            raise UserError(
+                f"cannot write checkpoints to {folder}: {error.strerror}"
+            ) from error
 
     def steps(self) -> list[int]:
         """Returns the saved steps, ascending and not verified."""

@@ -20,7 +20,6 @@ from jshard.checkpoint.participants import Participants, on_first
 from jshard.checkpoint.step_folders import SAVING, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, start_saving
 from jshard.compat import orbax
-from jshard.errors import UserError
 
 # Chooses the steps to delete, given the folder of each complete one and the newest.
 Expired: TypeAlias = Callable[[Mapping[int, Path], int], list[int]]
@@ -33,19 +32,14 @@ class DiskSaves:
       folder: Created if it does not exist.
 
     Raises:
-      UserError: The folder cannot be written.
+      OSError: The folder cannot be written.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._built = folder  # that of the save in progress, or of the last one
         orbax.silence()
-        try:
-            on_first(self._tidy)
-        except OSError as error:
-            raise UserError(
-                f"cannot write checkpoints to {folder}: {error.strerror}"
-            ) from error
+        on_first(self._tidy)
 
     def start(
         self, step: int, arrays: Mapping[str, Any], described: Mapping[str, Any]

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def _layers(name: str, array: Any) -> int:
     expect(sizes and len(shape) <= _MOST_DIMS, f"shape {_shortened(shape)}")
     padded = array.get(STORED_SHAPE, shape)
     fits = isinstance(padded, list) and len(padded) == len(shape)
-    fits = fits and all(map(_is_padded, padded, shape))
+    fits = fits and all(type(n) is int for n in padded) and all(map(ge, padded, shape))
     expect(fits, f"{STORED_SHAPE} {_shortened(padded)}")
     try:
         size = itemsize(dtype if isinstance(dtype, str) else "")
@@ -255,10 +256,6 @@ def _layers(name: str, array: Any) -> int:
     stabilized = array.get(STABILIZED)
     expect(stabilized in (None, False, True), f"{STABILIZED} {_shortened(stabilized)}")
     return math.prod(shape[:layer_dims]) if layer_dims else 0
-
-
-def _is_padded(padded: Any, size: int) -> bool:
-    return type(padded) is int and padded >= size
 
 
 def _check_frozen(entry: Any) -> None:

@@ -102,16 +102,16 @@ def _failed_elsewhere(problem: str, *_: str) -> OSError:
 
 
 def on_first(action: Callable[[], None]) -> None:
-    """Runs ``action`` on process 0; if it raises OSError, all processes raise it."""
-    code = 0
+    """Runs ``action`` on process 0; if it raises OSError, all processes raise one."""
+    code, own = 0, None
     if jax.process_index() == 0:
         try:
             action()
         except OSError as error:
-            code = error.errno or errno.EIO
+            code, own = error.errno or errno.EIO, error
     code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
     if code:
-        raise OSError(code, os.strerror(code))
+        raise OSError(code, os.strerror(code)) if own is None else own
 
 
 def why(error: BaseException) -> str:

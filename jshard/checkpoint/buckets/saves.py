@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -25,8 +24,7 @@ from jshard.checkpoint.buckets.mirror import fetch_steps
 from jshard.checkpoint.buckets.objects import BucketError, Objects
 from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.disk_saves import Expired, write_texts
-from jshard.checkpoint.participants import Participants
-from jshard.errors import UserError
+from jshard.checkpoint.participants import Participants, on_first
 
 
 class BucketSaves:
@@ -37,25 +35,22 @@ class BucketSaves:
       local: The local folder with the small files of its steps.
 
     Raises:
-      UserError: The bucket cannot be written.
+      OSError: The bucket cannot be written.
     """
 
     def __init__(self, url: str, local: Path):
         self._objects, self._local = Objects(url), local
         self._leftovers: set[str] = set()
         self._attempt = ""  # the name of the save in progress, or of the last one
-        problem = ""
-        if jax.process_index() == 0:
-            try:
-                self._list = StepList(self._objects)
-                fetch_steps(self._objects, local)
-                found = {path.partition("/")[0] for path in self._objects.paths()}
-                complete = self._list.names.values()
-                self._delete({name for name in found if "-" in name} - {*complete})
-            except BucketError as error:
-                problem = f"cannot write checkpoints to {url}: {error.strerror}"
-        if multihost_utils.broadcast_one_to_all(np.int32(bool(problem))):
-            raise UserError(problem or f"process 0 cannot write checkpoints to {url}")
+        on_first(self._begin)
+
+    def _begin(self) -> None:
+        """Becomes the owner of the list of steps, and deletes what it does not name."""
+        self._list = StepList(self._objects)
+        self.refresh()
+        found = {path.partition("/")[0] for path in self._objects.paths()}
+        complete = self._list.names.values()
+        self._delete({name for name in found if "-" in name} - {*complete})
 
     def refresh(self) -> None:
         """Copies the small files of steps that this process has not seen yet."""

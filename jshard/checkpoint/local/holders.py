@@ -8,14 +8,10 @@ from jshard.checkpoint.local.pieces import Division, Key
 
 @dataclasses.dataclass(frozen=True)
 class Holders:
-    """The holders of the parts of one step's copy.
-
-    Attributes:
-      division: How the state is divided among processes.
-      copies: For each process, who has a copy of its file, and how many of its bytes.
-    """
+    """The holders of the parts of one step's copy."""
 
     division: Division
+    # For each process, who has a copy of its file, and how many of its bytes.
     copies: Mapping[int, Sequence[tuple[int, int]]]
 
     def missing(self) -> list[int]:

@@ -30,33 +30,22 @@ _RANDOM = ("threefry2x32", "rbg", "unsafe_rbg")  # JAX's generators
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where a file of copies has a shard.
+    """Where a file of copies has a shard."""
 
-    Attributes:
-      start: Its first byte.
-      size: Its bytes.
-    """
-
-    start: int
-    size: int
+    start: int  # its first byte
+    size: int  # its bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How a state is divided among processes.
+    """How a state is divided among processes."""
 
-    Attributes:
-      files: The pieces in the file of each process, in order. First come those that no
-        process of another host has, too.
-      alone: The bytes of these, for each process.
-      sizes: The bytes of each file.
-      digest: Tells whether two states are divided alike.
-    """
-
+    # The pieces in the file of each process, in order. First come those that no process
+    # of another host has, too.
     files: Sequence[Mapping[Key, Piece]]
-    alone: Sequence[int]
-    sizes: Sequence[int]
-    digest: str
+    alone: Sequence[int]  # the bytes of these, for each process
+    sizes: Sequence[int]  # the bytes of each file
+    digest: str  # tells whether two states are divided alike
 
 
 def divide(state: TrainState, hosts: Sequence[int]) -> Division:
