@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import jax
 
 from jshard.distributed.cluster import ANY_PORT, PORT_TAKEN, Cluster
-from jshard.distributed.peers import Peers
+from jshard.distributed.peers import Peers, Watched
 from jshard.distributed.rendezvous import gathered
 from jshard.distributed.status import end_with_parent, report
-from jshard.distributed.watched import Watched
 from jshard.errors import Preempted, UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")

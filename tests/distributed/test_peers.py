@@ -2,7 +2,7 @@
 
 import pytest
 
-from jshard.distributed import job, watched
+from jshard.distributed import job, peers
 from jshard.distributed.cluster import Cluster
 
 
@@ -38,8 +38,8 @@ def first(monkeypatch):
         def __init__(self, *args):
             """Starts nothing."""
 
-    monkeypatch.setattr(watched, "KeyValueStore", KeyValueStore)
-    monkeypatch.setattr(watched, "Heartbeat", Heartbeat)
+    monkeypatch.setattr(peers, "KeyValueStore", KeyValueStore)
+    monkeypatch.setattr(peers, "Heartbeat", Heartbeat)
     monkeypatch.setattr(job, "_redirect_stdout", lambda prints: None)
     process = job._Distributed(Cluster(0, 1, "here:1", None, "options"))
     process.values = values

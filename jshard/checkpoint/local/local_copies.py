@@ -21,8 +21,8 @@ import numpy as np
 from jshard.checkpoint.local import copy_files
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.exchange import Exchange
-from jshard.checkpoint.local.holders import Holders
 from jshard.checkpoint.local.pieces import (
+    Holders,
     Key,
     assemble,
     copy_shards,

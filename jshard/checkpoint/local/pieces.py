@@ -1,7 +1,7 @@
 """Which parts of a state each process keeps: the shards of its devices, once each.
 
 Every process derives this for all of them from the abstract state, so that a process
-can tell where another's parts are without asking.
+can tell where another's parts are without asking, and from whom to take what it needs.
 """
 
 import dataclasses
@@ -81,6 +81,51 @@ def divide(state: TrainState, hosts: Sequence[int]) -> Division:
     types = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
     text = json.dumps([types, [list(pieces) for pieces in files], alone])
     return Division(files, alone, sizes, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+@dataclasses.dataclass(frozen=True)
+class Holders:
+    """The holders of the parts of one step's copy."""
+
+    division: Division
+    # For each process, who has a copy of its file, and how many of its bytes.
+    copies: Mapping[int, Sequence[tuple[int, int]]]
+
+    def missing(self) -> list[int]:
+        """Returns the processes of which something is nowhere.
+
+        Each needs its texts, which its own file alone has, and all its pieces.
+        """
+        return [process for process in self.copies if not self._is_whole(process)]
+
+    def _is_whole(self, process: int) -> bool:
+        if (process, self.division.sizes[process]) in self.copies[process]:
+            return True
+        keys = self.division.files[process]
+        found = all(self.source(process, key) for key in keys)
+        return found and bool(self.copies[process])
+
+    def source(self, process: int, key: Key) -> tuple[int, int] | None:
+        """Returns who has a piece that a process needs, and in whose file."""
+        for owner in (process, *self.copies):
+            piece = self.division.files[owner].get(key)
+            if piece is None:
+                continue
+            end = piece.start + piece.size
+            having = [holder for holder, size in self.copies[owner] if end <= size]
+            if having:
+                return process if process in having else having[0], owner
+        return None
+
+    def sources(self, process: int) -> dict[tuple[int, int], list[Key]]:
+        """Returns what a process takes from whom, and from whose files."""
+        found: dict[tuple[int, int], list[Key]] = {}
+        for key in self.division.files[process]:
+            source = self.source(process, key)
+            if source is None:
+                raise ValueError(f"no process has {key}")
+            found.setdefault(source, []).append(key)
+        return found
 
 
 def neighbors(hosts: Sequence[int]) -> list[int | None]:
