@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -25,7 +25,6 @@ Key: TypeAlias = tuple[str, tuple[tuple[int, int], ...]]
 
 _ALIGNMENT = 64  # bytes
 THREADS = max(1, min(16, (os.cpu_count() or 1) // 2))  # that copy or verify shards
-_RANDOM = ("threefry2x32", "rbg", "unsafe_rbg")  # JAX's generators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,42 +188,27 @@ def assemble(abstract: TrainState, read: Callable[[Key], np.ndarray]) -> TrainSt
             return read((name, bounds)).view(like.dtype).reshape(shape).copy()
 
         made = put_parts(part_at, like)
-        if not _is_key(leaf):
+        if like is leaf:
             return made
-        return jax.random.wrap_key_data(made, impl=_generator(leaf.dtype))
+        generator = jax.random.key_impl(jnp.empty((), leaf.dtype))
+        return jax.random.wrap_key_data(made, impl=generator)
 
     return jax.tree_util.tree_map_with_path(make, abstract)
 
 
 def _raw_arrays(state: TrainState) -> dict[str, Any]:
     """Returns the arrays of a state by name; of random keys, the numbers in them."""
-    return dict(_named(state))
 
+    def raw(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        if isinstance(x, jax.Array):
+            return jax.random.key_data(x)
+        data = jax.eval_shape(jax.random.key_data, x)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
 
-def _named(state: TrainState) -> Iterator[tuple[str, Any]]:
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        name = array_name(path)
-        if not _is_key(x):
-            yield name, x
-        elif isinstance(x, jax.Array):
-            yield name, jax.random.key_data(x)
-        else:
-            data = jax.eval_shape(jax.random.key_data, x)
-            yield (
-                name,
-                jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding),
-            )
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _generator(dtype: Any) -> str:
-    """Returns the generator of typed keys, by which their numbers become keys again."""
-    make = jax.random.key
-    keys = {x: jax.eval_shape(lambda x=x: make(0, impl=x)) for x in _RANDOM}
-    return next(name for name, key in keys.items() if key.dtype == dtype)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {array_name(path): raw(x) for path, x in leaves}
 
 
 def _bounds(index: tuple, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
