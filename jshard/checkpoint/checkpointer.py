@@ -5,6 +5,7 @@ processes hear of each other is in ``participants``.
 """
 
 import dataclasses
+import itertools
 import logging
 import threading
 import time
@@ -29,26 +30,19 @@ from jshard.cli.paths import check_path, is_bucket
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState, check_kept
 
+_checkpointers = itertools.count()  # all processes make them in one order
+
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """The outcome of a save.
-
-    Attributes:
-      step: The step that was saved.
-      blocked: Seconds that ``save`` blocked its caller after the state was computed.
-      took: Seconds until the checkpoint was complete.
-      size: Its bytes.
-      error: Why the save failed, on one line; empty if it succeeded.
-      overtaken: Whether it failed because a run that was started later saves there.
-    """
+    """The outcome of a save."""
 
     step: int
-    blocked: float
-    took: float
-    size: int = 0
-    error: str = ""
-    overtaken: bool = False
+    blocked: float  # seconds that ``save`` blocked its caller, the state computed
+    took: float  # seconds until the checkpoint was complete
+    size: int = 0  # its bytes
+    error: str = ""  # why the save failed, on one line
+    overtaken: bool = False  # whether because a run that was started later saves there
 
 
 def log(save: Save) -> None:
@@ -102,6 +96,7 @@ class Checkpointer:
         self._best, self._highest = best, highest
         self._report = report
         self._saving: threading.Thread | None = None
+        self._name, self._numbers = f"saves {next(_checkpointers)}", itertools.count()
         self._saves: DiskSaves | BucketSaves
         try:
             if is_bucket(folder):
@@ -162,7 +157,7 @@ class Checkpointer:
         content = {"step": step, **content}
         arrays = metadata.arrays_by_name(state)
         arrays = {name: arrays[name] for name in content["arrays"]}
-        group = Participants()
+        group = Participants(self._name, next(self._numbers))
 
         def failed(error: Exception) -> Save:  # training continues, whatever failed
             with suppress(jax.errors.JaxRuntimeError):  # the job ends

@@ -6,12 +6,11 @@ a process that has failed.
 
 import concurrent.futures
 import errno
-import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,20 +28,21 @@ class Participants:
 
     Every process makes one for each save, when the save before has ended there.
 
+    Args:
+      saves: A name for the saves of one folder, the same on all processes.
+      number: Which of them this is, from 0.
+
     Attributes:
       index: Rank of this process.
       count: The number of processes.
     """
 
-    _saves: ClassVar[Iterator[int]] = itertools.count()
-
-    def __init__(self) -> None:
+    def __init__(self, saves: str, number: int):
         self.index, self.count = jax.process_index(), jax.process_count()
-        number = next(self._saves)
         if self.count > 1:
-            self._store = KeyValueStore(f"save {number}")
+            self._store = KeyValueStore(f"{saves} {number}")
             if self.index == 0:  # all have come to the save after that one
-                KeyValueStore(f"save {number - 2}").clear()
+                KeyValueStore(f"{saves} {number - 2}").clear()
 
     def wait_for(self, response: Any) -> None:
         """Waits until Orbax has written all arrays.
