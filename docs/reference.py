@@ -41,9 +41,9 @@ COMMANDS_HEAD = """\
 
 # Commands
 
-Each is a program, `jshard-NAME`, and a module, `python -m jshard.NAME`, with its own
-[exit code](exit_codes.md). Below is what `--help` prints; an option that several commands
-share is explained under the first.
+Each is a program, `jshard-NAME`, and a module, `python -m jshard.NAME`. An option that
+several commands share is explained under the first. [Exit codes](exit_codes.md) have a
+page.
 """
 KNOBS_HEAD = """\
 <!-- written by docs/reference.py -->
@@ -65,21 +65,21 @@ Llama's defaults are those of `llama.py:3-8b`.
 
 
 def commands_page() -> str:
-    """The page of all commands, as Markdown."""
+    """The page of all commands, as Markdown, which explains an option once."""
     page = COMMANDS_HEAD
-    first: dict[str, str] = {}  # the command under which an option is explained
+    explained: dict[str, str] = {}  # the command under which an option is explained
     for name, what in COMMANDS.items():
-        shared: dict[str, list[str]] = {}
         printed = help_of(name).strip() + "\n"
+        shared: dict[str, list[str]] = {}
         for entry in re.findall(r"^  --.*\n(?: {10}.*\n)+", printed, re.MULTILINE):
-            command = first.setdefault(entry, name)
-            if command != name and "--help" not in entry:
-                shared.setdefault(command, []).append(re.findall(r"--[a-z_]+", entry)[0])
+            first = explained.setdefault(entry, name)
+            if first != name and "--help" not in entry:
+                shared.setdefault(first, []).append(entry.split()[0])
                 printed = printed.replace(entry, "")
         page += f"\n## {name}\n\n`python -m jshard.{name}` {what}.\n\n"
         page += f"```text\n{printed}```\n"
-        for command, options in shared.items():
-            page += f"\nAs for {command}: `{'`, `'.join(dict.fromkeys(options))}`.\n"
+        for first, options in shared.items():
+            page += f"\nAs for {first}: `{'`, `'.join(options)}`.\n"
     return page
 
 
