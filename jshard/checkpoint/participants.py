@@ -111,7 +111,7 @@ def on_first(action: Callable[[], None]) -> None:
             code, own = error.errno or errno.EIO, error
     code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
     if code:
-        raise OSError(code, os.strerror(code)) if own is None else own
+        raise own or OSError(code, f"{os.strerror(code)} (on process 0)")
 
 
 def why(error: BaseException) -> str:
