@@ -8,6 +8,7 @@ analysis of the jaxpr finds them, so this holds for every policy, including
 would keep the full weights of every layer.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,14 @@ from jshard.compat.jaxprs import (
     without_unused,
 )
 from jshard.errors import UserError
-from jshard.fsdp.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload, Policy
+from jshard.fsdp.policy import (
+    ATTENTION_OPERANDS,
+    INPUTS,
+    Names,
+    Offload,
+    Policy,
+    UnitPolicy,
+)
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
 from jshard.unit.dataflow import check_partial_sums, dependencies
@@ -92,15 +100,24 @@ class Layer:
     Attributes:
       inputs: abstract inputs.
       outputs: a pytree of abstract arrays.
+      places: of its weights.
+      reshard: ``reshard_after_forward``.
       moves: which inputs have gradients.
       consts: constants of user-defined derivative rules, which get no gradients.
       reads: whether the backward needs each weight.
     """
 
     def __init__(
-        self, traced: Traced, trained: Sequence[bool], remat: Any, *, prevent_cse: bool
+        self,
+        traced: Traced,
+        places: Sequence[Placement],
+        policy: UnitPolicy,
+        *,
+        prevent_cse: bool,
     ):
         self.inputs, self._program, self.outputs = traced
+        self.places, self.reshard = places, policy.reshard_after_forward
+        remat = policy.remat
         if remat != "none" and (eqn := find(self._program.jaxpr.eqns, {"io_callback"})):
             raise UserError(
                 f"{line_of(eqn)}: an io_callback in a unit whose backward computes it "
@@ -110,7 +127,7 @@ class Layer:
         fn = checkpoint(self.evaluate, remat, prevent_cse=prevent_cse)
 
         floats: Inputs = jax.tree.map(is_float, self.inputs)
-        self.moves = moves = floats._replace(weights=list(trained))
+        self.moves = moves = floats._replace(weights=[p.trainable for p in places])
 
         def with_residuals(*inputs):
             inputs = Inputs(*inputs)
@@ -144,9 +161,7 @@ class Layer:
         """
         of_weights, of_args, of_rest = 1, 2, 4
         bits = Inputs(of_weights, of_rest, of_rest, of_args)
-        needs = jax.tree.leaves(
-            jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, self.inputs)
-        )
+        needs = jax.tree.leaves(jax.tree.broadcast(bits, self.inputs))
         # Arrays that are known now, such as tables, make nothing depend on args.
         traced = [isinstance(x, Tracer) for x in self._program.consts]
         needs[len(needs) - len(traced) :] = [of_args * is_one for is_one in traced]
@@ -182,24 +197,21 @@ class Layer:
         outputs = core.jaxpr_as_fun(program)(*leaves[:split])
         return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
 
-    def forward(self, inputs: Inputs, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns the outputs, and the residuals to keep for the backward.
+    def with_consts(self, consts: Sequence[Any]) -> "Layer":
+        """Returns the layer with constants that are inputs of a ``custom_vjp``."""
+        layer = copy.copy(self)
+        layer.consts = list(consts)
+        return layer
 
-        ``consts`` are those of the layer, as inputs of what is differentiated.
-        """
+    def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:
+        """Returns the outputs, and the residuals to keep for the backward."""
         structure = jax.tree.structure(self.outputs)
-        leaves = run_used(*self._forward, [*jax.tree.leaves(inputs), *consts])
+        leaves = run_used(*self._forward, [*jax.tree.leaves(inputs), *self.consts])
         outputs, kept = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
         kept = self._move(kept, jax.memory.Space.Host)
         return jax.tree.unflatten(structure, outputs), kept
 
-    def transpose(
-        self,
-        inputs: Inputs,
-        consts: Sequence[Any],
-        kept: Sequence[Any],
-        cotangents: Any,
-    ) -> Inputs:
+    def transpose(self, inputs: Inputs, kept: Sequence[Any], cotangents: Any) -> Inputs:
         """Returns the gradients of the inputs, None for those without one.
 
         There is None for weights not in ``reads``, and the carry is ignored. ``kept``
@@ -210,7 +222,7 @@ class Layer:
             inputs._replace(carry=carry), is_leaf=lambda x: x is None
         )
         kept = self._move(kept, jax.memory.Space.Device)
-        rebuilt = iter(run_used(*self._rebuild, [*leaves, *consts]))
+        rebuilt = iter(run_used(*self._rebuild, [*leaves, *self.consts]))
         residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
         (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
         return grads

@@ -10,8 +10,9 @@ Neighbouring layers with the same remat policy share a loop: a segment. XLA inli
 loop of one iteration, so that a single layer is scheduled like a Unit.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
 from jshard.unit import pipeline
 from jshard.unit.layers import (
-    How,
     Segment,
     add_weights,
     before_carry,
@@ -34,6 +34,7 @@ from jshard.unit.layers import (
     run_layer,
     spans,
     transpose_layer,
+    with_consts,
 )
 from jshard.unit.linearize import (
     Inputs,
@@ -83,38 +84,58 @@ def make_scan(
       A function that runs the layers and returns the last carry, stacked (aux, changed,
       static), and the full weights of ``beside``.
     """
-    shards, places, xs = list(shards), list(places), list(xs)
     next_shards, next_places = list(beside[0]), list(beside[1])
-    of_layer, of_xs = abstract((shards, xs), layer=True)
-    weights, first, shared = abstract((weight_types(of_layer, places), carry, [*args]))
-    inputs = Inputs(weights, of_xs, first, shared)
-    traced = trace_layer(fn, inputs, places)
-    _, program, ((out, _), *_) = traced
+    traced, stacked = trace_layers(fn, shards, places, xs, carry, args)
+    _, _, ((out, _), *_) = traced
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
-    prefetch = on_gpus() if policy.prefetch is None else policy.prefetch
-    prefetch = prefetch and length > 1 and _communicates(places)
-    parts = list(segments_of(traced, places, policy, spans(policy, length), prefetch))
+    # With ``defer_scatter``, weights are gathered once per step: layers need nothing.
+    communicates = any(
+        p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
+        for p in places
+    )
+    prefetch = prefetches(policy) and length > 1 and communicates
+    parts = segments_of(traced, places, policy, spans(policy, length), prefetch)
     as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
     passes = forward, segment_backward
     if prefetch:
         passes = pipeline.forward, pipeline.segment_backward
-    static = (places, policy.reshard_after_forward), next_places
 
-    run = jax.custom_vjp(functools.partial(passes[0], as_one, *static, False))
+    run = jax.custom_vjp(functools.partial(passes[0], as_one, next_places, False))
     run.defvjp(
-        functools.partial(passes[0], parts, *static, True),
-        functools.partial(_backward, passes[1], parts, *static),
+        functools.partial(passes[0], parts, next_places, True),
+        functools.partial(_backward, passes[1], parts, next_places),
     )
-    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in parts]
-    stacked = Inputs(shards, xs, carry, [*args, *program.consts])
-    return functools.partial(run, stacked, consts, next_shards)
+    return functools.partial(run, stacked, consts_of(parts), next_shards)
+
+
+def trace_layers(
+    fn: Callable,
+    shards: Sequence[jax.Array],
+    places: Sequence[Placement],
+    xs: Sequence[jax.Array],
+    carry: Any,
+    args: Sequence[jax.Array],
+) -> tuple[Traced, Inputs]:
+    """Returns one of the stacked layers, traced, and the inputs of all of them."""
+    shards, xs = list(shards), list(xs)
+    of_layer, of_xs = abstract((shards, xs), layer=True)
+    weights, first, shared = abstract(
+        (weight_types(of_layer, list(places)), carry, list(args))
+    )
+    traced = trace_layer(fn, Inputs(weights, of_xs, first, shared), places)
+    _, program, _ = traced
+    return traced, Inputs(shards, xs, carry, [*args, *program.consts])
+
+
+def prefetches(policy: UnitPolicy) -> bool:
+    """Returns whether layers' collectives run beside their neighbours."""
+    return on_gpus() if policy.prefetch is None else policy.prefetch
 
 
 @jax.named_scope(LAYERS)
 def forward(
     segments: Sequence[Segment],
-    how: How,
     next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
@@ -123,10 +144,9 @@ def forward(
 ) -> Any:
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
     carry, all_ys, saved = stacked.carry, [], []
-    places, dropping = how[0], how if keep else None
-    for segment, (layer_consts, _) in zip(segments, consts, strict=False):
-        start, stop, layer, _, unroll = segment
-        run = functools.partial(run_layer, layer, layer_consts, stacked, dropping)
+    places = segments[0][2].places
+    for start, stop, layer, _, unroll in with_consts(segments, consts):
+        run = functools.partial(run_layer, layer, stacked, keep)
         straight = unroll or stop - start == 1
 
         def body(state, _, run=run, straight=straight):
@@ -152,13 +172,12 @@ def forward(
 def _backward(
     segment_backward: Callable,
     segments: Sequence[Segment],
-    how: How,
     next_places: list[Placement],
     saved: tuple[Inputs, Any, list[Any], Any],
     cotangents: Any,
 ) -> tuple[Inputs, None, list[Any]]:
     """Returns gradients of the inputs of a forward, given what that saved."""
-    stacked, consts, next_shards, of_segments = saved
+    stacked, consts, next_shards, (*of_segments,) = saved
     carry_ct, (aux_ct, *others), next_grads = cotangents
     layer = segments[0][2]
     (carry_ct, aux_ct), *others = differentiable(
@@ -168,20 +187,15 @@ def _backward(
     sums = jax.tree.map(jnp.zeros_like, sums)._replace(carry=carry_ct)
     next_grads = select(next_grads, [place.trainable for place in next_places])
     parts = scatter(next_grads, next_places)
-    for segment, of_layers, needed in reversed(
-        list(zip(segments, consts, of_segments, strict=True))
-    ):
-        needed = needed, (aux_ct, *others)
-        sums, parts = segment_backward(
-            segment, of_layers, how, stacked, needed, sums, parts
-        )
+    ys_ct = aux_ct, *others
+    for segment in reversed(with_consts(segments, consts)):
+        needed = of_segments.pop(), ys_ct
+        sums, parts = segment_backward(segment, stacked, needed, sums, parts)
     return sums, None, reduce(parts, next_places, next_shards)
 
 
 def segment_backward(
     segment: Segment,
-    consts: tuple[list, list],
-    how: How,
     stacked: Inputs,
     needed: tuple[Any, Any],
     sums: Inputs,
@@ -194,8 +208,8 @@ def segment_backward(
     done before the layers.
     """
     start, stop, layer, _, unroll = segment
-    (places, reshard), (saved, ys_ct) = how, needed
-    wait = bool(reshard) and (unroll or stop - start == 1)
+    (saved, ys_ct), places = needed, layer.places
+    wait = bool(layer.reshard) and (unroll or stop - start == 1)
     parts, sums = before_carry(parts, sums)
 
     def body(state, slices):
@@ -205,10 +219,9 @@ def segment_backward(
             source = select(layer_of(stacked.weights, index), layer.reads)
         if wait:
             source, sums = before_carry(source, sums)
-        weights = gather_again(source, places, reshard)
-        sums, grads = transpose_layer(
-            layer, consts[0], stacked, index, weights, (residuals, ys_ct), sums
-        )
+        weights = gather_again(source, layer)
+        needed = residuals, ys_ct
+        sums, grads = transpose_layer(layer, stacked, index, weights, needed, sums)
         grads = reduce(scatter(grads, places), places, stacked.weights)
         return (index - 1, add_weights(sums, grads, index)), None
 
@@ -220,39 +233,33 @@ def segment_backward(
     return sums, parts
 
 
-def _communicates(places: Sequence[Placement]) -> bool:
-    """Returns whether anything can run beside a layer: a collective, a copy.
-
-    With ``defer_scatter``, weights are gathered once per step, so layers need none.
-    """
-    return any(
-        p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
-        for p in places
-    )
-
-
 def segments_of(
     traced: Traced,
     places: Sequence[Placement],
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],
     prefetch: bool,
-) -> Iterator[Segment]:
-    """Yields the segments from start to stop, of layers like the one that is traced."""
-    trained = [place.trainable for place in places]
-    first = policy.first_k
+) -> list[Segment]:
+    """Returns segments of these ``runs`` of layers like the one that is traced."""
+    segments = []
     for start, stop in runs:
-        remat = policy.remat if first is None or start < first else "none"
+        if policy.first_k is not None and start >= policy.first_k:
+            policy = dataclasses.replace(policy, remat="none")
         # XLA moves arrays between host and device in loops; unrolled, it would keep
         # all of them on the device.
-        in_loop = isinstance(remat, Offload) or any(place.hosted for place in places)
-        unroll = policy.unroll and not in_loop
+        hosted = isinstance(policy.remat, Offload) or any(p.hosted for p in places)
+        unroll = policy.unroll and not hosted
         straight = unroll or stop - start == 1
-        layer = Layer(traced, trained, remat, prevent_cse=straight)
-        outside = layer
+        layer = outside = Layer(traced, places, policy, prevent_cse=straight)
         if prefetch and not straight:
-            outside = Layer(traced, trained, remat, prevent_cse=True)
-        yield start, stop, layer, outside, unroll
+            outside = Layer(traced, places, policy, prevent_cse=True)
+        segments.append((start, stop, layer, outside, unroll))
+    return segments
+
+
+def consts_of(segments: Sequence[Segment]) -> list[tuple[list, list]]:
+    """Returns the constants of each segment's layers, in its loop and outside of it."""
+    return [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
 
 
 def check_carry(carry: Any, outputs: Any) -> None:
