@@ -17,18 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.compat.jaxprs import (
-    consts_as_inputs,
-    environment,
-    evaluate,
-    find,
-    flat_jaxpr,
-    has,
-    line_of,
-    needed_for,
-    placeholder,
-    run_used,
-)
+from jshard.compat import jaxprs
 from jshard.errors import UserError
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.policy import UnitPolicy
@@ -93,13 +82,15 @@ class Call:
     ) -> Inputs:
         """Returns the gradients of a segment, those of its own rows."""
         run = pipeline if self.prefetch else stack
-        start, stop, *segment = with_consts(self.segments, consts)[part]
+        segments = with_consts(self.segments, consts)
+        start, stop, layer, outside, unroll = segments[part]
         rows = jax.tree.map(lambda x: x[start:stop], (stacked.weights, stacked.xs))
         stacked = stacked._replace(weights=rows[0], xs=rows[1])
-        moves = segment[0].moves._replace(carry=None)
+        moves = layer.moves._replace(carry=None)
         sums = jax.tree.map(jnp.zeros_like, select(stacked._replace(carry=None), moves))
         sums = sums._replace(carry=carry_ct)
-        segment, needed = (0, stop - start, *segment), (needed[part], NO_YS)
+        segment = 0, stop - start, layer, outside, unroll
+        needed = needed[part], NO_YS
         grads, _ = run.segment_backward(segment, stacked, needed, sums, [])
         return grads
 
@@ -115,7 +106,7 @@ def _refuse(*_: Any, **params: Any) -> Any:
     )
 
 
-LAYERS = placeholder("layers_of_a_pipeline", _results, _refuse)
+LAYERS = jaxprs.placeholder("layers_of_a_pipeline", _results, _refuse)
 
 
 def leave_open(
@@ -205,10 +196,10 @@ def _changes(
     number, leaves = len(jax.tree.leaves(changes)), jax.tree.leaves(inputs)
     if not number:
         return changes
-    layer = flat_jaxpr(layer, leaves)
+    layer = jaxprs.flat_jaxpr(layer, leaves)
     wanted = [i + number >= len(layer.out_avals) for i in range(len(layer.out_avals))]
-    jaxpr = consts_as_inputs(layer, leaves, layer.consts)
-    needed = needed_for(jaxpr, wanted, effects=False)
+    jaxpr = jaxprs.consts_as_inputs(layer, leaves, layer.consts)
+    needed = jaxprs.needed_for(jaxpr, wanted, effects=False)
     is_state = [x.shape[0] == stages.layers for x in xs]  # else shards of inner units
     allowed = jax.tree.leaves(jax.tree.broadcast(Inputs(0, is_state, 0, 0), inputs))
     if any(used and not ok for used, ok in zip(needed[1], allowed, strict=False)):
@@ -222,7 +213,7 @@ def _changes(
         own = iter(state)
         of_xs = [next(own) if is_one else None for is_one in is_state]
         leaves = jax.tree.leaves(inputs._replace(xs=of_xs), is_leaf=lambda x: x is None)
-        return None, run_used(*needed, [*leaves, *layer.consts])
+        return None, jaxprs.run_used(*needed, [*leaves, *layer.consts])
 
     _, ys = lax.scan(of_layer, None, list(itertools.compress(xs, is_state)))
     return jax.tree.unflatten(jax.tree.structure(changes), ys)
@@ -258,7 +249,7 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
         the program calls back to Python outside of the layers.
     """
     jaxpr, number = traced.jaxpr, len(traced.jaxpr.invars)
-    within = [i for i, eqn in enumerate(jaxpr.eqns) if has(eqn, {LAYERS.name})]
+    within = [i for i, eqn in enumerate(jaxpr.eqns) if jaxprs.has(eqn, {LAYERS.name})]
     (index, *others) = within or [None]
     if index is None or others or jaxpr.eqns[index].primitive is not LAYERS:
         raise UserError(
@@ -267,20 +258,20 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
         )
     eqn = jaxpr.eqns[index]
     outside = [other for other in jaxpr.eqns if other is not eqn]
-    if call := find(outside, {"debug_callback", "debug_print", "io_callback"}):
+    if call := jaxprs.find(outside, {"debug_callback", "debug_print", "io_callback"}):
         raise UserError(
-            f"mesh: pipe: {line_of(call)}: loss_fn prints or calls back outside of the "
-            "Stack's layers; leave that out, or leave pipe out of the mesh"
+            f"mesh: pipe: {jaxprs.line_of(call)}: loss_fn prints or calls back outside "
+            "of the Stack's layers; leave that out, or leave pipe out of the mesh"
         )
 
     def before(*inputs: Any) -> list[Any]:
-        env = environment(traced, inputs)
-        return evaluate(jaxpr.eqns[:index], env, eqn.invars)
+        env = jaxprs.environment(traced, inputs)
+        return jaxprs.evaluate(jaxpr.eqns[:index], env, eqn.invars)
 
     def after(*inputs: Any) -> list[Any]:
-        env = environment(traced, inputs[:number])
+        env = jaxprs.environment(traced, inputs[:number])
         env.update(zip(eqn.outvars, inputs[number:], strict=True))
-        return evaluate(outside, env, jaxpr.outvars)
+        return jaxprs.evaluate(outside, env, jaxpr.outvars)
 
     def rule(found: Any, entering: list[int]) -> list[int] | None:
         return [1] * len(eqn.outvars) if found is eqn else None

@@ -15,7 +15,7 @@ from jshard.errors import UserError
 from jshard.float8.products import Float8
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.variables import is_variable, reachable, set_attribute
-from jshard.unit.shards import array_of, is_shard, with_array
+from jshard.unit.shards import is_shard, shard_of, with_array
 
 # (path of a module, name of an attribute) -> its new value
 Changes = dict[tuple[tuple[str, ...], str], Any]
@@ -164,7 +164,8 @@ def partition(tree: Any) -> tuple[list[jax.Array], Static]:
     rest.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_shard)
-    arrays = [array_of(x) for x in leaves]
+    shards = map(shard_of, leaves)
+    arrays = [s.array if s else x for x, s in zip(leaves, shards, strict=True)]
     is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in arrays]
     found = [jnp.asarray(x) for x in itertools.compress(arrays, is_array)]
     rest = [None if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves]

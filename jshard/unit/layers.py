@@ -22,12 +22,12 @@ def with_consts(
     segments: Sequence[Segment], consts: Sequence[tuple[list, list]]
 ) -> list[Segment]:
     """Returns segments whose layers have these constants, in their loop and outside."""
-    return [
-        (*ends, layer.with_consts(inside), outside.with_consts(others), unroll)
-        for (*ends, layer, outside, unroll), (inside, others) in zip(
-            segments, consts, strict=False
-        )
-    ]
+    both: list[Segment] = []
+    for segment, (inside, others) in zip(segments, consts, strict=False):
+        start, stop, layer, outside, unroll = segment
+        layer, outside = layer.with_consts(inside), outside.with_consts(others)
+        both.append((start, stop, layer, outside, unroll))
+    return both
 
 
 def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:

@@ -17,16 +17,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.compat.jaxprs import (
-    CALLS,
-    consts_as_inputs,
-    find,
-    line_of,
-    needed_for,
-    nested,
-    run_used,
-    without_unused,
-)
+from jshard.compat import jaxprs
 from jshard.errors import UserError
 from jshard.fsdp.policy import (
     ATTENTION_OPERANDS,
@@ -38,7 +29,8 @@ from jshard.fsdp.policy import (
 )
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.unit.dataflow import check_partial_sums, dependencies
+from jshard.parallel.partial_sums import check_partial_sums
+from jshard.unit.dataflow import dependencies
 
 
 class Inputs(NamedTuple):
@@ -77,7 +69,7 @@ def trace_layer(
     avals = [x if w else None for x, w in zip(program.out_avals, wanted, strict=True)]
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), avals)
     if not all(wanted):
-        program = without_unused(program, wanted)
+        program = jaxprs.without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
     return inputs._replace(args=args), program, outputs
 
@@ -86,11 +78,12 @@ def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
     """Returns which outputs are one of the first inputs, unchanged."""
     computed = 1 << number
 
-    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
-        return None if eqn.primitive.name in CALLS else [computed] * len(eqn.outvars)
+    def rule(eqn: Any, _: list[int]) -> list[int] | None:
+        if eqn.primitive.name in jaxprs.CALLS:
+            return None
+        return [computed] * len(eqn.outvars)
 
-    bits = [1 << i for i in range(number)]
-    bits += [computed] * (len(jaxpr.invars) - number)
+    bits = [1 << min(i, number) for i in range(len(jaxpr.invars))]
     return [0 < bit < computed for bit in dependencies(jaxpr, bits, rule)]
 
 
@@ -117,14 +110,14 @@ class Layer:
     ):
         self.inputs, self._program, self.outputs = traced
         self.places, self.reshard = places, policy.reshard_after_forward
-        remat = policy.remat
-        if remat != "none" and (eqn := find(self._program.jaxpr.eqns, {"io_callback"})):
+        eqn = jaxprs.find(self._program.jaxpr.eqns, {"io_callback"})
+        if eqn is not None and policy.remat != "none":
             raise UserError(
-                f"{line_of(eqn)}: an io_callback in a unit whose backward computes it "
-                "again, which JAX refuses; use jax.pure_callback, or remat='none' for "
-                "this unit (policy.overrides)"
+                f"{jaxprs.line_of(eqn)}: an io_callback in a unit whose backward "
+                "computes it again, which JAX refuses; use jax.pure_callback, or "
+                "remat='none' for this unit (policy.overrides)"
             )
-        fn = checkpoint(self.evaluate, remat, prevent_cse=prevent_cse)
+        fn = checkpoint(self.evaluate, policy.remat, prevent_cse=prevent_cse)
 
         floats: Inputs = jax.tree.map(is_float, self.inputs)
         self.moves = moves = floats._replace(weights=[p.trainable for p in places])
@@ -145,13 +138,11 @@ class Layer:
         self._pullback = jax.tree.structure(shapes[1])
         self.consts = list(run.consts)
         leaves = jax.tree.leaves(self.inputs)
-        jaxpr = consts_as_inputs(run, leaves, abstract(self.consts))
+        jaxpr = jaxprs.consts_as_inputs(run, leaves, abstract(self.consts))
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
-        self._leaves_device = [
-            isinstance(remat, Offload)
-            and (INPUTS in remat.names or var not in set(jaxpr.invars))
-            for var in self._kept
-        ]
+        offload = policy.remat if isinstance(policy.remat, Offload) else None
+        inputs = () if offload and INPUTS in offload.names else jaxpr.invars
+        self._leaves_device = [bool(offload) and v not in inputs for v in self._kept]
 
     def _sort_residuals(self, jaxpr: core.Jaxpr, prefix: int) -> None:
         """Splits residuals into those to keep and those to rebuild in the backward.
@@ -180,9 +171,9 @@ class Layer:
             index = None if lost[-1] else kept.setdefault(var, len(kept))
             self._source.append(index)
         self._kept = list(kept)
-        self._forward = needed_for(jaxpr, [True] * prefix + keep)
+        self._forward = jaxprs.needed_for(jaxpr, [True] * prefix + keep)
         # The forward has printed and called back already.
-        self._rebuild = needed_for(jaxpr, [False] * prefix + lost, effects=False)
+        self._rebuild = jaxprs.needed_for(jaxpr, [False] * prefix + lost, effects=False)
         weights, structure = jax.tree.flatten(self.inputs.weights)
         self.reads = jax.tree.unflatten(structure, self._rebuild[1][: len(weights)])
 
@@ -206,7 +197,9 @@ class Layer:
     def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:
         """Returns the outputs, and the residuals to keep for the backward."""
         structure = jax.tree.structure(self.outputs)
-        leaves = run_used(*self._forward, [*jax.tree.leaves(inputs), *self.consts])
+        leaves = jaxprs.run_used(
+            *self._forward, [*jax.tree.leaves(inputs), *self.consts]
+        )
         outputs, kept = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
         kept = self._move(kept, jax.memory.Space.Host)
         return jax.tree.unflatten(structure, outputs), kept
@@ -222,7 +215,7 @@ class Layer:
             inputs._replace(carry=carry), is_leaf=lambda x: x is None
         )
         kept = self._move(kept, jax.memory.Space.Device)
-        rebuilt = iter(run_used(*self._rebuild, [*leaves, *self.consts]))
+        rebuilt = iter(jaxprs.run_used(*self._rebuild, [*leaves, *self.consts]))
         residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
         (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
         return grads
@@ -289,7 +282,7 @@ def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
 
 def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
     """Yields the names of a jaxpr's activations, from ``checkpoint_name`` of JAX."""
-    for eqn in nested(jaxpr.eqns):
+    for eqn in jaxprs.nested(jaxpr.eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
 
