@@ -28,8 +28,7 @@ from jshard.pipe.stages import Stages
 from jshard.unit import pipeline, stack
 from jshard.unit.dataflow import dependencies
 from jshard.unit.layers import Segment, put_layer, with_consts
-from jshard.unit.linearize import Inputs, abstract, select
-from jshard.unit.unit import gather, weight_types
+from jshard.unit.linearize import Inputs, Traced, gather, select, trace_layer
 
 NO_YS = (None, [], ())  # of a layer: aux, changes, and what is static of these
 
@@ -129,14 +128,12 @@ def leave_open(
     Raises:
       UserError: the layers return much aux, or change their state by what they compute.
     """
-    shards, places, xs = list(shards), list(places), list(xs)
-    inputs = abstract((shards, xs), layer=True)
-    inputs = weight_types(inputs[0], places), inputs[1]
-    inputs = Inputs(*inputs, *abstract((carry, list(args))))
-    program, ((_, aux), *changes) = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    stacked = Inputs(list(shards), list(xs), carry, list(args))
+    traced = trace_layer(fn, stacked, places, stacked=True)
+    _, _, ((_, aux), _, _) = traced
     aux = jax.tree.map(lambda x: jnp.zeros((stages.layers, *x.shape), x.dtype), aux)
     _check_aux(aux, carry, stages)
-    changes = _changes(program, changes, inputs, xs, stages)
+    changes = _changes(traced, xs, stages)
 
     stage = lax.axis_index(PIPE)
     used, rows = jnp.asarray(stages.used())[stage], jnp.asarray(stages.rows())[stage]
@@ -154,19 +151,18 @@ def leave_open(
         return (out, None), [], ()
 
     carry = carry, aux
-    traced, stacked = stack.trace_layers(
-        outputs, shards, places, [*of_stage, used, rows], carry, args
-    )
+    stacked = stacked._replace(xs=[*of_stage, used, rows], carry=carry)
+    traced = trace_layer(outputs, stacked, places, stacked=True)
     _, program, ((after, _), *_) = traced
-    prefetch = stack.prefetches(policy) and stages.longest > 1
+    stacked = stacked._replace(args=[*args, *program.consts])
+    prefetch = stack.prefetches(policy, places, stages.longest)
     # Weights are no residuals: not those of each micro-batch.
     policy = dataclasses.replace(policy, reshard_after_forward=True)
     number = parts_of(policy.remat, stages.longest)
     ends = [round(i * stages.longest / number) for i in range(number + 1)]
-    segments = stack.segments_of(
-        traced, places, policy, list(itertools.pairwise(ends)), prefetch
-    )
-    operands, structure = jax.tree.flatten((stacked, stack.consts_of(segments)))
+    parts = list(itertools.pairwise(ends))
+    segments, consts = stack.segments_of(traced, places, policy, parts, prefetch)
+    operands, structure = jax.tree.flatten((stacked, consts))
     sizes = stages.longest, stages.per_device
     call = Call(segments, *sizes, prefetch, after, structure)
 
@@ -189,13 +185,14 @@ def _check_aux(aux: Any, carry: Any, stages: Stages) -> None:
         )
 
 
-def _changes(
-    layer: core.ClosedJaxpr, changes: Any, inputs: Inputs, xs: list, stages: Stages
-) -> Any:
+def _changes(traced: Traced, xs: Sequence[jax.Array], stages: Stages) -> list[Any]:
     """Returns the stacked changes of the layers' state, which depend on it alone."""
-    number, leaves = len(jax.tree.leaves(changes)), jax.tree.leaves(inputs)
-    if not number:
+    inputs, layer, (_, *changes) = traced
+    if not (number := len(jax.tree.leaves(changes))):
         return changes
+    args = inputs.args[: len(inputs.args) - len(layer.consts)]
+    inputs = inputs._replace(args=args)
+    leaves = jax.tree.leaves(inputs)
     layer = jaxprs.flat_jaxpr(layer, leaves)
     wanted = [i + number >= len(layer.out_avals) for i in range(len(layer.out_avals))]
     jaxpr = jaxprs.consts_as_inputs(layer, leaves, layer.consts)

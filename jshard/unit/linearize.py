@@ -9,6 +9,7 @@ would keep the full weights of every layer.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.collectives.gather import all_gather
 from jshard.compat import jaxprs
 from jshard.errors import UserError
 from jshard.fsdp.policy import (
@@ -51,16 +53,32 @@ class Inputs(NamedTuple):
 Traced = tuple[Inputs, core.ClosedJaxpr, Any]
 
 
+# gather(shards, places) -> full weights. A partial: it adds no stack frame.
+# A pair is a shard with its scale (``all_gather``).
+gather: Callable[..., Any] = functools.partial(
+    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
+)
+
+
 def trace_layer(
-    fn: Callable[..., Any], inputs: Inputs, places: Sequence[Placement]
+    fn: Callable[..., Any],
+    inputs: Inputs,
+    places: Sequence[Placement],
+    *,
+    stacked: bool = False,
 ) -> Traced:
     """Traces ``fn(weights, xs, carry, args) -> (outputs, changed, static)``.
 
-    ``inputs`` are abstract. ``changed`` are the arrays that the layer set in itself.
-    There, None takes the place of a weight that is unchanged: transforms of Flax
-    (``nnx.remat``) set all that a module has, and full weights must not outlive the
-    layer.
+    ``inputs`` has this device's shards in place of weights; with ``stacked``, these and
+    ``xs`` are those of all layers. ``changed`` are the arrays that the layer set in
+    itself. There, None takes the place of a weight that is unchanged: transforms of
+    Flax (``nnx.remat``) set all that a module has, and full weights must not outlive
+    the layer.
     """
+    shards, xs = abstract((list(inputs.weights), list(inputs.xs)), layer=stacked)
+    weights = jax.eval_shape(lambda shards: gather(shards, list(places)), shards)
+    inputs = Inputs(weights, xs, inputs.carry, list(inputs.args))
+    inputs = abstract(inputs)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(program.jaxpr, places)
     count = len(jax.tree.leaves(shapes[0]))

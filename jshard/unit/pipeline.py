@@ -30,8 +30,8 @@ from jshard.unit.layers import (
     transpose_layer,
     with_consts,
 )
-from jshard.unit.linearize import Inputs, select
-from jshard.unit.unit import barrier, gather, gather_again, reduce, scatter
+from jshard.unit.linearize import Inputs, gather, select
+from jshard.unit.unit import barrier, gather_again, reduce, scatter
 
 
 @jax.named_scope(LAYERS)

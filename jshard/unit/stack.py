@@ -40,19 +40,12 @@ from jshard.unit.linearize import (
     Inputs,
     Layer,
     Traced,
-    abstract,
     differentiable,
+    gather,
     select,
     trace_layer,
 )
-from jshard.unit.unit import (
-    barrier,
-    gather,
-    gather_again,
-    reduce,
-    scatter,
-    weight_types,
-)
+from jshard.unit.unit import barrier, gather_again, reduce, scatter
 
 
 def make_scan(
@@ -85,17 +78,13 @@ def make_scan(
       static), and the full weights of ``beside``.
     """
     next_shards, next_places = list(beside[0]), list(beside[1])
-    traced, stacked = trace_layers(fn, shards, places, xs, carry, args)
-    _, _, ((out, _), *_) = traced
+    stacked = Inputs(list(shards), list(xs), carry, list(args))
+    traced = trace_layer(fn, stacked, places, stacked=True)
+    _, program, ((out, _), *_) = traced
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
-    # With ``defer_scatter``, weights are gathered once per step: layers need nothing.
-    communicates = any(
-        p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
-        for p in places
-    )
-    prefetch = prefetches(policy) and length > 1 and communicates
-    parts = segments_of(traced, places, policy, spans(policy, length), prefetch)
+    prefetch = prefetches(policy, places, length)
+    parts, consts = segments_of(traced, places, policy, spans(policy, length), prefetch)
     as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
     passes = forward, segment_backward
     if prefetch:
@@ -106,31 +95,8 @@ def make_scan(
         functools.partial(passes[0], parts, next_places, True),
         functools.partial(_backward, passes[1], parts, next_places),
     )
-    return functools.partial(run, stacked, consts_of(parts), next_shards)
-
-
-def trace_layers(
-    fn: Callable,
-    shards: Sequence[jax.Array],
-    places: Sequence[Placement],
-    xs: Sequence[jax.Array],
-    carry: Any,
-    args: Sequence[jax.Array],
-) -> tuple[Traced, Inputs]:
-    """Returns one of the stacked layers, traced, and the inputs of all of them."""
-    shards, xs = list(shards), list(xs)
-    of_layer, of_xs = abstract((shards, xs), layer=True)
-    weights, first, shared = abstract(
-        (weight_types(of_layer, list(places)), carry, list(args))
-    )
-    traced = trace_layer(fn, Inputs(weights, of_xs, first, shared), places)
-    _, program, _ = traced
-    return traced, Inputs(shards, xs, carry, [*args, *program.consts])
-
-
-def prefetches(policy: UnitPolicy) -> bool:
-    """Returns whether layers' collectives run beside their neighbours."""
-    return on_gpus() if policy.prefetch is None else policy.prefetch
+    stacked = stacked._replace(args=[*args, *program.consts])
+    return functools.partial(run, stacked, consts, next_shards)
 
 
 @jax.named_scope(LAYERS)
@@ -233,14 +199,27 @@ def segment_backward(
     return sums, parts
 
 
+def prefetches(policy: UnitPolicy, places: Sequence[Placement], length: int) -> bool:
+    """Returns whether collectives run beside neighbouring layers, if there are any.
+
+    With ``defer_scatter``, weights are gathered once per step, so layers need none.
+    """
+    communicates = any(
+        p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
+        for p in places
+    )
+    wanted = on_gpus() if policy.prefetch is None else policy.prefetch
+    return wanted and communicates and length > 1
+
+
 def segments_of(
     traced: Traced,
     places: Sequence[Placement],
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],
     prefetch: bool,
-) -> list[Segment]:
-    """Returns segments of these ``runs`` of layers like the one that is traced."""
+) -> tuple[list[Segment], list[tuple[list, list]]]:
+    """Returns segments of these ``runs`` of layers, and the constants of each."""
     segments = []
     for start, stop in runs:
         if policy.first_k is not None and start >= policy.first_k:
@@ -254,12 +233,8 @@ def segments_of(
         if prefetch and not straight:
             outside = Layer(traced, places, policy, prevent_cse=True)
         segments.append((start, stop, layer, outside, unroll))
-    return segments
-
-
-def consts_of(segments: Sequence[Segment]) -> list[tuple[list, list]]:
-    """Returns the constants of each segment's layers, in its loop and outside of it."""
-    return [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
+    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
+    return segments, consts
 
 
 def check_carry(carry: Any, outputs: Any) -> None:

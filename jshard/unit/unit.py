@@ -33,16 +33,10 @@ from jshard.layout.placement import Placement
 from jshard.unit.linearize import (
     Inputs,
     Layer,
-    abstract,
     differentiable,
+    gather,
     select,
     trace_layer,
-)
-
-# gather(shards, places) -> full weights. A partial: it adds no stack frame.
-# A pair is a shard with its scale (``all_gather``).
-gather: Callable[..., Any] = functools.partial(
-    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
 )
 
 
@@ -60,8 +54,7 @@ def run_unit(
     arrays (state, and shards of units inside it), ``inputs`` those of the call.
     """
     shards, places = list(shards), list(places)
-    weights, other, carry = abstract((weight_types(shards, places), xs, inputs))
-    traced = trace_layer(fn, Inputs(weights, other, carry, []), places)
+    traced = trace_layer(fn, Inputs(shards, xs, inputs, []), places)
     layer = Layer(traced, places, policy, prevent_cse=True)
 
     @jax.custom_vjp
@@ -151,11 +144,6 @@ def map_present(fn: Callable, values: Sequence[Any], *others: Sequence[Any]) -> 
         None if value is None else fn(value, *rest)
         for value, *rest in zip(values, *others, strict=True)
     ]
-
-
-def weight_types(shards: list[Any], places: list[Placement]) -> list[Any]:
-    """Returns the abstract full weights of shards, abstract or not."""
-    return jax.eval_shape(lambda shards: gather(shards, places), shards)
 
 
 def barrier(tree: Any, after: Any) -> tuple[Any, Any]:
