@@ -94,10 +94,6 @@ class Call:
         return grads
 
 
-def _results(layer: core.ClosedJaxpr, call: Call) -> list[Any]:
-    return [x.update(weak_type=False) for x in jax.tree.leaves(call.carry)]
-
-
 def _refuse(*_: Any, **params: Any) -> Any:
     raise UserError(
         "mesh: pipe: a transform (jax.grad, jax.vmap, another Unit) is around the call "
@@ -105,6 +101,9 @@ def _refuse(*_: Any, **params: Any) -> Any:
     )
 
 
+_results = lambda layer, call: [
+    x.update(weak_type=False) for x in jax.tree.leaves(call.carry)
+]
 LAYERS = jaxprs.placeholder("layers_of_a_pipeline", _results, _refuse)
 
 

@@ -58,6 +58,8 @@ class Now(NamedTuple):
     chunk: jax.Array
     takes: jax.Array
     keeps: jax.Array
+    is_first: jax.Array  # whether the stage is the first one
+    is_last: jax.Array
 
 
 class Stage:
@@ -132,7 +134,8 @@ class Stage:
             # Otherwise XLA could gather weights once, ahead of the loop, and keep them.
             fixed, row = lax.optimization_barrier((self.arrays, row))
             does, *now, arriving, returning = row[:, self.index]
-            now = Now(*now)
+            stage = now[1] * self.devices + self.index
+            now = Now(*now, stage == 0, stage == chunks * self.devices - 1)
             inputs = fixed, layer_of(micro, now.micro)
             with jax.named_scope(scope):
                 held, needed = lax.switch(does, branches, held, inputs, now, residuals)
@@ -191,19 +194,12 @@ class Stage:
         stacked, consts = jax.tree.unflatten(self.call.structure, leaves)
         return self.call.of_chunk(chunk, stacked), consts
 
-    def _is_first(self, now: Now) -> jax.Array:
-        return (self.index == 0) & (now.chunk == 0)
-
-    def _is_last(self, now: Now) -> jax.Array:
-        last = self.index == self.devices - 1
-        return last & (now.chunk == self.call.chunks - 1)
-
     def _forward(self, held: Held, inputs: Any, now: Now, _: Any) -> tuple[Held, Any]:
         """Runs the stage's layers; also returns what their backward needs."""
         like = jax.tree.structure(self.call.carry)
         with jax.named_scope(FIRST_STAGE):
             carry = lax.cond(
-                self._is_first(now),
+                now.is_first,
                 lambda: jax.tree.unflatten(like, self.to_first(*self._leaves(inputs))),
                 lambda: _take(held.inputs, now.takes),
             )
@@ -219,7 +215,7 @@ class Stage:
             own = self._own(held.grads)
             with jax.named_scope(LAST_STAGE):
                 carry_ct, own, means = lax.cond(
-                    self._is_last(now),
+                    now.is_last,
                     lambda: self._loss(held, own, inputs),
                     lambda: (_take(held.cotangents, now.takes), own, held.means),
                 )
@@ -238,7 +234,9 @@ class Stage:
         ):
             i = self.split.operands[number]
             if grad is not None and i is not None and i < len(grads):
-                grads[i] = _add_rows(grads[i], grad, start)
+                rows = lax.dynamic_slice_in_dim(grads[i], start, len(grad))
+                rows += grad.astype(rows.dtype)
+                grads[i] = lax.dynamic_update_slice_in_dim(grads[i], rows, start, 0)
         of_args = dict(zip(self.numbers.args, found.args, strict=True))
         args_ct = [x + of_args[i] for i, x in zip(self.args, held.args_ct, strict=True)]
         held = held._replace(grads=grads, carry_ct=found.carry, args_ct=args_ct)
@@ -249,7 +247,7 @@ class Stage:
         carry_ct, own = jax.tree.leaves(held.carry_ct), self._own(held.grads)
         with jax.named_scope(FIRST_STAGE):
             own = lax.cond(
-                self._is_first(now),
+                now.is_first,
                 lambda: self._pull(to_first, own, inputs, carry_ct),
                 lambda: own,
             )
@@ -301,11 +299,6 @@ class Stage:
 
 def _add(sums: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
     return [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
-
-
-def _add_rows(sums: jax.Array, grads: jax.Array, start: Any) -> jax.Array:
-    own = lax.dynamic_slice_in_dim(sums, start, len(grads)) + grads.astype(sums.dtype)
-    return lax.dynamic_update_slice_in_dim(sums, own, start, 0)
 
 
 def pick(values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:

@@ -198,12 +198,6 @@ def own_paths(module: nnx.Module) -> set[tuple]:
     return {path for path, v in variables(module) if id(v) in reached}
 
 
-def own_parameters(module: nnx.Module) -> Callable[[tuple, Any], bool]:
-    """Returns an NNX filter for the sharded parameters that ``module`` itself owns."""
-    own = own_paths(module)
-    return lambda path, v: path in own and is_shard(v)
-
-
 def make_plain(module: Any) -> None:
     """Undoes Unit or Stack, in place: restores the original class of the module."""
     vars(module).pop("unit_policy", None)
@@ -223,7 +217,9 @@ def open_unit(
       ``module(weights, rest=None)``, which returns the plain module. Without ``rest``
       its other Variables are the unit's own, so that updates to them persist.
     """
-    graphdef, own, others = nnx.split(unit, own_parameters(unit), ...)
+    paths = own_paths(unit)
+    is_own = lambda path, v: path in paths and is_shard(v)
+    graphdef, own, others = nnx.split(unit, is_own, ...)
     owned, tree = jax.tree.flatten(own, is_leaf=is_variable)
     shards = [shard for variable in owned if (shard := shard_of(variable))]
     rest, static = partition(others)
@@ -235,7 +231,7 @@ def open_unit(
             else s.place.decoded(w)
             for w, s in zip(weights, shards, strict=True)
         ]
-        whole = [as_full(v, w) for v, w in zip(owned, weights, strict=True)]
+        whole = map(as_full, owned, weights)
         inner = others if rest is None else combine(rest, static)
         plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)
         if is_unit(plain):  # the root is not
