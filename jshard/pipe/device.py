@@ -133,9 +133,9 @@ class Stage:
             held, residuals = state
             # Otherwise XLA could gather weights once, ahead of the loop, and keep them.
             fixed, row = lax.optimization_barrier((self.arrays, row))
-            does, *now, arriving, returning = row[:, self.index]
-            stage = now[1] * self.devices + self.index
-            now = Now(*now, stage == 0, stage == chunks * self.devices - 1)
+            does, index, chunk, takes, keeps, arriving, returning = row[:, self.index]
+            stage, last = chunk * self.devices + self.index, chunks * self.devices - 1
+            now = Now(index, chunk, takes, keeps, stage == 0, stage == last)
             inputs = fixed, layer_of(micro, now.micro)
             with jax.named_scope(scope):
                 held, needed = lax.switch(does, branches, held, inputs, now, residuals)

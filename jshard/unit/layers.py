@@ -92,7 +92,7 @@ def run_layer(
     return carry, ((aux, *others), (residuals, drop(weights, layer)))
 
 
-def transpose_layer(
+def transpose(
     layer: Layer,
     stacked: Inputs,
     index: Any,

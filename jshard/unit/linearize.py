@@ -10,7 +10,7 @@ would keep the full weights of every layer.
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,6 @@ from jshard.fsdp.policy import (
     INPUTS,
     Names,
     Offload,
-    Policy,
     UnitPolicy,
 )
 from jshard.fsdp.precision import is_float
@@ -109,7 +108,6 @@ class Layer:
     """A traced layer with the residuals of its backward.
 
     Attributes:
-      inputs: abstract inputs.
       outputs: a pytree of abstract arrays.
       places: of its weights.
       reshard: ``reshard_after_forward``.
@@ -126,7 +124,7 @@ class Layer:
         *,
         prevent_cse: bool,
     ):
-        self.inputs, self._program, self.outputs = traced
+        self._inputs, self._program, self.outputs = traced
         self.places, self.reshard = places, policy.reshard_after_forward
         eqn = jaxprs.find(self._program.jaxpr.eqns, {"io_callback"})
         if eqn is not None and policy.remat != "none":
@@ -137,7 +135,7 @@ class Layer:
             )
         fn = checkpoint(self.evaluate, policy.remat, prevent_cse=prevent_cse)
 
-        floats: Inputs = jax.tree.map(is_float, self.inputs)
+        floats: Inputs = jax.tree.map(is_float, self._inputs)
         self.moves = moves = floats._replace(weights=[p.trainable for p in places])
 
         def with_residuals(*inputs):
@@ -152,10 +150,10 @@ class Layer:
             _, pullback, outputs = jax.vjp(of_moving, moving, has_aux=True)
             return outputs, pullback
 
-        run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*self.inputs)
+        run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*self._inputs)
         self._pullback = jax.tree.structure(shapes[1])
         self.consts = list(run.consts)
-        leaves = jax.tree.leaves(self.inputs)
+        leaves = jax.tree.leaves(self._inputs)
         jaxpr = jaxprs.consts_as_inputs(run, leaves, abstract(self.consts))
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
         offload = policy.remat if isinstance(policy.remat, Offload) else None
@@ -170,14 +168,14 @@ class Layer:
         """
         of_weights, of_args, of_rest = 1, 2, 4
         bits = Inputs(of_weights, of_rest, of_rest, of_args)
-        needs = jax.tree.leaves(jax.tree.broadcast(bits, self.inputs))
+        needs = jax.tree.leaves(jax.tree.broadcast(bits, self._inputs))
         # Arrays that are known now, such as tables, make nothing depend on args.
         traced = [isinstance(x, Tracer) for x in self._program.consts]
         needs[len(needs) - len(traced) :] = [of_args * is_one for is_one in traced]
         needs += [of_args] * len(self.consts)
         needs = dependencies(jaxpr, needs)[prefix:]
         first, carry = (
-            len(jax.tree.leaves(x)) for x in (self.inputs[:2], self.inputs.carry)
+            len(jax.tree.leaves(x)) for x in (self._inputs[:2], self._inputs.carry)
         )
         free = set(jaxpr.invars) - set(jaxpr.invars[first : first + carry])
         kept: dict[Any, int] = {}
@@ -192,7 +190,7 @@ class Layer:
         self._forward = jaxprs.needed_for(jaxpr, [True] * prefix + keep)
         # The forward has printed and called back already.
         self._rebuild = jaxprs.needed_for(jaxpr, [False] * prefix + lost, effects=False)
-        weights, structure = jax.tree.flatten(self.inputs.weights)
+        weights, structure = jax.tree.flatten(self._inputs.weights)
         self.reads = jax.tree.unflatten(structure, self._rebuild[1][: len(weights)])
 
     def evaluate(self, inputs: Inputs) -> Any:
@@ -228,7 +226,7 @@ class Layer:
         There is None for weights not in ``reads``, and the carry is ignored. ``kept``
         is what ``forward`` returned, ``cotangents`` are from ``differentiable``.
         """
-        carry = [None] * len(jax.tree.leaves(self.inputs.carry))
+        carry = [None] * len(jax.tree.leaves(self._inputs.carry))
         leaves = jax.tree.leaves(
             inputs._replace(carry=carry), is_leaf=lambda x: x is None
         )
@@ -278,33 +276,6 @@ def abstract(tree: Any, *, layer: bool = False) -> Any:
     )
 
 
-def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
-    """Checks that each name in a remat policy is that of some activation.
-
-    Raises:
-      UserError: a policy names an activation that the program does not have.
-    """
-    remats = list(policy.everywhere("remat").values())
-    named = [remat.names for remat in remats if isinstance(remat, Names)]
-    wanted = {name for names in named for name in names}
-    if any(isinstance(remat, Offload) for remat in remats):
-        wanted.discard(INPUTS)
-    found = set(names_in(jaxpr)) if wanted else set()
-    if unknown := sorted(wanted - found):
-        raise UserError(
-            f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
-            "(with jax.ad_checkpoint.checkpoint_name); named are: "
-            f"{', '.join(sorted(found)) or 'none'}"
-        )
-
-
-def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """Yields the names of a jaxpr's activations, from ``checkpoint_name`` of JAX."""
-    for eqn in jaxprs.nested(jaxpr.eqns):
-        if eqn.primitive.name == "name":
-            yield eqn.params["name"]
-
-
 def _attention(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keeps flash attention: its output, the softmax's statistics, and its operands.
 
@@ -330,6 +301,6 @@ def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
     if isinstance(remat, Names):
         policy = policies.save_only_these_names(*remat.names)
     elif isinstance(remat, str):
-        keeps = {"attention": _attention, "dots": _products}
-        policy = keeps[remat] if remat != "full" else policies.nothing_saveable
+        nothing = policies.nothing_saveable
+        policy = {"full": nothing, "attention": _attention, "dots": _products}[remat]
     return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)

@@ -19,24 +19,14 @@ from jshard.compat.xla_options import GATHERS_LATE
 from jshard.fsdp.mesh import REPLICA
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
-from jshard.unit.layers import (
-    Segment,
-    add_weights,
-    before_carry,
-    join_layers,
-    layer_of,
-    run_layer,
-    shards_after,
-    transpose_layer,
-    with_consts,
-)
+from jshard.unit import layers
 from jshard.unit.linearize import Inputs, gather, select
 from jshard.unit.unit import barrier, gather_again, reduce, scatter
 
 
 @jax.named_scope(LAYERS)
 def forward(
-    segments: Sequence[Segment],
+    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
@@ -46,14 +36,14 @@ def forward(
     """Does what ``forward`` of ``stack.py`` does."""
     carry, next_weights, all_ys, saved = stacked.carry, [], [], []
     places = segments[0][2].places
-    for start, stop, layer, outside, unroll in with_consts(segments, consts):
-        run = functools.partial(run_layer, layer, stacked, keep)
-        run_last = functools.partial(run_layer, outside, stacked, keep)
+    for start, stop, layer, outside, unroll in layers.with_consts(segments, consts):
+        run = functools.partial(layers.run_layer, layer, stacked, keep)
+        run_last = functools.partial(layers.run_layer, outside, stacked, keep)
         late = GATHERS_LATE and not unroll
 
         def step(state, _, run=run, late=late):
             index, weights, carry = state
-            shards, (carry, weights) = shards_after(
+            shards, (carry, weights) = layers.shards_after(
                 stacked, places, index + 1, (carry, weights)
             )
             next_weights = gather(shards, places)
@@ -62,7 +52,7 @@ def forward(
                 next_weights, out = barrier(next_weights, out)
             return (index + 1, next_weights, carry), out
 
-        shards, carry = shards_after(stacked, places, start, carry)
+        shards, carry = layers.shards_after(stacked, places, start, carry)
         weights = gather(shards, places)
         state = (jnp.int32(start), weights, carry)
         length = stop - 1 - start
@@ -78,12 +68,12 @@ def forward(
         # single layer would wait for the segments above.
         read = select(weights, layer.reads) if length else None
         saved.append((needed, last_needed, read))
-    outputs = carry, join_layers(all_ys), next_weights
+    outputs = carry, layers.join_layers(all_ys), next_weights
     return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
 def segment_backward(
-    segment: Segment,
+    segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
     sums: Inputs,
@@ -100,7 +90,7 @@ def segment_backward(
         """Gathers a layer's weights once its neighbour's cotangent and weights are."""
         after = sums.carry, weights
         if kept is None:
-            source, after = shards_after(stacked, places, index, after)
+            source, after = layers.shards_after(stacked, places, index, after)
             source = select(source, layer.reads)
         else:
             source, after = barrier(kept, after)
@@ -112,16 +102,16 @@ def segment_backward(
         """Transposes a layer beside the gather of the next, the one below it."""
         next_weights = None
         if not isinstance(index, int) or index > start:
-            next_kept = layer_of(kept, index - 1 - start)
+            next_kept = layers.layer_of(kept, index - 1 - start)
             next_weights, weights, sums = gather_before(
                 index - 1, next_kept, weights, sums
             )
-        needed = residuals, layer_of(ys_ct, index)
-        sums, grads = transpose_layer(layer, stacked, index, weights, needed, sums)
+        needed = residuals, layers.layer_of(ys_ct, index)
+        sums, grads = layers.transpose(layer, stacked, index, weights, needed, sums)
         return next_weights, grads, sums
 
     def finish(index, parts, sums):
-        return add_weights(sums, reduce(parts, places, stacked.weights), index)
+        return layers.add_weights(sums, reduce(parts, places, stacked.weights), index)
 
     def one_layer(layer, index, weights, grads, parts, sums):
         """Runs a layer's backward beside its neighbours' collectives.
@@ -130,14 +120,14 @@ def segment_backward(
         full weights, scattered parts that wait for their all-reduce, and sums.
         """
         next_weights, grads_here, sums = transpose(
-            layer, index, layer_of(residuals, index - start), weights, sums
+            layer, index, layers.layer_of(residuals, index - start), weights, sums
         )
         reduced = None
         if parts is not None:
             reduced = reduce(parts, places, stacked.weights)
-            sums = add_weights(sums, reduced, index + 2)
+            sums = layers.add_weights(sums, reduced, index + 2)
         # The next all-reduce waits for this one: otherwise XLA would combine them.
-        (parts, grads_here, _), sums = before_carry(
+        (parts, grads_here, _), sums = layers.before_carry(
             (scatter(grads, places), grads_here, reduced), sums
         )
         if not delayed:
@@ -151,7 +141,7 @@ def segment_backward(
     if weights is None:
         weights, _, sums = gather_before(last, last_kept, None, sums)
     next_weights, grads, sums = transpose(outside, last, last_residuals, weights, sums)
-    (parts, grads), sums = before_carry((parts, grads), sums)
+    (parts, grads), sums = layers.before_carry((parts, grads), sums)
     if last == start:
         return finish(start, scatter(grads, places), sums), parts
     state: Sequence[Any] = (next_weights, grads, None, sums)

@@ -24,18 +24,7 @@ from jshard.fsdp.mesh import on_gpus
 from jshard.fsdp.policy import Offload, UnitPolicy
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
-from jshard.unit import pipeline
-from jshard.unit.layers import (
-    Segment,
-    add_weights,
-    before_carry,
-    join_layers,
-    layer_of,
-    run_layer,
-    spans,
-    transpose_layer,
-    with_consts,
-)
+from jshard.unit import layers, pipeline
 from jshard.unit.linearize import (
     Inputs,
     Layer,
@@ -61,21 +50,14 @@ def make_scan(
 ) -> Callable[[], tuple[Any, Any, list[jax.Array]]]:
     """Prepares the scan of ``fn(weights, xs, carry, args)`` over layers.
 
-    Args:
-      fn: one layer as a function of full weights, which returns ((carry, aux), changed,
-        static); see ``trace_layer``.
-      shards: this device's, of the layers' parameters, (L, ...) each.
-      places: their placements.
-      xs: the other arrays of the layers, (L, ...) each.
-      carry: the input of the first layer, whose shapes and dtypes all must return.
-      args: what all layers share.
-      policy: remat, reshard and prefetch.
-      beside: shards and placements of the unit after the Stack: gathered, and their
-        gradients scattered, beside the last layer.
+    ``fn`` is one layer as a function of full weights, which returns ((carry, aux),
+    changed, static), see ``trace_layer``. ``shards`` are this device's, of the layers'
+    parameters, and ``xs`` the layers' other arrays, (L, ...) each; all layers share
+    ``args``. ``beside`` has shards and placements of the unit after the Stack: they are
+    gathered, and their gradients scattered, beside the last layer.
 
-    Returns:
-      A function that runs the layers and returns the last carry, stacked (aux, changed,
-      static), and the full weights of ``beside``.
+    Returns a function that runs the layers and returns the last carry, stacked (aux,
+    changed, static), and the full weights of ``beside``.
     """
     next_shards, next_places = list(beside[0]), list(beside[1])
     stacked = Inputs(list(shards), list(xs), carry, list(args))
@@ -83,8 +65,8 @@ def make_scan(
     _, program, ((out, _), *_) = traced
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
-    prefetch = prefetches(policy, places, length)
-    parts, consts = segments_of(traced, places, policy, spans(policy, length), prefetch)
+    prefetch, runs = prefetches(policy, places, length), layers.spans(policy, length)
+    parts, consts = segments_of(traced, places, policy, runs, prefetch)
     as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
     passes = forward, segment_backward
     if prefetch:
@@ -101,7 +83,7 @@ def make_scan(
 
 @jax.named_scope(LAYERS)
 def forward(
-    segments: Sequence[Segment],
+    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
@@ -111,13 +93,13 @@ def forward(
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
     carry, all_ys, saved = stacked.carry, [], []
     places = segments[0][2].places
-    for start, stop, layer, _, unroll in with_consts(segments, consts):
-        run = functools.partial(run_layer, layer, stacked, keep)
+    for start, stop, layer, _, unroll in layers.with_consts(segments, consts):
+        run = functools.partial(layers.run_layer, layer, stacked, keep)
         straight = unroll or stop - start == 1
 
         def body(state, _, run=run, straight=straight):
             index, carry = state
-            shards = layer_of(stacked.weights, index)
+            shards = layers.layer_of(stacked.weights, index)
             if straight:  # otherwise the loop holds the gather back
                 shards, carry = barrier(shards, carry)
             carry, out = run(index, gather(shards, places), carry)
@@ -130,14 +112,14 @@ def forward(
         all_ys.append(ys)
         saved.append(needed)
     next_shards, carry = barrier(next_shards, carry)
-    outputs = carry, join_layers(all_ys), gather(next_shards, next_places)
+    outputs = carry, layers.join_layers(all_ys), gather(next_shards, next_places)
     return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
 @jax.named_scope(LAYERS)
 def _backward(
     segment_backward: Callable,
-    segments: Sequence[Segment],
+    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     saved: tuple[Inputs, Any, list[Any], Any],
     cotangents: Any,
@@ -154,14 +136,14 @@ def _backward(
     next_grads = select(next_grads, [place.trainable for place in next_places])
     parts = scatter(next_grads, next_places)
     ys_ct = aux_ct, *others
-    for segment in reversed(with_consts(segments, consts)):
+    for segment in reversed(layers.with_consts(segments, consts)):
         needed = of_segments.pop(), ys_ct
         sums, parts = segment_backward(segment, stacked, needed, sums, parts)
     return sums, None, reduce(parts, next_places, next_shards)
 
 
 def segment_backward(
-    segment: Segment,
+    segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
     sums: Inputs,
@@ -176,20 +158,20 @@ def segment_backward(
     start, stop, layer, _, unroll = segment
     (saved, ys_ct), places = needed, layer.places
     wait = bool(layer.reshard) and (unroll or stop - start == 1)
-    parts, sums = before_carry(parts, sums)
+    parts, sums = layers.before_carry(parts, sums)
 
     def body(state, slices):
         index, sums = state
         (residuals, source), ys_ct = slices
         if source is None:
-            source = select(layer_of(stacked.weights, index), layer.reads)
+            source = select(layers.layer_of(stacked.weights, index), layer.reads)
         if wait:
-            source, sums = before_carry(source, sums)
+            source, sums = layers.before_carry(source, sums)
         weights = gather_again(source, layer)
         needed = residuals, ys_ct
-        sums, grads = transpose_layer(layer, stacked, index, weights, needed, sums)
+        sums, grads = layers.transpose(layer, stacked, index, weights, needed, sums)
         grads = reduce(scatter(grads, places), places, stacked.weights)
-        return (index - 1, add_weights(sums, grads, index)), None
+        return (index - 1, layers.add_weights(sums, grads, index)), None
 
     slices = saved, jax.tree.map(lambda ct: ct[start:stop], ys_ct)
     state, length = (jnp.int32(stop - 1), sums), stop - start
@@ -218,7 +200,7 @@ def segments_of(
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],
     prefetch: bool,
-) -> tuple[list[Segment], list[tuple[list, list]]]:
+) -> tuple[list[layers.Segment], list[tuple[list, list]]]:
     """Returns segments of these ``runs`` of layers, and the constants of each."""
     segments = []
     for start, stop in runs:
