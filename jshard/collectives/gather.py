@@ -6,6 +6,7 @@ own, and nothing is summed over devices unless a line of ``reduce.py`` says so.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -103,3 +104,9 @@ def _backward(place: Placement, like: Any, grad: Any) -> tuple[Any]:
 
 
 all_gather.defvjp(_forward, _backward)
+
+# gather(shards, places) -> full weights. A partial: it adds no stack frame.
+# A pair is a shard with its scale (``all_gather``).
+gather: Callable[..., Any] = functools.partial(
+    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
+)

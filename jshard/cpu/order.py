@@ -104,15 +104,6 @@ def _tie(x: jax.Array, here: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(x, written, (0,) * x.ndim)
 
 
-def _tie_sharded(x: jax.Array, here: jax.Array) -> jax.Array:
-    """Makes a global array depend on ``here``.
-
-    This rewrites all elements, because only some devices hold the first one.
-    """
-    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
-    return x if on_host else _select(here, x)
-
-
 def _select(here: jax.Array, x: jax.Array) -> jax.Array:
     return lax.select(here, x, lax.full_like(x, 0))
 
@@ -250,10 +241,11 @@ def _take_turns(
                 results, token = _turn(_take_turns, eqn, values, token)
         env.update(zip(eqn.outvars, results, strict=True))
         # All later operations wait, and so do the collectives that the partitioner
-        # makes of them.
+        # makes of them: all elements, because only some devices hold the first one.
         later = jaxprs.read_by(left.values()).union(jaxprs.variables(outputs))
         for v in filter(later.__contains__, list(env)):  # in a deterministic order
-            env[v] = _tie_sharded(env[v], token == 0)
+            if jax.typeof(env[v]).memory_space != jax.memory.Space.Host:
+                env[v] = _select(token == 0, env[v])
     jaxprs.evaluate(left.values(), env)
     return jaxprs.read(env, outputs), token
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from jshard.collectives.gather import gather
 from jshard.compat import jaxprs
 from jshard.errors import UserError
 from jshard.fsdp.mesh import PIPE
@@ -28,7 +29,7 @@ from jshard.pipe.stages import Stages
 from jshard.unit import pipeline, stack
 from jshard.unit.dataflow import dependencies
 from jshard.unit.layers import Segment, put_layer, with_consts
-from jshard.unit.linearize import Inputs, Traced, gather, select, trace_layer
+from jshard.unit.linearize import Inputs, Traced, select, trace_layer
 
 NO_YS = (None, [], ())  # of a layer: aux, changes, and what is static of these
 

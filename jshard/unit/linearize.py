@@ -9,7 +9,6 @@ would keep the full weights of every layer.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.collectives.gather import all_gather
+from jshard.collectives.gather import gather
 from jshard.compat import jaxprs
 from jshard.errors import UserError
 from jshard.fsdp.policy import (
@@ -50,13 +49,6 @@ class Inputs(NamedTuple):
 # the program's constants (arrays that the function closes over, which get gradients);
 # the program; and its abstract outputs.
 Traced = tuple[Inputs, core.ClosedJaxpr, Any]
-
-
-# gather(shards, places) -> full weights. A partial: it adds no stack frame.
-# A pair is a shard with its scale (``all_gather``).
-gather: Callable[..., Any] = functools.partial(
-    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
-)
 
 
 def trace_layer(

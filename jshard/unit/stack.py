@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.collectives.gather import gather
 from jshard.errors import UserError
 from jshard.fsdp.mesh import on_gpus
 from jshard.fsdp.policy import Offload, UnitPolicy
@@ -30,7 +31,6 @@ from jshard.unit.linearize import (
     Layer,
     Traced,
     differentiable,
-    gather,
     select,
     trace_layer,
 )

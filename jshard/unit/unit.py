@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.collectives.gather import all_gather, join_parts, take_part
+from jshard.collectives.gather import all_gather, gather, join_parts, take_part
 from jshard.collectives.reduce import all_reduce_in_unit
 from jshard.collectives.reduce import scatter as scatter_leaf
 from jshard.fsdp.policy import UnitPolicy
@@ -34,7 +34,6 @@ from jshard.unit.linearize import (
     Inputs,
     Layer,
     differentiable,
-    gather,
     select,
     trace_layer,
 )
