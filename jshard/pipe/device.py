@@ -38,7 +38,8 @@ class Held(NamedTuple):
       cotangents: gradients that wait for its backward, (waiting, ...) each.
       carry_ct: the gradient of what its latest backward has reached.
       args_ct: those of what all layers share, of the layers so far.
-      grads: sums of the parameters' gradients.
+      grads: sums of gradients of the Stack's parameters, by their number.
+      outside: those of all others.
       means: sums of the loss's terms, and of the named Means.
     """
 
@@ -47,7 +48,8 @@ class Held(NamedTuple):
     cotangents: Any
     carry_ct: Any
     args_ct: list[jax.Array]
-    grads: list[jax.Array]
+    grads: dict[int, jax.Array]
+    outside: list[jax.Array]
     means: tuple[list[Mean], dict[str, Mean]]
 
 
@@ -149,7 +151,8 @@ class Stage:
             return (held, kept), None
 
         (held, _), _ = lax.scan(tick, (held, residuals), rows)
-        return held.grads, held.means
+        found = held.grads | dict(zip(self.outside, held.outside, strict=True))
+        return [found[i] for i in range(len(self.params))], held.means
 
     def _empty(
         self, micro: Any, plan: Schedule, dtypes: Sequence[Any]
@@ -166,13 +169,15 @@ class Stage:
         run = lambda *state: self.call.forward(*self._operands(*state))
         _, residuals = jax.eval_shape(run, inputs, zeros(carry), 0)
         loss, metrics = self.shapes
+        sums = [jnp.zeros(x.shape, d) for x, d in zip(self.params, dtypes, strict=True)]
         held = Held(
             zeros(carry, plan.waiting),
             zeros(carry),
             zeros(differentiable(carry, carry), plan.waiting),
             zeros(differentiable(carry, carry)),
             zeros([self.split.types[i] for i in self.args]),
-            [jnp.zeros(x.shape, d) for x, d in zip(self.params, dtypes, strict=True)],
+            {i: x for i, x in enumerate(sums) if i not in self.outside},
+            [sums[i] for i in self.outside],
             zeros(([mean for _, mean in loss.terms], metrics)),
         )
         return held, zeros(residuals, plan.activations)
@@ -212,20 +217,22 @@ class Stage:
         """Runs a part of their backward, which begins with the last layers."""
         # XLA would copy what a branch takes and returns unchanged.
         if part == 0:
-            own = self._own(held.grads)
             with jax.named_scope(LAST_STAGE):
-                carry_ct, own, means = lax.cond(
+                carry_ct, outside, means = lax.cond(
                     now.is_last,
-                    lambda: self._loss(held, own, inputs),
-                    lambda: (_take(held.cotangents, now.takes), own, held.means),
+                    lambda: self._loss(held, inputs),
+                    lambda: (
+                        _take(held.cotangents, now.takes),
+                        held.outside,
+                        held.means,
+                    ),
                 )
-            grads = self._with(held.grads, own)
-            held = held._replace(carry_ct=carry_ct, grads=grads, means=means)
+            held = held._replace(carry_ct=carry_ct, outside=outside, means=means)
         segment = len(self.call.segments) - 1 - part
         stacked, consts = self._operands(inputs, held.output, now.chunk)
         needed = _take(residuals, now.keeps)
         found = self.call.backward(segment, stacked, consts, needed, held.carry_ct)
-        grads, (start, *_) = list(held.grads), self.call.segments[segment]
+        grads, (start, *_) = dict(held.grads), self.call.segments[segment]
         start += now.chunk * self.call.rows
         for number, grad in zip(
             jax.tree.leaves(self.numbers[:2]),
@@ -233,7 +240,7 @@ class Stage:
             strict=True,
         ):
             i = self.split.operands[number]
-            if grad is not None and i is not None and i < len(grads):
+            if grad is not None and i in grads:
                 rows = lax.dynamic_slice_in_dim(grads[i], start, len(grad))
                 rows += grad.astype(rows.dtype)
                 grads[i] = lax.dynamic_update_slice_in_dim(grads[i], rows, start, 0)
@@ -244,25 +251,23 @@ class Stage:
             return held
         moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
         to_first = lambda *x: itertools.compress(self.to_first(*x), moves)
-        carry_ct, own = jax.tree.leaves(held.carry_ct), self._own(held.grads)
+        carry_ct = jax.tree.leaves(held.carry_ct)
         with jax.named_scope(FIRST_STAGE):
-            own = lax.cond(
+            outside = lax.cond(
                 now.is_first,
-                lambda: self._pull(to_first, own, inputs, carry_ct),
-                lambda: own,
+                lambda: self._pull(to_first, held.outside, inputs, carry_ct),
+                lambda: held.outside,
             )
         if self.args:
-            own = self._pull(self.to_args, own, inputs, held.args_ct)
-        return held._replace(
-            grads=self._with(held.grads, own),
-            args_ct=list(map(jnp.zeros_like, held.args_ct)),
-        )
+            outside = self._pull(self.to_args, outside, inputs, held.args_ct)
+        args_ct = list(map(jnp.zeros_like, held.args_ct))
+        return held._replace(outside=outside, args_ct=args_ct)
 
-    def _loss(self, held: Held, own: list, inputs: Any) -> tuple[Any, list, Any]:
+    def _loss(self, held: Held, inputs: Any) -> tuple[Any, list, Any]:
         """Runs what follows the layers, and its backward.
 
-        Returns the gradient of their output, and sums: ``own``, those of gradients of
-        parameters outside of the Stack, and those of Means.
+        Returns the gradient of their output, and sums: of gradients of parameters
+        outside of the Stack, and of Means.
         """
         moves = jax.tree.map(is_float, self.call.carry)
         fixed = select(held.output, jax.tree.map(lambda x: not x, moves))
@@ -280,21 +285,14 @@ class Stage:
         _, pullback, means = jax.vjp(run, outside, moving, has_aux=True)
         grads, carry_ct = pullback(self.seeds)
         means = jax.tree.map(lambda s, x: s + x.astype(s.dtype), held.means, means)
-        return carry_ct, _add(own, grads), means
+        return carry_ct, _add(held.outside, grads), means
 
-    def _pull(self, fn: Callable, own: list, inputs: Any, cotangents: list) -> list:
-        """Adds to ``own`` the gradients by way of ``fn(*inputs)``."""
+    def _pull(self, fn: Callable, sums: list, inputs: Any, cotangents: list) -> list:
+        """Adds to ``sums`` the gradients by way of ``fn(*inputs)``."""
         run = lambda outside: list(fn(*self._leaves(inputs, outside)))
         _, pullback = jax.vjp(run, [self.params[i] for i in self.outside])
         (grads,) = pullback(cotangents)
-        return _add(own, grads)
-
-    def _own(self, grads: list[jax.Array]) -> list[jax.Array]:
-        return [grads[i] for i in self.outside]
-
-    def _with(self, grads: list[jax.Array], own: list[jax.Array]) -> list[jax.Array]:
-        found = dict(zip(self.outside, own, strict=True))
-        return [found.get(i, grad) for i, grad in enumerate(grads)]
+        return _add(sums, grads)
 
 
 def _add(sums: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
