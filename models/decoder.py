@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard
+from jshard.generation.products import larger_first
 from jshard.parallel.tensor import with_all_columns
 
 
@@ -160,7 +161,8 @@ def _logits(out: Features, vocab_size: int) -> jax.Array:
     head_DV = out.head_DV.astype(out.x_BTD.dtype)
 
     def product(x_BTD: jax.Array) -> jax.Array:
-        return jnp.dot(x_BTD, head_DV, preferred_element_type=wide)
+        dimensions = ((x_BTD.ndim - 1,), (0,)), ((), ())
+        return larger_first(x_BTD, head_DV, dimensions, preferred_element_type=wide)
 
     if head_DV.shape[1] == vocab_size:
         logits_BTV = product(out.x_BTD)
