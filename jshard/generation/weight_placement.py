@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import examples_spec
 from jshard.fsdp.state import TrainState
-from jshard.generation.products import keep_outputs_first
 from jshard.generation.unstacked import without_stacks
+from jshard.generation.weights_first import keep_outputs_first
 
 _DATA = PartitionSpec("data")
 

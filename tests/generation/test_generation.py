@@ -14,9 +14,9 @@ from flax import nnx
 
 import jshard
 from jshard.generation import Generator, Sampling, continue_prompts
-from jshard.generation.products import larger_first
 from jshard.generation.unstacked import Layers, without_stacks
 from jshard.generation.weight_placement import replicated
+from jshard.generation.weights_first import larger_first
 from jshard.models.gpt import GPT, GPTConfig
 
 VOCAB, CONTEXT = 50, 32
@@ -106,14 +106,15 @@ def test_products_whose_larger_operand_is_first_are_the_same(tokens):
     np.testing.assert_allclose(got, x @ kernel, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_are_the_first_operands_of_products_on_cpus():
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_the_first_operands_of_products_on_cpus(tied):
     """As second ones XLA would pack them anew for each token."""
-    model = make_model()
+    model = make_model(tied=tied)
     placement = replicated(model, jax.devices()[:1])
     cache = jax.eval_shape(lambda: model.init_cache(4, CONTEXT))
     one = jax.ShapeDtypeStruct((4, 1), jnp.int32)
-    step = placement.compile(lambda model, rows: model.decode(*rows), False)
-    lowered: Any = step.lower(placement.weights, (one, one, cache))
+    step: Any = placement.compile(lambda model, rows: model.decode(*rows), False)
+    lowered = step.lower(placement.weights, (one, one, cache))
     program = lowered.compile().as_text()
     products = re.findall(r"\[(\d+),4\]\S* dot\(.*lhs_contracting_dims={1}", program)
     assert sorted(map(int, products)) == sorted([48, 16, 64, 16] * 3 + [VOCAB])

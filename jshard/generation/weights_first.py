@@ -5,6 +5,7 @@ product of few tokens itself. So weights go first, with a row for each output: t
 products of a step take two thirds of the time or less (docs/log.md, 2026-11-25).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,16 @@ def larger_first(
     return jnp.moveaxis(y, 0, -1)
 
 
+def head_product(model: nnx.Module) -> Callable[..., jax.Array]:
+    """Returns what multiplies features with a decoder's head, a token at a time.
+
+    The table of a tied head has a row for each output, as this product likes it; a
+    ``head`` of its own has them in a ``Generator``.
+    """
+    head = getattr(model, "head", None)
+    return larger_first if head is None else head.dot_general
+
+
 class _OutputsFirst(nnx.Param):
     """A kernel (outputs, inputs) that reads as (inputs, outputs).
 
@@ -46,8 +57,9 @@ class _OutputsFirst(nnx.Param):
 def keep_outputs_first(model: nnx.Module) -> None:
     """Makes kernels of linear layers first operands, kept with a row an output."""
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.Linear) and module.dot_general is lax.dot_general:
-            kernel = module.kernel.get_value()
-            if kernel.ndim == 2:
-                module.dot_general = larger_first
-                module.kernel = _OutputsFirst(kernel.T)
+        if not isinstance(module, nnx.Linear) or type(module.kernel) is not nnx.Param:
+            continue  # another class may compute its kernel, of four bits for example
+        kernel = module.kernel.get_value()
+        if kernel.ndim == 2 and module.dot_general is lax.dot_general:
+            module.dot_general = larger_first
+            module.kernel = _OutputsFirst(kernel.T)
