@@ -210,8 +210,12 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         zeros, as padding: there may be more or less of it.
 
     Raises:
-      UserError: A chunk of arrays in a bucket is damaged.
+      UserError: Arrays have no sharding; or a chunk of them in a bucket is damaged.
     """
+    if bare := [name for name, array in wanted.items() if array.sharding is None]:
+        raise UserError(
+            f"{some_of(bare)}: no sharding to read it with; FSDP.abstract_state has one"
+        )
     if (step := bucket.address(folder)) is not None:
         stored = bucket.database(step)
         return bucket.explained_reads(step, lambda: _load(stored, wanted, 512 << 20))

@@ -409,3 +409,13 @@ def test_values_of_64_bits_come_back_where_only_a_context_allows_them(tmp_path):
             checkpointer.wait()
             restored = checkpointer.restore(fsdp.abstract_state(make, optimizer))
             check_equal(state, restored)
+
+
+def test_a_state_without_shardings_is_refused(tmp_path):
+    fsdp, optimizer = jshard.FSDP(jshard.make_mesh()), optax.sgd(0.1)
+    state = fsdp.init(lambda rngs: nnx.Linear(8, 8, rngs=rngs), optimizer)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state)
+        checkpointer.wait()
+        with pytest.raises(jshard.UserError, match=r"step.*: no sharding to read it"):
+            checkpointer.restore(jax.eval_shape(lambda: state))
