@@ -23,22 +23,11 @@ from jshard.models.llama_config import LlamaConfig
 from jshard.models.rope import Rope
 
 # Keys within ``rope_parameters``; a kind of scaling reads some of them.
-_OF_SCALINGS = (
-    "type",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "beta_slow",
-    "beta_fast",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "short_factor",
-    "long_factor",
-    "finetuned",
-)
+_OF_SCALINGS = """
+    type factor low_freq_factor high_freq_factor original_max_position_embeddings
+    beta_slow beta_fast attention_factor mscale mscale_all_dim truncate short_factor
+    long_factor finetuned
+    """.split()
 _WHOLE = (None, 1, 1.0)
 _OLMO_THETA = 500000.0
 # What may rotate a part of each head alone.
