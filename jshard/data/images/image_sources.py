@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import grain
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -34,18 +34,6 @@ class EncodedImage(NamedTuple):
     data: bytes
     label: int
     name: str
-
-
-class ImageSource(Protocol):
-    """Images by number."""
-
-    def __len__(self) -> int:
-        """Returns the number of images."""
-        ...
-
-    def __getitem__(self, index: int) -> EncodedImage:
-        """Reads an image."""
-        ...
 
 
 class ImageFolder:
@@ -103,7 +91,7 @@ class ImageRecords:
         return EncodedImage(record[_LABEL.size :], label, name)
 
 
-def find_images(path: str, split: str, classes: int) -> ImageSource:
+def find_images(path: str, split: str, classes: int) -> ImageFolder | ImageRecords:
     """Finds the images of a split.
 
     `path` is a folder with either of:
@@ -126,7 +114,7 @@ def find_images(path: str, split: str, classes: int) -> ImageSource:
     if not folder.is_dir():
         raise UserError(f"--config.data.path={path}: is not a folder")
     if records := _records(folder, split):
-        source: ImageSource = ImageRecords(records)
+        source: ImageFolder | ImageRecords = ImageRecords(records)
     else:
         found = _split_folder(folder, split)
         if found is None:
