@@ -117,13 +117,8 @@ def make_shortcut(
 class Stage(nnx.Module):
     """A block that widens the stream and may halve height and width; equal blocks.
 
-    Args:
-      make_block: ``make_block(size_in, size, stride, rngs)`` makes a block.
-      size_in: channels of the stage's input.
-      size: channels of its output.
-      depth: number of blocks.
-      stride: of the first block.
-      rngs: random streams.
+    The first block is the one with the stride. ``make_block(size_in, size, stride,
+    rngs)`` makes a block.
     """
 
     def __init__(
@@ -152,13 +147,9 @@ class ConvNet(nnx.Module):
     A convolution, stages of blocks, and a linear layer of the mean over height and
     width.
 
-    Args:
-      config: the sizes.
-      make_block: ``make_block(config, size_in, size, stride, rngs)`` makes a block.
-      kernel: height and width of the first convolution's kernel.
-      stride: of that convolution.
-      pool: whether its output is pooled to half its height and width.
-      rngs: random streams.
+    ``make_block(config, size_in, size, stride, rngs)`` makes a block. ``kernel`` and
+    ``stride`` are those of the first convolution, whose output is pooled to half its
+    height and width if ``pool`` says so.
     """
 
     def __init__(

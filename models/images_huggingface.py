@@ -20,10 +20,8 @@ def read_keys(
 ) -> dict[str, Any]:
     """Returns the keys of a model's config that a config.json decides.
 
-    Args:
-      config: a config.json.
-      sizes: our keys, and config.json's with their defaults and kinds.
-      fixed: config.json's keys, and the values that we know, which include the default.
+    ``fixed`` has config.json's keys with the values that we know, the default among
+    them.
 
     Raises:
       UserError: a feature of the model is not there.
@@ -76,10 +74,8 @@ def stage_tensors(
 ) -> dict[str, FileTensor]:
     """Returns where transformers' files keep the convolutions of a ``ConvNet``.
 
-    Args:
-      model: keys of its config.
-      family: "resnet" or "regnet".
-      layers: our names of a block's ``ConvNorm``, and their numbers.
+    The family is "resnet" or "regnet"; ``layers`` has our names of a block's
+    ``ConvNorm``, and their numbers.
     """
     found = _conv_norm("stem", f"{family}.embedder.embedder")
     found |= linear("classifier", "classifier.1")

@@ -43,10 +43,8 @@ def read_arguments(json: Json, known: Mapping[str, Any]) -> dict[str, Any]:
 def read_sizes(json: Json, models: Mapping[str, Json], known: str) -> dict[str, Any]:
     """Returns the keys of a convolutional model's config that a config.json decides.
 
-    Args:
-      json: its content.
-      models: the keys that each of timm's names stands for.
-      known: what to call the names in an error.
+    ``models`` has the keys that each of timm's names stands for; ``known`` is what to
+    call the names in an error.
 
     Raises:
       UserError: the architecture, or a feature of it, is not there.

@@ -44,9 +44,6 @@ _INERT -= {"original_max_position_embeddings"}
 def read_config(json: Json) -> dict[str, Any]:
     """Returns the keys of ``LlamaConfig`` that a config.json decides.
 
-    Args:
-      json: its content.
-
     Raises:
       UserError: the architecture, or a feature of it, is not there; or a key is
         missing, unknown or of a wrong type.

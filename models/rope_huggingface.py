@@ -69,11 +69,8 @@ def read_two_ropes(
 ) -> dict[str, Any]:
     """Returns the same where layers with a window have a rotation of their own.
 
-    Args:
-      config: a config.json.
-      theta: as for ``read_rope``, of layers without a window.
-      context: as for ``read_rope``.
-      scalings: as for ``read_rope``.
+    The arguments are as for ``read_rope``; ``theta`` is that of layers without a
+    window.
     """
     config.fix("partial_rotary_factor", _WHOLE)
     theta = config.get("rope_theta", theta, POSITIVE)
@@ -179,9 +176,7 @@ def _read_mscales(
 def write_rope(config: LlamaConfig, *, two: bool) -> dict[str, Any]:
     """Returns the keys of rotary positions in both spellings.
 
-    Args:
-      config: the model's.
-      two: whether layers with a sliding window have a rotation of their own.
+    With ``two``, layers with a sliding window have a rotation of their own.
     """
     scaling: dict[str, Any] = {"rope_type": config.rope_scaling}
     if config.rope_scaling == "none":

@@ -45,11 +45,8 @@ class LanguageModel(TemplateLM):
 
     Every process of a job has all requests, and gets all results.
 
-    Args:
-      placement: The decoder, on devices.
-      tokenizer: Its tokenizer.
-      batch_size: Requests that are computed together, on all devices.
-      shows: Whether bars show the progress.
+    ``batch_size`` requests are computed together, on all devices; bars show the
+    progress if it ``shows``.
 
     Attributes:
       max_length: The model's context, in tokens.

@@ -78,9 +78,7 @@ def usable_bytes(devices: Sequence[Any]) -> int:
 def compiled_bytes(compiled: jax.stages.Compiled, space: str = "") -> int:
     """Returns the bytes that a program needs on a device, its arguments included.
 
-    Args:
-      compiled: the program.
-      space: "" for the device's memory, "host_" for pinned host memory.
+    `space` is "" for the device's memory, and "host_" for pinned host memory.
     """
     found = compiled.memory_analysis()
     arguments, outputs, aliases, temporary = (

@@ -54,11 +54,7 @@ def find_parameters(
 ) -> ParameterSource:
     """Finds and checks what ``start_from`` reads, without reading any values.
 
-    Args:
-      path: As for ``find_step`` or ``load_safetensors``.
-      state: Concrete or abstract.
-      tensors: As for ``ParameterSource``.
-      optimizer: As for ``ParameterSource``.
+    The arguments are those of ``ParameterSource``; the state may be abstract.
 
     Raises:
       UserError: The source is of another model or optimizer; the message lists the

@@ -97,10 +97,7 @@ def write_config(
 ) -> list[str]:
     """Writes ``adapter_config.json``.
 
-    Args:
-      folder: The folder with the tensors.
-      about: The metadata of a checkpoint with adapters.
-      base: As for ``file_names``.
+    `about` is the metadata of a checkpoint with adapters, and `base` as for ``places``.
 
     Returns:
       What to tell the user.
@@ -188,10 +185,8 @@ def read_adapters(
 
     The host holds all adapters at once, which are small.
 
-    Args:
-      path: The folder.
-      state: A state with adapters of the same layers, rank and alpha.
-      base: As for ``file_names``.
+    The state has adapters of the same layers, rank and alpha; `base` is as for
+    ``places``.
 
     Raises:
       UserError: The folder cannot be read, or holds other adapters; the message lists
@@ -229,9 +224,8 @@ def check_adapters(
 def check_base(path: Path, base: Name | None) -> None:
     """Raises UserError if a folder's adapters are for another model on the Hub.
 
-    Args:
-      path: The folder, which ``check_adapters`` has checked.
-      base: The name of the run's model, if it has one. Those of folders may change.
+    `base` is the name of the run's model, if it has one; those of folders may change.
+    ``check_adapters`` has checked the folder.
     """
     said = read_json(path / CONFIG).get("base_model_name_or_path")
     theirs = parse(said) if isinstance(said, str) and said else None

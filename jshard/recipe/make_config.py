@@ -39,10 +39,7 @@ def make_config(
     `model.from` sets the keys of the architecture first, so that those that are given
     win. Names on the Hugging Face Hub get the commits that they stand for.
 
-    Args:
-      recipe: The recipe.
-      overrides: Values by dotted key.
-      workdir: The run's folder, if there may be a run to resume.
+    Overrides are values by dotted key; there may be a run to resume in `workdir`.
 
     Raises:
       UserError: A key is unknown or has an impossible value, or `model.from` names no

@@ -45,10 +45,6 @@ def read_object(
 def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     """Compares a run's config with the one that is to resume it.
 
-    Args:
-      old: The run's config, from its `config.json`.
-      new: The config now.
-
     Returns:
       Old and new value by flattened key, both as JSON stores them, so that a tuple
       equals a list; `ABSENT` stands for no value. `checkpoint.accept`, the recipe's
@@ -75,10 +71,8 @@ def check_changes(
 ) -> None:
     """Refuses changes that would make the resumed run a different one.
 
-    Args:
-      changes: What `changed_keys` returned.
-      accept: The user's `checkpoint.accept`: keys and groups that may change.
-      obstacle: Returns why a refused change cannot be accepted either, or "".
+    `accept` has the keys and groups that may change, and `obstacle` returns why a
+    refused change cannot be accepted either, or "".
 
     Raises:
       UserError: Lists the changes of model, data, batch size and seed that are not

@@ -32,10 +32,8 @@ class Pair(NamedTuple):
 class PairEncoder:
     """Makes pairs of records.
 
-    Args:
-      tokenizer: Of texts, and its template of chats.
-      vocab_size: Tokens must be below it, if it is given.
-      T: places of an answer with its prompt.
+    Tokens must be below `vocab_size`, if it is given; T is how many places an answer
+    has with its prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None, T: int):

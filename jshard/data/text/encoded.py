@@ -48,10 +48,7 @@ def encode_files(
     A text file is a document; one of more than 16 MiB is cut at lines to several. The
     result is kept for the next call with the same unchanged files.
 
-    Args:
-      files: See above. Chats are records without `text_key`, but with "messages".
-      tokenizer: Makes the tokens.
-      text_key: The text of a record.
+    Chats are records without `text_key`, but with "messages".
     """
     stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     size = sum(size for _, size in stamps)

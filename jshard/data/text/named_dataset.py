@@ -33,9 +33,8 @@ class Split(NamedTuple):
 def load_splits(dataset: str, config: str) -> Mapping[str, Split]:
     """Returns the splits of a dataset by name, to be streamed.
 
-    Args:
-      dataset: A name on the Hub, which may have a revision, or a folder.
-      config: The dataset's configuration; "" for its only one.
+    The dataset is a name on the Hub, perhaps with a revision, or a folder; `config` is
+    its configuration, "" for its only one.
 
     Raises:
       UserError: There is no such dataset or configuration, or the Hub does not answer.

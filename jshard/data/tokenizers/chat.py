@@ -24,10 +24,7 @@ _FILE = "chat_template.jinja"
 class Chat:
     """Writes chats as text and tokens.
 
-    Args:
-      tokenizer: Of the model that chats.
-      template: A Jinja program.
-      where: Its file, for errors.
+    `where` is the template's file, for errors.
 
     Attributes:
       digest: Differs between templates.
@@ -164,9 +161,7 @@ class Chat:
 def load_chat(tokenizer: Tokenizer, where: str) -> Chat:
     """Returns a tokenizer's chat template, from `chat_template.jinja` or its config.
 
-    Args:
-      tokenizer: The tokenizer.
-      where: The chat that needs it, for errors.
+    `where` is the chat that needs it, for errors.
 
     Raises:
       UserError: There is none, it is not Jinja, or jinja2 is missing.

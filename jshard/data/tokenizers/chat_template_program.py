@@ -71,9 +71,7 @@ def _limited(seconds: float) -> Iterator[None]:
 def _compile(template: str, marks: tuple[str, str]) -> Any:
     """Compiles a template in an environment like that of transformers.
 
-    Args:
-      template: A Jinja program.
-      marks: What to write before and after a `{% generation %}` block.
+    The marks are written before and after a `{% generation %}` block.
     """
     import jinja2  # pyright: ignore[reportMissingImports]
     import jinja2.ext  # pyright: ignore[reportMissingImports]

@@ -33,10 +33,7 @@ def passes(error: BaseException) -> bool:
 def explained(name: Name, error: Exception, what: str = "download") -> Exception:
     """Returns the error to raise for one of huggingface_hub's.
 
-    Args:
-      name: What was asked for.
-      error: What the library raised.
-      what: "download" to the cache, or "write" to the Hub.
+    `what` was tried: to "download" to the cache, or to "write" to the Hub.
     """
     from huggingface_hub import constants, errors, get_token
 

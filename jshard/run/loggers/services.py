@@ -60,11 +60,8 @@ class Loggers:
 
     One that fails is left out after a warning.
 
-    Args:
-      config: The run's config.
-      path: The run's folder.
-      ids: Of the runs to go on with, by service.
-      resume_from: The step after which the run resumes; None for a new run.
+    `ids` are those of the runs to go on with, by service; a new run has no
+    `resume_from`, the step after which it resumes.
 
     Attributes:
       ids: Of the runs in the services.
