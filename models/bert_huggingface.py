@@ -54,9 +54,7 @@ _OLDER = {"weight": "gamma", "bias": "beta"}
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``BertConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, _NAMES)
-    for key, values in _FIXED.items():
-        config.fix(key, values)
+    config = ConfigJson.of(json, _NAMES, _FIXED)
     activation = config.get("hidden_act", "gelu", one_of(_ACTIVATIONS))
     model = {**read_sizes(config, _SIZES), "activation": _ACTIVATIONS[activation]}
     config.finish(_INERT)

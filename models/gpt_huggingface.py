@@ -47,10 +47,8 @@ _INERT = """
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``GPTConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, (_NAME, _BASE))
+    config = ConfigJson.of(json, (_NAME, _BASE), _FIXED)
     model = read_sizes(config, _SIZES)
-    for key, values in _FIXED.items():
-        config.fix(key, values)
     config.fix("n_inner", (None, 4 * model["width"]))
     config.finish(_INERT)
     return model

@@ -115,15 +115,21 @@ class ConfigJson:
         self._left = set(content)
 
     @classmethod
-    def of(cls, content: Json, known: Collection[str]) -> Self:
+    def of(
+        cls,
+        content: Json,
+        known: Collection[str],
+        fixed: Mapping[str, Collection[Any]] | None = None,
+    ) -> Self:
         """Returns a reader for a model's class.
 
         Args:
           content: of the config.json.
           known: names of the classes that a map is for.
+          fixed: keys that may only have some values, among them the default.
 
         Raises:
-          UserError: it is another class.
+          UserError: it is another class, or one of these keys has another value.
         """
         names = content.get("architectures") or ["none"]
         if not isinstance(names, list):
@@ -136,7 +142,7 @@ class ConfigJson:
                 f"{', '.join(known)}"
             )
         config = cls(dict(content), names[0])
-        for key, values in _FIXED_IN_ALL.items():
+        for key, values in {**_FIXED_IN_ALL, **(fixed or {})}.items():
             config.fix(key, values)
         return config
 

@@ -15,19 +15,12 @@ from jshard.models.huggingface_config import (
 from jshard.models.tensor_places import convolution, linear, norm
 
 
-def read_keys(
-    config: ConfigJson, sizes: Sizes, fixed: Mapping[str, tuple[Any, ...]]
-) -> dict[str, Any]:
+def read_keys(config: ConfigJson, sizes: Sizes) -> dict[str, Any]:
     """Returns the keys of a model's config that a config.json decides.
-
-    ``fixed`` has config.json's keys with the values that we know, the default among
-    them.
 
     Raises:
       UserError: a feature of the model is not there.
     """
-    for key, values in fixed.items():
-        config.fix(key, values)
     model = read_sizes(config, sizes)
     labels = config.get("id2label", None, OBJECT.or_null)
     number = config.get("num_labels", 2, COUNT)

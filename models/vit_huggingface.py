@@ -30,8 +30,8 @@ _INERT = """
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``ViTConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, [_NAME])
-    model = read_keys(config, _SIZES, _FIXED)
+    config = ConfigJson.of(json, [_NAME], _FIXED)
+    model = read_keys(config, _SIZES)
     config.finish(_INERT)
     return model
 

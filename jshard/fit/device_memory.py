@@ -146,7 +146,9 @@ def _follow(
             consts = [_Value(_Array(0), True) for _ in inner.constvars]
             outputs = _follow(inner, [*consts, *values], operations)
         elif name.startswith(_WRITING) or list(core.jaxprs_in_params(eqn.params)):
-            unrolled = _is_unrolled(eqn)
+            length = eqn.params.get("length")
+            # Then the compiled program has no loop.
+            unrolled = name == "scan" and eqn.params["unroll"] >= length
             reads = (
                 [x.array for x in values] if unrolled else map(in_memory, eqn.invars)
             )
@@ -167,11 +169,6 @@ def _follow(
                         operations.append(_Operation(reads, [output.array]))
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [value(x) for x in jaxpr.outvars]
-
-
-def _is_unrolled(eqn: Any) -> bool:
-    """Returns whether a scan has no loop in the compiled program."""
-    return eqn.primitive.name == "scan" and eqn.params["unroll"] >= eqn.params["length"]
 
 
 def _written(eqn: Any) -> list[_Value]:

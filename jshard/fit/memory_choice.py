@@ -132,7 +132,9 @@ def fit(
       DoesNotFit: Not even the most frugal candidate fits; names its need.
     """
     listed = candidates(config, parts)
-    ends = [trace(c.apply(config)) for c in _fewest_and_more(listed)]
+    # The first candidate, and the same with more micro-batches if possible.
+    more = [c for c in listed[1:] if c.remat == listed[0].remat]
+    ends = [trace(c.apply(config)) for c in (listed[0], *more[:1])]
     if (state := state_bytes(ends[0].state)) > usable:
         raise DoesNotFit(_too_large("the state alone", state, usable, config))
     order = sorted(listed, key=_Time.of(*ends).seconds)
@@ -178,13 +180,6 @@ def candidates(config: Config, parts: int) -> list[Candidate]:
         for r in (list(_RECOMPUTED) if remat == FIT else [remat])
         for m in (micro if accumulate == FIT else [accumulate])
     ]
-
-
-def _fewest_and_more(listed: list[Candidate]) -> list[Candidate]:
-    """Returns the first candidate, and the same with more micro-batches if possible."""
-    first = listed[0]
-    more = [c for c in listed[1:] if c.remat == first.remat]
-    return [first, *more[:1]]
 
 
 @dataclasses.dataclass(frozen=True)

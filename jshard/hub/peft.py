@@ -39,18 +39,10 @@ _NAMES = {
     "embedding": {A: ".lora_embedding_A", B: ".lora_embedding_B"},
 }
 # What changes the product of an adapter, and must be as if it were not there.
-_UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-)
+_UNSUPPORTED = """
+    alora_invocation_tokens alpha_pattern layer_replication lora_bias modules_to_save
+    rank_pattern target_parameters trainable_token_indices use_bdlora use_qalora
+    """.split()
 # PEFT keeps the weights of embeddings and heads beside their adapters.
 _KEPT_BESIDE = ".base_layer.weight"
 # Initial values that are taken out of the model's own weights, which PEFT changes.
@@ -126,7 +118,10 @@ def write_config(
         "use_dora": any(name.endswith(f".{MAGNITUDE}") for name in names),
         "target_modules": _targets(tensors, base),
         "bias": "none",
-        "fan_in_fan_out": _fan_in_fan_out(base),
+        # Matrices (inputs, outputs), as GPT-2's files have them.
+        "fan_in_fan_out": not all(
+            x.transposed for name, x in base.items() if name.endswith(".kernel")
+        ),
         "inference_mode": True,
     }
     text = json.dumps(content, indent=2) + "\n"
@@ -150,11 +145,6 @@ def _check_scales(entries: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def _fan_in_fan_out(base: Mapping[str, FileTensor]) -> bool:
-    """Returns whether the files have matrices (inputs, outputs), as GPT-2's do."""
-    return not all(x.transposed for name, x in base.items() if name.endswith(".kernel"))
-
-
 def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[str]:
     """Returns the layers that have adapters, as PEFT names them.
 
@@ -164,18 +154,14 @@ def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[st
     found = [name for layer in layers if layer for name in layer.names]
     adapted = {name.removesuffix(".weight") for name in found}
     ends = {layer.rpartition(".")[2] for layer in adapted}
-    same = {name for name, _ in _layers(base) if name.rpartition(".")[2] in ends}
-    return sorted(ends if same == adapted else adapted)
-
-
-def _layers(base: Mapping[str, FileTensor]) -> list[tuple[str, FileTensor]]:
-    """Returns the paths of a model's layers in its files."""
-    return [
-        (one.removesuffix(".weight"), stored)
+    all_layers = {
+        one.removesuffix(".weight")
         for name, stored in base.items()
         if name.endswith((".kernel", ".embedding"))
         for one in stored.names
-    ]
+    }
+    same = {layer for layer in all_layers if layer.rpartition(".")[2] in ends}
+    return sorted(ends if same == adapted else adapted)
 
 
 def read_adapters(

@@ -1,9 +1,7 @@
 """The config of a run: its recipe's, with what the user sets."""
 
 import contextlib
-import functools
 from collections.abc import Mapping
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +71,7 @@ def pin_names(config: Config, workdir: Path | None) -> None:
       UserError: There is no such name, or the Hub does not answer.
     """
     pinned = _pinned(flatten(config), declarations(config), workdir)
-    for key, value in pinned.items():
-        *groups, name = key.split(".")
-        functools.reduce(getitem, groups, config)[name] = value
+    config.update_from_flattened_dict(pinned)
 
 
 def pin_words(

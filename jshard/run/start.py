@@ -121,21 +121,23 @@ def find_start(
             check_changes(changes, config.checkpoint.accept, obstacle)
         checkpoint = None if found.step else find_newest(folder)
         start = Start()
-        if peers.index == 0 and checkpoint:
-            step = int(checkpoint.stem)  # the name may have a suffix
-            start = _resume(workdir, config, changes, step, checkpoint, shown)
-        elif peers.index == 0 and found.step and found.texts:
-            start = _resume(
-                workdir, config, changes, found.step, found.texts, shown, local=True
-            )
-        elif peers.index == 0:
-            start = _start_again(workdir, config, shown)
-        if peers.index == 0 and held is not None and held >= start.step:
-            start = _hold(workdir, config, start, held)
-        if peers.index == 0 and start.step:
-            start = dataclasses.replace(start, stopped=_stopped(workdir, config, start))
-        if peers.index == 0 and copies is not None:
-            start = _numbered(start, known, numbers, found.note)
+        if peers.index == 0:
+            if checkpoint:
+                step = int(checkpoint.stem)  # the name may have a suffix
+                start = _resume(workdir, config, changes, step, checkpoint, shown)
+            elif found.step and found.texts:
+                start = _resume(
+                    workdir, config, changes, found.step, found.texts, shown, local=True
+                )
+            else:
+                start = _start_again(workdir, config, shown)
+            if held is not None and held >= start.step:
+                start = _hold(workdir, config, start, held)
+            if start.step:
+                stopped = _stopped(workdir, config, start)
+                start = dataclasses.replace(start, stopped=stopped)
+            if copies is not None:
+                start = _numbered(start, known, numbers, found.note)
     except OSError as error:
         where = error.filename or workdir
         raise UserError(f"cannot read {where}: {error.strerror}") from error

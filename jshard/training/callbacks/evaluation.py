@@ -1,5 +1,6 @@
 """Evaluations, traced before the first step to find mistakes early."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,26 +22,21 @@ from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 
 
+@dataclasses.dataclass
 class Evaluation:
     """Evaluates every `eval_every` steps and after the last one."""
 
-    def __init__(
-        self,
-        run: PreparedRun,
-        recipe: RecipeFunctions,
-        log: StepLog,
-        folder: RunFolder,
-        display: ProgressDisplay,
-        hooks: Hooks,
-        samples: Samples,
-    ):
-        self._run, self._recipe, self._log = run, recipe, log
-        self._folder, self._display = folder, display
-        self._hooks, self._samples = hooks, samples
+    run: PreparedRun
+    recipe: RecipeFunctions
+    log: StepLog
+    folder: RunFolder
+    display: ProgressDisplay
+    hooks: Hooks
+    samples: Samples
 
     def after_step(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation; none if there is none to make."""
-        config = self._run.config
+        config = self.run.config
         if config.eval_every and (
             step == config.steps or step % config.eval_every == 0
         ):
@@ -49,15 +45,15 @@ class Evaluation:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates, and samples; returns the metrics."""
-        assert self._recipe.evaluate is not None
-        with self._log.drained():
-            self._run.peers.at("evaluating", step)
-            values = self._recipe.evaluate(self._run.state)
-            self._folder.write(step, values)
-            self._display.evaluated(step, values)
-            self._samples.after_evaluation(step, values["eval_loss"])
-            self._folder.log(step, self._hooks.call("on_evaluation", step, values))
-            self._folder.report()
+        assert self.recipe.evaluate is not None
+        with self.log.drained():
+            self.run.peers.at("evaluating", step)
+            values = self.recipe.evaluate(self.run.state)
+            self.folder.write(step, values)
+            self.display.evaluated(step, values)
+            self.samples.after_evaluation(step, values["eval_loss"])
+            self.folder.log(step, self.hooks.call("on_evaluation", step, values))
+            self.folder.report()
         return values
 
 

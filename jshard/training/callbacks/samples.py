@@ -1,5 +1,6 @@
 """What the model writes, and what it says of pictures, for the user and the report."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,37 +16,33 @@ from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 
 
+@dataclasses.dataclass
 class Samples:
     """Samples after each evaluation and at the end; shows pictures at the end."""
 
-    def __init__(
-        self,
-        run: PreparedRun,
-        recipe: RecipeFunctions,
-        folder: RunFolder,
-        display: ProgressDisplay,
-    ):
-        self._run, self._recipe = run, recipe
-        self._folder, self._display = folder, display
-        self._newest = (-1, "")  # a step, and its text
+    run: PreparedRun
+    recipe: RecipeFunctions
+    folder: RunFolder
+    display: ProgressDisplay
+    _newest: tuple[int, str] = dataclasses.field(default=(-1, ""), init=False)
 
     def after_evaluation(self, step: int, loss: float | None) -> None:
         """Samples a text; `loss` is that of the evaluation, if there was one."""
-        if self._recipe.sample is not None:
-            self._run.peers.at("sampling", step)
-            text = self._recipe.sample(self._run.state)
-            self._folder.sample(step, text, loss)
+        if self.recipe.sample is not None:
+            self.run.peers.at("sampling", step)
+            text = self.recipe.sample(self.run.state)
+            self.folder.sample(step, text, loss)
             self._newest = step, text
 
     def at_end(self, step: int) -> None:
         """Shows the text of the last step, and adds pictures to the report."""
-        if self._recipe.sample is not None:
+        if self.recipe.sample is not None:
             if self._newest[0] != step:
                 self.after_evaluation(step, None)
-            self._display.say(f"\nsample:\n{self._newest[1]}\n")
-        if self._recipe.pictures is not None:
-            self._run.peers.at("predicting", step)
-            self._folder.note(pictures=self._recipe.pictures(self._run.state))
+            self.display.say(f"\nsample:\n{self._newest[1]}\n")
+        if self.recipe.pictures is not None:
+            self.run.peers.at("predicting", step)
+            self.folder.note(pictures=self.recipe.pictures(self.run.state))
 
 
 def prepare_sample(
