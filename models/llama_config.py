@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jshard.models.layers import check, check_known
-from jshard.models.moe import Routing
 from jshard.models.rope import SCALINGS, Rope
 
 ACTIVATIONS = {
@@ -292,19 +291,6 @@ class LlamaConfig:
         }
         return dataclasses.replace(
             self, num_experts=0, hidden=self.dense_hidden, **none
-        )
-
-    @property
-    def routing(self) -> Routing:
-        """How a token's experts are chosen and weighted."""
-        return Routing(
-            self.experts_per_token,
-            self.normalized_experts,
-            self.sigmoid_router,
-            self.expert_groups,
-            self.chosen_groups,
-            self.expert_scale,
-            self.expert_bias,
         )
 
     @property
