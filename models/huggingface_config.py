@@ -28,15 +28,10 @@ def _shown_key(key: Any) -> str:
 
 
 class Kind(NamedTuple):
-    """What a value may be.
+    """What a value may be."""
 
-    Attributes:
-      must_be: in words.
-      fits: whether a value is of this kind.
-    """
-
-    must_be: str
-    fits: Callable[[Any], bool]
+    must_be: str  # in words
+    fits: Callable[[Any], bool]  # whether a value is of this kind
 
     @property
     def or_null(self) -> "Kind":

@@ -38,19 +38,12 @@ DTYPES: dict[str, Any] = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file.
-
-    Attributes:
-      file: The file.
-      offset: The place of its first byte there.
-      shape: Its shape.
-      dtype: Its dtype, as the format calls it: "BF16".
-    """
+    """A tensor in a safetensors file."""
 
     file: Path
-    offset: int
+    offset: int  # the place of its first byte there
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # its dtype, as the format calls it: "BF16"
 
     def open(self) -> np.ndarray:
         """Maps the tensor into memory; only what is used of it is read.

@@ -23,17 +23,11 @@ _LABEL = struct.Struct("<i")
 
 
 class EncodedImage(NamedTuple):
-    """An image as it is stored.
+    """An image as it is stored."""
 
-    Attributes:
-      data: The content of an image file.
-      label: Its class.
-      name: Where it is, for messages.
-    """
-
-    data: bytes
-    label: int
-    name: str
+    data: bytes  # the content of an image file
+    label: int  # its class
+    name: str  # where it is, for messages
 
 
 class ImageFolder:

@@ -16,17 +16,11 @@ _ANSWERS = ("chosen", "rejected")
 
 
 class Pair(NamedTuple):
-    """The tokens of two answers to a prompt, [n] each.
+    """The tokens of two answers to a prompt, [n] each."""
 
-    Attributes:
-      prompt: What both begin with.
-      chosen: The answer that was preferred, with its end.
-      rejected: The other.
-    """
-
-    prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
+    prompt: np.ndarray  # what both begin with
+    chosen: np.ndarray  # the answer that was preferred, with its end
+    rejected: np.ndarray  # the other
 
 
 class PairEncoder:

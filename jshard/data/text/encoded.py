@@ -27,17 +27,11 @@ _MUCH = 2**30  # bytes to tokenize at every start
 
 
 class Document(NamedTuple):
-    """The tokens of a document.
+    """The tokens of a document."""
 
-    Attributes:
-      file: Where it is from.
-      tokens: Unsigned [n].
-      trained: Which tokens are targets, bool[n]; None for all.
-    """
-
-    file: Path
-    tokens: np.ndarray
-    trained: np.ndarray | None = None
+    file: Path  # where it is from
+    tokens: np.ndarray  # unsigned [n]
+    trained: np.ndarray | None = None  # which tokens are targets, bool[n]; None for all
 
 
 def encode_files(

@@ -18,15 +18,10 @@ VALIDATION = "validation"  # a dataset's split, and that of a run
 
 
 class Split(NamedTuple):
-    """A split of a dataset.
+    """A split of a dataset."""
 
-    Attributes:
-      rows: An `IterableDataset`.
-      fingerprint: What is known of it.
-    """
-
-    rows: Any
-    fingerprint: Mapping[str, str]
+    rows: Any  # an `IterableDataset`
+    fingerprint: Mapping[str, str]  # what is known of it
 
 
 @functools.lru_cache(maxsize=16)  # for both splits

@@ -58,15 +58,10 @@ _PAUSE = 10.0  # seconds between lines
 
 
 class _Part(NamedTuple):
-    """Slices that become one file.
+    """Slices that become one file."""
 
-    Attributes:
-      name: Of the file, without its suffix.
-      slices: What it consists of.
-    """
-
-    name: str
-    slices: list[Slice]
+    name: str  # of the file, without its suffix
+    slices: list[Slice]  # what it consists of
 
     @property
     def size(self) -> int:
