@@ -121,16 +121,7 @@ def _prepare_evaluation(
         run.peers.at("reading tasks", start.step)
         tasks = RunTasks(run.config, run.job.fsdp, run.abstract_state)
     run.peers.at("reading the first evaluation batch", start.step)
-    return prepare_evaluation(
-        run.job.recipe.loss_fn,
-        run.job.fsdp,
-        run.abstract_state,
-        data,
-        run.config,
-        run.reader(),
-        tasks=tasks,
-        filled=run.filled,
-    )
+    return prepare_evaluation(run, data, tasks=tasks)
 
 
 def _cause_finder(run: PreparedRun, data: Any) -> Callable[[int], str]:

@@ -1,17 +1,15 @@
 """Evaluations, traced before the first step to find mistakes early."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jshard.cli.formatting import did_you_mean
-from jshard.config.run_config import Config
 from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
 from jshard.evaluate.in_runs import RunTasks
-from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
@@ -58,22 +56,15 @@ class Evaluation:
 
 
 def prepare_evaluation(
-    loss_fn: Callable,
-    fsdp: FSDP,
-    abstract_state: TrainState,
+    run: PreparedRun,
     data: Any,
-    config: Config,
-    reader: Mapping[str, int],
     steps: dict[Any, Any] | None = None,
     tasks: RunTasks | None = None,
-    *,
-    filled: Callable[[Any], Any],
 ) -> Callable[[TrainState], dict[str, float]]:
     """Makes a recipe's evaluation, and traces it without computing anything.
 
-    `reader` holds the arguments of `eval_batches` that select this process's part,
-    `steps` evaluation steps that were made before, by their loss, and `tasks` what else
-    to score. `filled` adds to rows what was computed for them once.
+    `steps` holds evaluation steps that were made before, by their loss, and `tasks`
+    what else to score.
 
     Returns:
       A function from a state to the means over all examples: `eval_loss` and so on,
@@ -83,11 +74,12 @@ def prepare_evaluation(
       UserError: The data cannot be evaluated on, or `checkpoint.best` names none of
         the means.
     """
+    fsdp, loss_fn, reader = run.job.fsdp, run.job.recipe.loss_fn, run.reader()
     steps = {} if steps is None else steps
     if loss_fn not in steps:
         steps[loss_fn] = fsdp.eval_step(loss_fn)
     eval_step = steps[loss_fn]
-    limit = config.eval_batches or None
+    limit = run.config.eval_batches or None
 
     def evaluate(state: TrainState) -> dict[str, float]:
         states = {"eval": state}
@@ -98,7 +90,7 @@ def prepare_evaluation(
             total: Any = 0
             for factor, batch in eval_batches(data, max_batches=limit, **reader):
                 previous = total
-                means = eval_step(state, fsdp.shard_batch(filled(batch)))
+                means = eval_step(state, fsdp.shard_batch(run.filled(batch)))
                 total = total + (means if factor == 1 else means.scaled(factor))
                 jax.block_until_ready(previous)  # run one batch ahead, as in training
             means = total.compute()
@@ -113,13 +105,11 @@ def prepare_evaluation(
 
     first = eval_batches(data, max_batches=limit, num_threads=0, **reader)
     batch = fsdp.shard_batch(next(first)[1])
-    means = jax.eval_shape(eval_step, abstract_state, batch)
-    prefixes = ["eval"] if abstract_state.ema is None else ["eval", "eval_ema"]
-    names = [f"{p}_{name}" for p in prefixes for name in ("loss", *means.metrics)]
-    names += [
-        f"{p}_{name}" for p in prefixes for name in (tasks.names if tasks else ())
-    ]
-    best = config.checkpoint.best
+    means = jax.eval_shape(eval_step, run.abstract_state, batch)
+    prefixes = ["eval"] if run.abstract_state.ema is None else ["eval", "eval_ema"]
+    own = ("loss", *means.metrics, *(tasks.names if tasks else ()))
+    names = [f"{prefix}_{name}" for prefix in prefixes for name in own]
+    best = run.config.checkpoint.best
     if best and best not in names:
         raise UserError(
             f"--config.checkpoint.best={best}: evaluations have no such metric; they "
