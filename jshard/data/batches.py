@@ -92,17 +92,11 @@ def batches(
 
 
 class Batch(NamedTuple):
-    """What a step trains on.
+    """What a step trains on."""
 
-    Attributes:
-      rows: This process's rows, a tree of arrays [B/P, ...].
-      state: Where the stream is after it, for a checkpoint; None for other data.
-      waited: Seconds until it was there.
-    """
-
-    rows: Any
-    state: StreamState | None
-    waited: float
+    rows: Any  # this process's rows, a tree of arrays [B/P, ...]
+    state: StreamState | None  # where the stream is after it; None for other data
+    waited: float  # seconds until it was there
 
 
 class TrainingBatches(Iterator[Batch]):

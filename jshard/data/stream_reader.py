@@ -36,7 +36,7 @@ class StreamState:
     Attributes:
       kind: What the stream is, in words.
       parts: Into how many it is divided.
-      of_part: The state of each part, by number; of some of them in a process.
+      of_part: The state of each part, by number; a process has some.
       fingerprint: The stream's.
     """
 

@@ -57,21 +57,13 @@ class StoredTensor(NamedTuple):
 
 
 class QuantisedTensor(NamedTuple):
-    """A tensor that is decoded where it is read.
+    """A tensor that is decoded where it is read."""
 
-    Attributes:
-      codes: Its codes.
-      scales: Their scales.
-      decoded: Makes an array of both, of which slices are read and decoded.
-      shape: Its shape.
-      dtype: What it is decoded to.
-    """
-
-    codes: StoredTensor
-    scales: StoredTensor
-    decoded: Callable[[np.ndarray, np.ndarray], Any]
-    shape: tuple[int, ...]
-    dtype: str
+    codes: StoredTensor  # its codes
+    scales: StoredTensor  # their scales
+    decoded: Callable[[np.ndarray, np.ndarray], Any]  # of both, with slices to read
+    shape: tuple[int, ...]  # its shape
+    dtype: str  # what it is decoded to
 
     def open(self) -> Any:
         """Maps the tensor into memory; slices of it are read and decoded."""
