@@ -19,12 +19,19 @@ class _Absent:
 
 # The key of a run's `config.json` that says for which devices some keys were chosen.
 FITTED_ON = "fitted_on"
+NOTES = "notes.json"  # in a run's folder
 ABSENT = _Absent()  # the value of a key that only the other config has
 
 
 def read_config(workdir: Path) -> dict[str, Any]:
     """Reads the config of the run in a folder, for `changed_keys`."""
     return read_object(workdir / "config.json")
+
+
+def read_notes(workdir: Path) -> dict[str, Any]:
+    """Reads the notes of the run in a folder; none if it has no file of them."""
+    notes = workdir / NOTES
+    return read_object(notes, "repair or remove it") if notes.exists() else {}
 
 
 def read_object(
