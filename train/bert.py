@@ -18,11 +18,7 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.config.keys import Key
-from jshard.data.tokenizers.tokenizer import (
-    ByteTokenizer,
-    FileTokenizer,
-    load_tokenizer,
-)
+from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
 from jshard.models import bert_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.bert import ACTIVATIONS, Bert, BertConfig
 from jshard.recipes import gpt
@@ -40,7 +36,7 @@ def get_config() -> ConfigDict:
     config.optimizer.warmup_steps = 20
     config.model.num_layers = config.model.num_heads = 4
     config.data.tokenizer = ""
-    config.model.vocab_size = ByteTokenizer.vocab_size + 1  # and the mask token
+    config.model.vocab_size = BYTE_VOCAB + 1  # and the mask token
     config.model.hidden = Key(512, "width of the MLP", at_least=1, at_most=1_000_000)
     config.model.token_types = Key(2, "number of kinds of tokens", at_least=1)
     config.model.norm_eps = Key(1e-12, "added to variances", above=0, at_most=1)

@@ -6,7 +6,7 @@ import numpy as np
 
 from jshard.data.text.corpus import split_corpus
 from jshard.data.text.token_files import Piece
-from jshard.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
+from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, load_tokenizer
 
 _CHUNK = 1 << 20  # tokens counted at a time
 _MOST = 4096  # tokens of a vocabulary; there are as many pairs as its square
@@ -89,9 +89,7 @@ def _interpolate(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 
 
 def count_pairs(
-    pieces: Sequence[Piece],
-    most: int | None = None,
-    vocab_size: int = ByteTokenizer.vocab_size,
+    pieces: Sequence[Piece], most: int | None = None, vocab_size: int = BYTE_VOCAB
 ) -> np.ndarray:
     """Counts how often each token follows each, in the first `most` pairs or in all.
 

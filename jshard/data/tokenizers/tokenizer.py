@@ -18,6 +18,7 @@ from jshard.data.tokenizers.byte_pieces import (
 from jshard.errors import UserError
 from jshard.hub.online.download import local_path
 
+BYTE_VOCAB = ByteTokenizer.vocab_size
 PYTHON = "python"  # the name of the pieces that come with jshard
 FILE = "tokenizer.json"
 _MOST = 2**28  # bytes of it; the largest ones have 40 MB
