@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1260,
+    "commands": 1215,
     "surface": 568,
-    "plan": 5300,
-    "training": 13980,
-    "checkpoint": 6400,
+    "plan": 5272,
+    "training": 13975,
+    "checkpoint": 6250,
     "generation": 1145,
     "start-up note": 436,
     "fsdp": 2033,
@@ -28,9 +28,9 @@ MOST_LINES = {
     "cpu": 378,
     "collectives": 528,
     "layout": 2410,
-    "distributed": 1728,
-    "cli": 728,
-    "compat": 817,
+    "distributed": 1616,
+    "cli": 721,
+    "compat": 843,
     "parallel": 559,
     "ground": 1476,
 }
