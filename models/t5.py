@@ -33,31 +33,19 @@ __all__ = ["T5", "T5Cache", "T5Config"]
 
 
 class T5Cache(NamedTuple):
-    """What decoding has of the tokens so far, and of the inputs.
+    """What decoding has of the tokens so far, and of the inputs."""
 
-    Attributes:
-      own: keys and values of the decoder's tokens.
-      crossed: keys and values of the encoder's output.
-      mask_BS: which inputs are not padding.
-    """
-
-    own: KVCache
-    crossed: KVCache
-    mask_BS: jax.Array
+    own: KVCache  # keys and values of the decoder's tokens
+    crossed: KVCache  # keys and values of the encoder's output
+    mask_BS: jax.Array  # which inputs are not padding
 
 
 class Stream(NamedTuple):
-    """What one decoder layer passes to the next when decoding with a cache.
+    """What one decoder layer passes to the next when decoding with a cache."""
 
-    Attributes:
-      x_BTD: the residual stream.
-      own: keys and values of the decoder's tokens.
-      layer: the number of the layer that comes.
-    """
-
-    x_BTD: jax.Array
-    own: KVCache
-    layer: jax.Array
+    x_BTD: jax.Array  # the residual stream
+    own: KVCache  # keys and values of the decoder's tokens
+    layer: jax.Array  # the number of the layer that comes
 
 
 class Encoded(NamedTuple):

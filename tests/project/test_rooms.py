@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1215,
+    "commands": 1211,
     "surface": 633,
     "plan": 5272,
-    "training": 14405,
-    "checkpoint": 6350,
+    "training": 13972,
+    "checkpoint": 6247,
     "generation": 1214,
     "start-up note": 441,
     "fsdp": 2002,
