@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
+from jshard.fsdp.checks import check_precisions
 from jshard.fsdp.mesh import (
     devices_of_a_sequence,
     groups_of_examples,
@@ -80,6 +81,7 @@ def trace(
         gpu = dataclasses.replace(gpu, constants=constants)
     mesh = make_mesh(config, devices(topology) if absent else jax.devices())
     check_batch_size(config, mesh)
+    check_precisions(config.policy, mesh)  # an abstract mesh knows no GPU
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh
     job = make_job(recipe, config, on)
