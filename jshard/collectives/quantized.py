@@ -122,9 +122,10 @@ def exponents(largest: jax.Array) -> jax.Array:
     It is the exponent, plus 127, of the smallest power of two by which all of the block
     fits: ``2 ** ceil(log2(largest / 448))``, as in Mishra et al. 2025
     (arXiv:2506.08027), in integers, which round alike on all hardware. 255 stands for a
-    block with an infinity or a NaN, all of which becomes NaN.
+    block with an infinity, all of which becomes NaN.
     """
     bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    bits &= 0x7FFFFFFF  # a NaN may have a sign
     # 448 is 1.75 * 2**8: a larger fraction takes the next power.
     biased = (bits + 0x1FFFFF >> 23) - 8
     infinite = bits >= 0x7F800000

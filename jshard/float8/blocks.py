@@ -137,6 +137,11 @@ def block_scaled_dot(lhs: Rows, rhs: Rows, dtype: Any) -> jax.Array:
     return _dot.bind(*lhs, *rhs, dtype=jnp.dtype(dtype))
 
 
+@_dot.def_impl
+def _run(*operands: jax.Array, dtype: Any) -> jax.Array:
+    return jax.jit(functools.partial(_dot.bind, dtype=dtype))(*operands)
+
+
 @_dot.def_abstract_eval
 def _abstract(lhs, lhs_scales, rhs, rhs_scales, *, dtype):
     return jax.core.ShapedArray((lhs.shape[0], rhs.shape[0]), dtype)

@@ -58,8 +58,10 @@ def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
                 f"{setting} cannot be combined with policy.offload='all': scales need "
                 "all shards on the device; use offload='optimizer'"
             )
-        if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu":
-            _check_gpu(kind, mesh.devices.flat[0])
+        if isinstance(mesh, AbstractMesh):
+            continue
+        if (device := mesh.devices.flat[0]).platform == "gpu":
+            _check_gpu(kind, device)
 
 
 def _check_gpu(kind: str, device: jax.Device) -> None:
