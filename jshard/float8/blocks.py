@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -81,7 +82,7 @@ def product(
 
     weight = (matrix(a, kernel, summed, columns) for a in (values, scales, zeros))
     x = x.astype(jnp.result_type(x, zeros))
-    y = _product(zeros.dtype, matrix(x, inputs, rows, summed), *weight)
+    y: Any = _product(zeros.dtype, matrix(x, inputs, rows, summed), *weight)
     y = y.reshape([sizes[c] for c in rows + columns])
     return y.transpose([(rows + columns).index(c) for c in outputs])
 
@@ -144,7 +145,7 @@ def _run(*operands: jax.Array, dtype: Any) -> jax.Array:
 
 @_dot.def_abstract_eval
 def _abstract(lhs, lhs_scales, rhs, rhs_scales, *, dtype):
-    return jax.core.ShapedArray((lhs.shape[0], rhs.shape[0]), dtype)
+    return ShapedArray((lhs.shape[0], rhs.shape[0]), dtype)
 
 
 def _emulated(*operands: jax.Array, dtype: Any) -> jax.Array:

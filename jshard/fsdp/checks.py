@@ -3,6 +3,7 @@
 import fnmatch
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
             _check_gpu(kind, device)
 
 
-def _check_gpu(kind: str, device: jax.Device) -> None:
+def _check_gpu(kind: str, device: Any) -> None:
     """Raises UserError if XLA would dequantize operands for this GPU."""
     capability = str(getattr(device, "compute_capability", None) or "")
     numbers = tuple(map(int, capability.split("."))) if "." in capability else None

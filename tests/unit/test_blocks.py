@@ -1,5 +1,6 @@
 """MXFP8 products: beside NumPy number by number, beside one device, and counted."""
 
+import functools
 import re
 import types
 from typing import Any
@@ -128,13 +129,11 @@ def test_three_products_are_those_of_what_was_rounded(tokens):
     y, backward = jax.vjp(run, jnp.asarray(x), jnp.zeros_like(w))
     dx, dw = backward(jnp.asarray(dy))
     of_w, of_x, of_dy = rounded(w, 32, 32), rounded(x, 1, 32), rounded(dy, 1, 32)
-    close = {"rtol": 1e-5, "atol": 1e-4}
-    np.testing.assert_allclose(y, of_x @ of_w, **close)
-    np.testing.assert_allclose(dx, of_dy @ of_w.T, **close)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
+    close(y, of_x @ of_w)
+    close(dx, of_dy @ of_w.T)
     # Along tokens, of which the last block may have fewer.
-    np.testing.assert_allclose(
-        dw, rounded(x, 32, 1).T @ rounded(dy, 32, 1), rtol=1e-5, atol=1e-4
-    )
+    close(dw, rounded(x, 32, 1).T @ rounded(dy, 32, 1))
 
 
 # The same program on any number of devices.
@@ -185,7 +184,7 @@ def reference(params: Any, x_BTD: np.ndarray) -> tuple[Any, Any]:
         return y + (y @ p["narrow"]["kernel"])[..., :WIDTH]
 
     def loss(params: Any) -> jax.Array:
-        x = x_BTD.reshape(-1, WIDTH)
+        x = jnp.asarray(x_BTD.reshape(-1, WIDTH))
         for i in range(LAYERS):
             x = layer(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x)
         return jnp.sum(x**2) / x.size
