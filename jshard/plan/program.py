@@ -81,10 +81,10 @@ def trace(
         gpu = dataclasses.replace(gpu, constants=constants)
     mesh = make_mesh(config, devices(topology) if absent else jax.devices())
     check_batch_size(config, mesh)
-    check_precisions(config.policy, mesh)  # an abstract mesh knows no GPU
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh
     job = make_job(recipe, config, on)
+    check_precisions(job.fsdp.policy, mesh)  # of which an abstract mesh knows no GPU
     with tracing_for(gpu) if gpu and absent else nullcontext():
         state = job.abstract_state()
         batch, items, unit = abstract_batch(recipe, config, on)
