@@ -8,7 +8,8 @@ import pytest
 import jshard
 from jshard.fit.hardware import FITTED, GPUS, STATED, find_constants
 from jshard.plan.cost.assumptions import assumed, assumptions
-from jshard.plan.cost.kernel_work import Work
+from jshard.plan.cost.kernel_work import Work, work
+from jshard.plan.hlo.program_text import parse
 from jshard.plan.cost.transfers import Transfer
 
 H100 = dataclasses.replace(GPUS["h100"], constants=STATED)
@@ -64,6 +65,26 @@ def test_products_in_float8_have_a_share_of_their_own(share):
         product = Work(kind, 1e15, 0)
         both = (product.seconds(gpu) - STATED.launch for gpu in (slow, H100))
         assert next(both) == pytest.approx(factor * next(both))
+
+
+def test_block_scaled_calls_of_cudnn_are_products_at_twice_the_rate():
+    text = """\
+HloModule m, is_scheduled=true
+
+ENTRY %main (x: f8e4m3fn[256,128]) -> bf16[256,512] {
+  %x = f8e4m3fn[256,128]{1,0} parameter(0)
+  %w = f8e4m3fn[512,128]{1,0} parameter(1)
+  %s = f8e8m0fnu[256,4]{1,0} parameter(2)
+  %t = f8e8m0fnu[512,4]{1,0} parameter(3)
+  %y = (bf16[256,512]{1,0}, u8[0]{0}) custom-call(%x, %w, %s, %t), TARGET
+  ROOT %first = bf16[256,512]{1,0} get-tuple-element(%y), index=0
+}
+"""
+    target = 'custom_call_target="__cudnn$blockScaledDot"'
+    module = parse(text.replace("TARGET", target))
+    found = work(module, module.entry, module.instructions["y"])
+    assert (found.kind, found.flops) == ("MXFP8 product", 2 * 256 * 512 * 128 / 2)
+    assert found.bytes == (256 + 512) * (128 + 4) + 2 * 256 * 512
 
 
 def test_times_follow_the_constants():
