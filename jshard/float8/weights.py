@@ -60,10 +60,10 @@ def in_float8(
 
     def decoded(weights, xs, carry, args):
         weights, further = list(weights[: len(kept)]), weights[len(kept) :]
-        parts = zip(further[len(chosen) :], grids, strict=True)
-        scales = itertools.chain.from_iterable(_parts(*part) for part in parts)
-        for i, values, scale in zip(chosen, further, scales):  # noqa: B905
-            weights[i] = Float8(values, scale, weights[i])
+        values, packed = further[: len(chosen)], further[len(chosen) :]
+        scales = itertools.chain.from_iterable(map(_parts, packed, grids))
+        for i, value, scale in zip(chosen, values, scales, strict=True):
+            weights[i] = Float8(value, scale, weights[i])
         return fn(weights, xs, carry, args)
 
     places = [*kept, *places_of_values, *places_of_scales]
