@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1260,
+    "commands": 1215,
     "surface": 568,
-    "plan": 5308,
+    "plan": 5282,
     "training": 14420,
-    "checkpoint": 6500,
+    "checkpoint": 6352,
     "generation": 1145,
     "start-up note": 438,
     "fsdp": 2033,
@@ -28,9 +28,9 @@ MOST_LINES = {
     "cpu": 378,
     "collectives": 561,
     "layout": 2410,
-    "distributed": 1728,
-    "cli": 728,
-    "compat": 826,
+    "distributed": 1616,
+    "cli": 721,
+    "compat": 852,
     "parallel": 559,
     "ground": 1484,
 }
