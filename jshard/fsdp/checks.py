@@ -28,8 +28,7 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.state_layout import Layout
 from jshard.layout.variables import variables
-from jshard.unit.model import root_variables
-from jshard.unit.modules import Stack, is_unit
+from jshard.unit.modules import Stack, is_unit, own_paths
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
@@ -200,10 +199,11 @@ def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
 
 def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> None:
     """Warns if more than a quarter of the parameters are in no Stack or Unit."""
+    own = own_paths(model)
     size = {
         ".".join(map(str, path)): variable.get_value().size
-        for path, variable in root_variables(model, state.params, state.frozen)
-        if layout.places[path].dim is not None
+        for path, variable in state.flat_params()
+        if path in own and layout.places[path].dim is not None
     }
     total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
     part = sum(size.values()) / total

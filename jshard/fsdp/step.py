@@ -231,7 +231,7 @@ def train(
             grads, loss, metrics, after = accumulate(forward, shapes[:2], *rest)
     grads = _scatter_once(grads, sharded)
     if layout.stages:
-        grads = from_stages(grads, at_rest, layout.stages)
+        grads = from_stages(grads, shards, at_rest, layout.stages)
     places = at_rest.places_of(shards)
     grads = jax.tree.map(_sum_at_end, grads, places, shards)
     if scale is not None:

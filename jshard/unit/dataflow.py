@@ -2,25 +2,12 @@
 
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from jshard.compat.jaxprs import (
-    CALLS,
-    axes_of,
-    line_of,
-    open_inner,
-    scan_body,
-    scan_sizes,
-    while_parts,
-)
-from jshard.errors import UserError
-from jshard.fsdp.mesh import TENSOR
-from jshard.fsdp.precision import is_float
-from jshard.layout.placement import Placement
+from jshard.compat import jaxprs
 
 # rule(eqn, bits of the inputs) -> bits of the outputs, or None for those that follow
 # from the equation's inner jaxpr or, without one, from all of its inputs.
@@ -70,13 +57,13 @@ def through(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
         index, *others = entering
         branches = [dependencies(b.jaxpr, others, rule) for b in eqn.params["branches"]]
         return [index | union(bits) for bits in zip(*branches, strict=True)]
-    if (inner := open_inner(eqn)) is not None:
+    if (inner := jaxprs.open_inner(eqn)) is not None:
         return dependencies(inner, entering, rule)
     return [union(entering)] * len(eqn.outvars)
 
 
 def _scan(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
-    body, (num_consts, num_carry) = scan_body(eqn), scan_sizes(eqn)
+    body, (num_consts, num_carry) = jaxprs.scan_body(eqn), jaxprs.scan_sizes(eqn)
     carry = slice(num_consts, num_consts + num_carry)
     while True:
         out = dependencies(body, entering, rule)
@@ -88,7 +75,7 @@ def _scan(eqn: Any, entering: list[int], rule: Rule) -> list[int]:
 
 def loop(eqn: Any, entering: list[int], rule: Rule) -> tuple[int, list[int]]:
     """Returns the bits of a ``while`` loop's condition, and of its results."""
-    goes_on, body, num_goes_on, num_body = while_parts(eqn)
+    goes_on, body, num_goes_on, num_body = jaxprs.while_parts(eqn)
     of_goes_on, rest = entering[:num_goes_on], entering[num_goes_on:]
     of_body, carry = rest[:num_body], rest[num_body:]
     while True:
@@ -98,6 +85,7 @@ def loop(eqn: Any, entering: list[int], rule: Rule) -> tuple[int, list[int]]:
         if merged == carry:
             return condition, carry
         carry = merged
+<<<<<<< HEAD
 
 
 # Kinds of arrays: computed without split weights; a split weight; a device's features
@@ -183,3 +171,5 @@ def _of_partial_sums(eqn: Any, name: str, kinds: list[int], over_tensor: bool) -
         warnings.warn(f"mesh: tensor: {what} ({line_of(eqn)}); {how}", stacklevel=2)
         return 0
     raise UserError(f"mesh: tensor: {what} ({line_of(eqn)}); {how}")
+=======
+>>>>>>> main
