@@ -1,7 +1,8 @@
 """Losses with float8 products beside bf16 ones, over several seeds.
 
     python benchmarks/float8.py [--seeds=8] [--steps=200] [--batch_size=32]
-        [--model=width=256,num_layers=4] [--rate=1e-3] [--chart=docs/float8.svg]
+        [--products=float8,mxfp8] [--model=width=256,num_layers=4] [--rate=1e-3]
+        [--chart=docs/float8.svg]
 
 Trains train/gpt.py, the quick start, without and with float8 products, from the
 same initial values and on the same data, on two virtual CPU devices, which compute the
@@ -25,7 +26,7 @@ from precision import RIGHT, SMOOTHED, STYLE, WIDTH, Setting, panel, read, smoot
 
 jax.config.update("jax_num_cpu_devices", 2)
 
-COLORS = {"without": "#000000", "float8": "#d55e00"}
+COLORS = {"without": "#000000", "float8": "#d55e00", "mxfp8": "#0072b2"}
 
 
 def main() -> None:
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--products", default="float8,mxfp8", help="NAME,...")
     parser.add_argument("--model", default="", help="KEY=NUMBER,... of config.model")
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--results", type=Path, default=Path("runs/float8.json"))
@@ -44,10 +46,9 @@ def main() -> None:
     if options.rate is not None:
         size["optimizer"] = {"learning_rate": options.rate}
     precision = {"compute": "bfloat16", "reduce": "float32"}
-    settings = {
-        "without": Setting("without", precision),
-        "float8": Setting("float8", precision | {"products": "float8"}),
-    }
+    settings = {"without": Setting("without", precision)}
+    for name in options.products.split(","):
+        settings[name] = Setting(name, precision | {"products": name})
     results = read(options.results, size)
     for seed in range(options.seeds):
         for name, setting in settings.items():
@@ -61,7 +62,7 @@ def main() -> None:
         name: np.array(
             [results[f"{name} {seed}"]["losses"] for seed in range(options.seeds)]
         )
-        for name in COLORS
+        for name in settings
     }
     print("\n".join(table(losses)))
     options.chart.write_text(chart(losses))
@@ -71,29 +72,36 @@ def main() -> None:
 def table(losses: dict[str, np.ndarray]) -> list[str]:
     """Lines of markdown: the last half of each seed's steps, and the means."""
     half = losses["without"].shape[1] // 2
-    without, float8 = (losses[name][:, half:].mean(axis=1) for name in COLORS)
-    apart = float8 - without
-    lines = ["| seed | without | float8 | difference |", "|---|---|---|---|"]
-    lines += [
-        f"| {seed} | {a:.4f} | {b:.4f} | {b - a:+.4f} |"
-        for seed, (a, b) in enumerate(zip(without, float8, strict=True))
-    ]
-    error = apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else np.nan
-    mean = f"{apart.mean():+.4f} +- {error:.4f}"
-    return [*lines, f"| mean | {without.mean():.4f} | {float8.mean():.4f} | {mean} |"]
+    means = {name: x[:, half:].mean(axis=1) for name, x in losses.items()}
+    names = [name for name in means if name != "without"]
+    columns = ["seed", "without", *(x for n in names for x in (n, "difference"))]
+    lines = [_row(columns), "|---" * len(columns) + "|"]
+    for seed, without in enumerate(means["without"]):
+        pairs = ((means[name][seed], means[name][seed] - without) for name in names)
+        cells = (x for a, apart in pairs for x in (f"{a:.4f}", f"{apart:+.4f}"))
+        lines.append(_row([str(seed), f"{without:.4f}", *cells]))
+    row = ["mean", f"{means['without'].mean():.4f}"]
+    for name in names:
+        apart = means[name] - means["without"]
+        error = apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else np.nan
+        row += [f"{means[name].mean():.4f}", f"{apart.mean():+.4f} +- {error:.4f}"]
+    return [*lines, _row(row)]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def chart(losses: dict[str, np.ndarray]) -> str:
-    """Two panels of smoothed losses, averaged over seeds, and their difference."""
+    """Two panels of smoothed losses, averaged over seeds, and their differences."""
     curves = {name: smooth(x.mean(axis=0).tolist()) for name, x in losses.items()}
-    apart = curves["float8"] - curves["without"]
+    apart = {n: x - curves["without"] for n, x in curves.items() if n != "without"}
     seeds = len(losses["without"])
     title = f"training loss, nats a token, mean of {SMOOTHED} steps and {seeds} seeds"
     parts = ['<rect width="100%" height="100%" fill="#fff"/>']
     parts += panel(title, curves, COLORS.__getitem__, 0)
-    less = "difference: float8 less without"
-    parts += panel(less, {"float8": apart}, COLORS.__getitem__, 300)
-    for i, name in enumerate(COLORS):
+    parts += panel("difference from without", apart, COLORS.__getitem__, 300)
+    for i, name in enumerate(curves):
         at = {"x": RIGHT + 16, "y": 48 + 17 * i, "fill": COLORS[name]}
         parts.append(element("text", name, **at))
     return picture((WIDTH, 610), "Training loss with float8 products", STYLE, parts)

@@ -6,7 +6,8 @@ Giant Model Training", section 3.1). Every block of 256 values is sent with its 
 scale, so an outlier reduces the precision of its own block only.
 
 Operands of float8 products (``jshard.float8.products``) have one scale for the tensor,
-as cuBLASLt wants it. Their values stay in float8.
+as cuBLASLt wants it, or one for each 32 values, as cuDNN does on Blackwell. Their
+values stay in float8.
 """
 
 from typing import Any
@@ -100,8 +101,40 @@ def tensor_scale(largest: jax.Array, dtype: Any) -> jax.Array:
 
 
 def to_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns ``x / scale`` in ``dtype``, where the quotients fit."""
+    """Returns ``x / scale`` in ``dtype``, where the quotients fit.
+
+    The scale is one number, or has ``x``'s dimensions: one for each of equal blocks, as
+    float32 or as uint8 (``exponents``).
+    """
+    if scale.dtype == jnp.uint8:
+        scale = power_of_two(scale)
+    for dim in range(scale.ndim):
+        scale = jnp.repeat(scale, x.shape[dim] // scale.shape[dim], axis=dim)
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
+
+
+# One scale for a block, in eight bits (e8m0).
+
+
+def exponents(largest: jax.Array) -> jax.Array:
+    """Returns the scales of e4m3 blocks with these largest magnitudes, as uint8.
+
+    It is the exponent, plus 127, of the smallest power of two by which all of the block
+    fits: ``2 ** ceil(log2(largest / 448))``, as in Mishra et al. 2025
+    (arXiv:2506.08027), in integers, which round alike on all hardware. 255 stands for a
+    block with an infinity, all of which becomes NaN.
+    """
+    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    bits &= 0x7FFFFFFF  # a NaN may have a sign
+    # 448 is 1.75 * 2**8: a larger fraction takes the next power.
+    biased = (bits + 0x1FFFFF >> 23) - 8
+    infinite = bits >= 0x7F800000
+    return jnp.where(infinite, 255, jnp.maximum(biased, 1)).astype(jnp.uint8)
+
+
+def power_of_two(exponents: jax.Array) -> jax.Array:
+    """Returns the float32 scales that uint8 ``exponents`` stand for."""
+    return lax.bitcast_convert_type(exponents.astype(jnp.int32) << 23, jnp.float32)
 
 
 def all_gather_values(

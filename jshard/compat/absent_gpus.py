@@ -33,6 +33,15 @@ def cudnn_attention(
         yield
 
 
+def cudnn_version() -> tuple[int, int]:
+    """Returns cuDNN's version here, (major, minor); (0, 0) without it."""
+    try:
+        number = cudnn.check_cudnn_version()
+    except RuntimeError:
+        return 0, 0
+    return number // 10000, number // 100 % 100
+
+
 def lower(traced: jax.stages.Traced) -> jax.stages.Lowered:
     """Lowers for GPUs a step traced on an abstract mesh, cuDNN's attention included.
 

@@ -27,6 +27,7 @@ _WRITING = (
     "dot_general", "conv_general", "dot_product_attention", "pallas_call", "all_gather",
     "all_to_all", "reduce_scatter", "psum", "pmax", "ppermute", "gather", "scatter",
     "sort", "cum", "reduce", "arg", "random", "threefry", "custom_call", "ffi_call",
+    "block_scaled_dot",
 )  # fmt: skip
 # Those whose result is an input in other words.
 _SAME = (

@@ -49,6 +49,9 @@ class Constants:
 
     matmul: float = 0.72  # share of the dense peak that matrix products reach
     float8: float = 0.72  # the same for products in float8, of twice the peak
+    # The same for those in MXFP8: of the 4.5 PFLOP/s of a B200 or B300, and the 5 of a
+    # GB200 or GB300. No run confirms it.
+    mxfp8: float = 0.72
     attention: float = 0.72  # the same for flash attention, forward and backward
     memory: float = 0.85  # share of the device memory's bandwidth
     launch: float = 3e-6  # seconds added to each kernel

@@ -13,6 +13,8 @@ XLA turns the product of two dequantized operands on GPUs into a cuBLASLt produc
 float8 values, which applies the scales. On CPUs it computes the same numbers: float8
 values times powers of two are exact there.
 
+With MXFP8 (``blocks.py``) every 32 values have a scale.
+
 Which weights these are is said, not inferred: the kernels of Flax's linear layers,
 whose ``dot_general`` or ``einsum_op`` is set to the product, and parameters made for
 ``matmul``. While a unit runs, each holds a ``Float8``, which nothing else can read.
@@ -21,6 +23,8 @@ whose ``dot_general`` or ``einsum_op`` is set to the product, and parameters mad
 import dataclasses
 import functools
 import math
+import string
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -33,11 +37,10 @@ from jax import lax
 
 from jshard.collectives.quantized import largest, tensor_scale, to_float8
 from jshard.errors import UserError
+from jshard.float8 import blocks
+from jshard.fsdp.scopes import FLOAT8
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-# In the names of a step's operations, where profiles and the start-up note find it.
-SCOPE = "float8"
 # Metadata key of parameters that only ``matmul`` reads.
 MATMUL = "matmul"
 
@@ -58,7 +61,8 @@ class Float8(np.lib.mixins.NDArrayOperatorsMixin):
 
     Attributes:
       values: float8_e4m3fn.
-      scale: float32 scalar; the weight is ``values * scale``.
+      scale: float32 scalar; the weight is ``values * scale``. In MXFP8 uint8 exponents,
+        one for each block.
       zeros: of the same shape, in the dtype of the computation; take its gradient.
       name: the parameter's path.
     """
@@ -72,6 +76,11 @@ class Float8(np.lib.mixins.NDArrayOperatorsMixin):
     def shape(self) -> tuple[int, ...]:
         """The weight's shape."""
         return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+        return self.values.ndim
 
     def dense(self) -> jax.Array:
         """Returns the weight in the dtype of the computation."""
@@ -121,7 +130,7 @@ def matmul(x: jax.Array, weight: nnx.Variable) -> jax.Array:
             "jshard.nn.matmul: the weight must be a parameter made with "
             f"nnx.Param(value, matmul=True), not {type(weight).__name__}"
         )
-    return _multiply(jnp.matmul, x, weight.get_value())
+    return _multiply(jnp.matmul, "...i,io->...o", x, weight.get_value())
 
 
 def take_float8(module: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -134,9 +143,11 @@ def take_float8(module: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     if getattr(module, "promote_dtype", None) is dtypes.promote_dtype:
         if isinstance(module, nnx.Einsum) and module.einsum_op is jnp.einsum:
             module.promote_dtype, module.einsum_op = _promote_dtype, _einsum
-            inputs, kernel, outputs = module.einsum_str.replace("->", ",").split(",")
+            _, kernel, outputs = module.einsum_str.replace("->", ",").split(",")
             over = [i - len(kernel) for i, x in enumerate(kernel) if x not in outputs]
-            if "." not in kernel and not set(inputs) & set(kernel) & set(outputs):
+            letters = Counter(filter(str.isalpha, module.einsum_str))
+            # Neither batches nor sums of an operand by itself.
+            if kernel.isalpha() and set(letters.values()) == {2}:
                 yield "kernel", tuple(over)
         elif isinstance(module, (nnx.Linear, nnx.LinearGeneral)):
             plain = module.dot_general in (None, lax.dot_general)
@@ -151,8 +162,16 @@ def take_float8(module: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, (-2,)
 
 
-def fits(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
-    """Returns whether products with a weight that sum over dimensions pay in float8."""
+def fits(shape: tuple[int, ...], over: tuple[int, ...], kind: str) -> bool:
+    """Returns whether products with a weight that sum over dimensions pay in float8.
+
+    Args:
+      shape: of the weight.
+      over: the dimensions, counted from the end.
+      kind: "float8" or "mxfp8".
+    """
+    if kind == blocks.MXFP8 and not blocks.divide(shape, over):
+        return False
     depth = math.prod(shape[d] for d in over)
     width = math.prod(shape) // max(depth, 1)
     small, large = sorted((depth, width))
@@ -175,17 +194,30 @@ def _promote_dtype(values: Any, **options: Any) -> Any:
 
 def _dot_general(x: jax.Array, kernel: Any, dimensions: Any, **options: Any) -> Any:
     dot = functools.partial(lax.dot_general, dimension_numbers=dimensions, **options)
-    return _multiply(dot, x, kernel)
+    (of_x, of_kernel), _ = dimensions
+    summed = dict(zip(of_kernel, of_x, strict=True))
+    inputs, further = string.ascii_lowercase[: x.ndim], string.ascii_uppercase
+    letters = [
+        inputs[summed[i]] if i in summed else further[i] for i in range(kernel.ndim)
+    ]
+    outputs = [c for c in (*inputs, *letters) if (c in inputs) != (c in letters)]
+    equation = f"{inputs},{''.join(letters)}->{''.join(outputs)}"
+    return _multiply(dot, equation, x, kernel)
 
 
 def _einsum(equation: str, x: jax.Array, kernel: Any, **options: Any) -> Any:
-    return _multiply(functools.partial(jnp.einsum, equation, **options), x, kernel)
+    dot = functools.partial(jnp.einsum, equation, **options)
+    return _multiply(dot, equation, x, kernel)
 
 
-def _multiply(dot: Callable[..., Any], x: jax.Array, weight: Any) -> Any:
-    if isinstance(weight, Float8):
-        return _product(dot, x, weight.dense())
-    return dot(x, weight)
+def _multiply(dot: Callable[..., Any], equation: str, x: jax.Array, weight: Any) -> Any:
+    """Returns ``dot(x, weight)``, which ``equation`` says as ``einsum`` reads it."""
+    if not isinstance(weight, Float8):
+        return dot(x, weight)
+    if weight.scale.ndim:
+        w = weight
+        return blocks.product(equation, x, w.values, w.scale, w.zeros)
+    return _product(dot, x, weight.dense())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,7 +228,7 @@ def _product(dot: Callable[..., Any], x: jax.Array, weight: jax.Array) -> Any:
 
 def _forward(dot, x, weight):
     quantized = _quantized(x, E4M3)
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(FLOAT8):
         return dot(_dequantized(*quantized), weight), (quantized, weight)
 
 
@@ -205,7 +237,7 @@ def _backward(dot, saved, dy):
     x, dy = _dequantized(*quantized), _dequantized(*_quantized(dy, E5M2))
     # On GPUs, HIGHEST makes the tensor cores add up in float32 throughout.
     dot = functools.partial(dot, precision=lax.Precision.HIGHEST)
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(FLOAT8):
         (dx,) = jax.linear_transpose(lambda x: dot(x, weight), x)(dy)
         (dw,) = jax.linear_transpose(lambda weight: dot(x, weight), weight)(dy)
     return dx, dw

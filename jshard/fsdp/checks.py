@@ -3,6 +3,7 @@
 import fnmatch
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from jshard.compat.absent_gpus import cudnn_version
 from jshard.errors import UserError, some_of
+from jshard.float8.blocks import MXFP8
 from jshard.fsdp.mesh import (
     CONTEXT,
     FSDP,
@@ -31,7 +34,12 @@ from jshard.unit.modules import Stack, is_unit, own_paths
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 
 
-_FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs (Ada, Hopper) that multiply float8
+# The first GPUs that multiply so, and cuDNN's version from which XLA has MXFP8 of it.
+_CAPABILITY = {
+    "float8": ((8, 9), "Ada, Hopper, Blackwell"),
+    MXFP8: ((10, 0), "Blackwell"),
+}
+_CUDNN = (9, 10)
 _MUCH = 1 << 20  # parameters that are whole on every device
 
 
@@ -43,24 +51,39 @@ def check_precisions(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
 
 def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if the policy wants float8 products that cannot be had."""
-    if not policy.multiplies_in_float8():
-        return
-    if policy.offload == "all":
-        raise UserError(
-            "precision.products='float8' cannot be combined with policy.offload='all': "
-            "scales need all shards on the device; use offload='optimizer'"
-        )
-    if isinstance(mesh, AbstractMesh):
-        return
-    device = mesh.devices.flat[0]
+    for kind in sorted(policy.products()):
+        setting = f"precision.products={kind!r}"
+        if policy.offload == "all":
+            raise UserError(
+                f"{setting} cannot be combined with policy.offload='all': scales need "
+                "all shards on the device; use offload='optimizer'"
+            )
+        if isinstance(mesh, AbstractMesh):
+            continue
+        if (device := mesh.devices.flat[0]).platform == "gpu":
+            _check_gpu(kind, device)
+
+
+def _check_gpu(kind: str, device: Any) -> None:
+    """Raises UserError if XLA would dequantize operands for this GPU."""
     capability = str(getattr(device, "compute_capability", None) or "")
     numbers = tuple(map(int, capability.split("."))) if "." in capability else None
-    if device.platform == "gpu" and numbers and numbers < _FLOAT8_CAPABILITY:
+    least, names = _CAPABILITY[kind]
+    if (numbers is None and kind == MXFP8) or (numbers and numbers < least):
+        has_float8 = numbers is not None and numbers >= _CAPABILITY["float8"][0]
         raise UserError(
-            f"precision.products='float8' needs GPUs of compute capability 8.9 or "
-            f"newer (Ada, Hopper, Blackwell); {device.device_kind} has {capability}; "
-            "use products=None"
+            f"precision.products={kind!r} needs NVIDIA GPUs of compute capability "
+            f"{least[0]}.{least[1]} or newer ({names}); {device.device_kind} has "
+            f"{capability}; use products={'float8' if has_float8 else None!r}"
         )
+    # An absent GPU is compiled for on the CPU.
+    if kind == MXFP8 and jax.default_backend() == "gpu":
+        if (found := cudnn_version()) < _CUDNN:
+            raise UserError(
+                f"precision.products={kind!r} needs cuDNN {_CUDNN[0]}.{_CUDNN[1]} or "
+                f"newer; this is {found[0]}.{found[1]}: update it (pip install -U "
+                "nvidia-cudnn-cu12), or use products='float8'"
+            )
 
 
 def _check_base(policy: Policy, mesh: Mesh | AbstractMesh) -> None:

@@ -309,10 +309,14 @@ class Policy(UnitPolicy):
             if name in fields
         }
 
+    def products(self) -> set[str]:
+        """Returns the float8 products of all modules, by name."""
+        chosen = self.everywhere("precision").values()
+        return {precision.products for precision in chosen} - {None}
+
     def multiplies_in_float8(self) -> bool:
         """Returns whether any module's products are in float8."""
-        chosen = self.everywhere("precision").values()
-        return any(precision.products is not None for precision in chosen)
+        return bool(self.products())
 
     def offloads_activations(self) -> bool:
         """Returns whether any layer keeps activations in host memory."""

@@ -22,3 +22,5 @@ SCHEDULE = "{} micro-batches of {} stages in {} ticks"
 # Its conditionals of what one stage alone does, before and after the layers.
 FIRST_STAGE, LAST_STAGE = "first stage", "last stage"
 STAGES = "stages"  # what moves parameters and gradients between rest and stages
+# Products of weights and activations in one byte (``Precision.products``).
+FLOAT8 = "float8"

@@ -45,7 +45,8 @@ class Placement:
         end of the step.
       trainable: whether a gradient is computed and reduce-scattered.
       hosted: whether shards are in host memory (``memory_kinds.typed_as_device``).
-      float8: whether products with it may be in float8 (``Precision.products``).
+      float8: what products with it may be in (``Precision.products``); None otherwise.
+      summed: the dimensions that these sum over, counted from the end.
       gradient_only: whether the parameter is not gathered, and zeros take the gradient
         of a weight that is made otherwise (``jshard.float8.weights``).
     """
@@ -60,7 +61,8 @@ class Placement:
     sum_at: Literal["unit", "step"] = "step"
     trainable: bool = True
     hosted: bool = False
-    float8: bool = False
+    float8: str | None = None
+    summed: tuple[int, ...] = ()
     gradient_only: bool = False
     four_bit: FourBit | None = None
     decoded_to: Any = None

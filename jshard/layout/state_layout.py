@@ -266,7 +266,7 @@ def _places(
             sum_at="step" if once else "unit",
             trainable=trainable and is_float(variable.get_value()),
             hosted=policy.offload == "all" and dim is not None,
-            float8=precision.products is not None,
+            float8=precision.products,
             four_bit=four_bit,
             decoded_to=decoded_to,
             over=over,

@@ -28,7 +28,10 @@ _SUMS = set(
     "reduce_scatter reduce_sum reshape scatter scatter-add select_n slice split "
     "scatter_add squeeze stop_gradient sub transpose".split()
 )
-_PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"}
+_PRODUCTS = set(
+    "block_scaled_dot conv_general_dilated dot_general ragged_dot "
+    "ragged_dot_general".split()
+)
 _SCALES = {*_PRODUCTS, "div", "mul"}
 _NONLINEAR = set(
     "abs clamp cos eq erf exp expm1 ge gt integer_pow le log log1p logistic lt max "

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
+from jshard.fsdp.checks import check_precisions
 from jshard.fsdp.mesh import (
     devices_of_a_sequence,
     groups_of_examples,
@@ -83,6 +84,7 @@ def trace(
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh
     job = make_job(recipe, config, on)
+    check_precisions(job.fsdp.policy, mesh)  # of which an abstract mesh knows no GPU
     with tracing_for(gpu) if gpu and absent else nullcontext():
         state = job.abstract_state()
         batch, items, unit = abstract_batch(recipe, config, on)

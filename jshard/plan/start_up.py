@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from jshard.cli.formatting import format_bytes
 from jshard.compat.jaxprs import axes_of, groups_of, scopes_of
 from jshard.errors import some_of
-from jshard.float8.products import SCOPE
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
 from jshard.fsdp.mesh import axes_of as mesh_axes
 from jshard.fsdp.scopes import (
     EXCHANGE_TOKENS,
     FIRST_STAGE,
+    FLOAT8,
     FURTHER_ROUNDS,
     LAST_STAGE,
     SCHEDULE,
@@ -46,6 +46,8 @@ _KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "send",
 }
+# The dimensions of a block-scaled product, as those of others are given.
+_OF_ROWS = (((1,), (1,)), ((), ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +145,8 @@ def has_experts(jaxpr: core.Jaxpr) -> bool:
 def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
     """Yields each matrix product, its FLOPs in all, and how often it runs."""
     for eqn, times in equations(jaxpr):
-        if eqn.primitive.name == "dot_general":
-            (over, _), _ = eqn.params["dimension_numbers"]
+        if eqn.primitive.name in ("dot_general", "block_scaled_dot"):
+            (over, _), _ = eqn.params.get("dimension_numbers", _OF_ROWS)
             depth = math.prod(eqn.invars[0].aval.shape[d] for d in over)
             yield eqn, 2 * times * depth * eqn.outvars[0].aval.size, times
 
@@ -252,10 +254,10 @@ def _float8(jaxpr: Any) -> str:
     """Says which part of the products with weights, by FLOPs, is in float8."""
     flops, in_float8 = 0, 0
     for eqn, work, _ in _products(jaxpr):
-        _, (batch, _) = eqn.params["dimension_numbers"]
+        _, (batch, _) = eqn.params.get("dimension_numbers", _OF_ROWS)
         if not batch:  # attention has batches of heads
             flops += work
-            in_float8 += work if SCOPE in scopes_of(eqn) else 0
+            in_float8 += work if FLOAT8 in scopes_of(eqn) else 0
     part = in_float8 / flops if flops else 0
     return (
         f"{part:.0%} of the FLOPs of products with weights: those of layers' "

@@ -282,6 +282,7 @@ def _products(primitive: Any, *args: Any, **params: Any) -> bool:
     """Keeps products with weights, and flash attention, which is two products."""
     keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     kept = _attention(primitive, *args, **params)
+    kept |= primitive.name == "block_scaled_dot"
     return kept or (primitive.name != "name" and keeps(primitive, *args, **params))
 
 

@@ -115,8 +115,13 @@ def make_sharded(
                 gather = functools.partial(all_gather, place=placement)
                 shape = jax.eval_shape(gather, variable.get_value()).shape
                 over, depth = multiplied.get(path), layer_dims(variable)
-                chosen = over is not None and fits(shape[depth:], over)
-                placement = dataclasses.replace(placement, float8=chosen)
+                kind = placement.float8
+                parts = placement.whole and placement.splits  # with scales of their own
+                if over is None or parts or not fits(shape[depth:], over, kind):
+                    kind = None
+                placement = dataclasses.replace(
+                    placement, float8=kind, summed=over or ()
+                )
             name = ".".join(map(str, path))
             sharded[id(variable)] = as_shard(variable, placement, name)
     replace(model, sharded)

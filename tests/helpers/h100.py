@@ -7,8 +7,8 @@ import jshard
 from jshard.plan import devices, has_plugin
 
 
-def h100s(number: int, *, replica: int = 1) -> Mesh:
-    """A mesh of ``number`` absent H100s, or a skipped test."""
+def h100s(number: int, *, replica: int = 1, kind: str = "h100") -> Mesh:
+    """A mesh of ``number`` absent H100s, or other GPUs, or a skipped test."""
     if not has_plugin():
         pytest.skip("no CUDA plugin: pip install 'jshard[plan]'")
-    return jshard.make_mesh(devices=devices(f"h100:{number}"), replica=replica)
+    return jshard.make_mesh(devices=devices(f"{kind}:{number}"), replica=replica)

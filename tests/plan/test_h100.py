@@ -91,10 +91,10 @@ def test_a_gpu_updates_its_state_in_place_and_copies_no_whole_shard(knobs):
     assert not [shape for shape in copied if EXAMPLES not in shape]
 
 
-def llama_text(policy: jshard.Policy, **sizes: Any) -> str:
-    """The compiled step of a small Llama, for eight H100s; one sequence each."""
+def llama_text(policy: jshard.Policy, kind: str = "h100", **sizes: Any) -> str:
+    """The compiled step of a small Llama, for eight GPUs; one sequence each."""
     config = LlamaConfig(vocab_size=64, **sizes)
-    mesh, optimizer = h100s(GPUS), optax.adam(1e-3)
+    mesh, optimizer = h100s(GPUS, kind=kind), optax.adam(1e-3)
     traced_on: Any = mesh.abstract_mesh if policy.offload else mesh
     fsdp = jshard.FSDP(traced_on, policy)
     state = fsdp.abstract_state(lambda rngs: Llama(config, rngs=rngs), optimizer)
@@ -105,7 +105,7 @@ def llama_text(policy: jshard.Policy, **sizes: Any) -> str:
     step = fsdp.train_step(
         lambda model, batch: model.loss(batch["x"], batch["x"], batch["w"]), optimizer
     )
-    with tracing_for(KINDS["h100"]):
+    with tracing_for(KINDS[kind]):
         traced = step.trace(state, {"x": tokens, "w": weights})
     program = compile_for(mesh, traced) if policy.offload else traced.lower().compile()
     return program.as_text() or ""
@@ -141,18 +141,27 @@ def test_attention_that_is_kept_is_not_computed_again(remat, times):
 # A Llama layer has 7 products with weights, each with 2 in the backward. Of those in
 # the forward, full remat repeats all but the last, whose result nothing reads.
 @pytest.mark.parametrize(("remat", "a_layer"), [("dots", 21), ("full", 27)])
-def test_all_products_of_a_layer_are_cublas_float8_ones(remat, a_layer):
+@pytest.mark.parametrize(
+    ("products", "kind", "target"),
+    [
+        ("float8", "h100", "__cublas$lt$matmul$f8"),
+        ("mxfp8", "b200", "__cudnn$blockScaledDot"),
+        ("mxfp8", "gb300", "__cudnn$blockScaledDot"),
+    ],
+)
+def test_all_products_of_a_layer_are_the_library_s_float8_ones(
+    products, kind, target, remat, a_layer
+):
     layers, width, hidden = 5, 256, 512
-    precision = jshard.Precision(compute="bfloat16", products="float8")
+    precision = jshard.Precision(compute="bfloat16", products=products)
     policy = jshard.Policy(remat=remat, precision=precision, min_shard_elements=0)
     text = llama_text(
-        policy, sequence_length=256, num_layers=layers, num_heads=2, num_kv_heads=1,
-        width=width, hidden=hidden, loss_chunk=256,
+        policy, kind, sequence_length=256, num_layers=layers, num_heads=2,
+        num_kv_heads=1, width=width, hidden=hidden, loss_chunk=256,
     )  # fmt: skip
     calls = hlo.calls(text)
-    assert calls["__cublas$lt$matmul$f8"] == layers * a_layer
+    assert calls.pop(target) == layers * a_layer
     others = {x: n for x, n in calls.items() if "gemm" in x or "matmul" in x}
-    del others["__cublas$lt$matmul$f8"]
     assert sum(others.values()) == 3  # the head's
     # Weights are gathered in bytes, and nothing dequantizes them.
     matrices = 2 * width**2 + 2 * width * width // 2 + 3 * width * hidden
@@ -162,3 +171,7 @@ def test_all_products_of_a_layer_are_cublas_float8_ones(remat, a_layer):
     ]
     # With prefetch the backward begins with the last layer's weights.
     assert sum(size * times for size, times in in_bytes) == (2 * layers - 1) * matrices
+    # Scales of blocks: one all-reduce of a byte for each 32 x 32 weights.
+    summed = [c for c in hlo.collectives(text) if c.kind == "all-reduce"]
+    scales = sum(a.size for c in summed for a in c.results if a.dtype == "u8")
+    assert scales == (layers * matrices // 1024 if products == "mxfp8" else 0)

@@ -8,8 +8,9 @@ import pytest
 import jshard
 from jshard.fit.hardware import FITTED, GPUS, STATED, find_constants
 from jshard.plan.cost.assumptions import assumed, assumptions
-from jshard.plan.cost.kernel_work import Work
+from jshard.plan.cost.kernel_work import Work, work
 from jshard.plan.cost.transfers import Transfer
+from jshard.plan.hlo.program_text import parse
 
 H100 = dataclasses.replace(GPUS["h100"], constants=STATED)
 PRODUCT = Work("matrix product", 1e15, 0)
@@ -45,7 +46,8 @@ def test_fitted_constants_are_the_default_and_stated_ones_have_a_name(tmp_path):
 def test_only_what_runs_confirm_has_a_range(tmp_path):
     low, high = FITTED.range_of(2.0, "bf16 on H100") or (0.0, 0.0)
     assert 1.8 <= low < 2.0 < high <= 2.22
-    for kind in ("float8 on H200", "bf16 on B200", "bf16 with experts on H100"):
+    confirmed_by_none = ("float8 on H200", "bf16 on B200", "mxfp8 on B200")
+    for kind in (*confirmed_by_none, "bf16 with experts on H100"):
         assert FITTED.range_of(2.0, kind) is None
     assert STATED.range_of(2.0, "bf16 on H100") is None
     file = tmp_path / "h100.json"
@@ -53,13 +55,36 @@ def test_only_what_runs_confirm_has_a_range(tmp_path):
     assert find_constants(file).range_of(2.0, "float32 on a GPU") == (1.9, 2.4)
 
 
-def test_products_in_float8_have_a_share_of_their_own():
-    half = dataclasses.replace(STATED, float8=0.36)
+@pytest.mark.parametrize("share", ["float8", "mxfp8"])
+def test_products_in_float8_have_a_share_of_their_own(share):
+    half = dataclasses.replace(STATED, **{share: 0.36})
     slow = dataclasses.replace(H100, constants=half)
-    for kind, factor in {"matrix product": 1, "float8 product": 2}.items():
+    kinds = ("matrix product", "float8 product", "MXFP8 product")
+    for kind in kinds:
+        factor = 2 if kind.lower().startswith(share) else 1
         product = Work(kind, 1e15, 0)
         both = (product.seconds(gpu) - STATED.launch for gpu in (slow, H100))
         assert next(both) == pytest.approx(factor * next(both))
+
+
+def test_block_scaled_calls_of_cudnn_are_products_at_twice_the_rate():
+    text = """\
+HloModule m, is_scheduled=true
+
+ENTRY %main (x: f8e4m3fn[256,128]) -> bf16[256,512] {
+  %x = f8e4m3fn[256,128]{1,0} parameter(0)
+  %w = f8e4m3fn[512,128]{1,0} parameter(1)
+  %s = f8e8m0fnu[256,4]{1,0} parameter(2)
+  %t = f8e8m0fnu[512,4]{1,0} parameter(3)
+  %y = (bf16[256,512]{1,0}, u8[0]{0}) custom-call(%x, %w, %s, %t), TARGET
+  ROOT %first = bf16[256,512]{1,0} get-tuple-element(%y), index=0
+}
+"""
+    target = 'custom_call_target="__cudnn$blockScaledDot"'
+    module = parse(text.replace("TARGET", target))
+    found = work(module, module.entry, module.instructions["y"])
+    assert (found.kind, found.flops) == ("MXFP8 product", 2 * 256 * 512 * 128 / 2)
+    assert found.bytes == (256 + 512) * (128 + 4) + 2 * 256 * 512
 
 
 def test_times_follow_the_constants():

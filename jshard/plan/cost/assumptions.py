@@ -14,6 +14,7 @@ def assumptions(constants: Constants = FITTED) -> dict[str, Any]:
         "confirmed": constants.confirmed and list(constants.confirmed),
         "matrix_products_of_peak": constants.matmul,
         "float8_products_of_peak": constants.float8,
+        "mxfp8_products_of_peak": constants.mxfp8,
         "attention_of_peak": constants.attention,
         "memory_of_bandwidth": constants.memory,
         "nvlink_of_bandwidth": constants.link,
@@ -37,7 +38,8 @@ def assumed(constants: Constants = FITTED) -> str:
     )
     return (
         f"matrix products at {constants.matmul:.0%} of the dense bf16 peak, in float8 "
-        f"at {constants.float8:.0%} of twice that, attention at "
+        f"at {constants.float8:.0%} of twice that and in MXFP8 at "
+        f"{constants.mxfp8:.0%}, attention at "
         f"{constants.attention:.0%}, memory at {constants.memory:.0%} of its "
         f"bandwidth, NVLink at {constants.link:.0%}, "
         f"{constants.network_port / 1e9:.2f} GB/s through a port of 400 Gb/s, "

@@ -18,18 +18,21 @@ from jshard.plan.hlo import Computation, Instruction, Module
 # those of Pallas, for example. Only their traffic counts.
 UNKNOWN = "unknown kernel "
 MATRIX, FLOAT32, FLOAT8 = "matrix product", "float32 product", "float8 product"
+MXFP8 = "MXFP8 product"  # float8 with a scale for each 32 values
 ATTENTION, MEMORY = "attention", "memory"
 # The constant that limits each kind.
 LIMITS = {
     MATRIX: "matmul",
     FLOAT32: "matmul",
     FLOAT8: "float8",
+    MXFP8: "mxfp8",
     ATTENTION: "attention",
     MEMORY: "memory",
 }
 # Custom calls of libraries: cuBLAS, cuDNN, CUB, cuSOLVER, cuFFT.
 _OF_LIBRARIES = ("__cu", "cu", "AllocateBuffer")
-_MATMUL = re.compile("matmul|gemm")
+_BLOCKS = "__cudnn$blockScaledDot"
+_MATMUL = re.compile(f"matmul|gemm|{re.escape(_BLOCKS)}")
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Peak of matrix products relative to bf16; float32 ones run in TF32 by default.
 _RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
@@ -62,6 +65,7 @@ def work(module: Module, computation: Computation, x: Instruction) -> Work:
     for on_host, size in _traffic(module, computation, x):
         nbytes[on_host] += size
     kind = _kind(_dtype(module, computation, x)) if flops else MEMORY
+    kind = MXFP8 if x.target == _BLOCKS else kind
     if x.opcode == "custom-call" and not flops:
         if not x.target.startswith(_OF_LIBRARIES):
             kind = f"{UNKNOWN}{x.target}"

@@ -209,7 +209,8 @@ def _activations(jaxpr: core.Jaxpr) -> collections.Counter[str]:
         stack, name = scopes_of(eqn), eqn.primitive.name
         if name == "scan" and stack.startswith(("jvp", "transpose")):
             inside = [x for x, _ in equations(scan_body(eqn))]
-            products = [x for x in inside if x.primitive.name == "dot_general"]
+            names = ("dot_general", "block_scaled_dot")
+            products = [x for x in inside if x.primitive.name in names]
             layer = sum(_nbytes(x.outvars[0].aval) for x in products)
             found["layer"] = max(found["layer"], layer)
             _, carry = scan_sizes(eqn)

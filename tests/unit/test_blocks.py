@@ -1,0 +1,317 @@
+"""MXFP8 products: beside NumPy number by number, beside one device, and counted."""
+
+import functools
+import re
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard
+from jshard.collectives.quantized import power_of_two
+from jshard.float8 import blocks
+from jshard.fsdp import checks
+from jshard.plan.start_up import describe, traffic
+
+LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 24, 32, 128, 160
+MXFP8 = jshard.Precision(products="mxfp8")
+
+
+class Layer(nnx.Module):
+    """Each kind of product, on weights that 8 devices divide within blocks."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.general = nnx.LinearGeneral(WIDTH, (4, 32), use_bias=False, rngs=rngs)
+        self.mixed = nnx.Einsum("btnh,nhd->tbd", (4, 32, WIDTH), rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        normal = nnx.initializers.normal(0.05)
+        self.down = nnx.Param(normal(rngs.params(), (HIDDEN, WIDTH)), matmul=True)
+        self.narrow = nnx.Linear(WIDTH, WIDTH + 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        y = self.mixed(jnp.tanh(self.general(x_BTD))).swapaxes(0, 1)
+        h = jax.nn.gelu(self.up(x_BTD + y))
+        y = x_BTD + jshard.nn.matmul(h, self.down)
+        return y + self.narrow(y)[..., :WIDTH]
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = jshard.Stack(Layer, LAYERS, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers(x)
+
+
+def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
+    return jshard.Mean(jnp.sum(model(x) ** 2), x.size)
+
+
+# The reference, in NumPy. A block's scale and values, as the specification has them.
+
+
+def scaled(block: np.ndarray) -> tuple[np.ndarray, int]:
+    """(float8 values, exponent) of numbers that share a scale: 2**exponent."""
+    largest = np.max(np.abs(block))
+    exponent = int(np.ceil(np.log2(largest / 448))) if largest else -126
+    values = np.ldexp(block.astype(np.float64), -exponent)
+    return values.astype(np.float32).astype(ml_dtypes.float8_e4m3fn), exponent
+
+
+def rounded(x: np.ndarray, *sides: int) -> np.ndarray:
+    """What a matrix is after quantization in blocks with these sides."""
+    rows, columns = sides
+    shape = -1, rows, x.shape[1] // columns, columns
+    full = np.pad(x, ((0, -x.shape[0] % rows), (0, 0))).reshape(shape)
+    largest = np.max(np.abs(full), axis=(1, 3), keepdims=True)
+    least = np.maximum(largest, 2.0**-100)  # of zeros
+    exponents = np.ceil(np.log2(least / 448)).astype(int)
+    values = np.ldexp(full.astype(np.float64), -exponents).astype(np.float32)
+    values = values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return np.ldexp(values, exponents).reshape(-1, x.shape[1])[: len(x)]
+
+
+def numbers() -> np.ndarray:
+    """Rows of 64, of all sizes; blocks of zeros, and those whose largest just fits."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 64)) * 2.0 ** rng.integers(-30, 30, size=(64, 2)).repeat(
+        32, axis=1
+    )
+    x[0, :32] = 0
+    x[1, :32], x[1, 3], x[2, :32], x[2, 3] = 0, 448 * 2.0**5, 0, -449 * 2.0**5
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_number_is_that_of_the_specification(dtype):
+    x = jnp.asarray(numbers(), dtype)
+    found, scales = jax.jit(blocks.in_rows)(x)
+    for row, (values, exponents) in enumerate(zip(found, scales, strict=True)):
+        for block in range(2):
+            at = slice(32 * block, 32 * block + 32)
+            want, exponent = scaled(np.asarray(x[row, at], np.float32))
+            assert int(exponents[block]) - 127 == exponent
+            got = np.asarray(values[at]).view(np.uint8)
+            np.testing.assert_array_equal(got, want.view(np.uint8))
+
+
+def test_what_is_not_finite_stays_so_and_changes_no_other_block():
+    x = numbers()
+    x[3, 5], x[4, 40] = np.inf, np.nan
+    values, scales = blocks.in_rows(jnp.asarray(x))
+    y = values.astype(jnp.float32) * power_of_two(scales).repeat(32, axis=1)
+    bad = np.asarray(np.isnan(y))
+    assert bad[3, :32].all()
+    assert bad[4, 40]
+    bad[3, :32] = bad[4, 32:] = False
+    assert not bad.any()
+
+
+@pytest.mark.parametrize("tokens", [64, 40])
+def test_three_products_are_those_of_what_was_rounded(tokens):
+    rng = np.random.default_rng(1)
+    x, w = rng.normal(size=(tokens, 128)), rng.normal(size=(128, 64))
+    dy = rng.normal(size=(tokens, 64))
+    x, w, dy = (a.astype(np.float32) for a in (x, w, dy))
+    tiles = np.abs(w).reshape(4, 32, 2, 32).max((1, 3))
+    scales = blocks.exponents(jnp.asarray(tiles))
+    values = blocks.to_float8(jnp.asarray(w), scales, jnp.float8_e4m3fn)
+
+    def run(x: jax.Array, zeros: jax.Array) -> jax.Array:
+        return blocks.product("ti,io->to", x, values, scales, zeros)
+
+    y, backward = jax.vjp(run, jnp.asarray(x), jnp.zeros_like(w))
+    dx, dw = backward(jnp.asarray(dy))
+    of_w, of_x, of_dy = rounded(w, 32, 32), rounded(x, 1, 32), rounded(dy, 1, 32)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
+    close(y, of_x @ of_w)
+    close(dx, of_dy @ of_w.T)
+    # Along tokens, of which the last block may have fewer.
+    close(dw, rounded(x, 32, 1).T @ rounded(dy, 32, 1))
+
+
+# The same program on any number of devices.
+
+
+def inputs(examples: int = EXAMPLES) -> np.ndarray:
+    shape = (examples, TIME, WIDTH)
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def gradients(fsdp: jshard.FSDP) -> tuple[dict, dict, jax.Array]:
+    """(parameters, gradients, loss) of a step, by name."""
+    tx = optax.sgd(1.0)
+    state = fsdp.init(Model, tx)
+    before = nnx.to_pure_dict(fsdp.fetch(state.params))
+    state, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(inputs()))
+    after = nnx.to_pure_dict(fsdp.fetch(state.params))
+    return before, jax.tree.map(np.subtract, before, after), metrics["loss"]
+
+
+@jax.custom_vjp
+def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _rounded(x, 1, 32) @ _rounded(w, 32, 32)
+
+
+def _rounded(x: jax.Array, *sides: int) -> jax.Array:
+    result = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return jax.pure_callback(lambda x: rounded(np.asarray(x), *sides), result, x)
+
+
+def _backward(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    dw = _rounded(x, 32, 1).T @ _rounded(dy, 32, 1)
+    return _rounded(dy, 1, 32) @ _rounded(w, 32, 32).T, dw
+
+
+multiply.defvjp(lambda x, w: (multiply(x, w), (x, w)), _backward)
+
+
+def reference(params: Any, x_BTD: np.ndarray) -> tuple[Any, Any]:
+    """Loss and gradients on one device, without jshard."""
+
+    def layer(p: Any, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(multiply(x, p["general"]["kernel"].reshape(WIDTH, WIDTH)))
+        y = multiply(h, p["mixed"]["kernel"].reshape(WIDTH, WIDTH))
+        h = jax.nn.gelu(multiply(x + y, p["up"]["kernel"]))
+        y = x + multiply(h, p["down"])
+        return y + (y @ p["narrow"]["kernel"])[..., :WIDTH]
+
+    def loss(params: Any) -> jax.Array:
+        x = jnp.asarray(x_BTD.reshape(-1, WIDTH))
+        for i in range(LAYERS):
+            x = layer(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x)
+        return jnp.sum(x**2) / x.size
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.mark.quick("one", "three", "eight")
+@pytest.mark.parametrize(
+    ("devices", "knobs"),
+    [
+        pytest.param(1, {"remat": "dots"}, id="one"),
+        pytest.param(2, {"remat": "none", "reshard_after_forward": 2}, id="two"),
+        pytest.param(3, {"remat": "full"}, id="three"),
+        pytest.param(8, {"remat": "dots", "prefetch": True}, id="eight"),
+        pytest.param(8, {"remat": "none", "replica": 2}, id="hybrid"),
+        pytest.param(8, {"accumulate": 3, "defer_scatter": True}, id="deferred"),
+        pytest.param(8, {"min_shard_elements": 1 << 30}, id="replicated"),
+    ],
+)
+def test_a_step_is_that_of_one_device(devices, knobs):
+    mesh = {"replica": knobs.pop("replica", 1)}
+    policy = jshard.Policy(precision=MXFP8, **{"min_shard_elements": 0} | knobs)
+    mesh = jshard.make_mesh(devices=jax.devices()[:devices], **mesh)
+    params, grads, loss = gradients(jshard.FSDP(mesh, policy))
+    # Blocks along tokens are whole on each device, so nothing depends on their number.
+    want_loss, want = reference(params, inputs())
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+
+    def check(path: Any, got: Any, want: Any) -> None:
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert error < 1e-3, f"{jax.tree_util.keystr(path)}: {error}"
+
+    jax.tree_util.tree_map_with_path(check, grads, want)
+
+
+def traced(fsdp: jshard.FSDP) -> tuple[Any, jshard.TrainState, Any]:
+    tx = optax.sgd(1.0)
+    state, step = fsdp.abstract_state(Model, tx), fsdp.train_step(loss_fn, tx)
+    x = jax.ShapeDtypeStruct((EXAMPLES, TIME, WIDTH), jnp.float32)
+    return step.trace(state, x), state, step
+
+
+@pytest.mark.parametrize("remat", ["dots", "none"])
+def test_weights_arrive_in_bytes_and_their_scales_once(remat):
+    policy = jshard.Policy(precision=MXFP8, min_shard_elements=0, remat=remat)
+    program, _, _ = traced(jshard.FSDP(jshard.make_mesh(), policy))
+    found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
+    matrices = 2 * WIDTH**2 + 2 * WIDTH * HIDDEN
+    gathers = found["all-gather", "int8"]
+    assert gathers.count == 2 * 4 * LAYERS
+    assert gathers.wire_bytes == 2 * LAYERS * matrices * 7 // 8
+    # All exponents of a Stack, a byte for each 1024 weights: what devices agree on.
+    exponents = found["all-reduce", "uint8"]
+    assert exponents.count == 1
+    assert exponents.wire_bytes == 2 * LAYERS * matrices // 1024 * 7 // 8
+    # A side of 144 fits float8, and no blocks: it stays in float32.
+    plain = found["all-gather", "float32"]
+    assert plain.wire_bytes == 2 * LAYERS * WIDTH * (WIDTH + 16) * 4 * 7 // 8
+
+
+def test_modules_of_a_layer_multiply_in_float8_in_mxfp8_and_in_neither():
+    overrides = {
+        "layers.up": {"precision": jshard.Precision(products="float8")},
+        "layers.general": {"precision": jshard.Precision()},
+    }
+    policy = jshard.Policy(precision=MXFP8, overrides=overrides, min_shard_elements=0)
+    fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:2]), policy)
+    program, *_ = traced(fsdp)
+    found = traffic(program.jaxpr.jaxpr, {"fsdp": 2, "replica": 1})
+    blocked = LAYERS * (WIDTH**2 + WIDTH * HIDDEN)
+    assert found["all-reduce", "uint8"].wire_bytes == blocked // 1024
+    assert found["all-reduce", "float32"].wire_bytes >= LAYERS * 4
+    _, grads, loss = gradients(fsdp)
+    _, exact, want = gradients(jshard.FSDP(fsdp.mesh, jshard.Policy()))
+    np.testing.assert_allclose(loss, want, rtol=0.01)
+    for got, expected in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
+        assert np.linalg.norm(got - expected) < 0.1 * np.linalg.norm(expected)
+
+
+def test_the_start_up_note_counts_products_in_blocks():
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(precision=MXFP8, remat="dots"))
+    _, state, step = traced(fsdp)
+    note = describe(fsdp, state, inputs(), step)
+    matrices = 2 * WIDTH**2 + 2 * WIDTH * HIDDEN
+    part = matrices / (matrices + WIDTH * (WIDTH + 16))
+    assert f"{part:.0%} of the FLOPs of products with weights" in note
+
+
+def mesh_of(kind: str, capability: str) -> Any:
+    """What checks read of a mesh of GPUs, absent or not."""
+    device = types.SimpleNamespace(
+        platform="gpu", compute_capability=capability, device_kind=kind
+    )
+    return types.SimpleNamespace(devices=np.array([device]), shape={})
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "instead"),
+    [
+        ("NVIDIA H100", "9.0", "NVIDIA H100 has 9.0; use products='float8'"),
+        ("NVIDIA A100", "8.0", "NVIDIA A100 has 8.0; use products=None"),
+        ("AMD Instinct MI300X", "gfx942", "has gfx942; use products=None"),
+    ],
+)
+def test_a_gpu_that_has_no_such_products_is_refused_in_one_line(
+    kind, capability, instead
+):
+    policy = jshard.Policy(precision=MXFP8)
+    with pytest.raises(jshard.UserError, match=re.escape(instead)) as error:
+        checks.check_precisions(policy, mesh_of(kind, capability))
+    assert str(error.value).startswith("precision.products='mxfp8' needs NVIDIA GPUs")
+    assert "\n" not in str(error.value)
+
+
+def test_a_cudnn_that_has_no_such_products_is_refused_in_one_line(monkeypatch):
+    policy, mesh = jshard.Policy(precision=MXFP8), mesh_of("NVIDIA B200", "10.0")
+    checks.check_precisions(policy, mesh)  # absent: the planner says which cuDNN
+    monkeypatch.setattr(checks.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(checks, "cudnn_version", lambda: (9, 10))
+    checks.check_precisions(policy, mesh)
+    monkeypatch.setattr(checks, "cudnn_version", lambda: (9, 8))
+    with pytest.raises(jshard.UserError, match=r"cuDNN 9\.10 or newer; this is 9\.8"):
+        checks.check_precisions(policy, mesh)
+
+
+def test_blocks_do_not_go_with_all_parameters_on_the_host():
+    policy = jshard.Policy(precision=MXFP8, offload="all")
+    with pytest.raises(jshard.UserError, match="'mxfp8' cannot be combined"):
+        checks.check_precisions(policy, jshard.make_mesh())
