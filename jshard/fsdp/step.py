@@ -35,7 +35,7 @@ from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
-from jshard.nn.loss import Loss, Mean, Means, over_devices, seeds, terms_of
+from jshard.nn.loss import Means, over_devices, seeds, terms_of
 from jshard.optim.update import check_state, next_state
 from jshard.pipe.in_stages import in_stages
 from jshard.pipe.moves import from_stages, to_stages
@@ -107,9 +107,9 @@ def train_step(
         model_of = functools.partial(build, state.graphdef, training=True)
         of_root = root_as_unit(loss_fn, policy.reshard_root)
         local = functools.partial(train, model_of, of_root, layout)
-        specs, same = layout.local_specs, PartitionSpec()
-        in_specs = (specs, batch_specs(batch, mesh), same)
-        run = _on_devices(local, mesh, in_specs, (specs.params, same, same))
+        same = PartitionSpec()
+        out_specs = layout.local_specs.params, same, same
+        run = _on_devices(local, layout, (batch_specs(batch, mesh), same), out_specs)
         scale = state.loss_scale and state.loss_scale.scale
         with split_sequences(), in_stages(stages_of(mesh)):
             grads, metrics, model_state = run(_arrays(state), batch, scale)
@@ -130,10 +130,10 @@ def eval_step(
         check_batch(batch, layout.mesh)
         model_of = functools.partial(build, state.graphdef, layout, training=False)
         local = functools.partial(evaluate, model_of, loss_fn, layout)
-        in_specs = (layout.local_specs, batch_specs(batch, layout.mesh))
-        run = _on_devices(local, layout.mesh, in_specs, PartitionSpec())
+        in_specs = (batch_specs(batch, layout.mesh),)
+        run = _on_devices(local, layout, in_specs, PartitionSpec())
         with split_sequences():
-            return Means(*run(_arrays(state), batch))
+            return run(_arrays(state), batch)
 
     return eval_step
 
@@ -148,8 +148,8 @@ def predict_step(
         check_batch(batch, layout.mesh, whole=True)
         model_of = functools.partial(build, state.graphdef, layout, training=False)
         local = functools.partial(predict, model_of, fn, layout)
-        in_specs = (layout.local_specs, batch_specs(batch, layout.mesh, whole=True))
-        run = _on_devices(local, layout.mesh, in_specs, examples_spec(layout.mesh))
+        in_specs = (batch_specs(batch, layout.mesh, whole=True),)
+        run = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
         return run(_arrays(state), batch)
 
     return predict_step
@@ -159,14 +159,16 @@ def _arrays(state: TrainState) -> ModelArrays:
     return jax.tree.map(typed_as_device, state.model_arrays)
 
 
-def _on_devices(fn: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+def _on_devices(
+    fn: Callable, layout: Layout, in_specs: tuple, out_specs: Any
+) -> Callable:
     # Each value belongs to one device: nothing is summed unless a line says so.
     return jax.shard_map(
         fn,
-        mesh=mesh,
-        axis_names=set(axes_of(mesh)),
+        mesh=layout.mesh,
+        axis_names=set(axes_of(layout.mesh)),
         check_vma=False,
-        in_specs=in_specs,
+        in_specs=(layout.local_specs, *in_specs),
         out_specs=out_specs,
     )
 
@@ -198,8 +200,9 @@ def train(
     if stages_of(layout.mesh) > 1:
         stages = divide(arrays, layout.mesh, policy)
         arrays, batch, layout = to_stages(arrays, batch, layout, stages)
-    sharded = layout
-    arrays, layout = _gather_once(arrays, layout), layout.gathered()
+    sharded, layout = layout, layout.gathered()
+    params, frozen = (_once(all_gather, tree, sharded) for tree in arrays[:2])
+    arrays = ModelArrays(params, frozen, arrays.model_state)
 
     def run(params, frozen, state, batch, index=0):
         folded = fold_streams(state, index)
@@ -216,20 +219,22 @@ def train(
     forward = once_checked(traced, shapes, layout, arrays, inputs)
     if micro is None:
         rest = (*arrays[1:], batch)
-        _, pullback, (loss, metrics, after) = jax.vjp(
+        _, pullback, (means, after) = jax.vjp(
             lambda params: forward(params, *rest), arrays.params, has_aux=True
         )
-        counts = [lax.psum(mean.count, manual_axes()) for _, mean in loss.terms]
-        (grads,) = pullback(seeds(loss, counts, scale))
+        counts = [lax.psum(mean.count, manual_axes()) for _, mean in means.loss.terms]
+        (grads,) = pullback(seeds(means.loss, counts, scale))
         after = merge_state(arrays.model_state, after)
     else:
         dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
         rest = arrays, micro, dtypes, scale
         if layout.stages:
-            grads, loss, metrics, after = pipelined(traced, shapes, *rest)
+            grads, *of_loss, after = pipelined(traced, shapes, *rest)
+            means = Means(*of_loss)
         else:
-            grads, loss, metrics, after = accumulate(forward, shapes[:2], *rest)
-    grads = _scatter_once(grads, sharded)
+            of_loss = Means(*shapes[:2])
+            grads, means, after = accumulate(forward, of_loss, *rest)
+    grads = _once(scatter, grads, sharded)
     if layout.stages:
         grads = from_stages(grads, at_rest, layout.stages)
     places = at_rest.places_of(shards)
@@ -237,9 +242,9 @@ def train(
     if scale is not None:
         # In float16 the scale may overflow, and the quotient underflow.
         grads = jax.tree.map(lambda g: at_least_float32(g) / scale, grads)
-    loss, metrics = over_devices((loss, metrics))
-    means = {"loss": loss, **metrics}
-    return grads, {name: mean.compute() for name, mean in means.items()}, after
+    means = over_devices(means)
+    metrics = {"loss": means.loss, **means.metrics}
+    return grads, {name: mean.compute() for name, mean in metrics.items()}, after
 
 
 def evaluate(
@@ -248,8 +253,8 @@ def evaluate(
     layout: Layout,
     arrays: ModelArrays,
     batch: Any,
-) -> tuple[Loss, dict[str, Mean]]:
-    """Returns the loss and the named Means, with global totals and counts."""
+) -> Means:
+    """Returns the Means of ``loss_fn``, with global totals and counts."""
 
     def run(params, frozen, state, batch):
         model = model_of(params, frozen, fold_streams(state, 0))
@@ -257,8 +262,8 @@ def evaluate(
 
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
     forward = once_checked(traced, shapes, layout, arrays, (batch,))
-    _, (loss, metrics, _) = forward(*arrays, batch)
-    return over_devices((loss, metrics))
+    _, (means, _) = forward(*arrays, batch)
+    return over_devices(means)
 
 
 def predict(
@@ -278,27 +283,15 @@ def predict(
     return replay(traced, shapes)(*arrays, batch)
 
 
-def _gather_once(arrays: ModelArrays, layout: Layout) -> ModelArrays:
-    """Returns full parameters in place of shards, of those gathered once a step."""
+def _once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.State:
+    """Applies ``fn(array, place)`` to the parameters that a step gathers once."""
 
-    def full(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+    def apply(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         if not layout.gathered_once(path):
             return variable
-        return variable.copy(all_gather(variable.get_value(), layout.places[path]))
+        return variable.copy(fn(variable.get_value(), layout.places[path]))
 
-    params, frozen = (nnx.map_state(full, part) for part in arrays[:2])
-    return ModelArrays(params, frozen, arrays.model_state)
-
-
-def _scatter_once(grads: nnx.State, layout: Layout) -> nnx.State:
-    """Returns shards of the gradients of what ``_gather_once`` has gathered."""
-
-    def shard(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        if not layout.gathered_once(path):
-            return variable
-        return variable.copy(scatter(variable.get_value(), layout.places[path]))
-
-    return nnx.map_state(shard, grads)
+    return nnx.map_state(apply, params)
 
 
 def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import merge_state
+from jshard.nn.loss import Means
 from jshard.unit.dataflow import dependencies, loop, through, union
 from jshard.unit.linearize import check_names
 
@@ -35,7 +36,7 @@ def once_checked(
 
     Returns:
       ``forward``, with the arguments of ``run``, which returns the totals of the loss's
-      terms, and (loss, metrics, next state).
+      terms, and (Means, next state).
 
     Raises:
       UserError: a weight, or a part of the next state, may differ by device, or the
@@ -57,7 +58,7 @@ def once_checked(
 
     def forward(*args: Any) -> tuple[list, tuple]:
         loss, metrics, _, after = run(*args)
-        return [mean.total for _, mean in loss.terms], (loss, metrics, after)
+        return [mean.total for _, mean in loss.terms], (Means(loss, metrics), after)
 
     return forward
 
