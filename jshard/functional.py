@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jshard.collectives.gather import gather, placements
 from jshard.compat.jaxprs import Static
 from jshard.cpu.order import in_order
-from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.unit.stack import make_scan, split_aux
 
 __all__ = ["gather", "in_order", "scan_layers"]
@@ -55,7 +55,7 @@ def scan_layers(
     Raises:
       UserError: a layer changes the carry's shape or dtype, or ``remat`` is unknown.
     """
-    check_remat(remat)
+    policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
     places = placements(specs, stacked_params, dtype=dtype, reduce_dtype=reduce_dtype)
     shards, params_tree = jax.tree.flatten(stacked_params)
     places = jax.tree.leaves(places)
@@ -68,7 +68,6 @@ def scan_layers(
         after, aux, has_aux = split_aux(fn(params, carry, *args), carry)
         return (after, aux), [], Static(has_aux)
 
-    policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
     run = make_scan(layer, shards, places, [], carry, leaves, policy)
     carry, (aux, _, has_aux), _ = run()
     return (carry, aux) if has_aux.value else carry

@@ -15,6 +15,7 @@ from jshard.fsdp.mesh import (
     CONTEXT,
     FSDP,
     REPLICA,
+    capability,
     devices_of_a_sequence,
     named_sizes,
     shards_of,
@@ -38,12 +39,17 @@ _MUCH = 1 << 20  # parameters that are whole on every device
 
 def check_precisions(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if float8 products or 4 bits do not go with mesh or policy."""
-    _check_products(policy, mesh)
-    _check_base(policy, mesh)
-
-
-def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the policy wants float8 products that cannot be had."""
+    for name, precision in policy.everywhere("precision").items():
+        if precision.base is None:
+            continue
+        whole = (REPLICA, FSDP, CONTEXT)  # axes over which no weight is split
+        sizes = {a: n for a, n in mesh.shape.items() if a not in whole and n > 1}
+        if sizes:
+            raise UserError(
+                f"policy.{name}.base={precision.base!r}: weights in 4 bits are not "
+                f"split over {named_sizes(sizes)}; use a mesh of replica, fsdp and "
+                "context"
+            )
     if not policy.multiplies_in_float8():
         return
     if policy.offload == "all":
@@ -54,30 +60,13 @@ def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     if isinstance(mesh, AbstractMesh):
         return
     device = mesh.devices.flat[0]
-    capability = str(getattr(device, "compute_capability", None) or "")
-    numbers = tuple(map(int, capability.split("."))) if "." in capability else None
-    if device.platform == "gpu" and numbers and numbers < _FLOAT8_CAPABILITY:
+    found = capability(device)
+    if found is not None and found < _FLOAT8_CAPABILITY:
         raise UserError(
             f"precision.products='float8' needs GPUs of compute capability 8.9 or "
-            f"newer (Ada, Hopper, Blackwell); {device.device_kind} has {capability}; "
-            "use products=None"
+            f"newer (Ada, Hopper, Blackwell); {device.device_kind} has "
+            f"{'.'.join(map(str, found))}; use products=None"
         )
-
-
-def _check_base(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the policy wants 4 bits and the mesh splits weights."""
-    for name, precision in policy.everywhere("precision").items():
-        others = {
-            axis: size
-            for axis, size in mesh.shape.items()
-            if axis not in (REPLICA, FSDP, CONTEXT) and size > 1
-        }
-        if precision.base is not None and others:
-            raise UserError(
-                f"policy.{name}.base={precision.base!r}: weights in 4 bits are not "
-                f"split over {named_sizes(others)}; use a mesh of replica, fsdp and "
-                "context"
-            )
 
 
 def check_trained(params: nnx.State) -> None:
@@ -175,63 +164,54 @@ def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
             )
 
 
-def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> None:
-    """Warns if more than a quarter of the parameters are in no Stack or Unit."""
-    size = {
-        ".".join(map(str, path)): variable.get_value().size
-        for path, variable in root_variables(model, state.params, state.frozen)
-        if layout.places[path].dim is not None
-    }
-    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
-    part = sum(size.values()) / total
-    if part > 1 / 4 and shards_of(layout.mesh) > 1:
-        largest = sorted(size, key=lambda name: -size[name])[:3]
+def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> None:
+    """Warns of many parameters in the root, whole everywhere, or in dtypes not asked.
+
+    Warnings name the caller's caller's caller, who called ``FSDP.init``.
+    """
+    sizes = {path: v.get_value().size for path, v in state.flat_params()}
+    places, policy, shards = layout.places, layout.policy, shards_of(layout.mesh)
+
+    def share(paths: Sequence[tuple]) -> tuple[float, str]:
+        """Returns which part of all parameters these are, and names the largest."""
+        largest = sorted(paths, key=lambda path: -sizes[path])[:3]
+        names = (".".join(map(str, path)) for path in largest)
+        part = sum(sizes[path] for path in paths) / sum(sizes.values())
+        return part, ", ".join(names)
+
+    in_root = [path for path, _ in root_variables(model, state.params, state.frozen)]
+    part, largest = share([path for path in in_root if places[path].dim is not None])
+    if part > 1 / 4 and shards > 1:
         warnings.warn(
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
             "gathered at the start of a step and kept: wrap the modules of "
-            f"{', '.join(largest)} in jshard.Unit, or name their types in units=",
-            stacklevel=4,  # the caller of FSDP.init
+            f"{largest} in jshard.Unit, or name their types in units=",
+            stacklevel=4,
         )
-
-
-def warn_of_replicated(state: TrainState, layout: Layout) -> None:
-    """Warns if much of a model is whole on every device."""
-    size = {
-        ".".join(map(str, path)): variable.get_value().size
-        for path, variable in state.flat_params()
-        if layout.places[path].dim is None
-    }
-    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
-    part = sum(size.values()) / total
-    if part > 1 / 20 and sum(size.values()) > _MUCH and shards_of(layout.mesh) > 1:
-        largest = sorted(size, key=lambda name: -size[name])[:3]
+    replicated = [path for path in sizes if places[path].dim is None]
+    part, largest = share(replicated)
+    many = sum(sizes[path] for path in replicated) > _MUCH
+    if part > 1 / 20 and many and shards > 1:
         warnings.warn(
             f"{part:.0%} of the parameters are whole on every device, above all "
-            f"{', '.join(largest)}: they have fewer than policy.min_shard_elements="
-            f"{layout.policy.min_shard_elements} elements (lower it), or further mesh "
+            f"{largest}: they have fewer than policy.min_shard_elements="
+            f"{policy.min_shard_elements} elements (lower it), or further mesh "
             "axes split all their dimensions",
-            stacklevel=4,  # the caller of FSDP.init
+            stacklevel=4,
         )
 
+    def keeps_its_own(path: tuple, variable: nnx.Variable) -> bool:
+        asked = policy.precision_at(path).compute
+        real = jnp.issubdtype(variable.get_value().dtype, jnp.floating)
+        return asked is not None and real and places[path].compute != asked
 
-def warn_of_own_dtypes(state: TrainState, layout: Layout) -> None:
-    """Warns if most parameters are in modules whose own dtype is kept."""
-    size = {}
-    for path, variable in state.flat_params():
-        asked = layout.policy.precision_at(path).compute
-        kept, value = layout.places[path].compute, variable.get_value()
-        real = jnp.issubdtype(value.dtype, jnp.floating)
-        if asked is not None and real and kept != asked:
-            size[".".join(map(str, path))] = value.size
-    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
-    if sum(size.values()) > total / 2:
-        largest = sorted(size, key=lambda name: -size[name])[:3]
+    part, largest = share([x[0] for x in state.flat_params() if keeps_its_own(*x)])
+    if part > 1 / 2:
         warnings.warn(
-            f"{sum(size.values()) / total:.0%} of the parameters are in modules whose "
-            "own dtype is wider than precision.compute, and is kept: leave out the "
-            f"dtype of the modules of {', '.join(largest)}, or give them a precision "
-            "in policy.overrides",
-            stacklevel=4,  # the caller of FSDP.init
+            f"{part:.0%} of the parameters are in modules whose own dtype is wider "
+            "than precision.compute, and is kept: leave out the dtype of the modules "
+            f"of {largest}, or give them a precision in policy.overrides",
+            stacklevel=4,
         )
 
 

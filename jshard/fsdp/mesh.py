@@ -257,10 +257,13 @@ def devices_of_a_sequence(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
     """Returns how an array of a batch is split, (examples, sequence, ...)."""
-    split = [axis for axis in SEQUENCE if axis in mesh.axis_names]
-    if not split or ndim < 2:
-        return PartitionSpec(example_axes(mesh))
-    return PartitionSpec(example_axes(mesh), tuple(split) if split[1:] else split[0])
+    examples = example_axes(mesh)
+    split = tuple(axis for axis in SEQUENCE if axis in mesh.axis_names)
+    return (
+        PartitionSpec(examples, split)
+        if split and ndim > 1
+        else PartitionSpec(examples)
+    )
 
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -317,11 +320,6 @@ def shared_axes() -> tuple[str, ...]:
     return tuple(axis for axis in manual_axes() if axis in shared)
 
 
-def axes_of_examples() -> tuple[str, ...]:
-    """Returns the manual axes over which the examples of what is traced are split."""
-    return tuple(axis for axis in manual_axes() if axis not in shared_axes())
-
-
 def context_size() -> int:
     """Returns the number of devices that share the sequences of what is traced."""
     axes = sequence_axes()
@@ -332,6 +330,12 @@ def platform(mesh: Mesh | AbstractMesh) -> str:
     """Returns the platform of a mesh's devices: "cpu", "gpu", ..."""
     device = mesh.abstract_mesh.abstract_device
     return "unknown" if device is None else device.platform
+
+
+def capability(device: Any) -> tuple[int, ...] | None:
+    """Returns the compute capability of an NVIDIA GPU; None for other devices."""
+    text = str(getattr(device, "compute_capability", None))
+    return tuple(map(int, text.split("."))) if "." in text else None  # AMD: gfx942
 
 
 def on_gpus() -> bool:

@@ -29,7 +29,7 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.state import ModelArrays, TrainState
-from jshard.fsdp.traced import differing_results, once_checked
+from jshard.fsdp.traced import differing, once_checked
 from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
@@ -229,11 +229,11 @@ def train(
         dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
         rest = arrays, micro, dtypes, scale
         if layout.stages:
-            grads, *of_loss, after = pipelined(traced, shapes, *rest)
-            means = Means(*of_loss)
+            grads, loss, metrics, after = pipelined(traced, shapes, *rest)
+            means = Means(loss, metrics)
         else:
-            of_loss = Means(*shapes[:2])
-            grads, means, after = accumulate(forward, of_loss, *rest)
+            abstract = Means(*shapes[:2])
+            grads, means, after = accumulate(forward, abstract, *rest)
     grads = _once(scatter, grads, sharded)
     if layout.stages:
         grads = from_stages(grads, at_rest, layout.stages)
@@ -279,7 +279,7 @@ def predict(
         return fn(model_of(params, frozen, fold_streams(state, 0)), batch)
 
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
-    differing_results(traced.jaxpr, layout, arrays, (batch,))
+    differing(traced.jaxpr, layout, arrays, (batch,))
     return replay(traced, shapes)(*arrays, batch)
 
 

@@ -43,7 +43,7 @@ def once_checked(
         policy names an activation that there is none of.
     """
     check_names(traced.jaxpr, layout.policy)
-    differs = differing_results(traced.jaxpr, layout, arrays, inputs)
+    differs = differing(traced.jaxpr, layout, arrays, inputs)
     _, _, of_weights, of_state = jax.tree.unflatten(jax.tree.structure(shapes), differs)
     if any(of_weights):
         raise UserError(
@@ -53,7 +53,15 @@ def once_checked(
         )
     if of_state is not None:
         equal = jax.tree.map(lambda _: False, arrays.model_state)
-        _check_state(merge_state(equal, of_state))
+        for path, variable in nnx.to_flat_state(merge_state(equal, of_state)):
+            if any(jax.tree.leaves(variable)):
+                name = ".".join(map(str, path))
+                raise UserError(
+                    f"model state {name!r} may end the step different on each device; "
+                    "reduce what it is computed from with jshard.pmean (nnx.BatchNorm: "
+                    "leave axis_name out; callbacks: keep their results out of the "
+                    "state)"
+                )
     run = replay(traced, shapes)
 
     def forward(*args: Any) -> tuple[list, tuple]:
@@ -61,38 +69,6 @@ def once_checked(
         return [mean.total for _, mean in loss.terms], (Means(loss, metrics), after)
 
     return forward
-
-
-def differing_results(
-    jaxpr: Any, layout: Layout, arrays: ModelArrays, inputs: tuple
-) -> list[bool]:
-    """Returns whether each result of a step's program may differ by device.
-
-    Scalars among ``inputs`` are the same on every device.
-
-    Raises:
-      UserError: collectives run under a condition that does.
-    """
-    names, axes = [], []
-    for part in arrays[:2]:
-        for path, _ in nnx.to_flat_state(part):
-            names.append(".".join(map(str, path)))
-            axes.append(layout.places[path].differs_over())
-    axes += [()] * len(jax.tree.leaves(arrays.model_state))
-    axes += [manual_axes() if np.ndim(x) else () for x in jax.tree.leaves(inputs)]
-    return differing(jaxpr, axes, names)
-
-
-def _check_state(differs: nnx.State) -> None:
-    """Raises UserError if any part of the next model state may differ by device."""
-    for path, variable in nnx.to_flat_state(differs):
-        if any(jax.tree.leaves(variable)):
-            name = ".".join(map(str, path))
-            raise UserError(
-                f"model state {name!r} may end the step different on each device; "
-                "reduce what it is computed from with jshard.pmean (nnx.BatchNorm: "
-                "leave axis_name out; callbacks: keep their results out of the state)"
-            )
 
 
 # Primitives that run code which JAX knows nothing of, or that draw from a state of the
@@ -112,14 +88,15 @@ _PASS_ON = {
 
 
 def differing(
-    jaxpr: Any, inputs: Sequence[Iterable[str]], names: Sequence[str]
+    jaxpr: Any, layout: Layout, arrays: ModelArrays, inputs: tuple
 ) -> list[bool]:
-    """Returns whether each output of a step's program may differ by device.
+    """Returns whether each result of a step's program may differ by device.
 
     Args:
       jaxpr: the program of one device, traced inside ``shard_map``.
-      inputs: the mesh axes over which each of its inputs differs.
-      names: the names of the first inputs, which are parameters.
+      layout: of the parameters in ``arrays``.
+      arrays: as one device has them.
+      inputs: its examples; scalars among them are the same on every device.
 
     Raises:
       UserError: collectives run under a condition that may differ by device, or a unit
@@ -130,6 +107,12 @@ def differing(
 
     def over(names: Iterable[Any]) -> int:
         return sum(bits[axis] for axis in axes if axis in names)
+
+    paths = [path for part in arrays[:2] for path, _ in nnx.to_flat_state(part)]
+    names = [".".join(map(str, path)) for path in paths]
+    differs = [over(layout.places[path].differs_over()) for path in paths]
+    differs += [0] * len(jax.tree.leaves(arrays.model_state))
+    differs += [over(axes) if np.ndim(x) else 0 for x in jax.tree.leaves(inputs)]
 
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
         name, results = eqn.primitive.name, len(eqn.outvars)
@@ -159,7 +142,7 @@ def differing(
             return out
         return None
 
-    return list(map(bool, dependencies(jaxpr, list(map(over, inputs)), rule)))
+    return list(map(bool, dependencies(jaxpr, differs, rule)))
 
 
 def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard.compat.packed_attention import packed_attention
 from jshard.errors import UserError
+from jshard.fsdp.mesh import capability
 from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
 from jshard.nn.documents import documents, starts_and_lengths
@@ -222,12 +223,12 @@ def _obstacle(
         return "needs max_segments, the most documents of a row, with segment ids"
     if packed and q.size >= 2**31:
         return f"needs fewer than 2**31 elements with segment ids, not {q.size}"
-    capability = _capability(platform, kind)
-    if capability is None or capability < _CAPABILITY:
+    found = _capability(platform, kind)
+    if found is None or found < _CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or more, not {kind}"
-    if packed and capability < _HOPPER:
+    if packed and found < _HOPPER:
         return f"needs compute capability 9.0 or more with segment ids, not {kind}"
-    if H > _WIDEST_HEAD and capability != _HOPPER:
+    if H > _WIDEST_HEAD and found != _HOPPER:
         return of_width
     return None
 
@@ -241,7 +242,7 @@ def _target() -> tuple[str, str]:
     return platform, platform
 
 
-def _capability(platform: str, kind: str) -> tuple[int, int] | None:
+def _capability(platform: str, kind: str) -> tuple[int, ...] | None:
     """Returns the target's compute capability; None if it is no NVIDIA GPU."""
     if platform != "gpu":
         return None
@@ -253,8 +254,4 @@ def _capability(platform: str, kind: str) -> tuple[int, int] | None:
             f"attention: no {kind} is present; trace the step "
             "in jshard.plan.tracing_for"
         )
-    try:
-        major, minor = map(int, local[0].compute_capability.split("."))
-    except ValueError:  # an AMD GPU, like gfx942
-        return None
-    return major, minor
+    return capability(local[0])
