@@ -259,11 +259,7 @@ def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
     """Returns how an array of a batch is split, (examples, sequence, ...)."""
     examples = example_axes(mesh)
     split = tuple(axis for axis in SEQUENCE if axis in mesh.axis_names)
-    return (
-        PartitionSpec(examples, split)
-        if split and ndim > 1
-        else PartitionSpec(examples)
-    )
+    return PartitionSpec(*((examples, split) if split and ndim > 1 else (examples,)))
 
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
