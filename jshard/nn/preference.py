@@ -109,7 +109,7 @@ def orpo(
     """
     mean = policy.per_token()
     log_odds = mean.chosen - mean.rejected
-    log_odds -= _log1mexp(mean.chosen) - _log1mexp(mean.rejected)
+    log_odds -= jax.nn.log1mexp(-mean.chosen) - jax.nn.log1mexp(-mean.rejected)
     ratio = _mean(-jax.nn.log_sigmoid(log_odds))
     metrics = rewards(beta * mean.chosen, beta * mean.rejected)
     metrics |= {"chosen_loss": chosen_texts}
@@ -128,15 +128,3 @@ def rewards(chosen: jax.Array, rejected: jax.Array) -> dict[str, Mean]:
 
 def _mean(x_P: jax.Array) -> Mean:
     return Mean(jnp.sum(x_P), x_P.size)
-
-
-def _log1mexp(x: jax.Array) -> jax.Array:
-    """Computes ``log(1 - exp(x))`` of negative numbers.
-
-    By Mächler 2012, https://cran.r-project.org/web/packages/Rmpfr/vignettes/
-    log1mexp-note.pdf; each branch sees only numbers that it is for, or gradients of the
-    other would be nan.
-    """
-    small = x > -jnp.log(2.0)
-    near, far = jnp.where(small, x, -1.0), jnp.where(small, -1.0, x)
-    return jnp.where(small, jnp.log(-jnp.expm1(near)), jnp.log1p(-jnp.exp(far)))
