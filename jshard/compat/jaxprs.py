@@ -145,19 +145,17 @@ def evaluate(
 
 def flat_jaxpr(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> core.ClosedJaxpr:
     """Returns a program with its calls inlined, traced again for ``inputs``."""
-    return jax.make_jaxpr(lambda *inputs: _inline(closed, inputs))(*inputs)
 
+    def run(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        env = environment(closed, inputs)
+        for eqn in closed.jaxpr.eqns:
+            call, values = eqn.primitive.name in CALLS, read(env, eqn.invars)
+            with context(eqn):
+                results = run(inner_jaxpr(eqn), values) if call else bind(eqn, values)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return read(env, closed.jaxpr.outvars)
 
-def _inline(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    env = environment(closed, inputs)
-    for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name not in CALLS:
-            evaluate([eqn], env)
-            continue
-        with context(eqn):
-            results = _inline(inner_jaxpr(eqn), read(env, eqn.invars))
-        env.update(zip(eqn.outvars, results, strict=True))
-    return read(env, closed.jaxpr.outvars)
+    return jax.make_jaxpr(lambda *inputs: run(closed, inputs))(*inputs)
 
 
 def inner_jaxpr(call: Any) -> core.ClosedJaxpr:
@@ -278,10 +276,9 @@ def without_dead_code(fn: Callable) -> Callable:
 
     def run(*leaves: Any) -> list[Any]:
         traced = jax.make_jaxpr(fn)(*leaves)
-        jaxpr = consts_as_inputs(traced, leaves, traced.consts)
-        wanted = [True] * len(jaxpr.outvars)
-        needed = needed_for(jaxpr, wanted, effects=False)
-        return run_used(*needed, [*leaves, *traced.consts])
+        eqns = [eqn.replace(effects=frozenset()) for eqn in traced.jaxpr.eqns]
+        pure = core.ClosedJaxpr(traced.jaxpr.replace(eqns=eqns), traced.consts)
+        return core.jaxpr_as_fun(without_unused(pure))(*leaves)
 
     return run
 
@@ -303,15 +300,12 @@ def placeholder(
 
 
 def needed_for(
-    jaxpr: core.Jaxpr, outputs: Sequence[bool], *, effects: bool = True
+    jaxpr: core.Jaxpr, outputs: Sequence[bool]
 ) -> tuple[core.Jaxpr, list[bool]]:
     """Keeps what some outputs need; returns it, and which inputs it still uses.
 
-    What has ``effects`` is needed (``jax.debug.print``, say), unless these are False.
+    What has effects is needed, too (``jax.debug.print``, say).
     """
-    if not effects:
-        eqns = [eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns]
-        jaxpr = jaxpr.replace(eqns=eqns)
     return pe.dce_jaxpr(jaxpr, list(outputs))
 
 

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jshard.errors import UserError
+from jshard.fsdp.scopes import within
 from jshard.pipe.in_stages import stages_here
 
 REPLICA = "replica"
@@ -289,19 +290,16 @@ _sequences = contextvars.ContextVar[tuple[tuple[str, ...], tuple[str, ...]]](
 )
 
 
-@contextlib.contextmanager
-def split_sequences(axes: tuple[str, ...] = SEQUENCE) -> Iterator[None]:
+def split_sequences(
+    axes: tuple[str, ...] = SEQUENCE,
+) -> contextlib.AbstractContextManager[None]:
     """Says, for what is traced inside, over which axes sequences are split.
 
     Inside of another such context, these are some of its axes, and the devices of the
     others have the same sequences.
     """
     shared, _ = _sequences.get()
-    token = _sequences.set((shared or axes, axes))
-    try:
-        yield
-    finally:
-        _sequences.reset(token)
+    return within(_sequences, (shared or axes, axes))
 
 
 def sequence_axes() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jshard.collectives.gather import all_gather
+from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import layer_dims
 from jshard.unit.dataflow import dependencies, union
 from jshard.unit.shards import shard_of, with_array
@@ -37,12 +38,9 @@ class Parameters(nnx.Module):
         self, module: linen.Module, method: str, rngs: Any, args: tuple, kwargs: dict
     ) -> Any:
         """Calls a method of a Linen module, which is not bound, on these parameters."""
-        token = _IN_UNIT.set(True)
-        try:
-            tree = {"params": read_tree(self)}
+        tree = {"params": read_tree(self)}
+        with within(_IN_UNIT, True):
             return module.apply(tree, *args, method=method, rngs=rngs, **kwargs)
-        finally:
-            _IN_UNIT.reset(token)
 
 
 def read_tree(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
 from jshard.optim.known import with_whole_layers
@@ -25,18 +26,9 @@ layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())
 first_layer = ContextVar[Any]("first_layer", default=0)
 
 
-@contextlib.contextmanager
-def _set(variable: ContextVar, value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def at_layer(index: Any) -> contextlib.AbstractContextManager[None]:
     """Says that Stacks are cut to layer ``index`` while an update is traced."""
-    return _set(first_layer, index)
+    return within(first_layer, index)
 
 
 class PerLayerState(NamedTuple):
@@ -146,7 +138,7 @@ def _update_layers(update: Callable, args: tuple) -> Any:
     """Maps ``update`` over (L, ...) leaves; returns the new updates and state."""
 
     def one_layer(index: jax.Array, *args: Any) -> Any:
-        with _set(layers_here, (*layers_here.get(), index)), at_layer(0):
+        with within(layers_here, (*layers_here.get(), index)), at_layer(0):
             return update(*args)
 
     length = jax.tree.leaves(args)[0].shape[0]
