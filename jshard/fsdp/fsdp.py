@@ -241,8 +241,7 @@ class FSDP:
             loss scale, the optimizer needs more than that, or the state was donated.
         """
         check_optimizer(optimizer)
-        run = step.train_step(self._layout, self._build, loss_fn, optimizer)
-        return self._jit(run, donate_argnums=0)
+        return self._jit(step.train_step, loss_fn, optimizer, donate_argnums=0)
 
     def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
@@ -250,7 +249,7 @@ class FSDP:
         Results of several batches can be added: ``(a + b).compute()`` is a dict of
         floats.
         """
-        return self._jit(step.eval_step(self._layout, self._build, loss_fn))
+        return self._jit(step.eval_step, loss_fn)
 
     def predict_step(
         self, fn: Callable[[Any, Any], Any], *, donate_batch: bool = False
@@ -263,12 +262,18 @@ class FSDP:
             whole: on a mesh with a "context" axis, examples are split over it, too.
           donate_batch: whether outputs take the memory of the batch.
         """
-        run = step.predict_step(self._layout, self._build, fn)
-        return self._jit(run, donate_argnums=1 if donate_batch else ())
+        donated = 1 if donate_batch else ()
+        return self._jit(step.predict_step, fn, donate_argnums=donated)
 
-    def _jit(self, fn: Callable, **kwargs: Any) -> Step[Any]:
-        options = self.compiler_options or None
-        jitted = jax.jit(self._in_order(fn), compiler_options=options, **kwargs)
+    def _jit(self, fn: Callable, *args: Any, **options: Any) -> Step[Any]:
+        """Jits a function of ``jshard.fsdp.step``, for a state and a batch."""
+
+        def run(state: TrainState, batch: Any) -> Any:
+            return fn(self._layout, self._build, *args, state, batch)
+
+        run.__name__ = fn.__name__  # that of the program
+        options["compiler_options"] = self.compiler_options or None
+        jitted = jax.jit(self._in_order(run), **options)
         return Step(jitted, pace if self._on_cpus else None)
 
     def _in_order(self, fn: Callable) -> Callable:

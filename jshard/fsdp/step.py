@@ -96,63 +96,79 @@ def train_step(
     build: Build,
     loss_fn: Callable[[Any, Any], Any],
     optimizer: optax.GradientTransformation,
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the function that ``FSDP.train_step`` jits."""
-
-    def train_step(state: TrainState, batch: Any) -> Any:
-        layout = layout_of(state)
-        policy, mesh = layout.policy, layout.mesh
-        check_batch(batch, mesh, accumulate=policy.accumulate)
-        check_state(state, policy)
-        model_of = functools.partial(build, state.graphdef, training=True)
-        of_root = root_as_unit(loss_fn, policy.reshard_root)
-        local = functools.partial(train, model_of, of_root, layout)
-        same = PartitionSpec()
-        out_specs = layout.local_specs.params, same, same
-        run = _on_devices(local, layout, (batch_specs(batch, mesh), same), out_specs)
-        scale = state.loss_scale and state.loss_scale.scale
-        with split_sequences(), in_stages(stages_of(mesh)):
-            grads, metrics, model_state = run(_arrays(state), batch, scale)
-        loss = metrics["loss"]
-        new, more = next_state(layout, optimizer, state, grads, model_state, loss)
-        return layout.constrain(new), metrics | more
-
-    return train_step
+    state: TrainState,
+    batch: Any,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns the next state, and the step's metrics."""
+    layout = layout_of(state)
+    policy, mesh = layout.policy, layout.mesh
+    check_batch(batch, mesh, accumulate=policy.accumulate)
+    check_state(state, policy)
+    model_of = functools.partial(build, state.graphdef, training=True)
+    of_root = root_as_unit(loss_fn, policy.reshard_root)
+    local = functools.partial(train, model_of, of_root, layout)
+    same = PartitionSpec()
+    out_specs = layout.local_specs.params, same, same
+    run = _on_devices(local, layout, (batch_specs(batch, mesh), same), out_specs)
+    scale = state.loss_scale and state.loss_scale.scale
+    with split_sequences(), in_stages(stages_of(mesh)):
+        grads, metrics, model_state = run(_arrays(state), batch, scale)
+    loss = metrics["loss"]
+    new, more = next_state(layout, optimizer, state, grads, model_state, loss)
+    return layout.constrain(new), metrics | more
 
 
 def eval_step(
-    layout_of: LayoutOf, build: Build, loss_fn: Callable[[Any, Any], Any]
-) -> Callable[[TrainState, Any], Means]:
-    """Returns the function that ``FSDP.eval_step`` jits."""
+    layout_of: LayoutOf,
+    build: Build,
+    loss_fn: Callable[[Any, Any], Any],
+    state: TrainState,
+    batch: Any,
+) -> Means:
+    """Returns the Means of ``loss_fn``, with global totals and counts."""
+    layout = layout_of(state)
+    check_batch(batch, layout.mesh)
+    model_of = functools.partial(build, state.graphdef, layout, training=False)
 
-    def eval_step(state: TrainState, batch: Any) -> Means:
-        layout = layout_of(state)
-        check_batch(batch, layout.mesh)
-        model_of = functools.partial(build, state.graphdef, layout, training=False)
-        local = functools.partial(evaluate, model_of, loss_fn, layout)
-        in_specs = (batch_specs(batch, layout.mesh),)
-        run = _on_devices(local, layout, in_specs, PartitionSpec())
-        with split_sequences():
-            return run(_arrays(state), batch)
+    def run(params, frozen, model_state, batch):
+        model = model_of(params, frozen, fold_streams(model_state, 0))
+        return *terms_of(loss_fn(model, batch)), None
 
-    return eval_step
+    def local(arrays: ModelArrays, batch: Any) -> Means:
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+        forward = once_checked(traced, shapes, layout, arrays, (batch,))
+        _, (means, _) = forward(*arrays, batch)
+        return over_devices(means)
+
+    in_specs = (batch_specs(batch, layout.mesh),)
+    with split_sequences():
+        on_devices = _on_devices(local, layout, in_specs, PartitionSpec())
+        return on_devices(_arrays(state), batch)
 
 
 def predict_step(
-    layout_of: LayoutOf, build: Build, fn: Callable[[Any, Any], Any]
-) -> Callable[[TrainState, Any], Any]:
-    """Returns the function that ``FSDP.predict_step`` jits."""
+    layout_of: LayoutOf,
+    build: Build,
+    fn: Callable[[Any, Any], Any],
+    state: TrainState,
+    batch: Any,
+) -> Any:
+    """Returns ``fn(model, batch)`` of the global batch."""
+    layout = layout_of(state).whole()
+    check_batch(batch, layout.mesh, whole=True)
+    model_of = functools.partial(build, state.graphdef, layout, training=False)
 
-    def predict_step(state: TrainState, batch: Any) -> Any:
-        layout = layout_of(state).whole()
-        check_batch(batch, layout.mesh, whole=True)
-        model_of = functools.partial(build, state.graphdef, layout, training=False)
-        local = functools.partial(predict, model_of, fn, layout)
-        in_specs = (batch_specs(batch, layout.mesh, whole=True),)
-        run = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
-        return run(_arrays(state), batch)
+    def run(params, frozen, model_state, batch):
+        return fn(model_of(params, frozen, fold_streams(model_state, 0)), batch)
 
-    return predict_step
+    def local(arrays: ModelArrays, batch: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+        differing(traced.jaxpr, layout, arrays, (batch,))
+        return replay(traced, shapes)(*arrays, batch)
+
+    in_specs = (batch_specs(batch, layout.mesh, whole=True),)
+    on_devices = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
+    return on_devices(_arrays(state), batch)
 
 
 def _arrays(state: TrainState) -> ModelArrays:
@@ -245,42 +261,6 @@ def train(
     means = over_devices(means)
     metrics = {"loss": means.loss, **means.metrics}
     return grads, {name: mean.compute() for name, mean in metrics.items()}, after
-
-
-def evaluate(
-    model_of: Callable[..., nnx.Module],
-    loss_fn: Callable[[Any, Any], Any],
-    layout: Layout,
-    arrays: ModelArrays,
-    batch: Any,
-) -> Means:
-    """Returns the Means of ``loss_fn``, with global totals and counts."""
-
-    def run(params, frozen, state, batch):
-        model = model_of(params, frozen, fold_streams(state, 0))
-        return *terms_of(loss_fn(model, batch)), None
-
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
-    forward = once_checked(traced, shapes, layout, arrays, (batch,))
-    _, (means, _) = forward(*arrays, batch)
-    return over_devices(means)
-
-
-def predict(
-    model_of: Callable[..., nnx.Module],
-    fn: Callable[[Any, Any], Any],
-    layout: Layout,
-    arrays: ModelArrays,
-    batch: Any,
-) -> Any:
-    """Returns ``fn(model, batch)`` of this device's examples."""
-
-    def run(params, frozen, state, batch):
-        return fn(model_of(params, frozen, fold_streams(state, 0)), batch)
-
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
-    differing(traced.jaxpr, layout, arrays, (batch,))
-    return replay(traced, shapes)(*arrays, batch)
 
 
 def _once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.State:
