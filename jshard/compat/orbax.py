@@ -5,8 +5,10 @@ be exported. If the filters break, users see thousands of lines beside the error
 ``Save.error`` holds already. Saving and restoring use Orbax itself.
 """
 
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +49,20 @@ def open_in_database(database: dict[str, Any], name: str, context: Any = None) -
 def silence() -> None:
     """Installs the filters; repeated calls have no further effect."""
     logging.getLogger("absl").addFilter(_not_orbax)
-    if not isinstance(sys.unraisablehook, _LateWrites):
-        sys.unraisablehook = _LateWrites(sys.unraisablehook)
+    before = sys.unraisablehook
+    if getattr(before, "func", None) is not _pass_on:
+        sys.unraisablehook = functools.partial(_pass_on, before)
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "/orbax/" not in record.pathname
 
 
-class _LateWrites:
-    """A ``sys.unraisablehook`` that ignores writes that end after a failed save.
+def _pass_on(before: Callable[[Any], Any], unraisable: Any) -> None:
+    """Hands an error to a hook, unless it is a write that ends after a failed save.
 
-    Orbax has closed the event loop to which TensorStore would report them.
+    Orbax has closed the event loop to which TensorStore would report it.
     """
-
-    def __init__(self, before: Any):
-        self._before = before
-
-    def __call__(self, unraisable: Any) -> None:
-        """Ignores errors from a closed event loop; passes others to the old hook."""
-        error = unraisable.exc_value
-        if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
-            return
-        self._before(unraisable)
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        before(unraisable)
