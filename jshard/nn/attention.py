@@ -109,8 +109,15 @@ def dot_product_attention(
         if kernel == "cudnn":
             q, k, v = (checkpoint_name(x, ATTENTION_OPERANDS) for x in (q, k, v))
         with jax.named_scope(f"{kernel}-attention"):
-            ids = segment_ids, max_segments
-            return _attend(kernel, q, k, v, *ids, scores, sinks_N)
+            ids_BT = None if segment_ids is None else documents(segment_ids)
+            if kernel == "blockwise":
+                out = blockwise_attention(q, k, v, ids_BT, scores, sinks_N=sinks_N)
+            else:
+                out = _of_library(kernel, q, k, v, ids_BT, max_segments, scores)
+            if ids_BT is None or max_segments is None:
+                return out
+            fits_B = ids_BT[:, -1] < max_segments
+            return jnp.where(fits_B[:, None, None, None], out, jnp.nan)
 
     return on_whole_sequences(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
 
@@ -142,36 +149,21 @@ def _check(q: Any, k: Any, ids: Any, most: int | None, scores: Scores) -> None:
         )
 
 
-def _attend(
-    kernel: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Any,
-    most: int | None,
-    scores: Scores,
-    sinks_N: Any,
+def _of_library(
+    kernel: str, q: Any, k: Any, v: Any, ids_BT: Any, most: int | None, scores: Scores
 ) -> jax.Array:
-    """Returns the attended values by one of the kernels."""
-    document_BT = None if ids is None else documents(ids)
+    """Returns the attended values by XLA or cuDNN, as JAX calls them."""
     options: dict[str, Any] = {"scale": scores.scale, "is_causal": scores.is_causal}
-    if kernel == "blockwise":
-        out = blockwise_attention(q, k, v, document_BT, scores, sinks_N=sinks_N)
-    elif kernel == "cudnn" and document_BT is not None:
+    if ids_BT is not None and kernel == "cudnn":
         assert most is not None
-        packed = starts_and_lengths(document_BT, max(most, 2))
-        out = packed_attention(q, k, v, *packed, window=scores.window, **options)
-    else:
-        if document_BT is not None:
-            same_BTS = document_BT[:, :, None] == document_BT[:, None]
-            options["mask"] = same_BTS[:, None]
-        if scores.window:  # JAX leaves the position out
-            options["local_window_size"] = (scores.window - 1, 0)
-        options["implementation"] = kernel
-        out = jax.nn.dot_product_attention(q, k, v, **options)
-    if document_BT is None or most is None:
-        return out
-    return jnp.where((document_BT[:, -1] < most)[:, None, None, None], out, jnp.nan)
+        packed = starts_and_lengths(ids_BT, max(most, 2))
+        return packed_attention(q, k, v, *packed, window=scores.window, **options)
+    if ids_BT is not None:
+        same_BTS = ids_BT[:, :, None] == ids_BT[:, None]
+        options["mask"] = same_BTS[:, None]
+    if scores.window:  # JAX leaves the position out
+        options["local_window_size"] = (scores.window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, implementation=kernel, **options)
 
 
 def _choose(
