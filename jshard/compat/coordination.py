@@ -13,10 +13,7 @@ def client() -> Any:
     collective. Tested with JAX 0.10.2, 0.11.2 and 0.12.0.1. If it breaks, jobs of
     several processes can neither be joined nor monitor their processes.
     """
-    found = distributed.global_state.client
-    if found is None:
-        raise RuntimeError("jax.distributed.initialize comes first")
-    return found
+    return _of_job("client")
 
 
 def address_of_process(index: int) -> str:
@@ -25,10 +22,7 @@ def address_of_process(index: int) -> str:
     For process 0 it is what they were given, for others the address of the interface
     towards process 0. Tested and used as ``client``; if it breaks, so do local copies.
     """
-    coordinator = distributed.global_state.coordinator_address
-    if coordinator is None:
-        raise RuntimeError("jax.distributed.initialize comes first")
-    host, _, port = coordinator.rpartition(":")
+    host, _, port = _of_job("coordinator_address").rpartition(":")
     host = host.strip("[]")
     if index == 0:
         return host
@@ -37,3 +31,10 @@ def address_of_process(index: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing
         return probe.getsockname()[0]
+
+
+def _of_job(name: str) -> Any:
+    found = getattr(distributed.global_state, name)
+    if found is None:
+        raise RuntimeError("jax.distributed.initialize comes first")
+    return found

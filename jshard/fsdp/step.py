@@ -19,7 +19,7 @@ from jshard.collectives.gather import all_gather
 from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
 from jshard.compat.jaxprs import replay
-from jshard.fsdp.accumulate import accumulate, first_of, split
+from jshard.fsdp.accumulate import accumulate, split
 from jshard.fsdp.mesh import (
     axes_of,
     examples_spec,
@@ -65,14 +65,9 @@ def build(
 ) -> nnx.Module:
     """Returns the model on one device, whose units gather their shards.
 
-    Args:
-      units: module types that become Units.
-      tensor_parallel: paths of modules that are called within that function.
-      graphdef: the model's structure.
-      layout: that of the parameters in ``arrays``.
-      *arrays: parameters, frozen parameters, and the model state.
-      training: whether the model is in train mode. Then the policy may make the root a
-        unit (``reshard_root``); otherwise the root is gathered here.
+    Types in ``units`` become Units, and modules at the paths of ``tensor_parallel`` are
+    called within that function. In training the policy may make the root a unit, too
+    (``reshard_root``); otherwise it is gathered here.
     """
     model = nnx.merge(graphdef, *arrays, copy=True)
     own_containers(model)
@@ -205,8 +200,7 @@ def train(
     Args:
       model_of: ``model_of(layout, params, frozen, model_state)`` makes the model.
       loss_fn: ``loss_fn(model, batch)``.
-      layout: the state's layout; its policy sets the number of micro-batches
-        (``accumulate``) and when gradients are scattered (``defer_scatter``).
+      layout: the state's layout.
       arrays: local shards, and the model state.
       batch: this device's examples, (examples, ...) each.
       scale: scales the loss in the backward; None is 1.
@@ -230,7 +224,7 @@ def train(
     micro = None
     if policy.accumulate > 1 or layout.stages:
         micro = split(batch, policy.accumulate)
-    inputs = (batch,) if micro is None else first_of(micro)
+    inputs = (batch,) if micro is None else jax.tree.map(lambda x: x[0], micro)
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
     forward = once_checked(traced, shapes, layout, arrays, inputs)
     if micro is None:

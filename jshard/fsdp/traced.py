@@ -26,9 +26,8 @@ def once_checked(
     """Checks a forward, and returns it as a function.
 
     Args:
-      traced: what ``jax.make_jaxpr`` made of ``run(params, frozen, state, batch,
-        *index)``, which returns the loss, the named Means, the weights of terms that
-        the step computes, and the next state or None.
+      traced: what ``jax.make_jaxpr`` made of ``run(*arrays, *inputs)``, which returns
+        what ``terms_of`` does, and the next state or None.
       shapes: its abstract results.
       layout: of the parameters in ``arrays``.
       arrays: as one device has them.
@@ -92,11 +91,8 @@ def differing(
 ) -> list[bool]:
     """Returns whether each result of a step's program may differ by device.
 
-    Args:
-      jaxpr: the program of one device, traced inside ``shard_map``.
-      layout: of the parameters in ``arrays``.
-      arrays: as one device has them.
-      inputs: its examples; scalars among them are the same on every device.
+    Arguments are as of ``once_checked``. Scalars among ``inputs`` are the same on every
+    device.
 
     Raises:
       UserError: collectives run under a condition that may differ by device, or a unit
