@@ -276,9 +276,10 @@ def without_dead_code(fn: Callable) -> Callable:
 
     def run(*leaves: Any) -> list[Any]:
         traced = jax.make_jaxpr(fn)(*leaves)
-        eqns = [eqn.replace(effects=frozenset()) for eqn in traced.jaxpr.eqns]
-        pure = core.ClosedJaxpr(traced.jaxpr.replace(eqns=eqns), traced.consts)
-        return core.jaxpr_as_fun(without_unused(pure))(*leaves)
+        jaxpr = consts_as_inputs(traced, leaves, traced.consts)
+        wanted = [True] * len(jaxpr.outvars)
+        needed = needed_for(jaxpr, wanted, effects=False)
+        return run_used(*needed, [*leaves, *traced.consts])
 
     return run
 
@@ -300,12 +301,15 @@ def placeholder(
 
 
 def needed_for(
-    jaxpr: core.Jaxpr, outputs: Sequence[bool]
+    jaxpr: core.Jaxpr, outputs: Sequence[bool], *, effects: bool = True
 ) -> tuple[core.Jaxpr, list[bool]]:
     """Keeps what some outputs need; returns it, and which inputs it still uses.
 
-    What has effects is needed, too (``jax.debug.print``, say).
+    What has ``effects`` is needed (``jax.debug.print``, say), unless these are False.
     """
+    if not effects:
+        eqns = [eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns]
+        jaxpr = jaxpr.replace(eqns=eqns)
     return pe.dce_jaxpr(jaxpr, list(outputs))
 
 

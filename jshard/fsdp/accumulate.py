@@ -30,6 +30,11 @@ def split(batch: Any, number: int) -> Micro:
     return jax.tree.map(cut, batch), jnp.arange(number, dtype=jnp.uint32)
 
 
+def first_of(micro: Micro) -> Micro:
+    """Returns the first micro-batch and its index."""
+    return jax.tree.map(lambda x: x[0], micro)
+
+
 def accumulate(
     forward: Callable,
     shapes: Means,

@@ -19,7 +19,7 @@ from jshard.collectives.gather import all_gather
 from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
 from jshard.compat.jaxprs import replay
-from jshard.fsdp.accumulate import accumulate, split
+from jshard.fsdp.accumulate import accumulate, first_of, split
 from jshard.fsdp.mesh import (
     axes_of,
     examples_spec,
@@ -224,7 +224,7 @@ def train(
     micro = None
     if policy.accumulate > 1 or layout.stages:
         micro = split(batch, policy.accumulate)
-    inputs = (batch,) if micro is None else jax.tree.map(lambda x: x[0], micro)
+    inputs = (batch,) if micro is None else first_of(micro)
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
     forward = once_checked(traced, shapes, layout, arrays, inputs)
     if micro is None:
