@@ -20,14 +20,7 @@ def open_array(folder: Path, name: str, context: Any = None) -> Any:
 
     ``jshard.export`` holds one chunk in memory at a time; Orbax reads full shards.
     Orbax stores arrays in a subfolder, as an OCDBT database of Zarr 3 arrays.
-
-    Args:
-      folder: the folder that was passed to Orbax.
-      name: the array's name, with dots between nested names.
-      context: a ``tensorstore.Context``.
-
-    Returns:
-      A ``tensorstore.TensorStore``.
+    The folder is what was passed to Orbax; nested names have dots between them.
 
     Raises:
       FileNotFoundError: the folder has no OCDBT database.

@@ -106,14 +106,10 @@ def column_norms(kernel: jax.Array) -> jax.Array:
 
 
 def start_magnitudes(state: TrainState, frozen: Any, mesh: Any) -> TrainState:
-    """Returns a new state whose magnitudes are the norms of its weights.
+    """Returns a new, traced state whose magnitudes are the norms of its weights.
 
-    In traced code. Weights may be in 4 bits; one layer of one exists at a time.
-
-    Args:
-      state: the state.
-      frozen: the frozen parameters that it will have, if others than its own.
-      mesh: its mesh.
+    These may be in 4 bits, and are those in ``frozen`` if the state will have others
+    than its own; one layer of one exists at a time.
     """
     trees = (state.params, state.frozen if frozen is None else frozen)
     flat = {path: x for tree in trees for path, x in nnx.to_flat_state(tree)}

@@ -4,7 +4,7 @@ The target is known when a step is traced: inside ``shard_map`` it is the mesh's
 which need not be present on this machine; elsewhere it is JAX's default backend.
 
 Shape suffixes: B batch, T time, S time of the keys, N heads, K key-value heads, H head
-width.
+width, M packed documents of a row.
 """
 
 import math
@@ -21,7 +21,6 @@ from jshard.errors import UserError
 from jshard.fsdp.mesh import capability
 from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
-from jshard.nn.documents import documents, starts_and_lengths
 from jshard.parallel.context import on_whole_sequences
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blockwise")
@@ -163,7 +162,8 @@ def _of_library(
         options["mask"] = same_BTS[:, None]
     if scores.window:  # JAX leaves the position out
         options["local_window_size"] = (scores.window - 1, 0)
-    return jax.nn.dot_product_attention(q, k, v, implementation=kernel, **options)
+    options["implementation"] = kernel
+    return jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def _choose(
@@ -247,3 +247,26 @@ def _capability(platform: str, kind: str) -> tuple[int, ...] | None:
             "in jshard.plan.tracing_for"
         )
     return capability(local[0])
+
+
+def documents(segment_ids_BT: jax.Array) -> jax.Array:
+    """Numbers the documents of each row from 0, runs of equal ids: (B, T) int32."""
+    begins = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    return jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def starts_and_lengths(
+    document_BT: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns where documents start and how long they are, -1 for those not there.
+
+    Starts are (B, M + 1), of which the last are -1, and lengths (B, M), both int32, for
+    M, the ``most`` documents of a row; others are left out.
+    """
+    own_BTM = document_BT[:, :, None] == jnp.arange(most)
+    length_BM = jnp.sum(own_BTM, axis=1, dtype=jnp.int32)
+    start_BM = jnp.cumsum(length_BM, axis=1, dtype=jnp.int32) - length_BM
+    start_BM, length_BM = (
+        jnp.where(length_BM > 0, x, -1) for x in (start_BM, length_BM)
+    )
+    return jnp.pad(start_BM, ((0, 0), (0, 1)), constant_values=-1), length_BM

@@ -28,5 +28,10 @@ def update(
     """
     t = steps.astype(float)
     d = jnp.minimum(decay, (1 + t) / (10 + t))
-    move = lambda average, param: d * average + (1 - d) * param
-    return jax.tree.map(lambda a, p: move(a, p).astype(a.dtype), averages, params)
+
+    def move(average: jax.Array, param: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(param.dtype, jnp.inexact):
+            return param
+        return (d * average + (1 - d) * param).astype(average.dtype)
+
+    return jax.tree.map(move, averages, params)
