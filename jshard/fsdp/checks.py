@@ -111,36 +111,26 @@ def check_model(model: nnx.Module, policy: Policy, mesh: Mesh | AbstractMesh) ->
     found = {path: module for path, module in nnx.iter_modules(model) if path}
     units = [path for path, module in found.items() if is_unit(module)]
     stacks = [path for path in units if isinstance(found[path], Stack)]
+    modules = prefixes(found)
     for pattern, fields in policy.overrides.items():
-        _check_override(pattern, set(fields), prefixes(found), units, stacks)
+        if not fnmatch.filter(modules, pattern):
+            raise UserError(
+                f"policy.overrides: {pattern!r} matches no module; modules are "
+                f"{', '.join(modules[:12])}"
+            )
+        for kind, paths, of_kind in (
+            ("Stacks and Units", units, set(OF_UNITS) - OF_STACKS),
+            ("Stacks", stacks, OF_STACKS),
+        ):
+            useless, names = sorted(of_kind & set(fields)), prefixes(paths)
+            if useless and not fnmatch.filter(names, pattern):
+                raise UserError(
+                    f"policy.overrides[{pattern!r}]: {', '.join(useless)} applies to "
+                    f"entire {kind}, and the pattern matches none of "
+                    f"{', '.join(names) or 'them'}"
+                )
     _check_layer_counts(policy, model)
     _check_splits_sequences(model, mesh)
-
-
-def _check_override(
-    pattern: str,
-    fields: set[str],
-    modules: list[str],
-    units: Sequence[tuple],
-    stacks: Sequence[tuple],
-) -> None:
-    """Raises UserError if a pattern matches no module, or fields have no effect."""
-    if not fnmatch.filter(modules, pattern):
-        raise UserError(
-            f"policy.overrides: {pattern!r} matches no module; modules are "
-            f"{', '.join(modules[:12])}"
-        )
-    for kind, paths, of_kind in (
-        ("Stacks and Units", units, set(OF_UNITS) - OF_STACKS),
-        ("Stacks", stacks, OF_STACKS),
-    ):
-        useless, names = sorted(fields & of_kind), prefixes(paths)
-        if useless and not fnmatch.filter(names, pattern):
-            raise UserError(
-                f"policy.overrides[{pattern!r}]: {', '.join(useless)} applies to "
-                f"entire {kind}, and the pattern matches none of "
-                f"{', '.join(names) or 'them'}"
-            )
 
 
 def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
