@@ -72,7 +72,7 @@ def accumulate(
         return (sums, own + means, state), None  # with its own weights
 
     zeros = jax.tree.map(lambda x, d: jnp.zeros(x.shape, d), arrays.params, dtypes)
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    none = jax.tree.map(jnp.zeros_like, shapes)
     sums, _ = lax.scan(body, (zeros, none, arrays.model_state), micro)
     return sums
 

@@ -224,8 +224,8 @@ def _outside_of_units(variable: nnx.Variable) -> jax.Array:
     assert shard is not None
     if layer_dims(variable):
         return shard.array
-    whole = jax.eval_shape(lambda x: all_gather(x, shard.place), shard.array)
-    return jnp.zeros(whole.shape, whole.dtype)
+    gathered = functools.partial(all_gather, place=shard.place)
+    return jnp.zeros_like(jax.eval_shape(gathered, shard.array))
 
 
 def _leaks(jaxpr: core.Jaxpr, stacked: list[bool]) -> list[bool]:
