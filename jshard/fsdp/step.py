@@ -137,8 +137,8 @@ def eval_step(
 
     in_specs = (batch_specs(batch, layout.mesh),)
     with split_sequences():
-        on_devices = _on_devices(local, layout, in_specs, PartitionSpec())
-        return on_devices(_arrays(state), batch)
+        mapped = _on_devices(local, layout, in_specs, PartitionSpec())
+        return mapped(_arrays(state), batch)
 
 
 def predict_step(
@@ -162,8 +162,8 @@ def predict_step(
         return replay(traced, shapes)(*arrays, batch)
 
     in_specs = (batch_specs(batch, layout.mesh, whole=True),)
-    on_devices = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
-    return on_devices(_arrays(state), batch)
+    mapped = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
+    return mapped(_arrays(state), batch)
 
 
 def _arrays(state: TrainState) -> ModelArrays:
@@ -211,7 +211,7 @@ def train(
         stages = divide(arrays, layout.mesh, policy)
         arrays, batch, layout = to_stages(arrays, batch, layout, stages)
     sharded, layout = layout, layout.gathered()
-    params, frozen = (_once(all_gather, tree, sharded) for tree in arrays[:2])
+    params, frozen = (_map_gathered_once(all_gather, x, sharded) for x in arrays[:2])
     arrays = ModelArrays(params, frozen, arrays.model_state)
 
     def run(params, frozen, state, batch, index=0):
@@ -244,7 +244,7 @@ def train(
         else:
             abstract = Means(*shapes[:2])
             grads, means, after = accumulate(forward, abstract, *rest)
-    grads = _once(scatter, grads, sharded)
+    grads = _map_gathered_once(scatter, grads, sharded)
     if layout.stages:
         grads = from_stages(grads, at_rest, layout.stages)
     places = at_rest.places_of(shards)
@@ -257,7 +257,7 @@ def train(
     return grads, {name: mean.compute() for name, mean in metrics.items()}, after
 
 
-def _once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.State:
+def _map_gathered_once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.State:
     """Applies ``fn(array, place)`` to the parameters that a step gathers once."""
 
     def apply(path: tuple, variable: nnx.Variable) -> nnx.Variable:
