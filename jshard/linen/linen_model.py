@@ -75,10 +75,17 @@ class Model(nnx.Module):
         streams: tuple[str, ...] = (),
         **kwargs: Any,
     ):
-        found: dict[Path, Any] = {}
+        found: dict[Path, Any] = {}  # units: their types, and shapes of parameters
+
+        def record(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+            result, unit = call(*args, **kwargs), context.module
+            if type(unit) in units and "params" in unit.variables:
+                own = linen.meta.unbox(unit.variables["params"])
+                found[unit.path] = type(unit), jax.tree.map(jnp.shape, own)
+            return result
 
         def init(key: jax.Array) -> Any:
-            with linen.intercept_methods(_recorder(units, found)):
+            with linen.intercept_methods(record):
                 return linen.meta.unbox(module.init(key, *inputs, **kwargs))
 
         if params is None:
@@ -241,19 +248,6 @@ def _leaks(jaxpr: core.Jaxpr, stacked: list[bool]) -> list[bool]:
     bits = [is_stacked << i for i, is_stacked in enumerate(stacked)]
     found = union(dependencies(jaxpr, bits, rule))
     return [bool(found >> i & 1) for i in range(len(stacked))]
-
-
-def _recorder(units: tuple[type, ...], found: dict[Path, Any]) -> Callable:
-    """Returns an interceptor that notes the parameters' shapes of each unit."""
-
-    def record(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        result, module = call(*args, **kwargs), context.module
-        if type(module) in units and "params" in module.variables:
-            params = linen.meta.unbox(module.variables["params"])
-            found[module.path] = type(module), jax.tree.map(jnp.shape, params)
-        return result
-
-    return record
 
 
 def _runner(types: tuple[type, ...], units: dict[Path, Any]) -> Callable:
