@@ -41,8 +41,9 @@ COMMANDS_HEAD = """\
 
 # Commands
 
-Each is a program, `jshard-NAME`, and a module, `python -m jshard.NAME`. [Exit
-codes](exit_codes.md) have a page.
+Each is a program, `jshard-NAME`, and a module, `python -m jshard.NAME`. An option that
+several commands share is explained under the first. [Exit codes](exit_codes.md) have a
+page.
 """
 KNOBS_HEAD = """\
 <!-- written by docs/reference.py -->
@@ -64,13 +65,22 @@ Llama's defaults are those of `llama.py:3-8b`.
 
 
 def commands_page() -> str:
-    """The page of all commands, as Markdown."""
-    sections = [
-        f"\n## {name}\n\n`python -m jshard.{name}` {what}.\n\n"
-        f"```text\n{help_of(name).strip()}\n```\n"
-        for name, what in COMMANDS.items()
-    ]
-    return COMMANDS_HEAD + "".join(sections)
+    """The page of all commands, as Markdown, which explains an option once."""
+    page = COMMANDS_HEAD
+    explained: dict[str, str] = {}  # the command under which an option is explained
+    for name, what in COMMANDS.items():
+        printed = help_of(name).strip() + "\n"
+        shared: dict[str, list[str]] = {}
+        for entry in re.findall(r"^  --.*\n(?: {10}.*\n)+", printed, re.MULTILINE):
+            first = explained.setdefault(entry, name)
+            if first != name and "--help" not in entry:
+                shared.setdefault(first, []).append(entry.split()[0])
+                printed = printed.replace(entry, "")
+        page += f"\n## {name}\n\n`python -m jshard.{name}` {what}.\n\n"
+        page += f"```text\n{printed}```\n"
+        for first, options in shared.items():
+            page += f"\nAs for {first}: `{'`, `'.join(options)}`.\n"
+    return page
 
 
 def help_of(command: str) -> str:
@@ -143,7 +153,12 @@ def _values(knob: Knob) -> str:
     possible = knob.possible()
     if possible in ("True or False", "text", "a path"):
         return ""
-    return re.sub("^a (whole|finite) number, ", "", possible)
+    if knob.is_special(knob.default):
+        possible = re.sub(f"^{re.escape(str(knob.default))}(, | or )", "", possible)
+    possible = re.sub("a (whole|finite) number, ", "", possible)
+    possible = re.sub("at least ([^ ]+) and at most ", r"\1 to ", possible)
+    possible = re.sub("at least ", "≥ ", possible)
+    return re.sub("above ", "> ", re.sub("(^| and )below ", ", < ", possible))
 
 
 def _defaults(in_recipes: dict[str, str]) -> str:

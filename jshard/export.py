@@ -57,8 +57,7 @@ COMMAND = Command(
             choices=FORMATS,
         ),
         "config": Option(
-            None, "the run's recipe, which knows the names, if it is not where it was",
-            kind=str, shown="RECIPE",
+            None, "the run's recipe, if it has moved", kind=str, shown="RECIPE",
         ),
         "ema": Option(False, "export the averages instead of the trained parameters"),
         "dtype": Option(

@@ -25,7 +25,7 @@ from jshard.errors import UserError
 
 COMMAND = Command(
     "inspect",
-    "Shows what a checkpoint holds, without reading its arrays.",
+    "Shows what a checkpoint contains, without reading its arrays.",
     {
         "PATH": CHECKPOINT,
         "verify": Option(False, "read all files and compare their checksums"),

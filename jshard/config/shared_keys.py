@@ -67,7 +67,7 @@ DEFAULTS = {
         1, "number of stages that share the layers, in a pipeline", at_least=1
     ),
     "mesh.cpu_devices": Knob(
-        8, "CPU devices per process without GPUs; JAX_NUM_CPU_DEVICES comes first",
+        8, "CPU devices per process without GPUs; JAX_NUM_CPU_DEVICES overrides it",
         at_least=1, at_most=1024,
     ),
     **_policy(),

@@ -41,9 +41,9 @@ COMMAND = Command(
         "length": Option(128, "the most tokens to generate after a prompt", **_COUNT),
         "temperature": Option(0.8, "0 always takes the likeliest token"),
         "top_k": Option(
-            0, "sample from the N likeliest tokens alone; 0 is all", **_TOKEN
+            0, "sample only from the N likeliest tokens; 0 is all", **_TOKEN
         ),
-        "top_p": Option(1.0, "sample from the likeliest with probability N alone"),
+        "top_p": Option(1.0, "sample from the likeliest tokens up to probability N"),
         "seed": Option(
             0, "the prompt of line r has seed N + r", at_least=0, at_most=2**32 - 1
         ),

@@ -26,8 +26,7 @@ MODEL_OPTIONS = {
         kind=Path, bucket=True, hub="model", required=True, shown="RUN_OR_DIR",
     ),
     "config": Option(
-        None, "the model's recipe, if it is not where the run says", kind=str,
-        shown="RECIPE",
+        None, "the model's recipe, if it has moved", kind=str, shown="RECIPE",
     ),
     "tokenizer": Option(
         None, "by default the run's, or that in the Hugging Face folder", kind=Path,
@@ -38,11 +37,11 @@ MODEL_OPTIONS = {
         "Hugging Face folder", kind=str, choices=("float32", "bfloat16"),
     ),
     "ema": Option(
-        False, "take the averages of the run's parameters (policy.ema_decay)"
+        False, "use the averages of the run's parameters (policy.ema_decay)"
     ),
     "base": Option(
-        None, "where the weights are that a run of adapters did not train, if they "
-        "have moved", kind=Path, hub="model", shown="DIR",
+        None, "the frozen weights of a run of adapters, if they have moved", kind=Path,
+        hub="model", shown="DIR",
     ),
     **cluster.OPTIONS,
 }  # fmt: skip
