@@ -1,5 +1,6 @@
 """Errors that tell the user more in one line than in a traceback."""
 
+import errno
 from collections.abc import Sequence
 
 from jshard.cli.formatting import one_line
@@ -10,6 +11,11 @@ def some_of(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
     more = len(texts) - limit
     shown = separator.join(texts[:limit])
     return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Returns whether an error is that of a full disk, or of a used-up quota."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class _OneLine(Exception):

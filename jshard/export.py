@@ -4,7 +4,6 @@ With `--format=huggingface` the folder is one of Hugging Face's, for transformer
 """
 
 import contextlib
-import errno
 import re
 import shutil
 import tempfile
@@ -23,7 +22,7 @@ from jshard.cli.options import CHECKPOINT, Command, Option
 from jshard.cli.paths import is_remote
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
-from jshard.errors import RunFailed, UserError
+from jshard.errors import RunFailed, UserError, is_disk_full
 from jshard.hub import exported_tensors as exported
 from jshard.hub import peft
 from jshard.hub.huggingface_folder import CONFIG
@@ -174,7 +173,7 @@ def export(
     except SafetensorError as error:
         raise UserError(f"cannot export {path}: {error}") from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise RunFailed(
                 f"the disk is full: nothing of the export is left in {output}"
             ) from error

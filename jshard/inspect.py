@@ -11,7 +11,7 @@ from typing import Any
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.buckets.arrays import address, shown
 from jshard.checkpoint.buckets.mirror import on_disk
-from jshard.checkpoint.described import itemsize
+from jshard.checkpoint.metadata import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import run_command

@@ -1,15 +1,13 @@
 """Tokenizes text: `python -m jshard.tokenize PATH... --tokenizer=T --output=DIR`."""
 
-import errno
 import os
 from pathlib import Path
 
-from jshard.checkpoint.buckets.files import cache_folder
 from jshard.cli.command import run_command
 from jshard.cli.options import Command, Option
-from jshard.cli.paths import is_remote
+from jshard.cli.paths import cache_folder, is_remote
 from jshard.data.text.token_writer import write_token_files
-from jshard.errors import RunFailed, UserError
+from jshard.errors import RunFailed, UserError, is_disk_full
 
 COMMAND = Command(
     "tokenize",
@@ -54,8 +52,9 @@ def _tokenize(argv: list[str]) -> None:
             workers=arguments.workers or len(os.sched_getaffinity(0)),
         )
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            local = cache_folder() if is_remote(arguments.output) else arguments.output
+        if is_disk_full(error):
+            remote = is_remote(arguments.output)
+            local = cache_folder("buckets") if remote else arguments.output
             raise RunFailed(
                 f"the disk of {local} is full; make room, and run the "
                 "command again to continue"

@@ -8,7 +8,6 @@ Exit codes:
   130, 143: Ctrl-C or SIGTERM ended the process before anything could be saved.
 """
 
-import sys
 from pathlib import Path
 
 from jshard.cli.command import run_command
@@ -16,7 +15,6 @@ from jshard.cli.options import Command, Option
 from jshard.cli.quiet import import_jax
 from jshard.data.loader_processes import leave_to_run
 from jshard.distributed import cluster
-from jshard.distributed.status import has_parent
 from jshard.distributed.supervisor import supervise
 from jshard.recipe.recipe_path import RECIPE_OPTIONS, find_recipe
 
@@ -48,8 +46,7 @@ def _train(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
     path = find_recipe(str(arguments.config))
     job = None if arguments.help else cluster.find_cluster(vars(arguments))
-    if job is not None and not has_parent():
-        sys.exit(supervise(job, [sys.executable, *sys.orig_argv[1:]]))
+    supervise(job)
     import_jax()
     from jshard.training.train_command import train  # slow; a parent needs none of it
 

@@ -1,18 +1,11 @@
 """Checkpoints: asynchronous sharded saves, verified restores onto any mesh.
 
-A step's folder is built under another name, ``100.saving``. In it Orbax writes the
-arrays, each process its shards; then metadata is written, then the manifest with a
-checksum of every file; finally the folder is renamed (``step_folders``). Whenever a
-process dies, a folder whose name is a number was complete at some time, and the
-manifest shows whether it still is.
-
-Processes communicate through that folder. Each writes the checksums of its share of the
-files for process 0, which does the rest. How they learn that one of them has failed is
-in ``save_failures``.
+Where and how a step is written is in ``disk_saves`` and ``buckets.saves``; how its
+processes hear of each other is in ``participants``.
 """
 
 import dataclasses
-import json
+import itertools
 import logging
 import threading
 import time
@@ -23,52 +16,33 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
-from jshard.checkpoint import frozen, manifest, metadata, step_folders
-from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.buckets.arrays import address
 from jshard.checkpoint.buckets.mirror import temporary_folder
 from jshard.checkpoint.buckets.objects import Overtaken
 from jshard.checkpoint.buckets.saves import BucketSaves
+from jshard.checkpoint.disk_saves import DiskSaves
+from jshard.checkpoint.participants import Participants, why
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
-from jshard.checkpoint.save_failures import (
-    FAILED_ELSEWHERE,
-    give_up,
-    on_first,
-    wait_for_arrays,
-    wait_until,
-    why,
-)
-from jshard.checkpoint.step_folders import SAVING, SOUND, find_steps, step_folder
-from jshard.checkpoint.stored_arrays import ARRAYS, start_saving
+from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.paths import check_path, is_bucket
-from jshard.compat import orbax
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState, check_kept
 
-_SHARE = ".part-{}.json"  # a file in the folder of a save: one process's checksums
+_checkpointers = itertools.count()  # all processes make them in one order
 
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """The outcome of a save.
-
-    Attributes:
-      step: The step that was saved.
-      blocked: Seconds that ``save`` blocked its caller after the state was computed.
-      took: Seconds until the checkpoint was complete.
-      size: Its bytes.
-      error: Why the save failed, on one line; empty if it succeeded.
-      overtaken: Whether it failed because a run that was started later saves there.
-    """
+    """The outcome of a save."""
 
     step: int
-    blocked: float
-    took: float
-    size: int = 0
-    error: str = ""
-    overtaken: bool = False
+    blocked: float  # seconds that ``save`` blocked its caller, the state computed
+    took: float  # seconds until the checkpoint was complete
+    size: int = 0  # its bytes
+    error: str = ""  # why the save failed, on one line
+    overtaken: bool = False  # whether because a run that was started later saves there
 
 
 def log(save: Save) -> None:
@@ -118,22 +92,22 @@ class Checkpointer:
                 f"keep_every={keep_every} at least 0"
             )
         check_path("Checkpointer: folder", folder, bucket=True)
-        self._bucket = None
-        self.folder = Path(folder).absolute()
         self._keep, self._keep_every = keep, keep_every
         self._best, self._highest = best, highest
         self._report = report
         self._saving: threading.Thread | None = None
-        if is_bucket(folder):
-            self.folder = local or temporary_folder(str(folder))
-            self._bucket = BucketSaves(str(folder), self.folder)
-            return
-        orbax.silence()
+        self._name, self._numbers = f"saves {next(_checkpointers)}", itertools.count()
+        self._saves: DiskSaves | BucketSaves
         try:
-            on_first(self._tidy)
+            if is_bucket(folder):
+                self.folder = local or temporary_folder(str(folder))
+                self._saves = BucketSaves(str(folder), self.folder)
+            else:
+                self.folder = Path(folder).absolute()
+                self._saves = DiskSaves(self.folder)
         except OSError as error:
             raise UserError(
-                f"cannot write checkpoints to {self.folder}: {error.strerror}"
+                f"cannot write checkpoints to {folder}: {error.strerror}"
             ) from error
 
     def steps(self) -> list[int]:
@@ -180,94 +154,44 @@ class Checkpointer:
                 source = address(frozen_from)  # of a copy
                 frozen_from = source.url if source else str(frozen_from.absolute())
             content = frozen.left_out(content, frozen_from, sums)
-        folder = self.folder / f"{step}{SAVING}"
+        content = {"step": step, **content}
         arrays = metadata.arrays_by_name(state)
         arrays = {name: arrays[name] for name in content["arrays"]}
+        group = Participants(self._name, next(self._numbers))
+
+        def failed(error: Exception) -> Save:  # training continues, whatever failed
+            with suppress(jax.errors.JaxRuntimeError):  # the job ends
+                group.end(why(error))
+            self._saves.give_up()
+            took = time.perf_counter() - start
+            overtaken = isinstance(error, Overtaken)
+            return Save(step, took, took, error=why(error), overtaken=overtaken)
+
         try:
-            complete = self._start(folder, arrays, content, files or {})
-        except Exception as error:  # training continues, whatever failed
-            self._give_up(folder)
-            blocked = time.perf_counter() - start
-            self._report(Save(step, blocked, blocked, error=why(error)))
+            started = self._saves.start(step, arrays, content["arrays"])
+        except Exception as error:
+            self._report(failed(error))
             return
         blocked = time.perf_counter() - start
 
         def finish() -> None:
-            size, problem, overtaken = 0, "", False
             try:
-                size = complete()
+                size = 0
+                parts = group.gather(self._saves.write(started, group))
+                if group.index == 0:
+                    size = self._saves.commit(
+                        content, files or {}, parts, self._expired
+                    )
+                    group.end()
             except Exception as error:
-                problem, overtaken = why(error), isinstance(error, Overtaken)
-                self._give_up(folder)
+                self._report(dataclasses.replace(failed(error), blocked=blocked))
+                return
             took = time.perf_counter() - start
-            self._report(Save(step, blocked, took, size, problem, overtaken))
+            self._report(Save(step, blocked, took, size))
 
         # Not a daemon: a program waits for its last checkpoint before it exits.
         self._saving = threading.Thread(target=finish, name=f"save-{step}")
         self._saving.start()
-
-    def _start(
-        self,
-        folder: Path,
-        arrays: Mapping[str, Any],
-        content: dict[str, Any],
-        texts: Mapping[str, str],
-    ) -> Callable[[], int]:
-        """Starts a save; returns what completes it, and returns its bytes."""
-        step = int(folder.stem)
-        if (bucket := self._bucket) is not None:
-            attempt = bucket.start(step, arrays)
-            about = {"step": step, **content}
-            return lambda: bucket.complete(attempt, about, texts, self._expired)
-        on_first(lambda: self._make(folder))
-        nested = unflatten_dict(arrays, sep=".")
-        response = start_saving(folder, nested, content["arrays"])
-
-        def complete() -> int:
-            wait_for_arrays(response, folder)
-            return self._complete(folder, {"step": step, **content}, texts)
-
-        return complete
-
-    def _give_up(self, folder: Path) -> None:
-        if self._bucket is None:
-            give_up(folder)
-
-    def _make(self, folder: Path) -> None:
-        """Creates a save's folder: if Orbax fails to, other processes wait minutes."""
-        self._tidy()
-        folder.mkdir()
-        (folder / SOUND).touch()
-
-    def _complete(
-        self, folder: Path, content: dict[str, Any], texts: Mapping[str, str]
-    ) -> int:
-        """Completes a checkpoint whose arrays are written; returns its bytes."""
-        process, count = jax.process_index(), jax.process_count()
-        final = folder.with_suffix("")
-        if process == 0:
-            metadata.write(folder, content)
-            for name, text in texts.items():
-                replace_file(folder / name, text)
-        files = manifest.checksum(folder, ARRAYS, process, count)
-        if process > 0:
-            replace_file(folder / _SHARE.format(process), json.dumps(files))
-            wait_until(lambda: not folder.exists(), folder)
-            # The folder was either renamed or removed.
-            if not (final.exists() and manifest.read(final).items() >= files.items()):
-                raise OSError(FAILED_ELSEWHERE)
-            return 0
-        for other in range(1, count):
-            share = folder / _SHARE.format(other)
-            wait_until(share.exists, folder)
-            files |= json.loads(share.read_text(encoding="utf-8"))
-            share.unlink()
-        for name in (metadata.FILE, *texts):
-            files |= manifest.checksum(folder, name)
-        manifest.write(folder, files)
-        step_folders.put_in_place(folder)
-        self._retain(content["step"])
-        return sum(file["bytes"] for file in files.values())
 
     def wait(self) -> None:
         """Waits for the save in progress, if any."""
@@ -284,11 +208,6 @@ class Checkpointer:
         self.wait()
 
     # Keeping.
-
-    def _retain(self, newest: int) -> None:
-        folders = {step: step_folder(self.folder, step) for step in self.steps()}
-        for step in self._expired(folders, newest):
-            step_folders.delete(folders[step])
 
     def _expired(self, folders: Mapping[int, Path], newest: int) -> list[int]:
         """Returns the steps to delete, given the folders of all that are complete."""
@@ -311,10 +230,6 @@ class Checkpointer:
         best = max if self._highest else min
         return {best(found, key=lambda step: found[step])} if found else set()
 
-    def _tidy(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        step_folders.tidy(self.folder)
-
     # Restoring.
 
     def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
@@ -332,8 +247,8 @@ class Checkpointer:
           UserError: There is no checkpoint, none is intact, or it was written for
             another model or by a newer jshard.
         """
-        if self._bucket is not None:
-            self._bucket.refresh()
+        if isinstance(self._saves, BucketSaves):
+            self._saves.refresh()
         if step is None:
             return restore_state(newest_intact(self.folder), abstract)
         found = self.steps()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.checkpoint import metadata
-from jshard.checkpoint.described import FROZEN_FROM as KEY
+from jshard.checkpoint.metadata import FROZEN_FROM as KEY
 from jshard.cpu.order import in_order
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState

@@ -1,19 +1,26 @@
-"""A checkpoint's metadata: its arrays, library versions, mesh and config."""
+"""A checkpoint's metadata: its arrays, library versions, mesh and config.
+
+What a checkpoint's ``description.json`` says is checked before anything relies on it.
+"""
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from operator import ge
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.described import STORED_SHAPE, checked
 from jshard.checkpoint.untrusted import read_json
+from jshard.cli.paths import path_problem
 from jshard.compat.versions import versions
 from jshard.errors import UserError
 from jshard.four_bit.base import FOUR_BIT, four_bit_of
@@ -26,6 +33,17 @@ from jshard.nn.dropout import is_random
 from jshard.unit.modules import Stack
 
 FILE = "description.json"
+FROZEN_FROM = "frozen_from"  # where the parameters are that the checkpoint leaves out
+STORED_SHAPE = "stored_shape"  # of an array that is stored with its padding
+
+_DICTS = ("versions", "mesh", "metrics", "config", "arrays")
+_DTYPE = re.compile(
+    r"bool|u?int\d{1,2}|b?float(16|32|64)|float[48]_\w+|complex(64|128)|key<\w*>"
+)
+_OF_MODEL = ("params", "frozen", "model_state")  # their arrays are of Flax's variables
+_MOST_BYTES = 2**63 - 1  # of an array
+_MOST_DIMS = 32
+_MOST_LAYERS = 2**20  # of all arrays together; each layer is a tensor in an export
 
 
 def arrays_by_name(state: TrainState) -> dict[str, Any]:
@@ -156,3 +174,117 @@ def read(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             why = f"{FILE} describes no checkpoint: {error}"
     raise UserError(f"checkpoint {folder} is damaged: {why}")
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of an element; those of a random key are two numbers.
+
+    Raises:
+      ValueError: There is no such dtype.
+    """
+    if _DTYPE.fullmatch(dtype) is None:
+        raise ValueError("no dtype of an array")
+    if dtype.startswith("key<"):
+        return 8
+    try:
+        return jnp.dtype(dtype).itemsize
+    except TypeError as error:
+        raise ValueError("no dtype of an array") from error
+
+
+def checked(content: Any) -> dict[str, Any]:
+    """Returns the content of a description, with its metrics as floats.
+
+    Raises:
+      ValueError: It describes no checkpoint; the message says why.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    for key in ("step", "processes"):
+        _expect(type(content.get(key)) is int, f"{key} is no whole number")
+    _expect(isinstance(content.get("created"), str), "created is no text")
+    for key in _DICTS:
+        _expect(isinstance(content.get(key), dict), f"{key} is no JSON object")
+    stacks = content.get("stacks")
+    are_names = isinstance(stacks, list) and all(isinstance(x, str) for x in stacks)
+    _expect(are_names, "stacks is no list of names")
+    layers = sum(map(_layers, content["arrays"], content["arrays"].values()))
+    _expect(layers <= _MOST_LAYERS, f"its arrays have {layers:,} layers")
+    if FROZEN_FROM in content:
+        _check_frozen(content[FROZEN_FROM])
+    metrics = {name: _number(name, x) for name, x in content["metrics"].items()}
+    return content | {"metrics": metrics}
+
+
+def _expect(fine: bool, problem: str) -> None:
+    if not fine:
+        raise ValueError(problem)
+
+
+def _layers(name: str, array: Any) -> int:
+    """Checks the entry of an array; returns how many layers of Stacks it holds."""
+
+    def expect(fine: bool, problem: str) -> None:
+        _expect(fine, f"array {name!r} has {problem}")
+
+    _expect(isinstance(array, dict), f"array {name!r} is no JSON object")
+    expect(_is_unicode(name), "half a character in its name")
+    shape, dtype = array.get("shape"), array.get("dtype")
+    sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    expect(sizes and len(shape) <= _MOST_DIMS, f"shape {_shortened(shape)}")
+    padded = array.get(STORED_SHAPE, shape)
+    fits = isinstance(padded, list) and len(padded) == len(shape)
+    fits = fits and all(type(n) is int for n in padded) and all(map(ge, padded, shape))
+    expect(fits, f"{STORED_SHAPE} {_shortened(padded)}")
+    try:
+        size = itemsize(dtype if isinstance(dtype, str) else "")
+    except ValueError:
+        size = 0
+    expect(size > 0, f"dtype {_shortened(dtype)}")
+    total = math.prod(padded) * size
+    expect(total <= _MOST_BYTES, f"shape {_shortened(shape)}: too many bytes")
+    of_model = name.partition(".")[0] in _OF_MODEL
+    known = not of_model or {"layer_dims", "random"} <= array.keys()
+    expect(known, "no layer_dims or random")
+    layer_dims = array.get("layer_dims", 0)
+    fits = type(layer_dims) is int and 0 <= layer_dims <= len(shape)
+    expect(fits, f"layer_dims {_shortened(layer_dims)}")
+    random, alpha = array.get("random", False), array.get(ALPHA)
+    expect(isinstance(random, bool), f"random {_shortened(random)}")
+    if alpha is not None:
+        _number(f"{name}.{ALPHA}", alpha)
+    stabilized = array.get(STABILIZED)
+    expect(stabilized in (None, False, True), f"{STABILIZED} {_shortened(stabilized)}")
+    return math.prod(shape[:layer_dims]) if layer_dims else 0
+
+
+def _check_frozen(entry: Any) -> None:
+    _expect(isinstance(entry, dict), f"{FROZEN_FROM} is no JSON object")
+    path, sums = entry.get("path"), entry.get("bit_sums")
+    if not isinstance(path, str) or not path or not _is_unicode(path):
+        raise ValueError(f"{FROZEN_FROM} has no path")
+    if problem := path_problem(path, bucket=True, hub=True):
+        raise ValueError(f"the path of {FROZEN_FROM} {problem}")
+    fine = isinstance(sums, dict) and all(
+        isinstance(x, str) and len(x.split()) == 2 for x in sums.values()
+    )
+    _expect(fine, f"{FROZEN_FROM} has no sums of bits")
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} is {_shortened(value)}, no number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is {_shortened(value)}, no number") from error
+
+
+def _is_unicode(text: str) -> bool:
+    """Returns whether a text from JSON, which can hold half a character, has none."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -18,7 +18,6 @@ from jshard.checkpoint.atomic import sync_folder
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"
-SOUND = ".sound"  # a file in a save's folder, removed when any process fails
 
 _LAST = 2**31 - 1  # steps are int32
 _QUIET = 1.0  # seconds without late writes, after which none are expected
@@ -55,7 +54,6 @@ def put_in_place(built: Path) -> None:
     if final.exists():  # the run returned to an earlier step
         final.rename(replaced)
     built.rename(final)
-    (final / SOUND).unlink(missing_ok=True)
     sync_folder(final.parent)
     if replaced.exists():
         delete(replaced)
@@ -103,6 +101,3 @@ def tidy(folder: Path) -> None:
                 path.rename(path.with_suffix(""))
     for path in leftovers(SAVING) + leftovers(DELETING):
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(f"*/{SOUND}"):
-        if path.parent.name.isdigit():
-            path.unlink(missing_ok=True)

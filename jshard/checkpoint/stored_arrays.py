@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.buckets import arrays as bucket
-from jshard.checkpoint.described import STORED_SHAPE
+from jshard.checkpoint.metadata import STORED_SHAPE
 from jshard.compat.orbax import open_array, open_in_database
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState

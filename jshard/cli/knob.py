@@ -32,43 +32,30 @@ _NAMES: dict[Any, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A setting.
+    """A setting."""
 
-    Attributes:
-      default: The value if none is given; always allowed.
-      help: What the setting means, on one line.
-      kind: The type of its values, by default that of `default`. `Path` means a str
-        that names a file or folder.
-      also: Allowed values of other types, like None.
-      choices: All allowed values besides `also`; empty for any value of `kind`.
-      at_least: The smallest value.
-      above: An exclusive lower bound.
-      at_most: The largest value. A bounded number without this and `below` must, in a
-        config, fit an int32 or a float32.
-      below: An exclusive upper bound.
-      hub: Which names on the Hugging Face Hub a `Path` may be instead: "model",
-        "dataset" or "stream".
-      mixture: Whether there may be several, NAME:WEIGHT,NAME:WEIGHT.
-      noun: What a value of `kind` is, like "a number of layers".
-      bucket: Whether a path may be in a bucket: s3://BUCKET/PATH.
-      more: What it does and costs, in sentences, for the docstring of its class.
-    """
-
-    default: Any
-    help: str
+    default: Any  # the value if none is given; always allowed
+    help: str  # what the setting means, on one line
     _: dataclasses.KW_ONLY
+    # The type of its values, by default that of `default`. `Path` means a str that
+    # names a file or folder.
     kind: Any = None
-    also: tuple[Any, ...] = ()
+    also: tuple[Any, ...] = ()  # allowed values of other types, like None
+    # All allowed values besides `also`; empty for any value of `kind`.
     choices: tuple[Any, ...] = ()
     at_least: float | None = None
     above: float | None = None
+    # A bounded number without `at_most` and `below` must, in a config, fit an int32 or
+    # a float32.
     at_most: float | None = None
     below: float | None = None
+    # Which names on the Hugging Face Hub a `Path` may be instead: "model", "dataset" or
+    # "stream".
     hub: str = ""
-    mixture: bool = False
-    noun: str = ""
-    bucket: bool = False
-    more: str = ""
+    mixture: bool = False  # whether there may be several, NAME:WEIGHT,NAME:WEIGHT
+    noun: str = ""  # what a value of `kind` is, like "a number of layers"
+    bucket: bool = False  # whether a path may be in a bucket: s3://BUCKET/PATH
+    more: str = ""  # what it does and costs, in sentences, for its class's docstring
 
     def __post_init__(self):
         if self.kind is None:

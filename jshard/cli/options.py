@@ -19,19 +19,12 @@ _SHOWN: dict[Any, str] = {int: "N", float: "N", str: "TEXT", Path: "PATH"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option(Knob):
-    """An option of a command. A default of None is for what may be left out.
-
-    Attributes:
-      required: Whether it must be given.
-      repeats: Whether it may be given several times; its value is a tuple.
-      bare: Its value where none follows it; None if one must.
-      shown: What stands for a value in the help, like "DIR".
-    """
+    """An option of a command. A default of None is for what may be left out."""
 
     required: bool = False
-    repeats: bool = False
-    bare: Any = None
-    shown: str = ""
+    repeats: bool = False  # whether it may be given several times; a tuple then
+    bare: Any = None  # its value where none follows it; None if one must
+    shown: str = ""  # what stands for a value in the help, like "DIR"
 
     def __post_init__(self):
         if self.default is not None and not self.repeats:
@@ -79,20 +72,14 @@ def read_value(name: str, text: str, knob: Knob) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command line: `python -m jshard.NAME`, and what may follow.
-
-    Attributes:
-      name: The command's name.
-      about: What it does, in a sentence.
-      options: Its options by name. A name in capitals is that of an argument without
-        dashes, and `config.KEY` stands for `--config.` with any key.
-      notes: Paragraphs at the end of the help.
-    """
+    """A command line: `python -m jshard.NAME`, and what may follow."""
 
     name: str
-    about: str
+    about: str  # what it does, in a sentence
+    # By name. One in capitals is that of an argument without dashes, and `config.KEY`
+    # stands for `--config.` with any key.
     options: Mapping[str, Option]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # paragraphs at the end of the help
 
     def parse(self, words: Iterable[str]) -> SimpleNamespace:
         """Parses the words after the program's name.

@@ -25,6 +25,12 @@ def is_remote(path: str | Path) -> TypeGuard[str]:
     return is_bucket(path) or is_on_hub(path)
 
 
+def cache_folder(name: str) -> Path:
+    """Returns ``$JSHARD_CACHE/NAME``, by default ``~/.cache/jshard/NAME``."""
+    given = os.environ.get("JSHARD_CACHE", "")
+    return Path(given or "~/.cache/jshard").expanduser() / name
+
+
 def check_path(
     name: str, path: str | Path, *, bucket: bool = False, hub: bool = False
 ) -> None:

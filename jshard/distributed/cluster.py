@@ -34,23 +34,15 @@ PORT_TAKEN = 98  # process 0's exit code if that port is taken (EADDRINUSE)
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A job of several processes, seen from one of them.
+    """A job of several processes, seen from one of them."""
 
-    Attributes:
-      process_id: rank of this process.
-      num_processes: number of processes in the job.
-      coordinator: "HOST:PORT" of process 0. None lets JAX find it, which works under
-        SLURM, Open MPI 4 and on TPUs.
-      local_device_ids: GPUs of this host that this process uses. None means all that
-        it sees.
-      found_by: where this comes from: "options", "SLURM", ...
-    """
-
-    process_id: int
+    process_id: int  # rank of this process
     num_processes: int
+    # "HOST:PORT" of process 0. None lets JAX find it, which works under SLURM, Open MPI
+    # 4 and on TPUs.
     coordinator: str | None
-    local_device_ids: tuple[int, ...] | None
-    found_by: str
+    local_device_ids: tuple[int, ...] | None  # GPUs of this host; None is all it sees
+    found_by: str  # "options", "SLURM", ...
 
 
 @dataclasses.dataclass(frozen=True)

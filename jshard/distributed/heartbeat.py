@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
-from jshard.distributed.key_value import KeyValueStore
+from jshard.compat.coordination import KeyValueStore
 from jshard.distributed.status import GRACE, PERIOD, SILENCE, report
 from jshard.distributed.stuck import UNKNOWN
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import jax
 
 from jshard.distributed.cluster import ANY_PORT, PORT_TAKEN, Cluster
-from jshard.distributed.peers import Peers
+from jshard.distributed.peers import Peers, Watched
 from jshard.distributed.rendezvous import gathered
 from jshard.distributed.status import end_with_parent, report
-from jshard.distributed.watched import Watched
 from jshard.errors import Preempted, UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -44,7 +43,13 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
     end_with_parent()
     report(phase="waiting")
     with gathered(cluster, _listen(cluster)):
-        _initialize(cluster)
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
+            list(cluster.local_device_ids or ()),  # [] takes all devices, None only one
+            coordinator_bind_address=_bind_address(cluster.coordinator),
+        )
         peers = _Distributed(cluster)
     try:
         with peers.telling():
@@ -79,13 +84,8 @@ def _listen(cluster: Cluster) -> socket.socket | None:
         return None
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host = (bound or _bind_address(cluster.coordinator) or "").rpartition(":")[0]
-    host, port = host.strip("[]"), int(cluster.coordinator.rpartition(":")[2])
-    both = not host and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
-            (host, port), family=family, backlog=1024, dualstack_ipv6=both
-        )
+        return listen(host.strip("[]"), int(cluster.coordinator.rpartition(":")[2]))
     except OSError as error:
         if error.errno == errno.EADDRINUSE and ANY_PORT in os.environ:
             sys.exit(PORT_TAKEN)
@@ -95,13 +95,16 @@ def _listen(cluster: Cluster) -> socket.socket | None:
         ) from error
 
 
-def _initialize(cluster: Cluster) -> None:
-    jax.distributed.initialize(
-        cluster.coordinator,
-        cluster.num_processes,
-        cluster.process_id,
-        list(cluster.local_device_ids or ()),  # [] takes all devices, None only one
-        coordinator_bind_address=_bind_address(cluster.coordinator),
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a server at an address; "" are all of this machine, port 0 is a free one.
+
+    Raises:
+      OSError: It cannot listen there.
+    """
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    return socket.create_server(
+        (host, port), family=family, backlog=1024, dualstack_ipv6=both
     )
 
 
@@ -111,7 +114,7 @@ class _Distributed(Watched):
     def __init__(self, cluster: Cluster):
         super().__init__(cluster.process_id, cluster.num_processes, cluster.found_by)
         _redirect_stdout(prints=self.index == 0)
-        self._beats = self._start_heartbeat(self._store)
+        self._beats = self._start_heartbeat("beats")
         report(silence=self._silence)
         self._find_hosts()
 

@@ -20,7 +20,14 @@ from typing import IO, Any
 
 from jshard.cli.terminal import leave_closed_terminal, outliving_terminal, show
 from jshard.distributed.cluster import Cluster
-from jshard.distributed.status import GRACE, PARENT_FD, PERIOD, SILENCE, STATUS_FD
+from jshard.distributed.status import (
+    GRACE,
+    PARENT_FD,
+    PERIOD,
+    SILENCE,
+    STATUS_FD,
+    has_parent,
+)
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 JOB_FAILED = signal.SIGUSR2  # by jshard.launch: another process has ended
@@ -34,12 +41,14 @@ _FROM_CPP = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d|\[Gloo\]|.* peer ranks is : 
 _PEER_DIED = "JAX distributed service detected fatal errors"
 
 
-def supervise(cluster: Cluster, command: list[str]) -> int:
-    """Runs the command of a worker and returns its exit code.
+def supervise(cluster: Cluster | None) -> None:
+    """Runs this command as a worker below this process, and exits with its exit code.
 
-    That is 1 if a signal, an abort or the parent ended it.
+    That is 1 if a signal, an abort or this process ended it. Returns at once in the
+    worker, and where there is no job.
     """
-    return _Supervisor(cluster, command).run()
+    if cluster is not None and not has_parent():
+        sys.exit(_Supervisor(cluster, [sys.executable, *sys.orig_argv[1:]]).run())
 
 
 class _Supervisor:

@@ -8,7 +8,7 @@ Shape suffixes: B rows, T tokens, V vocabulary, K last tokens.
 
 import collections
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ import numpy as np
 from jshard.generation.prompts import context_length
 from jshard.generation.weight_placement import Placement
 from jshard.layout import transfer
+
+# A context and its continuation, as tokens, which have one or more each.
+Text: TypeAlias = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]
 
 _SHORTEST = 64
 _FEWEST_ENDS = 4  # of a program, so that most questions need one
@@ -54,7 +57,7 @@ def padded_length(count: int, context: int) -> int:
 
 def scores(
     placement: Placement,
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    texts: Sequence[Text],
     batch_size: int,
 ) -> Iterator[list[tuple[int, Score]]]:
     """Yields scores of continuations, a batch at a time, the longest texts first.
@@ -63,8 +66,7 @@ def scores(
 
     Args:
       placement: a decoder.
-      texts: a context and its continuation, as tokens, which have one or more each; all
-        processes have all of them.
+      texts: all processes have all of them.
       batch_size: rows that are read together.
 
     Yields:
@@ -86,9 +88,7 @@ def scores(
         yield _fetched(*earlier)
 
 
-def _groups(
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]], context: int
-) -> list[tuple[np.ndarray, list[int]]]:
+def _groups(texts: Sequence[Text], context: int) -> list[tuple[np.ndarray, list[int]]]:
     """Returns what a model reads for some of the texts, and their positions."""
     members = collections.defaultdict(list)
     for i, (before, after) in enumerate(texts):
@@ -99,7 +99,7 @@ def _groups(
 
 def _rows(
     groups: Sequence[tuple[np.ndarray, list[int]]],
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    texts: Sequence[Text],
     size: int,
     length: int,
 ) -> _Rows:

@@ -1,7 +1,6 @@
 """The command lines of what uses a trained model."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from jshard.cli.terminal import show
 from jshard.distributed import cluster
 from jshard.distributed.cluster import find_cluster
 from jshard.distributed.job import join
-from jshard.distributed.status import SILENCE, has_parent
+from jshard.distributed.status import SILENCE
 from jshard.distributed.supervisor import supervise
 from jshard.hub.online.download import pin
 from jshard.trained.trained_model import TrainedModel, open_model
@@ -60,8 +59,7 @@ def started(arguments: SimpleNamespace) -> Iterator[TrainedModel]:
       UserError: There is no such model, or an argument is wrong.
     """
     job = find_cluster(vars(arguments))
-    if job is not None and not has_parent():
-        sys.exit(supervise(job, [sys.executable, *sys.orig_argv[1:]]))
+    supervise(job)
     platform = choose_platform()
     cache_compilations()
     with contextlib.ExitStack() as stack:

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from jshard.config.policy_keys import write_policy
 from jshard.config.run_config import Config
 from jshard.data.dataset import as_dataset
-from jshard.distributed.peers import Peers
-from jshard.distributed.watched import Members
+from jshard.distributed.peers import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP as _FSDP
 from jshard.fsdp.mesh import (

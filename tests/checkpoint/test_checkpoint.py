@@ -42,6 +42,7 @@ from checkpoints import (
 )
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer, Save
+from jshard.checkpoint.participants import Participants
 from jshard.checkpoint.restore import find_damage, find_step
 from jshard.compat.versions import versions
 
@@ -255,8 +256,9 @@ def test_writes_that_end_after_a_failed_save_say_nothing_and_others_do(
 def test_writes_that_outlive_a_failed_save_leave_nothing(state, tmp_path, monkeypatch):
     writing: list[threading.Thread] = []
 
-    def fail_and_go_on(response: Any, folder: Path) -> None:
+    def fail_and_go_on(group: Participants, response: Any) -> None:
         response.result()
+        folder = tmp_path / "1.saving"
 
         def write() -> None:  # as TensorStore's threads do, which make folders, too
             for i in range(40):
@@ -270,9 +272,7 @@ def test_writes_that_outlive_a_failed_save_leave_nothing(state, tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Checkpointer(tmp_path) as checkpointer:
-        monkeypatch.setattr(
-            "jshard.checkpoint.checkpointer.wait_for_arrays", fail_and_go_on
-        )
+        monkeypatch.setattr(Participants, "wait_for", fail_and_go_on)
         checkpointer.save(at_step(state, 1))
     writing[0].join()
     assert list(tmp_path.iterdir()) == []

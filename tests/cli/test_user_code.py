@@ -7,7 +7,7 @@ import pytest
 
 from jshard.cli.command import run_command
 from jshard.cli.user_code import describe_user_error
-from jshard.distributed.watched import _describe
+from jshard.distributed.peers import _describe
 from jshard.recipe.load import open_recipe
 
 RECIPE = """\

@@ -50,15 +50,19 @@ def otherwise(broken: str) -> Iterator[None]:
 
 COORDINATION = """
 import socket, jax
-from jshard.compat.coordination import client
+from jshard.compat.coordination import KeyValueStore
 with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
 jax.distributed.initialize(f"localhost:{port}", 1, 0)
-client().key_value_set("a/b", "first", allow_overwrite=True)
-client().key_value_set("a/b", "text", allow_overwrite=True)
-assert client().blocking_key_value_get("a/b", 1000) == "text"
-assert list(client().key_value_dir_get("a/")) == [("a/b", "text")]
+store = KeyValueStore("a")
+assert store.all_in("b") == {}
+store.put("b/c", "first")
+store.put("b/c", "text")
+assert store.get("b/c", 1.0) == "text"
+assert store.all_in("b") == {"c": "text"}
+store.clear()
+assert store.all_in("b") == {}
 """
 
 

@@ -16,6 +16,7 @@ import jshard
 from jobs import environment
 from jshard.cli.command import run_command
 from jshard.generation import generate
+from jshard.generation.weight_placement import sharded
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.perplexity import mean_nats, run_perplexity, windows
 from jshard.trained.generate_command import run_generate
@@ -120,28 +121,26 @@ def test_the_perplexity_is_that_of_the_loss(run, call, tmp_path):
 @pytest.mark.parametrize("stride", [1, 3, 4])
 def test_windows_count_every_token_once(stride):
     tokens = np.arange(11, dtype=np.int32)
-    counted = [
-        target
-        for window in windows(tokens, 4, stride)
-        for target, weight in zip(window["targets"], window["weights"], strict=True)
-        if weight
-    ]
-    assert counted == list(range(1, 11))
+    found = windows(tokens, 4, stride)
+    assert [*np.concatenate([new for _, new in found])] == list(range(1, 11))
+    for number, (before, new) in enumerate(found):
+        assert [*before, *new] == [*tokens[number * stride :][:5]]
+        assert len(before) >= (5 - stride if number else 1)
 
 
 @pytest.mark.slow
 def test_windows_of_several_devices_give_the_mean_over_tokens():
-    fsdp = jshard.FSDP(jshard.make_mesh())
     config = GPTConfig(
         vocab_size=50, sequence_length=8, num_layers=1, num_heads=2, width=16
     )
     make_model = lambda rngs: GPT(config, rngs=rngs)
-    state = fsdp.init(make_model, optax.identity())
     tokens = np.random.default_rng(0).integers(0, 50, 90).astype(np.int32)
-    one = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:1]))
-    got = mean_nats(fsdp, state, tokens, 8, 4)
-    want = mean_nats(one, one.init(make_model, optax.identity()), tokens, 8, 4)
-    assert got == pytest.approx(want, rel=1e-6)
+    found = []
+    for devices in (jax.devices(), jax.devices()[:1]):
+        fsdp = jshard.FSDP(jshard.make_mesh(devices=devices))
+        placement = sharded(fsdp, fsdp.init(make_model, optax.identity()))
+        found.append(mean_nats(placement, tokens, 8, 4))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 @pytest.mark.slow

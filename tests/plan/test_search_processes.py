@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from jshard.cli.paths import cache_folder
 from jshard.plan.search.process_pool import run_tasks
-from jshard.plan.search.result_cache import default_folder, read_result, write_result
+from jshard.plan.search.result_cache import read_result, write_result
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,4 +123,4 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path):
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
-    assert default_folder() == tmp_path / "plan"
+    assert cache_folder("plan") == tmp_path / "plan"

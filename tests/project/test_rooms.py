@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1260,
+    "commands": 1215,
     "surface": 535,
-    "plan": 5300,
+    "plan": 5272,
     "training": 14420,
-    "checkpoint": 6500,
+    "checkpoint": 6352,
     "generation": 1145,
     "start-up note": 436,
     "fsdp": 1906,
@@ -28,11 +28,11 @@ MOST_LINES = {
     "cpu": 378,
     "collectives": 528,
     "layout": 2396,
-    "distributed": 1728,
-    "cli": 728,
-    "compat": 805,
+    "distributed": 1616,
+    "cli": 721,
+    "compat": 838,
     "parallel": 559,
-    "ground": 1480,
+    "ground": 1473,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10

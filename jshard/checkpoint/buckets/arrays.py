@@ -100,10 +100,8 @@ def write(step: Objects, shards: Shards, process: int, count: int) -> None:
     }
     context = tensorstore.Context(_CONTEXT)
     for group in _groups(shards):
-        transaction = tensorstore.Transaction()
-
-        def write_group(group: list = group, transaction: Any = transaction) -> None:
-            writes = []
+        with explained(step.url):
+            transaction, writes = tensorstore.Transaction(), []
             for name in group:
                 described, own = shards[name]
                 if not own and process:
@@ -131,8 +129,6 @@ def write(step: Objects, shards: Shards, process: int, count: int) -> None:
                 one.result()
             transaction.commit_async().result()
 
-        explained(step.url, write_group)
-
 
 def _groups(shards: Shards) -> Iterator[list[str]]:
     """Divides the names, so that the shards of a group are about ``_AT_ONCE`` bytes."""
@@ -151,8 +147,7 @@ def merge(step: Objects, count: int) -> None:
     """Merges the indices of all processes' databases; no values are read."""
     if count == 1:
         return
-
-    def merge() -> None:
+    with explained(step.url):
         context = tensorstore.Context(_CONTEXT)
         merged = tensorstore.KvStore.open(
             _database(step, ARRAYS) | {"assume_config": True, "config": _DATABASE},
@@ -170,8 +165,6 @@ def merge(step: Objects, count: int) -> None:
         for copy in copies:
             copy.result()
         transaction.commit_async().result()
-
-    explained(step.url, merge)
 
 
 def objects_of(step: Objects, process: int, count: int) -> dict[str, str]:
@@ -295,7 +288,8 @@ def load(step: Objects, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
             load_next()
 
     try:
-        explained(step.url, load_all)
+        with explained(step.url):
+            load_all()
     except BucketError as error:
         if re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", str(error.__cause__)):
             raise UserError(

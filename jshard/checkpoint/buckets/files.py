@@ -5,11 +5,9 @@ cache, once a host; what is written is written to the disk first.
 """
 
 import contextlib
-import errno
 import fcntl
 import importlib
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,25 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from jshard.cli.formatting import format_bytes, one_line
-from jshard.cli.paths import is_bucket
+from jshard.cli.paths import cache_folder, is_bucket
 from jshard.cli.terminal import show
-from jshard.errors import RunFailed, UserError
+from jshard.errors import RunFailed, UserError, is_disk_full
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _THREADS = 8
 _VERSION = ".version"  # of the object that a file in the cache is, in a file beside it
 
 
-def cache_folder() -> Path:
-    """Returns ``$JSHARD_CACHE/buckets``, by default ``~/.cache/jshard/buckets``."""
-    given = os.environ.get("JSHARD_CACHE", "")
-    return Path(given or "~/.cache/jshard").expanduser() / "buckets"
-
-
 def cached(url: str | Path) -> Path:
     """Returns where the cache has a URL's files, or would have them."""
     scheme, _, path = str(url).rstrip("/").partition("://")
-    return cache_folder() / scheme / path
+    return cache_folder("buckets") / scheme / path
 
 
 def downloaded(url: str) -> Path:
@@ -48,7 +40,7 @@ def downloaded(url: str) -> Path:
       RunFailed: The disk of the cache is too small.
     """
     scheme, _, path = url.rstrip("/").partition("://")
-    cache = cache_folder() / scheme
+    cache = cache_folder("buckets") / scheme
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with (cache / ".lock").open("w") as lock:
@@ -56,7 +48,7 @@ def downloaded(url: str) -> Path:
             with _explained("read", url):
                 _update(url, path, cache)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise _too_small(url, cache) from error
         raise UserError(
             f"cannot write {error.filename or cache}: {error.strerror}"
@@ -195,7 +187,7 @@ def _explained(what: str, url: str) -> Iterator[None]:
     except (UserError, RunFailed):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise
         reason = one_line(str(error)) or type(error).__name__
         if isinstance(error, FileNotFoundError):

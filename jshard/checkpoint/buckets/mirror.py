@@ -74,7 +74,7 @@ def fetch_steps(checkpoints: Objects, local: Path) -> bool:
     Returns:
       Whether there are any.
     """
-    names = step_list.read(checkpoints) or {}
+    names = step_list.read(checkpoints)
     for step in step_folders.find_steps(local):
         if step not in names:
             shutil.rmtree(step_folders.step_folder(local, step))

@@ -4,14 +4,15 @@ TensorStore is the client, for small files as for arrays: one place for credenti
 retries and conditional writes.
 """
 
+import contextlib
 import errno
 import functools
 import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import tensorstore
 
@@ -32,7 +33,6 @@ _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _CONTAINER = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )  # fmt: skip
-_T = TypeVar("_T")
 
 
 class BucketError(OSError):
@@ -162,7 +162,8 @@ class Objects:
         )
 
     def _wait(self, future: Any) -> Any:
-        return explained(self.url, future.result)
+        with explained(self.url):
+            return future.result()
 
 
 def _credentials() -> dict[str, str]:
@@ -184,15 +185,16 @@ def _credentials() -> dict[str, str]:
     return {"type": "ecs" if _first(_CONTAINER) else "imds"}
 
 
-def explained(url: str, action: Callable[[], _T]) -> _T:
-    """Returns what TensorStore does; its errors become a ``BucketError``.
+@contextlib.contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Makes a ``BucketError`` of TensorStore's errors.
 
     After a while it is said if the server does not answer, or refuses.
     """
     late = threading.Timer(_SILENCE, _say_late, [url, *_counts()])
     late.start()
     try:
-        return action()
+        yield
     except ValueError as error:  # TensorStore's, whatever was wrong
         raise BucketError(reason(error), url) from error
     finally:

@@ -17,20 +17,20 @@ FORMAT = 1  # incremented when an older jshard could not read it
 Names = dict[int, str]  # the name of each step's folder, as "100-1f2e3d4c"
 
 
-def read(objects: Objects) -> Names | None:
-    """Returns the complete steps below a URL; None if there is no list.
+def read(objects: Objects) -> Names:
+    """Returns the complete steps below a URL.
 
     Raises:
-      UserError: It is damaged, or a newer jshard wrote it.
+      UserError: Their list is damaged, or a newer jshard wrote it.
     """
     return _read(objects)[0]
 
 
-def _read(objects: Objects) -> tuple[Names | None, str, bytes]:
+def _read(objects: Objects) -> tuple[Names, str, bytes]:
     """Returns the steps, the list's owner and its generation."""
     content, generation = objects.read(FILE)
     if content is None:
-        return None, "", MISSING
+        return {}, "", MISSING
     where = f"{objects.url}/{FILE}"
     try:
         found = json.loads(content)
@@ -59,8 +59,7 @@ class StepList:
 
     def __init__(self, objects: Objects):
         self._objects, self._owner = objects, secrets.token_hex(8)
-        names, _, generation = _read(objects)
-        self.names = names or {}  # at the start
+        self.names, _, generation = _read(objects)  # at the start
         self._write(self.names, generation)
 
     def change(self, changed: Callable[[Names], Names]) -> tuple[Names, Names]:
@@ -85,7 +84,7 @@ class StepList:
             raise Overtaken(
                 "another run, which was started later, saves there", self._objects.url
             )
-        return names or {}, generation
+        return names, generation
 
     def _write(self, names: Names, generation: bytes) -> None:
         steps = {str(step): name for step, name in sorted(names.items())}

@@ -30,27 +30,16 @@ _FORGOTTEN = 86_400.0  # seconds without a new copy, after which another run's g
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """What a file of copies holds.
-
-    Attributes:
-      run: The run.
-      start: How many times the run had been started before it wrote this.
-      division: The digest of the state's `Division`.
-      owner: The process whose shards these are.
-      step: The state's.
-      size: Bytes: all of the owner's, or those alone that no other host has.
-      sums: A CRC-32 for each piece.
-      texts: What the owner keeps besides arrays, by name.
-    """
+    """What a file of copies holds."""
 
     run: str
-    start: int
-    division: str
-    owner: int
-    step: int
-    size: int
-    sums: list[int]
-    texts: Mapping[str, str]
+    start: int  # how many times the run had been started before it wrote this
+    division: str  # the digest of the state's `Division`
+    owner: int  # the process whose shards these are
+    step: int  # the state's
+    size: int  # bytes: all of the owner's, or those alone that no other host has
+    sums: list[int]  # a CRC-32 for each piece
+    texts: Mapping[str, str]  # what the owner keeps besides arrays, by name
 
     def text(self) -> str:
         """Returns the label as JSON."""

@@ -20,7 +20,7 @@ from jshard.checkpoint.local import copy_files
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.pieces import Piece
 from jshard.compat import coordination
-from jshard.distributed.job import LOOPBACK
+from jshard.distributed.job import LOOPBACK, listen
 from jshard.distributed.peers import Peers
 
 _PATIENCE = 60.0  # seconds without a byte
@@ -112,13 +112,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, host: str, folder: Path, token: str):
         super().__init__((host, 0), _Request, bind_and_activate=False)
         self.socket.close()
-        both = not host and socket.has_dualstack_ipv6()
-        self.socket = socket.create_server(
-            (host, 0),
-            family=socket.AF_INET6 if both or ":" in host else socket.AF_INET,
-            backlog=64,
-            dualstack_ipv6=both,
-        )
+        self.socket = listen(host, 0)
         self.folder, self.token = folder, token
         name = "jshard-local-copies"
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()

@@ -21,8 +21,8 @@ import numpy as np
 from jshard.checkpoint.local import copy_files
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.exchange import Exchange
-from jshard.checkpoint.local.holders import Holders
 from jshard.checkpoint.local.pieces import (
+    Holders,
     Key,
     assemble,
     copy_shards,
@@ -37,38 +37,23 @@ from jshard.fsdp.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """The outcome of a copy.
-
-    Attributes:
-      step: The step that was copied.
-      waited: Seconds that `keep` waited for the copy before.
-      blocked: Seconds that it took to copy the shards from the devices.
-      took: Seconds until the copy was whole.
-      size: The bytes of this process's shards.
-      error: Why the copy failed in some process, on one line; empty if it did not.
-    """
+    """The outcome of a copy."""
 
     step: int
-    waited: float
-    blocked: float
-    took: float
-    size: int
-    error: str = ""
+    waited: float  # seconds that `keep` waited for the copy before
+    blocked: float  # seconds that it took to copy the shards from the devices
+    took: float  # seconds until the copy was whole
+    size: int  # the bytes of this process's shards
+    error: str = ""  # why it failed in some process, on one line
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The newest copy that a run can start from.
+    """The newest copy that a run can start from."""
 
-    Attributes:
-      step: The state's; None if there is none.
-      texts: A folder with what this process kept besides.
-      note: Why copies that are there are not used; empty if there is nothing to say.
-    """
-
-    step: int | None = None
-    texts: Path | None = None
-    note: str = ""
+    step: int | None = None  # the state's; None if there is none
+    texts: Path | None = None  # a folder with what this process kept besides
+    note: str = ""  # why copies that are there are not used
 
 
 class LocalCopies:
@@ -183,7 +168,7 @@ class LocalCopies:
             except OSError as error:
                 problem = _why(error)
             try:
-                problems = self._peers.share_again("local copies", problem)
+                problems = self._peers.share("copied", problem)
             except jax.errors.JaxRuntimeError:
                 return  # the job ends
             failed = [f"process {i}: {text}" for i, text in enumerate(problems) if text]
@@ -259,7 +244,7 @@ class LocalCopies:
             if step < least:
                 break
             damaged = self._damaged(step, kept)
-            told = self._peers.share(f"local copies of {step}", json.dumps(damaged))
+            told = self._peers.share("damaged copies", json.dumps(damaged))
             copies: dict[int, list[tuple[int, int]]]
             copies = {owner: [] for owner in range(self._peers.count)}
             for holder, (table, bad) in enumerate(zip(tables, told, strict=True)):

@@ -1,14 +1,14 @@
 """Which parts of a state each process keeps: the shards of its devices, once each.
 
 Every process derives this for all of them from the abstract state, so that a process
-can tell where another's parts are without asking.
+can tell where another's parts are without asking, and from whom to take what it needs.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -25,38 +25,26 @@ Key: TypeAlias = tuple[str, tuple[tuple[int, int], ...]]
 
 _ALIGNMENT = 64  # bytes
 THREADS = max(1, min(16, (os.cpu_count() or 1) // 2))  # that copy or verify shards
-_RANDOM = ("threefry2x32", "rbg", "unsafe_rbg")  # JAX's generators
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where a file of copies has a shard.
+    """Where a file of copies has a shard."""
 
-    Attributes:
-      start: Its first byte.
-      size: Its bytes.
-    """
-
-    start: int
-    size: int
+    start: int  # its first byte
+    size: int  # its bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How a state is divided among processes.
+    """How a state is divided among processes."""
 
-    Attributes:
-      files: The pieces in the file of each process, in order. First come those that no
-        process of another host has, too.
-      alone: The bytes of these, for each process.
-      sizes: The bytes of each file.
-      digest: Tells whether two states are divided alike.
-    """
-
+    # The pieces in the file of each process, in order. First come those that no process
+    # of another host has, too.
     files: Sequence[Mapping[Key, Piece]]
-    alone: Sequence[int]
-    sizes: Sequence[int]
-    digest: str
+    alone: Sequence[int]  # the bytes of these, for each process
+    sizes: Sequence[int]  # the bytes of each file
+    digest: str  # tells whether two states are divided alike
 
 
 def divide(state: TrainState, hosts: Sequence[int]) -> Division:
@@ -92,6 +80,51 @@ def divide(state: TrainState, hosts: Sequence[int]) -> Division:
     types = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
     text = json.dumps([types, [list(pieces) for pieces in files], alone])
     return Division(files, alone, sizes, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+@dataclasses.dataclass(frozen=True)
+class Holders:
+    """The holders of the parts of one step's copy."""
+
+    division: Division
+    # For each process, who has a copy of its file, and how many of its bytes.
+    copies: Mapping[int, Sequence[tuple[int, int]]]
+
+    def missing(self) -> list[int]:
+        """Returns the processes of which something is nowhere.
+
+        Each needs its texts, which its own file alone has, and all its pieces.
+        """
+        return [process for process in self.copies if not self._is_whole(process)]
+
+    def _is_whole(self, process: int) -> bool:
+        if (process, self.division.sizes[process]) in self.copies[process]:
+            return True
+        keys = self.division.files[process]
+        found = all(self.source(process, key) for key in keys)
+        return found and bool(self.copies[process])
+
+    def source(self, process: int, key: Key) -> tuple[int, int] | None:
+        """Returns who has a piece that a process needs, and in whose file."""
+        for owner in (process, *self.copies):
+            piece = self.division.files[owner].get(key)
+            if piece is None:
+                continue
+            end = piece.start + piece.size
+            having = [holder for holder, size in self.copies[owner] if end <= size]
+            if having:
+                return process if process in having else having[0], owner
+        return None
+
+    def sources(self, process: int) -> dict[tuple[int, int], list[Key]]:
+        """Returns what a process takes from whom, and from whose files."""
+        found: dict[tuple[int, int], list[Key]] = {}
+        for key in self.division.files[process]:
+            source = self.source(process, key)
+            if source is None:
+                raise ValueError(f"no process has {key}")
+            found.setdefault(source, []).append(key)
+        return found
 
 
 def neighbors(hosts: Sequence[int]) -> list[int | None]:
@@ -155,42 +188,27 @@ def assemble(abstract: TrainState, read: Callable[[Key], np.ndarray]) -> TrainSt
             return read((name, bounds)).view(like.dtype).reshape(shape).copy()
 
         made = put_parts(part_at, like)
-        if not _is_key(leaf):
+        if like is leaf:
             return made
-        return jax.random.wrap_key_data(made, impl=_generator(leaf.dtype))
+        generator = jax.random.key_impl(jnp.empty((), leaf.dtype))
+        return jax.random.wrap_key_data(made, impl=generator)
 
     return jax.tree_util.tree_map_with_path(make, abstract)
 
 
 def _raw_arrays(state: TrainState) -> dict[str, Any]:
     """Returns the arrays of a state by name; of random keys, the numbers in them."""
-    return dict(_named(state))
 
+    def raw(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        if isinstance(x, jax.Array):
+            return jax.random.key_data(x)
+        data = jax.eval_shape(jax.random.key_data, x)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
 
-def _named(state: TrainState) -> Iterator[tuple[str, Any]]:
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        name = array_name(path)
-        if not _is_key(x):
-            yield name, x
-        elif isinstance(x, jax.Array):
-            yield name, jax.random.key_data(x)
-        else:
-            data = jax.eval_shape(jax.random.key_data, x)
-            yield (
-                name,
-                jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding),
-            )
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _generator(dtype: Any) -> str:
-    """Returns the generator of typed keys, by which their numbers become keys again."""
-    make = jax.random.key
-    keys = {x: jax.eval_shape(lambda x=x: make(0, impl=x)) for x in _RANDOM}
-    return next(name for name, key in keys.items() if key.dtype == dtype)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {array_name(path): raw(x) for path, x in leaves}
 
 
 def _bounds(index: tuple, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -1,12 +1,11 @@
 """What went wrong with a name on the Hugging Face Hub, in one line with a remedy."""
 
-import errno
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jshard.cli.formatting import did_you_mean, one_line
-from jshard.errors import RunFailed, UserError, some_of
+from jshard.errors import RunFailed, UserError, is_disk_full, some_of
 from jshard.hub.online.names import Name
 
 _BUSY = (408, 429, 500, 502, 503, 504)
@@ -43,7 +42,7 @@ def explained(name: Name, error: Exception, what: str = "download") -> Exception
     endpoint, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     chain = list(_chain(error))
     for one in chain:
-        if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(one):
             return RunFailed(
                 f"the disk of {cache} is full, to which {name} is downloaded: make "
                 "room, or set HF_HOME to a folder on another one"

@@ -8,7 +8,8 @@ COPIES = "copies"
 TO_HOST = "to host"
 FROM_HOST = "from host"
 STAGES = "other stages"  # what a device waits for; no stream of its own
-STREAMS = (COMPUTE, COLLECTIVES, COPIES, TO_HOST, FROM_HOST)
+OF_COPIES = (COPIES, TO_HOST, FROM_HOST)
+STREAMS = (COMPUTE, COLLECTIVES, *OF_COPIES)
 
 Loops = tuple[tuple[str, int], ...]
 

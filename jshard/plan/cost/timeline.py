@@ -18,20 +18,9 @@ import dataclasses
 import math
 
 from jshard.fit.hardware import GPU
+from jshard.plan.cost import streams
 from jshard.plan.cost.kernel_work import UNKNOWN, work
-from jshard.plan.cost.streams import (
-    COLLECTIVES,
-    COMPUTE,
-    COPIES,
-    FROM_HOST,
-    STAGES,
-    STREAMS,
-    TO_HOST,
-    Device,
-    Event,
-    Gap,
-    Loops,
-)
+from jshard.plan.cost.streams import COLLECTIVES, COMPUTE, Device, Event, Gap, Loops
 from jshard.plan.cost.ticks import Cell, Pipeline, is_switch
 from jshard.plan.cost.transfers import transfer
 from jshard.plan.hlo import Computation, Instruction, Module
@@ -45,27 +34,16 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A step, replayed.
+    """A step, replayed."""
 
-    Attributes:
-      events: in the order in which they were issued.
-      gaps: in order of time.
-      seconds: of the complete step.
-      stragglers: those of them in which collectives wait for the slowest host.
-      synchronous: names of the collectives that nothing can run beside.
-      stage: of the pipeline, whose device this is.
-      cells: what every stage does in every tick; empty without a pipeline.
-      idle: seconds in which each stage waits for others.
-    """
-
-    events: tuple[Event, ...]
-    gaps: tuple[Gap, ...]
-    seconds: float
-    synchronous: tuple[str, ...]
-    stragglers: float = 0.0
-    stage: int = 0
-    cells: tuple[Cell, ...] = ()
-    idle: tuple[float, ...] = ()
+    events: tuple[Event, ...]  # in the order in which they were issued
+    gaps: tuple[Gap, ...]  # in order of time
+    seconds: float  # of the complete step
+    synchronous: tuple[str, ...]  # names of collectives that nothing can run beside
+    stragglers: float = 0.0  # seconds that collectives wait for the slowest host
+    stage: int = 0  # of the pipeline, whose device this is
+    cells: tuple[Cell, ...] = ()  # what every stage does in every tick of a pipeline
+    idle: tuple[float, ...] = ()  # seconds in which each stage waits for others
 
     @property
     def bubble(self) -> float:
@@ -73,26 +51,25 @@ class Timeline:
         stages = max(len(self.idle), 1)
         return sum(self.idle) / stages / self.seconds
 
+    def waits(self, stream: str, kind: str = "") -> float:
+        """Seconds in which the compute stream waits for another, or a kind of event."""
+        awaited = ((gap.seconds, gap.waits_for) for gap in self.gaps)
+        return sum(s for s, x in awaited if x.stream == stream and kind in ("", x.kind))
+
     @property
     def exposed(self) -> float:
         """Seconds in which the compute stream waits for collectives."""
-        return sum(g.seconds for g in self.gaps if g.waits_for.stream == COLLECTIVES)
+        return self.waits(COLLECTIVES)
 
     @property
     def exposed_sends(self) -> float:
         """Those of them in which it waits for what stages send each other."""
-        kind = "collective-permute"
-        return sum(
-            gap.seconds
-            for gap in self.gaps
-            if gap.waits_for.stream == COLLECTIVES and gap.waits_for.kind == kind
-        )
+        return self.waits(COLLECTIVES, "collective-permute")
 
     @property
     def waits_for_copies(self) -> float:
         """Seconds in which the compute stream waits for copies."""
-        others = (COLLECTIVES, STAGES)
-        return sum(g.seconds for g in self.gaps if g.waits_for.stream not in others)
+        return sum(map(self.waits, streams.OF_COPIES))
 
     @property
     def floor(self) -> float:
@@ -101,9 +78,9 @@ class Timeline:
 
     @property
     def streams(self) -> list[str]:
-        """The streams that have events, in the order of ``STREAMS``."""
+        """The streams that have events, in the order of ``streams.STREAMS``."""
         used = {event.stream for event in self.events}
-        return [stream for stream in STREAMS if stream in used]
+        return [stream for stream in streams.STREAMS if stream in used]
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -271,7 +248,8 @@ class _Replay:
             return Event(x.name, stream, kind, 0.0, seconds, x.source, nbytes, flops)
 
         def bus() -> str:
-            return FROM_HOST if computation.given(x)[0].on_host else TO_HOST
+            on_host = computation.given(x)[0].on_host
+            return streams.FROM_HOST if on_host else streams.TO_HOST
 
         constants = self.gpu.constants
         near = self.gpu.domain
@@ -290,5 +268,6 @@ class _Replay:
         done = work(self.module, computation, x)
         seconds, nbytes = done.seconds(self.gpu), done.bytes + done.host_bytes
         if x.opcode == "fusion-start":
-            return event(bus() if done.host_bytes else COPIES, "copy", seconds, nbytes)
+            stream = bus() if done.host_bytes else streams.COPIES
+            return event(stream, "copy", seconds, nbytes)
         return event(COMPUTE, done.kind, seconds, nbytes, done.flops)

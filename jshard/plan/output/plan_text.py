@@ -7,7 +7,7 @@ from jshard.cli.formatting import format_bytes, format_count, format_seconds
 from jshard.compat import xla_options
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.phases import Phases
-from jshard.plan.cost.streams import COLLECTIVES, COMPUTE, STREAMS
+from jshard.plan.cost.streams import COLLECTIVES, COMPUTE, OF_COPIES
 from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.cost.traffic import Traffic
@@ -175,7 +175,7 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
         yield "stragglers", format_seconds(timeline.stragglers), late
     kernels = format_seconds(timeline.busy(COMPUTE))
     yield "kernels", kernels, "on the compute stream"
-    copied = sum(timeline.busy(s) for s in STREAMS if s not in (COMPUTE, COLLECTIVES))
+    copied = sum(map(timeline.busy, OF_COPIES))
     if copied:
         waits = format_seconds(timeline.waits_for_copies)
         yield "copies", format_seconds(copied), f"beside kernels; {waits} waited for"

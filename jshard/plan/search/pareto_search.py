@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jshard.cli.paths import cache_folder
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config
 from jshard.errors import UserError
@@ -43,7 +44,6 @@ from jshard.plan.search.estimates import (
 )
 from jshard.plan.search.outcomes import Outcome, Search
 from jshard.plan.search.process_pool import Replies, Task, run_tasks
-from jshard.plan.search.result_cache import default_folder
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.definition import Recipe
@@ -107,7 +107,7 @@ def search(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )
     choice = Choice(promising, gpu.usable)
-    cache = str(default_folder())
+    cache = str(cache_folder("plan"))
     tasks = (
         {"settings": {**overrides, **candidate.settings}, "cache": cache}
         for candidate in choice.first(limit)

@@ -47,12 +47,6 @@ def write_result(folder: Path, key: str, result: dict[str, Any]) -> None:
         warnings.warn(f"result not cached: cannot write {path} ({error})", stacklevel=2)
 
 
-def default_folder() -> Path:
-    """Returns ``$JSHARD_CACHE/plan``, by default ``~/.cache/jshard/plan``."""
-    given = os.environ.get("JSHARD_CACHE", "")
-    return Path(given or "~/.cache/jshard").expanduser() / "plan"
-
-
 def program_key(program: Program, lowered: str) -> str:
     """Returns a hash of everything that determines a program's result.
 

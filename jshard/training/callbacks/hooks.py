@@ -141,7 +141,7 @@ class Hooks:
             return bool(self.stop or self.error)
         if not agree:
             return False
-        asked = self._peers.share(f"stop after {step}", self.stop)
+        asked = self._peers.share("stop", self.stop)
         self.stop = next(filter(None, asked), "")
         return bool(self.stop)
 

@@ -13,7 +13,7 @@ from checkpoints import at_step, make_fsdp, trained
 from jshard import inspect
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.described import checked
+from jshard.checkpoint.metadata import checked
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import UserError
