@@ -18,9 +18,6 @@ class KeyValueStore:
     Raises:
       RuntimeError: ``jax.distributed.initialize`` was not called.
     """
-<<<<<<< HEAD
-    return _of_job("client")
-=======
 
     def __init__(self, name: str) -> None:
         if distributed.global_state.client is None:
@@ -46,7 +43,6 @@ class KeyValueStore:
         """Returns the values under `folder/`, by the rest of their keys."""
         found = self._client.key_value_dir_get(f"{self._folder}/{folder}/")
         return {key.rpartition("/")[2]: text for key, text in found}
->>>>>>> main
 
 
 def address_of_process(index: int) -> str:
@@ -55,7 +51,10 @@ def address_of_process(index: int) -> str:
     For process 0 it is what they were given, for others the address of the interface
     towards process 0. Tested as ``KeyValueStore``; if it breaks, so do local copies.
     """
-    host, _, port = _of_job("coordinator_address").rpartition(":")
+    coordinator = distributed.global_state.coordinator_address
+    if coordinator is None:
+        raise RuntimeError("jax.distributed.initialize comes first")
+    host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
     if index == 0:
         return host
@@ -64,10 +63,3 @@ def address_of_process(index: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing
         return probe.getsockname()[0]
-
-
-def _of_job(name: str) -> Any:
-    found = getattr(distributed.global_state, name)
-    if found is None:
-        raise RuntimeError("jax.distributed.initialize comes first")
-    return found
