@@ -61,7 +61,9 @@ ROOMS = {
     ),
     "nn": Room(5, 0, 450, "losses, attention, dropout"),
     "optim": Room(5, 470, 620, "the update of the shards"),
-    "unit": Room(4, 120, 450, "gather, run, drop", "unit float8 pipe/call"),
+    "unit": Room(
+        4, 120, 450, "gather, run, drop", "unit float8 pipe/call parallel/partial_sums"
+    ),
     "cpu": Room(4, 634, 706, "order, pace"),
     "collectives": Room(3, 120, 450, "gather, scatter, reduce"),
     "layout": Room(

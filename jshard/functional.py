@@ -8,14 +8,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from jshard.collectives.gather import gather, placements
-from jshard.compat.jaxprs import Static
+from jshard.collectives.gather import all_gather
+from jshard.compat.jaxprs import Static, is_typed
 from jshard.cpu.order import in_order
+from jshard.errors import UserError
+from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
 from jshard.fsdp.policy import Reshard, UnitPolicy
+from jshard.fsdp.precision import is_float
+from jshard.layout.placement import Placement
 from jshard.unit.stack import make_scan, split_aux
 
 __all__ = ["gather", "in_order", "scan_layers"]
+
+
+def gather(
+    params: Any, specs: Any, *, dtype: Any = None, reduce_dtype: Any = None
+) -> Any:
+    """All-gathers a pytree of shards; the transpose is a reduce-scatter.
+
+    For use inside ``shard_map(check_vma=False)`` over a mesh with an "fsdp" axis.
+    Take derivatives inside it, too: the gradient of each leaf is then complete, the sum
+    of all devices' gradients.
+
+    Args:
+      params: pytree of local shards.
+      specs: a PartitionSpec for each leaf; the dimension named "fsdp" is gathered,
+        a leaf without one is returned unchanged, and its gradient is all-reduced.
+      dtype: dtype on the wire and of the result; None keeps the parameter's.
+      reduce_dtype: dtype of the reduction; None keeps the gradient's.
+
+    Returns:
+      The same tree with full arrays.
+    """
+    places = _placements(specs, params, dtype=dtype, reduce_dtype=reduce_dtype)
+    return jax.tree.map(all_gather, params, places)
 
 
 def scan_layers(
@@ -56,7 +84,7 @@ def scan_layers(
       UserError: a layer changes the carry's shape or dtype, or ``remat`` is unknown.
     """
     policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
-    places = placements(specs, stacked_params, dtype=dtype, reduce_dtype=reduce_dtype)
+    places = _placements(specs, stacked_params, dtype=dtype, reduce_dtype=reduce_dtype)
     shards, params_tree = jax.tree.flatten(stacked_params)
     places = jax.tree.leaves(places)
     carry, args = jax.tree.map(jnp.asarray, (carry, args))
@@ -71,3 +99,40 @@ def scan_layers(
     run = make_scan(layer, shards, places, [], carry, leaves, policy)
     carry, (aux, _, has_aux), _ = run()
     return (carry, aux) if has_aux.value else carry
+
+
+def _placements(
+    specs: Any, params: Any, *, dtype: Any = None, reduce_dtype: Any = None
+) -> Any:
+    """Returns a Placement for each leaf of a plain pytree.
+
+    ``specs`` has the structure of ``params`` and includes a stack's layer dimension.
+    """
+    sharded = shard_axes()
+    if any(map(is_typed, jax.tree.leaves(params))):
+        raise UserError(
+            "jshard.functional.gather and scan_layers write the sums over devices out; "
+            "call them, and differentiate, inside jax.shard_map(..., check_vma=False)"
+        )
+
+    def place(param: Any, spec: PartitionSpec) -> Placement:
+        dims = [i for i, axis in enumerate(spec) if axis == sharded]
+        if not dims and FSDP in spec:
+            raise UserError(
+                f"specs: {spec} on a mesh with a context axis; parameters are sharded "
+                f"over both axes, so name {sharded} in place of {FSDP!r}"
+            )
+        dim = dims[0] - len(param.shape) if dims else None
+        others = set(manual_axes()) - set(names_of(sharded) if dims else ())
+        real = jnp.issubdtype(param.dtype, jnp.floating)
+        return Placement(
+            dim,
+            gather=dtype if real else None,
+            compute=dtype if real else None,
+            reduce=reduce_dtype if real else None,
+            sum_over=tuple(axis for axis in manual_axes() if axis in others),
+            sum_at="unit",
+            trainable=is_float(param),
+        )
+
+    return jax.tree.map(place, params, specs)

@@ -6,20 +6,17 @@ own, and nothing is summed over devices unless a line of ``reduce.py`` says so.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jshard.collectives import quantized
 from jshard.collectives.reduce import all_reduce_in_unit, cast, on_rank_zero, scatter
-from jshard.compat.jaxprs import is_typed
-from jshard.errors import UserError
-from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
-from jshard.fsdp.precision import is_float, is_quantized
+from jshard.fsdp.precision import is_quantized
 from jshard.fsdp.scopes import ALL_GATHER
 from jshard.layout.placement import Placement
 
@@ -108,62 +105,8 @@ def _backward(place: Placement, like: Any, grad: Any) -> tuple[Any]:
 
 all_gather.defvjp(_forward, _backward)
 
-
-def placements(
-    specs: Any, params: Any, *, dtype: Any = None, reduce_dtype: Any = None
-) -> Any:
-    """Returns a Placement for each leaf of a plain pytree.
-
-    ``specs`` has the structure of ``params`` and includes a stack's layer dimension.
-    """
-    sharded = shard_axes()
-    if any(map(is_typed, jax.tree.leaves(params))):
-        raise UserError(
-            "jshard.functional.gather and scan_layers write the sums over devices out; "
-            "call them, and differentiate, inside jax.shard_map(..., check_vma=False)"
-        )
-
-    def place(param: Any, spec: PartitionSpec) -> Placement:
-        dims = [i for i, axis in enumerate(spec) if axis == sharded]
-        if not dims and FSDP in spec:
-            raise UserError(
-                f"specs: {spec} on a mesh with a context axis; parameters are sharded "
-                f"over both axes, so name {sharded} in place of {FSDP!r}"
-            )
-        dim = dims[0] - len(param.shape) if dims else None
-        others = set(manual_axes()) - set(names_of(sharded) if dims else ())
-        real = jnp.issubdtype(param.dtype, jnp.floating)
-        return Placement(
-            dim,
-            gather=dtype if real else None,
-            compute=dtype if real else None,
-            reduce=reduce_dtype if real else None,
-            sum_over=tuple(axis for axis in manual_axes() if axis in others),
-            sum_at="unit",
-            trainable=is_float(param),
-        )
-
-    return jax.tree.map(place, params, specs)
-
-
-def gather(
-    params: Any, specs: Any, *, dtype: Any = None, reduce_dtype: Any = None
-) -> Any:
-    """All-gathers a pytree of shards; the transpose is a reduce-scatter.
-
-    For use inside ``shard_map(check_vma=False)`` over a mesh with an "fsdp" axis.
-    Take derivatives inside it, too: the gradient of each leaf is then complete, the sum
-    of all devices' gradients.
-
-    Args:
-      params: pytree of local shards.
-      specs: a PartitionSpec for each leaf; the dimension named "fsdp" is gathered,
-        a leaf without one is returned unchanged, and its gradient is all-reduced.
-      dtype: dtype on the wire and of the result; None keeps the parameter's.
-      reduce_dtype: dtype of the reduction; None keeps the gradient's.
-
-    Returns:
-      The same tree with full arrays.
-    """
-    places = placements(specs, params, dtype=dtype, reduce_dtype=reduce_dtype)
-    return jax.tree.map(all_gather, params, places)
+# gather(shards, places) -> full weights. A partial: it adds no stack frame.
+# A pair is a shard with its scale (``all_gather``).
+gather: Callable[..., Any] = functools.partial(
+    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
+)

@@ -31,26 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.compat.jaxprs import (
-    CALLS,
-    COLLECTIVES,
-    SUMS,
-    bind,
-    consts_as_inputs,
-    context,
-    environment,
-    evaluate,
-    flat_jaxpr,
-    has,
-    inner_jaxpr,
-    read,
-    read_by,
-    scan_sizes,
-    shard_map_again,
-    variables,
-    while_parts,
-    without_unused,
-)
+from jshard.compat import jaxprs
 from jshard.errors import UserError
 
 # The results of a program, and the token after it.
@@ -58,7 +39,7 @@ Results = tuple[list[Any], jax.Array]
 
 _LOOPS_AND_BRANCHES = {"scan", "while", "cond"}
 _SEQUENCES = _LOOPS_AND_BRANCHES | {"shard_map"}
-_OPENED = _LOOPS_AND_BRANCHES | CALLS.keys()  # the chain goes through these
+_OPENED = _LOOPS_AND_BRANCHES | jaxprs.CALLS.keys()  # the chain goes through these
 
 
 def in_order(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,15 +104,6 @@ def _tie(x: jax.Array, here: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(x, written, (0,) * x.ndim)
 
 
-def _tie_sharded(x: jax.Array, here: jax.Array) -> jax.Array:
-    """Makes a global array depend on ``here``.
-
-    This rewrites all elements, because only some devices hold the first one.
-    """
-    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
-    return x if on_host else _select(here, x)
-
-
 def _select(here: jax.Array, x: jax.Array) -> jax.Array:
     return lax.select(here, x, lax.full_like(x, 0))
 
@@ -145,25 +117,25 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
     Loops and calls are traced again, because a user's own ``shard_map`` may have typed
     the original inner jaxprs with the axes over which values vary.
     """
-    env = environment(jaxpr, inputs)
+    env = jaxprs.environment(jaxpr, inputs)
     last: list[jax.Array] = []  # results of the previous collective
     # Variables that depend on the latest run of sums; None after another collective.
     sums: set[Any] | None = None
     here = token == 0
     for eqn in jaxpr.jaxpr.eqns:
-        name, values = eqn.primitive.name, read(env, eqn.invars)
-        exchanges = has(eqn, COLLECTIVES)
+        name, values = eqn.primitive.name, jaxprs.read(env, eqn.invars)
+        exchanges = jaxprs.has(eqn, jaxprs.COLLECTIVES)
         # Independent sums stay adjacent, so that XLA can combine them.
-        apart = sums is not None and sums.isdisjoint(variables(eqn.invars))
-        joins = name in SUMS and apart
+        apart = sums is not None and sums.isdisjoint(jaxprs.variables(eqn.invars))
+        joins = name in jaxprs.SUMS and apart
         if exchanges and not joins:
-            here, sums = _here(token, last), set() if name in SUMS else None
-        with context(eqn):
-            if name in COLLECTIVES:
+            here, sums = _here(token, last), set() if name in jaxprs.SUMS else None
+        with jaxprs.context(eqn):
+            if name in jaxprs.COLLECTIVES:
                 tied = [_tie(jnp.asarray(x), here) for x in values]
                 results = _collective(eqn, tied)
                 last = [x for x in results if x.size] + (last if joins else [])
-                if name in SUMS and not joins:
+                if name in jaxprs.SUMS and not joins:
                     here = _here(token, [x for x in tied if x.size])
             elif name == "pvary":
                 results = values
@@ -179,12 +151,12 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
                     "CPUs need; move them out of it"
                 )
             else:
-                results = bind(eqn, values)
+                results = jaxprs.bind(eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
         if sums is not None and (exchanges or not apart):
             sums.update(eqn.outvars)
     token = lax.select(_here(token, last), token, jnp.ones_like(token))
-    return read(env, jaxpr.jaxpr.outvars), token
+    return jaxprs.read(env, jaxpr.jaxpr.outvars), token
 
 
 def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -200,14 +172,14 @@ def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
         axis, tiled = params["all_gather_dimension"], params["tiled"]
         (x,) = values
         return [lax.all_gather(x, params["axis_name"], axis=axis, tiled=tiled)]
-    return bind(eqn, values)
+    return jaxprs.bind(eqn, values)
 
 
 def _inside(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
     if eqn.primitive.name == "remat2":
         return _remat(eqn, values, token)
-    if eqn.primitive.name in CALLS:
-        return _chain(inner_jaxpr(eqn), values, token)
+    if eqn.primitive.name in jaxprs.CALLS:
+        return _chain(jaxprs.inner_jaxpr(eqn), values, token)
     return _turn(_chain, eqn, values, token)
 
 
@@ -219,11 +191,11 @@ def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
     inputs = [*values, token]
 
     def run(*inputs: Any) -> list[Any]:
-        results, token = _chain(inner_jaxpr(eqn), inputs[:-1], inputs[-1])
+        results, token = _chain(jaxprs.inner_jaxpr(eqn), inputs[:-1], inputs[-1])
         return [*results, token]
 
     traced = jax.make_jaxpr(run)(*inputs)
-    inner = consts_as_inputs(traced, inputs, traced.consts)
+    inner = jaxprs.consts_as_inputs(traced, inputs, traced.consts)
     params = eqn.params | {"jaxpr": inner}
     *results, token = eqn.primitive.bind(*inputs, *traced.consts, **params)
     return results, token
@@ -236,10 +208,11 @@ def _take_turns(
     jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array
 ) -> Results:
     """Runs a jaxpr on global values, one thunk sequence at a time."""
-    if any(e.primitive.name in CALLS and has(e, _SEQUENCES) for e in jaxpr.jaxpr.eqns):
-        jaxpr = flat_jaxpr(jaxpr, inputs)
-    jaxpr = without_unused(jaxpr)  # the token would keep dead collectives alive
-    env = environment(jaxpr, inputs)
+    calls = [e for e in jaxpr.jaxpr.eqns if e.primitive.name in jaxprs.CALLS]
+    if jaxprs.find(calls, _SEQUENCES):
+        jaxpr = jaxprs.flat_jaxpr(jaxpr, inputs)
+    jaxpr = jaxprs.without_unused(jaxpr)  # the token would keep dead collectives alive
+    env = jaxprs.environment(jaxpr, inputs)
     outputs = jaxpr.jaxpr.outvars
     left = dict(enumerate(jaxpr.jaxpr.eqns))
     maker = {v: i for i, eqn in left.items() for v in eqn.outvars}
@@ -247,33 +220,34 @@ def _take_turns(
     def needed(wanted: Iterable[Any]) -> list[int]:
         """Returns the indices of equations that ``wanted`` still needs, in order."""
         found: set[int] = set()
-        stack = variables(wanted)
+        stack = jaxprs.variables(wanted)
         while stack:
             index = maker.get(stack.pop())
             if index in left and index not in found:
                 found.add(index)
-                stack += variables(left[index].invars)
+                stack += jaxprs.variables(left[index].invars)
         return sorted(found)
 
     for index in [i for i, e in left.items() if e.primitive.name in _SEQUENCES]:
-        evaluate([left.pop(i) for i in needed(left[index].invars)], env)
+        jaxprs.evaluate([left.pop(i) for i in needed(left[index].invars)], env)
         eqn = left.pop(index)
-        values = read(env, eqn.invars)
-        with context(eqn):
+        values = jaxprs.read(env, eqn.invars)
+        with jaxprs.context(eqn):
             if eqn.primitive.name == "shard_map":
                 inner = core.ClosedJaxpr(eqn.params["jaxpr"], ())
                 chain = lambda token, *values, j=inner: _chain(j, values, token)
-                results, token = shard_map_again(eqn, chain)(token, *values)
+                results, token = jaxprs.shard_map_again(eqn, chain)(token, *values)
             else:
                 results, token = _turn(_take_turns, eqn, values, token)
         env.update(zip(eqn.outvars, results, strict=True))
         # All later operations wait, and so do the collectives that the partitioner
-        # makes of them.
-        later = read_by(left.values()).union(variables(outputs))
+        # makes of them: all elements, because only some devices hold the first one.
+        later = jaxprs.read_by(left.values()).union(jaxprs.variables(outputs))
         for v in filter(later.__contains__, list(env)):  # in a deterministic order
-            env[v] = _tie_sharded(env[v], token == 0)
-    evaluate(left.values(), env)
-    return read(env, outputs), token
+            if jax.typeof(env[v]).memory_space != jax.memory.Space.Host:
+                env[v] = _select(token == 0, env[v])
+    jaxprs.evaluate(left.values(), env)
+    return jaxprs.read(env, outputs), token
 
 
 # Shared by both.
@@ -293,7 +267,7 @@ def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Result
         ]
         return lax.switch(values[0], branches, values[1:], token)
     if eqn.primitive.name == "scan":
-        num_consts, num_carry = scan_sizes(eqn)
+        num_consts, num_carry = jaxprs.scan_sizes(eqn)
         consts, values = values[:num_consts], values[num_consts:]
 
         def step(state: Any, slices: list[Any]) -> tuple[Any, list[Any]]:
@@ -306,7 +280,7 @@ def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Result
         state = (list(values[:num_carry]), token)
         (carry, token), ys = lax.scan(step, state, list(values[num_carry:]), **static)
         return [*carry, *ys], token
-    goes_on_jaxpr, body_jaxpr, first, second = while_parts(eqn)
+    goes_on_jaxpr, body_jaxpr, first, second = jaxprs.while_parts(eqn)
     cond_consts, body_consts = values[:first], values[first:][:second]
 
     def goes_on(state: Any) -> jax.Array:

@@ -26,8 +26,7 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.state_layout import Layout
 from jshard.layout.variables import variables
-from jshard.unit.model import root_variables
-from jshard.unit.modules import Stack, is_unit
+from jshard.unit.modules import Stack, is_unit, own_paths
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
@@ -169,8 +168,9 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
         part = sum(sizes[path] for path in paths) / sum(sizes.values())
         return part, ", ".join(names)
 
-    in_root = [path for path, _ in root_variables(model, state.params, state.frozen)]
-    part, largest = share([path for path in in_root if places[path].dim is not None])
+    own = own_paths(model)
+    in_root = [path for path in sizes if path in own and places[path].dim is not None]
+    part, largest = share(in_root)
     if part > 1 / 4 and shards > 1:
         warnings.warn(
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "

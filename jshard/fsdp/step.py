@@ -246,7 +246,7 @@ def train(
             grads, means, after = accumulate(forward, abstract, *rest)
     grads = _map_gathered_once(scatter, grads, sharded)
     if layout.stages:
-        grads = from_stages(grads, at_rest, layout.stages)
+        grads = from_stages(grads, shards, at_rest, layout.stages)
     places = at_rest.places_of(shards)
     grads = jax.tree.map(_sum_at_end, grads, places, shards)
     if scale is not None:

@@ -1,23 +1,24 @@
 """What a step's forward does, once traced: it is checked, and never traced again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.extend import core
 
 from jshard.compat import jaxprs
 from jshard.compat.jaxprs import axes_of, groups_of, has, line_of, open_inner, replay
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes
+from jshard.fsdp.policy import INPUTS, Names, Offload, Policy
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means
 from jshard.unit.dataflow import dependencies, loop, through, union
-from jshard.unit.linearize import check_names
 
 
 def once_checked(
@@ -41,7 +42,7 @@ def once_checked(
       UserError: a weight, or a part of the next state, may differ by device, or the
         policy names an activation that there is none of.
     """
-    check_names(traced.jaxpr, layout.policy)
+    _check_names(traced.jaxpr, layout.policy)
     differs = differing(traced.jaxpr, layout, arrays, inputs)
     _, _, of_weights, of_state = jax.tree.unflatten(jax.tree.structure(shapes), differs)
     if any(of_weights):
@@ -68,6 +69,33 @@ def once_checked(
         return [mean.total for _, mean in loss.terms], (Means(loss, metrics), after)
 
     return forward
+
+
+def _check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
+    """Checks that each name in a remat policy is that of some activation.
+
+    Raises:
+      UserError: a policy names an activation that the program does not have.
+    """
+    remats = list(policy.everywhere("remat").values())
+    named = [remat.names for remat in remats if isinstance(remat, Names)]
+    wanted = {name for names in named for name in names}
+    if any(isinstance(remat, Offload) for remat in remats):
+        wanted.discard(INPUTS)
+    found = set(names_in(jaxpr)) if wanted else set()
+    if unknown := sorted(wanted - found):
+        raise UserError(
+            f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
+            "(with jax.ad_checkpoint.checkpoint_name); named are: "
+            f"{', '.join(sorted(found)) or 'none'}"
+        )
+
+
+def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """Yields the names of a jaxpr's activations, from ``checkpoint_name`` of JAX."""
+    for eqn in jaxprs.nested(jaxpr.eqns):
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]
 
 
 # Primitives that run code which JAX knows nothing of, or that draw from a state of the

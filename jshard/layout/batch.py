@@ -92,12 +92,7 @@ def divisor_of_examples(mesh: Mesh, accumulate: int) -> int:
 
 
 def check_batch(
-    batch: Any,
-    mesh: Mesh,
-    *,
-    accumulate: int = 1,
-    parts: int = 1,
-    whole: bool = False,
+    batch: Any, mesh: Mesh, *, accumulate: int = 1, parts: int = 1, whole: bool = False
 ) -> None:
     """Raises UserError unless the examples divide by devices and micro-batches.
 

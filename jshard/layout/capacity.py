@@ -44,12 +44,9 @@ def shard_bytes(x: Any) -> int:
 
 
 def state_bytes(state: Any, *, on_host: bool = False) -> int:
-    """Returns the bytes of an abstract state for one device.
+    """Returns the bytes of an abstract state, with shardings, for one device.
 
-    Args:
-      state: ShapeDtypeStructs with shardings.
-      on_host: Those in pinned host memory (``Policy.offload``) instead of those in the
-        memory of the device.
+    With ``on_host``, those in pinned host memory (``Policy.offload``) instead.
     """
     return sum(
         shard_bytes(x)
@@ -59,14 +56,9 @@ def state_bytes(state: Any, *, on_host: bool = False) -> int:
 
 
 def check_capacity(state: Any, devices: Sequence[Any]) -> None:
-    """Refuses a state that does not fit the memory there is, with nothing else in it.
+    """Raises UserError if a state does not fit the memory, with nothing else in it.
 
-    Args:
-      state: ShapeDtypeStructs with shardings.
-      devices: Those of this process that hold it.
-
-    Raises:
-      UserError: It does not fit the devices, or the host.
+    ``state`` is abstract, with shardings; ``devices`` are those of this process.
     """
     if not devices:
         return

@@ -14,14 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.compat.jaxprs import without_dead_code
+from jshard.compat.jaxprs import without_unused
 from jshard.errors import UserError
+from jshard.fsdp.mesh import shard_axes, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.layout import layer_dims as layers
 from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
-from jshard.layout.specs import LOOKED_UP, is_annotated, make_by_rows, mark_table
+from jshard.layout.specs import LOOKED_UP, is_annotated, mark_table
 from jshard.layout.variables import variables
 
 
@@ -45,7 +47,12 @@ def prepare(
         if not is_annotated(variable):
             variable.set_metadata("eager_sharding", nnx.using_eager_sharding())
         if variable.get_metadata(LOOKED_UP, False):
-            make_by_rows(variable, mesh)
+            # Made by rows, and then split by columns. XLA vectorizes a device's few
+            # columns differently: the last bit could depend on their number.
+            table = variable.get_value()
+            if table.ndim == 2 and table.shape[0] % shards_of(mesh) == 0:
+                rows = NamedSharding(mesh, PartitionSpec(shard_axes(mesh)))
+                variable.set_value(jax.lax.with_sharding_constraint(table, rows))
         dtype = policy.precision_at(path).param
         if dtype is not None and is_parameter(path, variable):
             value = variable.get_value()
@@ -138,14 +145,10 @@ def _make(
     traced, values = jax.make_jaxpr(create)(*inputs), jax.tree.leaves(inputs)
     arrays: dict[int, jax.Array] = {}
     for part in parts:
-
-        def some(*values: jax.Array, part: list[int] = part) -> list[Any]:
-            closed = core.ClosedJaxpr(traced.jaxpr, traced.consts)
-            outputs = core.jaxpr_as_fun(closed)(*values)
-            return [outputs[i] for i in part]
-
+        wanted = [i in part for i in range(len(abstract))]
+        some = core.jaxpr_as_fun(without_unused(traced, wanted))
         places = [abstract[i].sharding for i in part]
-        made = jax.jit(without_dead_code(some), out_shardings=places)(*values)
+        made = jax.jit(some, out_shardings=places)(*values)
         # Wait, because the next part needs the device memory that this one uses.
         arrays |= zip(part, jax.block_until_ready(made), strict=True)
     return [arrays[i] for i in range(len(abstract))]
@@ -161,8 +164,8 @@ def _parts(abstract: Sequence[Any]) -> Iterator[list[int]]:
     part: list[int] = []
     for i in sorted(hosted, key=lambda i: -size[i]):
         if part and size[i] + sum(size[j] for j in part) > room:
-            yield part
+            yield sorted(part)
             part = []
         part.append(i)
     if part:
-        yield part
+        yield sorted(part)

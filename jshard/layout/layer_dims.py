@@ -20,10 +20,8 @@ def mark_layers(
 ) -> None:
     """Marks the layer dimensions of further Stacks, in place.
 
-    Args:
-      variable: the variable.
-      outer: its path in a layer of each Stack around those that are marked already.
-      inner: the same for each Stack inside of these.
+    ``outer`` has the variable's path in a layer of each Stack around those that are
+    marked already, ``inner`` the same for each Stack inside of these.
     """
     paths = (*outer, *variable.get_metadata(IN_LAYER, ()), *inner)
     variable.set_metadata(IN_LAYER, tuple(tuple(map(str, path)) for path in paths))
@@ -37,10 +35,8 @@ def without_layers(variable: nnx.Variable) -> nnx.Variable:
 def stack_of(path: tuple[Any, ...], variable: nnx.Variable) -> tuple[str, ...] | None:
     """Returns the path of the outermost Stack of a variable, or None outside Stacks.
 
-    Args:
-      path: the variable's path in the model. If it does not end with the path in a
-        layer (for example, an alias), the variable counts as a Stack of its own.
-      variable: the variable, with the metadata that ``mark_layers`` sets.
+    If the variable's path does not end with the path in a layer (an alias, say), it
+    counts as a Stack of its own.
     """
     if not layer_dims(variable):
         return None

@@ -52,12 +52,8 @@ def padded_dim(
 ) -> int | None:
     """Returns the dimension to pad, counted from the end; None if there is none.
 
-    Args:
-      shape: that of one layer.
-      shards: the number of shards.
-      taken: dimensions, counted from the end, that other axes split.
-      looked_up: whether this is an embedding table that is a Unit of its own, of which
-        columns are sharded.
+    ``shape`` is that of one layer. Other axes split the dimensions in ``taken``. Of an
+    embedding table that is a Unit of its own (``looked_up``) columns are sharded.
     """
     dims = [i - len(shape) for i, size in enumerate(shape) if size]
     dims = [dim for dim in dims if dim not in taken]

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import UserError
 from jshard.fsdp.mesh import (
@@ -76,12 +75,8 @@ def _other_axes(variable: nnx.Variable, mesh: Mesh) -> tuple[Any, ...]:
     """Returns, for each dimension of one layer, the annotated automatic mesh axes."""
     names = variable.get_metadata("out_sharding", None) or ()
     free = set(mesh.axis_names) - set(AXES)
-
-    def known(axes: Any) -> tuple[str, ...]:
-        axes = axes if isinstance(axes, tuple) else (axes,)
-        return tuple(axis for axis in axes if axis in free)
-
-    return tuple(known(axes) or None for axes in names)
+    known = (tuple(axis for axis in names_of(axes) if axis in free) for axes in names)
+    return tuple(axes or None for axes in known)
 
 
 def sharded_over(parts: Parts, mesh: Mesh) -> tuple[str, ...] | None:
@@ -110,14 +105,8 @@ def sharded_dim(
             padding = _of_vocabulary(shape, split, sizes[split], shards, (axis, *axes))
             return (None if math.prod(shape) < fewest else split), padding
     looked_up = variable.get_metadata(LOOKED_UP, False)
-    dim = shard_dim(
-        shape,
-        shards,
-        parts=sizes,
-        min_elements=fewest,
-        taken=others,
-        looked_up=looked_up,
-    )
+    how: dict[str, Any] = {"min_elements": fewest, "looked_up": looked_up}
+    dim = shard_dim(shape, shards, parts=sizes, taken=others, **how)
     if dim is not None or math.prod(shape) < fewest:
         return dim, None
     taken = [*sizes, *(i - len(shape) for i, axes in enumerate(others) if axes)]
@@ -183,20 +172,13 @@ def is_sharded(spec: PartitionSpec) -> bool:
 
 
 def follow(params: Any, values: Sequence[Any]) -> Callable[[tuple, Any], Any]:
-    """Returns a function that finds the parameter that an optimizer leaf follows.
+    """Returns ``find(path, leaf)``: the value of the parameter that a leaf follows.
 
-    A leaf follows a parameter if its path ends with the parameter's path and the shapes
-    are equal. Momenta and averages do; counts and factored statistics follow no
-    parameter. Paths are compared by name rather than by tree position, so wrapped and
-    masked optimizers work unchanged.
-
-    Args:
-      params: the parameters.
-      values: the value to return for each leaf of ``params``.
-
-    Returns:
-      ``find(path, leaf)``, which returns the value for the parameter that the leaf
-      follows, or None.
+    ``values`` are those of the leaves of ``params``. An optimizer's leaf follows a
+    parameter if its path ends with the parameter's path and the shapes are equal.
+    Momenta and averages do; counts and factored statistics follow none, and get None.
+    Paths are compared by name rather than by tree position, so wrapped and masked
+    optimizers work unchanged.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     by_path = {
@@ -228,15 +210,3 @@ def mark_table(module: Any) -> None:
     """
     if is_table(module):
         module.embedding.set_metadata(LOOKED_UP, True)
-
-
-def make_by_rows(variable: nnx.Variable, mesh: Any) -> None:
-    """Constrains a new table to be computed by rows before it is split by columns.
-
-    XLA vectorizes a device's few columns differently, so the last bit of a value could
-    depend on the number of columns per device.
-    """
-    table = variable.get_value()
-    if table.ndim == 2 and table.shape[0] % shards_of(mesh) == 0:
-        rows = NamedSharding(mesh, PartitionSpec(shard_axes(mesh)))
-        variable.set_value(lax.with_sharding_constraint(table, rows))

@@ -36,9 +36,8 @@ Path = tuple[Any, ...]  # The path of a variable in the model.
 class Layout:
     """The sharding and memory kind of every array of a state.
 
-    For a given policy and mesh it depends on the paths, metadata and global shapes of
-    the arrays but not on their values, so a state and its abstract form have the same
-    layout.
+    It depends on the paths, metadata and global shapes of the arrays, not on their
+    values, so a state and its abstract form have the same layout.
 
     Attributes:
       policy: the policy that sets what is sharded or offloaded, and the dtypes that are
@@ -75,24 +74,21 @@ class Layout:
         places = trained | frozen
 
         def specs(params: nnx.State) -> nnx.State:
-            def spec(path: Path, variable: nnx.Variable) -> nnx.Variable:
-                return variable.copy(param_spec(variable, places[path], mesh))
-
+            spec = lambda path, v: v.copy(param_spec(v, places[path], mesh))
             return nnx.map_state(spec, params)
 
         # Optimizer state that belongs to a parameter is sharded like that parameter.
         params = specs(state.params)
         find = follow(state.params, jax.tree.leaves(params))
         replicated = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+        spec_of = lambda path, leaf: find(path, leaf) or PartitionSpec()
         all_specs = dataclasses.replace(
             state,
             step=PartitionSpec(),
             params=params,
             frozen=specs(state.frozen),
             model_state=replicated(state.model_state),
-            opt_state=jax.tree_util.tree_map_with_path(
-                lambda path, leaf: find(path, leaf) or PartitionSpec(), state.opt_state
-            ),
+            opt_state=jax.tree.map_with_path(spec_of, state.opt_state),
             ema=None if state.ema is None else specs(state.ema),
             loss_scale=replicated(state.loss_scale),
         )
@@ -135,13 +131,8 @@ class Layout:
 
     def constrain(self, state: TrainState) -> TrainState:
         """Constrains a traced state to the layout's specs."""
-        return jax.tree.map(
-            lambda x, spec: jax.lax.with_sharding_constraint(
-                x, NamedSharding(self.mesh, spec)
-            ),
-            state,
-            self.specs,
-        )
+        places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
+        return jax.lax.with_sharding_constraint(state, places)
 
     def check_memory(self, state: TrainState) -> None:
         """Raises UserError if an array is not in the memory that a step expects."""
@@ -160,9 +151,9 @@ class Layout:
     @property
     def local_specs(self) -> ModelArrays:
         """The specs of the arrays that ``shard_map`` passes to each device."""
-        replicated: Any = PartitionSpec()
         params, frozen = self.specs.params, self.specs.frozen
         params, frozen = (manual_specs(x, self.mesh) for x in (params, frozen))
+        replicated: Any = PartitionSpec()
         return ModelArrays(params, frozen, replicated)
 
     def places_of(self, params: nnx.State) -> nnx.State:

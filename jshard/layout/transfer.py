@@ -17,13 +17,9 @@ from jshard.layout.variables import is_variable
 
 
 def put(value: Any, like: Any) -> jax.Array:
-    """Returns a global array made from a full array that every process holds.
+    """Returns a global array like ``like`` from a full one that every process has.
 
     Shards are copied one at a time; no compiled program takes the full value.
-
-    Args:
-      value: an array on the host or on devices of this process.
-      like: an abstract array with the shape, dtype and sharding of the result.
     """
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(value)

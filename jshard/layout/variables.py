@@ -32,7 +32,7 @@ def set_attribute(module: nnx.Module, name: str, value: Any) -> None:
 
 def expose_arrays(model: nnx.Module) -> None:
     """Tells Flax of all arrays that a new model holds outside of Variables."""
-    for module in reachable(model, stop=lambda x: False):
+    for module in reachable(model):
         if isinstance(module, nnx.Module):
             for name, value in list(vars(module).items()):
                 if not name.startswith("_pytree__") and not is_variable(value):
@@ -40,7 +40,7 @@ def expose_arrays(model: nnx.Module) -> None:
                         set_attribute(module, name, value)
 
 
-def reachable(start: Any, stop: Callable[[Any], bool]) -> list[Any]:
+def reachable(start: Any, stop: Callable[[Any], bool] = lambda x: False) -> list[Any]:
     """Returns all objects reachable from ``start``, itself included.
 
     The search follows attributes of modules, whether or not these are pytrees, and the
@@ -69,22 +69,17 @@ def of_class(module: nnx.Module, cls: type) -> Any:
 def replace(model: nnx.Module, others: Mapping[int, Any]) -> None:
     """Puts other objects in place of modules and Variables, in all that refers to them.
 
-    Args:
-      model: changed in place; it is not replaced itself.
-      others: the new objects, by the ``id`` of the old ones.
+    ``others`` are by the ``id`` of the old ones. The model itself is not replaced.
     """
-    for owner in [*reachable(model, stop=lambda x: False), *others.values()]:
+    for owner in [*reachable(model), *others.values()]:
         if not isinstance(owner, nnx.Pytree) or is_variable(owner):
             continue
         for name, value in list(vars(owner).items()):
-            leaves, tree = jax.tree.flatten(value, is_leaf=_is_object)
+            is_object = lambda x: isinstance(x, nnx.Pytree) or is_variable(x)
+            leaves, tree = jax.tree.flatten(value, is_leaf=is_object)
             if any(id(x) in others for x in leaves):  # Flax's note of it stays
                 new = [others.get(id(x), x) for x in leaves]
                 vars(owner)[name] = jax.tree.unflatten(tree, new)
-
-
-def _is_object(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree) or is_variable(x)
 
 
 def _children(x: Any) -> list[Any]:
@@ -96,9 +91,7 @@ def _children(x: Any) -> list[Any]:
 def own_dtypes(state: TrainState, policy: Policy) -> dict[tuple, Any]:
     """Returns the dtypes of modules that have one of their own, by parameter.
 
-    Args:
-      state: concrete, abstract or traced.
-      policy: only one that sets the dtype of the computation asks for them.
+    Only a policy that sets the dtype of the computation asks for them.
     """
     precisions = policy.everywhere("precision").values()
     if all(precision.compute is None for precision in precisions):

@@ -211,12 +211,17 @@ def _further_rounds(
     again and computes again; nothing of theirs is kept.
     """
 
+    def loop(one: Callable, init: Any, end: jax.Array) -> Any:
+        """Returns ``init`` after ``one(begin, it)`` of each round."""
+        state = jnp.full_like(end, first), init
+        goes_on = lambda state: state[0] < end
+        body = lambda state: (state[0] + size, one(*state))
+        return lax.while_loop(goes_on, body, state)[1]
+
     @jax.named_scope(scope)
     def add(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> jax.Array:
-        def one(begin: jax.Array, y_MD: jax.Array) -> jax.Array:
-            return y_MD + _round(compute, begin, size, inputs, route)
-
-        return _loop(first, size, route.most, one, y_MD)
+        one = lambda begin, y_MD: y_MD + _round(compute, begin, size, inputs, route)
+        return loop(one, y_MD, route.most)
 
     def forward(y_MD: jax.Array, inputs: _Inputs, route: _Route) -> tuple:
         return add(y_MD, inputs, route), (inputs, route)
@@ -231,18 +236,8 @@ def _further_rounds(
             return jax.tree.map(jnp.add, sums, *pullback(dy_MD))
 
         sums = jax.tree.map(jnp.zeros_like, inputs)
-        return dy_MD, _loop(first, size, route.most, one, sums), None
+        return dy_MD, loop(one, sums, route.most), None
 
     adding = jax.custom_vjp(add)
     adding.defvjp(forward, backward)
     return adding
-
-
-def _loop(begin: int, size: int, end: jax.Array, one: Callable, init: Any) -> Any:
-    """Returns ``init`` after ``one(begin, it)`` at places from ``begin`` to ``end``."""
-
-    def body(state: Any) -> Any:
-        return state[0] + size, one(*state)
-
-    start = jnp.full_like(end, begin)
-    return lax.while_loop(lambda state: state[0] < end, body, (start, init))[1]

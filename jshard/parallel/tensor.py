@@ -83,7 +83,13 @@ def tensor_parallel(
         x_BSD, args, kwargs = inputs
         with split_sequences(axes):
             result = fn(x_BSD, *args, **kwargs)
-        _check_result(result, x_BSD)
+        for y in jax.tree.leaves(result):
+            if jnp.shape(y)[:2] != x_BSD.shape[:2] or not is_float(y):
+                raise UserError(
+                    f"tensor_parallel: fn returns {jax.typeof(y)}; it must return "
+                    f"floating arrays that begin with {list(x_BSD.shape[:2])}, as its "
+                    "input does"
+                )
         return result
 
     @jax.named_scope(TENSOR_PARALLEL)
@@ -96,15 +102,6 @@ def tensor_parallel(
     if number == 1:
         return results[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
-
-
-def _check_result(result: Any, x_BSD: jax.Array) -> None:
-    for y in jax.tree.leaves(result):
-        if jnp.shape(y)[:2] != x_BSD.shape[:2] or not is_float(y):
-            raise UserError(
-                f"tensor_parallel: fn returns {jax.typeof(y)}; it must return floating "
-                f"arrays that begin with {list(x_BSD.shape[:2])}, as its input does"
-            )
 
 
 def _in_turn(exchange: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:
@@ -150,16 +147,15 @@ def own_columns(layer: _Layer, sizes: Sequence[int]) -> _Layer:
             f"mesh: tensor={n} does not divide the fused projections of "
             f"{list(sizes)} features; choose a divisor"
         )
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def own(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         if path[-1] == "lora_a":  # the columns are those of lora_b
             return variable
-        x = variable.get_value()
-        parts = [
-            lax.dynamic_slice_in_dim(x, start + index * (size // n), size // n, -1)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        parts, start, x = [], 0, variable.get_value()
+        for size in sizes:
+            first = start + index * (size // n)
+            parts.append(lax.dynamic_slice_in_dim(x, first, size // n, -1))
+            start += size
         return variable.copy(jnp.concatenate(parts, axis=-1))
 
     graphdef, state = nnx.split(layer)

@@ -17,27 +17,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.compat.jaxprs import (
-    environment,
-    evaluate,
-    find,
-    has,
-    line_of,
-    placeholder,
-    without_dead_code,
-)
+from jshard.collectives.gather import gather
+from jshard.compat import jaxprs
 from jshard.errors import UserError
-from jshard.fsdp.mesh import PIPE, on_gpus
+from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.policy import UnitPolicy
 from jshard.fsdp.scopes import LAYERS as LAYERS_SCOPE
 from jshard.layout.placement import Placement
 from jshard.pipe.schedule import parts_of
 from jshard.pipe.stages import Stages
 from jshard.unit import pipeline, stack
-from jshard.unit.dataflow import dependencies, union
-from jshard.unit.layers import How, Segment, put_layer
-from jshard.unit.linearize import Inputs, abstract, select, trace_layer
-from jshard.unit.unit import gather, weight_types
+from jshard.unit.dataflow import dependencies
+from jshard.unit.layers import Segment, put_layer, with_consts
+from jshard.unit.linearize import Inputs, Traced, select, trace_layer
 
 NO_YS = (None, [], ())  # of a layer: aux, changes, and what is static of these
 
@@ -53,7 +45,6 @@ class Call:
       segments: the layers whose backward takes a tick each, the last in the end.
       rows: of a stage, of those of all stages of a device.
       chunks: the stages of a device.
-      how: placements, and whether weights are gathered again.
       prefetch: whether a layer's collectives run beside its neighbours.
       carry: what one layer passes to the next, abstract.
       structure: of the operands: (Inputs of all layers, constants of the segments).
@@ -62,7 +53,6 @@ class Call:
     segments: list[Segment]
     rows: int
     chunks: int
-    how: How
     prefetch: bool
     carry: Any
     structure: Any
@@ -81,7 +71,7 @@ class Call:
     def forward(self, stacked: Inputs, consts: list) -> tuple[Any, Any]:
         """Returns the carry after the last layer, and what the backward needs."""
         run = pipeline.forward if self.prefetch else stack.forward
-        (carry, *_), saved = run(self.segments, self.how, [], True, stacked, consts, [])
+        (carry, *_), saved = run(self.segments, [], True, stacked, consts, [])
         if self.prefetch:  # a layer's full weights, of each micro-batch, would be kept
             return carry, [(*needed, None) for *needed, _ in saved[3]]
         return carry, saved[3]
@@ -91,26 +81,18 @@ class Call:
         self, part: int, stacked: Inputs, consts: list, needed: Any, carry_ct: Any
     ) -> Inputs:
         """Returns the gradients of a segment, those of its own rows."""
-        start, stop, layer, outside, unroll = self.segments[part]
         run = pipeline if self.prefetch else stack
+        segments = with_consts(self.segments, consts)
+        start, stop, layer, outside, unroll = segments[part]
         rows = jax.tree.map(lambda x: x[start:stop], (stacked.weights, stacked.xs))
         stacked = stacked._replace(weights=rows[0], xs=rows[1])
         moves = layer.moves._replace(carry=None)
         sums = jax.tree.map(jnp.zeros_like, select(stacked._replace(carry=None), moves))
-        grads, _ = run.segment_backward(
-            (0, stop - start, layer, outside, unroll),
-            consts[part],
-            self.how,
-            stacked,
-            (needed[part], NO_YS),
-            sums._replace(carry=carry_ct),
-            [],
-        )
+        sums = sums._replace(carry=carry_ct)
+        segment = 0, stop - start, layer, outside, unroll
+        needed = needed[part], NO_YS
+        grads, _ = run.segment_backward(segment, stacked, needed, sums, [])
         return grads
-
-
-def _results(layer: core.ClosedJaxpr, call: Call) -> list[Any]:
-    return [x.update(weak_type=False) for x in jax.tree.leaves(call.carry)]
 
 
 def _refuse(*_: Any, **params: Any) -> Any:
@@ -120,7 +102,10 @@ def _refuse(*_: Any, **params: Any) -> Any:
     )
 
 
-LAYERS = placeholder("layers_of_a_pipeline", _results, _refuse)
+_results = lambda layer, call: [
+    x.update(weak_type=False) for x in jax.tree.leaves(call.carry)
+]
+LAYERS = jaxprs.placeholder("layers_of_a_pipeline", _results, _refuse)
 
 
 def leave_open(
@@ -143,43 +128,43 @@ def leave_open(
     Raises:
       UserError: the layers return much aux, or change their state by what they compute.
     """
-    shards, places, xs = list(shards), list(places), list(xs)
-    used = jnp.asarray(stages.used())[lax.axis_index(PIPE)]
-    rows = jnp.asarray(stages.rows())[lax.axis_index(PIPE)]
+    stacked = Inputs(list(shards), list(xs), carry, list(args))
+    traced = trace_layer(fn, stacked, places, stacked=True)
+    _, _, ((_, aux), _, _) = traced
+    aux = jax.tree.map(lambda x: jnp.zeros((stages.layers, *x.shape), x.dtype), aux)
+    _check_aux(aux, carry, stages)
+    changes = _changes(traced, xs, stages)
+
+    stage = lax.axis_index(PIPE)
+    used, rows = jnp.asarray(stages.used())[stage], jnp.asarray(stages.rows())[stage]
     of_stage = [x[rows] if x.shape[0] == stages.layers else x for x in xs]
-    of_stage += [used, rows]
+    uneven = any(count < stages.longest for count in stages.counts())
 
     def outputs(weights, xs, carry, args):
         *xs, used, row = xs
         before, of_layers = carry
         (after, aux), *_ = fn(weights, xs, before, args)
         stack.check_carry(before, after)
-        passed_on = after, put_layer(of_layers, aux, row)
-        if all(count == stages.longest for count in stages.counts()):
-            return (passed_on, None), [], ()
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(used, new, old), passed_on, carry
-        )
-        return (kept, None), [], ()
+        out = after, put_layer(of_layers, aux, row)
+        if uneven:
+            out = jax.tree.map(lambda new, old: jnp.where(used, new, old), out, carry)
+        return (out, None), [], ()
 
-    of_layer, of_xs = abstract((shards, of_stage), layer=True)
-    weights, shared = abstract((weight_types(of_layer, places), [*args]))
-    changes = _changes(fn, weights, xs, carry, args, stages)
-    carry = carry, _no_aux(fn, weights, xs, carry, args, stages)
-    first = abstract(carry)
-    traced = trace_layer(outputs, Inputs(weights, of_xs, first, shared), places)
+    carry = carry, aux
+    stacked = stacked._replace(xs=[*of_stage, used, rows], carry=carry)
+    traced = trace_layer(outputs, stacked, places, stacked=True)
     _, program, ((after, _), *_) = traced
-    prefetch = on_gpus() if policy.prefetch is None else policy.prefetch
-    prefetch = prefetch and stages.longest > 1
-    segments = list(
-        stack.segments_of(traced, places, policy, _parts(policy, stages), prefetch)
-    )
-    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
-    stacked = Inputs(shards, of_stage, carry, [*args, *program.consts])
+    stacked = stacked._replace(args=[*args, *program.consts])
+    prefetch = stack.prefetches(policy, places, stages.longest)
+    # Weights are no residuals: not those of each micro-batch.
+    policy = dataclasses.replace(policy, reshard_after_forward=True)
+    number = parts_of(policy.remat, stages.longest)
+    ends = [round(i * stages.longest / number) for i in range(number + 1)]
+    parts = list(itertools.pairwise(ends))
+    segments, consts = stack.segments_of(traced, places, policy, parts, prefetch)
     operands, structure = jax.tree.flatten((stacked, consts))
     sizes = stages.longest, stages.per_device
-    how = places, True  # weights are no residuals, not of each micro-batch
-    call = Call(segments, *sizes, how, prefetch, after, structure)
+    call = Call(segments, *sizes, prefetch, after, structure)
 
     def run() -> tuple[Any, Any, list[jax.Array]]:
         found = LAYERS.bind(*operands, layer=program, call=call)
@@ -189,24 +174,8 @@ def leave_open(
     return run
 
 
-def _parts(policy: UnitPolicy, stages: Stages) -> list[tuple[int, int]]:
-    """Returns (start, stop) of the layers whose backward takes as long as a forward."""
-    number = parts_of(policy.remat, stages.longest)
-    ends = [round(i * stages.longest / number) for i in range(number + 1)]
-    return list(itertools.pairwise(ends))
-
-
-def _no_aux(
-    fn: Callable, weights: Any, xs: list, carry: Any, args: Any, stages: Stages
-) -> Any:
-    """Returns zeros for the aux of all layers, (L, ...).
-
-    Raises:
-      UserError: it is larger than the output of a layer, with which it is sent.
-    """
-    inputs = Inputs(weights, abstract(xs, layer=True), *abstract((carry, list(args))))
-    (_, aux), *_ = jax.eval_shape(fn, *inputs)
-    aux = jax.tree.map(lambda x: jnp.zeros((stages.layers, *x.shape), x.dtype), aux)
+def _check_aux(aux: Any, carry: Any, stages: Stages) -> None:
+    """Raises UserError if aux exceeds a layer's output, with which it is sent."""
     sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (aux, carry)]
     if sizes[0] > sizes[1]:
         raise UserError(
@@ -214,43 +183,36 @@ def _no_aux(
             f"each micro-batch, and has {sizes[0]:,} values beside the {sizes[1]:,} of "
             "a layer's output; return less (a sum), or leave pipe out of the mesh"
         )
-    return aux
 
 
-def _changes(
-    fn: Callable, weights: Any, xs: list, carry: Any, args: Any, stages: Stages
-) -> Any:
+def _changes(traced: Traced, xs: Sequence[jax.Array], stages: Stages) -> list[Any]:
     """Returns the stacked changes of the layers' state, which depend on it alone."""
-    of_xs = abstract(xs, layer=True)
-    inputs = Inputs(weights, of_xs, *abstract((carry, list(args))))
-    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
-    _, *changes = shapes
-    count = len(jax.tree.leaves(shapes)) - len(jax.tree.leaves(changes))
-    if not jax.tree.leaves(changes):
+    inputs, layer, (_, *changes) = traced
+    if not (number := len(jax.tree.leaves(changes))):
         return changes
-    state = [x.shape[0] == stages.layers for x in xs]  # else shards of inner units
-    bits = Inputs(1, [int(not whole) for whole in state], 1, 1)
-    needs = jax.tree.leaves(
-        jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, inputs)
-    )
-    if union(dependencies(program.jaxpr, needs)[count:]):
+    args = inputs.args[: len(inputs.args) - len(layer.consts)]
+    inputs = inputs._replace(args=args)
+    leaves = jax.tree.leaves(inputs)
+    layer = jaxprs.flat_jaxpr(layer, leaves)
+    wanted = [i + number >= len(layer.out_avals) for i in range(len(layer.out_avals))]
+    jaxpr = jaxprs.consts_as_inputs(layer, leaves, layer.consts)
+    needed = jaxprs.needed_for(jaxpr, wanted, effects=False)
+    is_state = [x.shape[0] == stages.layers for x in xs]  # else shards of inner units
+    allowed = jax.tree.leaves(jax.tree.broadcast(Inputs(0, is_state, 0, 0), inputs))
+    if any(used and not ok for used, ok in zip(needed[1], allowed, strict=False)):
         raise UserError(
             f"mesh: pipe: a layer of {stages.name!r} changes its state by what it "
             "computes (nnx.BatchNorm, say), micro-batch by micro-batch; use a layer "
             "without such state, or leave pipe out of the mesh"
         )
-    other = [None if whole else x for x, whole in zip(of_xs, state, strict=True)]
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), inputs._replace(xs=other)
-    )
 
-    def of_state(*own: Any) -> list[Any]:
-        values = iter(own)
-        xs = [next(values) if x is None else x for x in zeros.xs]
-        return jax.tree.leaves(fn(*zeros._replace(xs=xs))[1])
+    def of_layer(_: None, state: list[jax.Array]) -> tuple[None, list[jax.Array]]:
+        own = iter(state)
+        of_xs = [next(own) if is_one else None for is_one in is_state]
+        leaves = jax.tree.leaves(inputs._replace(xs=of_xs), is_leaf=lambda x: x is None)
+        return None, jaxprs.run_used(*needed, [*leaves, *layer.consts])
 
-    run, own = without_dead_code(of_state), list(itertools.compress(xs, state))
-    _, ys = lax.scan(lambda _, own: (None, run(*own)), None, own)
+    _, ys = lax.scan(of_layer, None, list(itertools.compress(xs, is_state)))
     return jax.tree.unflatten(jax.tree.structure(changes), ys)
 
 
@@ -284,7 +246,7 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
         the program calls back to Python outside of the layers.
     """
     jaxpr, number = traced.jaxpr, len(traced.jaxpr.invars)
-    within = [i for i, eqn in enumerate(jaxpr.eqns) if has(eqn, {LAYERS.name})]
+    within = [i for i, eqn in enumerate(jaxpr.eqns) if jaxprs.has(eqn, {LAYERS.name})]
     (index, *others) = within or [None]
     if index is None or others or jaxpr.eqns[index].primitive is not LAYERS:
         raise UserError(
@@ -293,20 +255,20 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
         )
     eqn = jaxpr.eqns[index]
     outside = [other for other in jaxpr.eqns if other is not eqn]
-    if call := find(outside, {"debug_callback", "debug_print", "io_callback"}):
+    if call := jaxprs.find(outside, {"debug_callback", "debug_print", "io_callback"}):
         raise UserError(
-            f"mesh: pipe: {line_of(call)}: loss_fn prints or calls back outside of the "
-            "Stack's layers; leave that out, or leave pipe out of the mesh"
+            f"mesh: pipe: {jaxprs.line_of(call)}: loss_fn prints or calls back outside "
+            "of the Stack's layers; leave that out, or leave pipe out of the mesh"
         )
 
     def before(*inputs: Any) -> list[Any]:
-        env = environment(traced, inputs)
-        return evaluate(jaxpr.eqns[:index], env, eqn.invars)
+        env = jaxprs.environment(traced, inputs)
+        return jaxprs.evaluate(jaxpr.eqns[:index], env, eqn.invars)
 
     def after(*inputs: Any) -> list[Any]:
-        env = environment(traced, inputs[:number])
+        env = jaxprs.environment(traced, inputs[:number])
         env.update(zip(eqn.outvars, inputs[number:], strict=True))
-        return evaluate(outside, env, jaxpr.outvars)
+        return jaxprs.evaluate(outside, env, jaxpr.outvars)
 
     def rule(found: Any, entering: list[int]) -> list[int] | None:
         return [1] * len(eqn.outvars) if found is eqn else None

@@ -38,7 +38,8 @@ class Held(NamedTuple):
       cotangents: gradients that wait for its backward, (waiting, ...) each.
       carry_ct: the gradient of what its latest backward has reached.
       args_ct: those of what all layers share, of the layers so far.
-      grads: sums of the parameters' gradients.
+      grads: sums of gradients of the Stack's parameters, by their number.
+      outside: those of all others.
       means: sums of the loss's terms, and of the named Means.
     """
 
@@ -47,7 +48,8 @@ class Held(NamedTuple):
     cotangents: Any
     carry_ct: Any
     args_ct: list[jax.Array]
-    grads: list[jax.Array]
+    grads: dict[int, jax.Array]
+    outside: list[jax.Array]
     means: tuple[list[Mean], dict[str, Mean]]
 
 
@@ -58,6 +60,8 @@ class Now(NamedTuple):
     chunk: jax.Array
     takes: jax.Array
     keeps: jax.Array
+    is_first: jax.Array  # whether the stage is the first one
+    is_last: jax.Array
 
 
 class Stage:
@@ -131,8 +135,9 @@ class Stage:
             held, residuals = state
             # Otherwise XLA could gather weights once, ahead of the loop, and keep them.
             fixed, row = lax.optimization_barrier((self.arrays, row))
-            does, *now, arriving, returning = row[:, self.index]
-            now = Now(*now)
+            does, index, chunk, takes, keeps, arriving, returning = row[:, self.index]
+            stage, last = chunk * self.devices + self.index, chunks * self.devices - 1
+            now = Now(index, chunk, takes, keeps, stage == 0, stage == last)
             inputs = fixed, layer_of(micro, now.micro)
             with jax.named_scope(scope):
                 held, needed = lax.switch(does, branches, held, inputs, now, residuals)
@@ -146,7 +151,8 @@ class Stage:
             return (held, kept), None
 
         (held, _), _ = lax.scan(tick, (held, residuals), rows)
-        return held.grads, held.means
+        found = held.grads | dict(zip(self.outside, held.outside, strict=True))
+        return [found[i] for i in range(len(self.params))], held.means
 
     def _empty(
         self, micro: Any, plan: Schedule, dtypes: Sequence[Any]
@@ -163,13 +169,15 @@ class Stage:
         run = lambda *state: self.call.forward(*self._operands(*state))
         _, residuals = jax.eval_shape(run, inputs, zeros(carry), 0)
         loss, metrics = self.shapes
+        sums = [jnp.zeros(x.shape, d) for x, d in zip(self.params, dtypes, strict=True)]
         held = Held(
             zeros(carry, plan.waiting),
             zeros(carry),
             zeros(differentiable(carry, carry), plan.waiting),
             zeros(differentiable(carry, carry)),
             zeros([self.split.types[i] for i in self.args]),
-            [jnp.zeros(x.shape, d) for x, d in zip(self.params, dtypes, strict=True)],
+            {i: x for i, x in enumerate(sums) if i not in self.outside},
+            [sums[i] for i in self.outside],
             zeros(([mean for _, mean in loss.terms], metrics)),
         )
         return held, zeros(residuals, plan.activations)
@@ -191,19 +199,12 @@ class Stage:
         stacked, consts = jax.tree.unflatten(self.call.structure, leaves)
         return self.call.of_chunk(chunk, stacked), consts
 
-    def _is_first(self, now: Now) -> jax.Array:
-        return (self.index == 0) & (now.chunk == 0)
-
-    def _is_last(self, now: Now) -> jax.Array:
-        last = self.index == self.devices - 1
-        return last & (now.chunk == self.call.chunks - 1)
-
     def _forward(self, held: Held, inputs: Any, now: Now, _: Any) -> tuple[Held, Any]:
         """Runs the stage's layers; also returns what their backward needs."""
         like = jax.tree.structure(self.call.carry)
         with jax.named_scope(FIRST_STAGE):
             carry = lax.cond(
-                self._is_first(now),
+                now.is_first,
                 lambda: jax.tree.unflatten(like, self.to_first(*self._leaves(inputs))),
                 lambda: _take(held.inputs, now.takes),
             )
@@ -216,20 +217,22 @@ class Stage:
         """Runs a part of their backward, which begins with the last layers."""
         # XLA would copy what a branch takes and returns unchanged.
         if part == 0:
-            own = self._own(held.grads)
             with jax.named_scope(LAST_STAGE):
-                carry_ct, own, means = lax.cond(
-                    self._is_last(now),
-                    lambda: self._loss(held, own, inputs),
-                    lambda: (_take(held.cotangents, now.takes), own, held.means),
+                carry_ct, outside, means = lax.cond(
+                    now.is_last,
+                    lambda: self._loss(held, inputs),
+                    lambda: (
+                        _take(held.cotangents, now.takes),
+                        held.outside,
+                        held.means,
+                    ),
                 )
-            grads = self._with(held.grads, own)
-            held = held._replace(carry_ct=carry_ct, grads=grads, means=means)
+            held = held._replace(carry_ct=carry_ct, outside=outside, means=means)
         segment = len(self.call.segments) - 1 - part
         stacked, consts = self._operands(inputs, held.output, now.chunk)
         needed = _take(residuals, now.keeps)
         found = self.call.backward(segment, stacked, consts, needed, held.carry_ct)
-        grads, (start, *_) = list(held.grads), self.call.segments[segment]
+        grads, (start, *_) = dict(held.grads), self.call.segments[segment]
         start += now.chunk * self.call.rows
         for number, grad in zip(
             jax.tree.leaves(self.numbers[:2]),
@@ -237,8 +240,10 @@ class Stage:
             strict=True,
         ):
             i = self.split.operands[number]
-            if grad is not None and i is not None and i < len(grads):
-                grads[i] = _add_rows(grads[i], grad, start)
+            if grad is not None and i in grads:
+                rows = lax.dynamic_slice_in_dim(grads[i], start, len(grad))
+                rows += grad.astype(rows.dtype)
+                grads[i] = lax.dynamic_update_slice_in_dim(grads[i], rows, start, 0)
         of_args = dict(zip(self.numbers.args, found.args, strict=True))
         args_ct = [x + of_args[i] for i, x in zip(self.args, held.args_ct, strict=True)]
         held = held._replace(grads=grads, carry_ct=found.carry, args_ct=args_ct)
@@ -246,25 +251,23 @@ class Stage:
             return held
         moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
         to_first = lambda *x: itertools.compress(self.to_first(*x), moves)
-        carry_ct, own = jax.tree.leaves(held.carry_ct), self._own(held.grads)
+        carry_ct = jax.tree.leaves(held.carry_ct)
         with jax.named_scope(FIRST_STAGE):
-            own = lax.cond(
-                self._is_first(now),
-                lambda: self._pull(to_first, own, inputs, carry_ct),
-                lambda: own,
+            outside = lax.cond(
+                now.is_first,
+                lambda: self._pull(to_first, held.outside, inputs, carry_ct),
+                lambda: held.outside,
             )
         if self.args:
-            own = self._pull(self.to_args, own, inputs, held.args_ct)
-        return held._replace(
-            grads=self._with(held.grads, own),
-            args_ct=list(map(jnp.zeros_like, held.args_ct)),
-        )
+            outside = self._pull(self.to_args, outside, inputs, held.args_ct)
+        args_ct = list(map(jnp.zeros_like, held.args_ct))
+        return held._replace(outside=outside, args_ct=args_ct)
 
-    def _loss(self, held: Held, own: list, inputs: Any) -> tuple[Any, list, Any]:
+    def _loss(self, held: Held, inputs: Any) -> tuple[Any, list, Any]:
         """Runs what follows the layers, and its backward.
 
-        Returns the gradient of their output, and sums: ``own``, those of gradients of
-        parameters outside of the Stack, and those of Means.
+        Returns the gradient of their output, and sums: of gradients of parameters
+        outside of the Stack, and of Means.
         """
         moves = jax.tree.map(is_float, self.call.carry)
         fixed = select(held.output, jax.tree.map(lambda x: not x, moves))
@@ -282,30 +285,18 @@ class Stage:
         _, pullback, means = jax.vjp(run, outside, moving, has_aux=True)
         grads, carry_ct = pullback(self.seeds)
         means = jax.tree.map(lambda s, x: s + x.astype(s.dtype), held.means, means)
-        return carry_ct, _add(own, grads), means
+        return carry_ct, _add(held.outside, grads), means
 
-    def _pull(self, fn: Callable, own: list, inputs: Any, cotangents: list) -> list:
-        """Adds to ``own`` the gradients by way of ``fn(*inputs)``."""
+    def _pull(self, fn: Callable, sums: list, inputs: Any, cotangents: list) -> list:
+        """Adds to ``sums`` the gradients by way of ``fn(*inputs)``."""
         run = lambda outside: list(fn(*self._leaves(inputs, outside)))
         _, pullback = jax.vjp(run, [self.params[i] for i in self.outside])
         (grads,) = pullback(cotangents)
-        return _add(own, grads)
-
-    def _own(self, grads: list[jax.Array]) -> list[jax.Array]:
-        return [grads[i] for i in self.outside]
-
-    def _with(self, grads: list[jax.Array], own: list[jax.Array]) -> list[jax.Array]:
-        found = dict(zip(self.outside, own, strict=True))
-        return [found.get(i, grad) for i, grad in enumerate(grads)]
+        return _add(sums, grads)
 
 
 def _add(sums: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
     return [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
-
-
-def _add_rows(sums: jax.Array, grads: jax.Array, start: Any) -> jax.Array:
-    own = lax.dynamic_slice_in_dim(sums, start, len(grads)) + grads.astype(sums.dtype)
-    return lax.dynamic_update_slice_in_dim(sums, own, start, 0)
 
 
 def pick(values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:

@@ -7,6 +7,7 @@ Stack is gathered over "pipe": then each stage has it, sharded over the other ax
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jax import lax
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.scopes import STAGES
 from jshard.fsdp.state import ModelArrays
-from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
 from jshard.pipe.stages import Stages
 
@@ -27,66 +27,47 @@ def to_stages(
     arrays: ModelArrays, batch: Any, layout: Layout, stages: Stages
 ) -> tuple[ModelArrays, Any, Layout]:
     """Returns a device's arrays, its stage's examples, and the layout in a stage."""
-
-    def move(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        place, shard = layout.places[path], variable.get_value()
-        return variable.copy(_to_stage(shard, place, stages, stages.has(path)))
-
-    params, frozen = (nnx.map_state(move, part) for part in arrays[:2])
+    move = functools.partial(_to_stages, layout, stages)
+    params, frozen = move(arrays.params), move(arrays.frozen)
     batch = jax.tree.map(_gather_examples, batch)
-    places = {path: _in_stage(place, stages) for path, place in layout.places.items()}
+    places = {}
+    for path, place in layout.places.items():
+        over = place.over and tuple(axis for axis in place.over if axis != PIPE)
+        parts = {"over": over, "parts": stages.devices, "sum_at": "step"}
+        places[path] = dataclasses.replace(place, **parts)
     layout = dataclasses.replace(layout, places=places, stages=stages)
     return ModelArrays(params, frozen, arrays.model_state), batch, layout
 
 
 @jax.named_scope(STAGES)
-def from_stages(grads: nnx.State, layout: Layout, stages: Stages) -> nnx.State:
+def from_stages(
+    grads: nnx.State, shards: nnx.State, layout: Layout, stages: Stages
+) -> nnx.State:
     """Returns gradients sharded as their parameters at rest, in ``layout``."""
+    move = functools.partial(_to_stages, layout, stages)
+    (grads,) = jax.linear_transpose(move, shards)(grads)
+    return grads
+
+
+def _to_stages(layout: Layout, stages: Stages, arrays: nnx.State) -> nnx.State:
+    """Moves shards to their stages. What is not sharded is everywhere already."""
+    rows = stages.rows()
 
     def move(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        place, grad = layout.places[path], variable.get_value()
-        return variable.copy(_from_stage(grad, place, stages, stages.has(path)))
-
-    return nnx.map_state(move, grads)
-
-
-def _in_stage(place: Placement, stages: Stages) -> Placement:
-    over = place.over and tuple(axis for axis in place.over if axis != PIPE)
-    return dataclasses.replace(place, over=over, parts=stages.devices, sum_at="step")
-
-
-def _to_stage(
-    shard: jax.Array, place: Placement, stages: Stages, layers: bool
-) -> jax.Array:
-    rows, dim = stages.rows(), place.dim
-    if not layers:
-        return shard if dim is None else _gather(shard, shard.ndim + dim)
-    if dim is None:
-        return shard[jnp.asarray(rows)[lax.axis_index(PIPE)]]
-    parts = shard[rows.reshape(-1)]
-    return lax.all_to_all(parts, PIPE, 0, parts.ndim + dim, tiled=True)
-
-
-def _from_stage(
-    grad: jax.Array, place: Placement, stages: Stages, layers: bool
-) -> jax.Array:
-    dim = place.dim
-    if not layers:  # what is not sharded is summed over all devices by the step
+        shard, dim = variable.get_value(), layout.places[path].dim
+        if not stages.has(path):
+            return variable.copy(shard if dim is None else _gather(shard, dim))
         if dim is None:
-            return grad
-        return lax.psum_scatter(
-            grad, PIPE, scatter_dimension=grad.ndim + dim, tiled=True
-        )
-    if dim is None:
-        rows = jnp.asarray(stages.rows())[lax.axis_index(PIPE)]
-        zeros = jnp.zeros((stages.layers, *grad.shape[1:]), grad.dtype)
-        return zeros.at[rows].add(grad)  # that of a repeated layer is 0
-    parts = lax.all_to_all(grad, PIPE, grad.ndim + dim, 0, tiled=True)
-    return parts[stages.row_of_layer()]
+            return variable.copy(shard[jnp.asarray(rows)[lax.axis_index(PIPE)]])
+        parts = shard[rows.reshape(-1)]
+        to_stage = lax.all_to_all(parts, PIPE, 0, parts.ndim + dim, tiled=True)
+        return variable.copy(to_stage)
+
+    return nnx.map_state(move, arrays)
 
 
 def _gather(x: jax.Array, dim: int) -> jax.Array:
-    return lax.all_gather(x, PIPE, axis=dim, tiled=True)
+    return lax.all_gather(x, PIPE, axis=dim % x.ndim, tiled=True)
 
 
 def _gather_examples(x: jax.Array) -> jax.Array:

@@ -50,21 +50,6 @@ class Schedule(NamedTuple):
         return np.stack(self[:7], axis=1)
 
 
-class _Slots:
-    """Slots of one device, each used again once it is free."""
-
-    def __init__(self):
-        self.of: dict[tuple[int, int], int] = {}
-        self.number = 0
-
-    def put(self, key: tuple[int, int]) -> int:
-        taken = set(self.of.values())
-        slot = next(i for i in range(len(taken) + 1) if i not in taken)
-        self.number = max(self.number, slot + 1)
-        self.of[key] = slot
-        return slot
-
-
 def one_forward_one_backward(
     devices: int, micro_batches: int, parts: int, per_device: int = 1
 ) -> Schedule:
@@ -79,7 +64,8 @@ def one_forward_one_backward(
     check_micro_batches(devices, micro_batches, per_device)
     sizes = devices, micro_batches, per_device
     todo = [order_of(device, *sizes)[::-1] for device in range(devices)]
-    inputs, cotangents, kept = ([_Slots() for _ in range(devices)] for _ in range(3))
+    # The slot of each (chunk, micro-batch) that has one, by device.
+    inputs, cotangents, kept = ([{} for _ in range(devices)] for _ in range(3))
     last, part, rows = devices * per_device - 1, [0] * devices, []
     while any(todo):
         row = np.full((7, devices), NONE, np.int32)
@@ -91,29 +77,33 @@ def one_forward_one_backward(
             forward, chunk, i = todo[d][-1]
             stage, key = chunk * devices + d, (chunk, i)
             sent = inputs[d] if forward else cotangents[d]
-            ready = stage == (0 if forward else last) or part[d] or key in sent.of
+            ready = stage == (0 if forward else last) or part[d] or key in sent
             if not ready:
                 continue
             row[:3, d] = FORWARD if forward else BACKWARD + part[d], i, chunk
-            row[3, d] = sent.of.pop(key, NONE)
-            row[4, d] = kept[d].put(key) if forward else kept[d].of[key]
+            row[3, d] = sent.pop(key, NONE)
+            row[4, d] = _take_free(kept[d], key) if forward else kept[d][key]
             part[d] = 0 if forward else (part[d] + 1) % parts
             if not part[d]:
                 ended.append((*todo[d].pop()[:1], stage, i))
         for forward, stage, i in ended:
             if not forward:
-                kept[stage % devices].of.pop((stage // devices, i))
+                kept[stage % devices].pop((stage // devices, i))
             to = stage + 1 if forward else stage - 1
             if 0 <= to <= last:
                 chunk, d = divmod(to, devices)
                 sent = inputs[d] if forward else cotangents[d]
-                row[5 if forward else 6, d] = sent.put((chunk, i))
+                row[5 if forward else 6, d] = _take_free(sent, (chunk, i))
         rows.append(row)
-    does, micro, chunk, takes, keeps, *sent = np.stack(rows, axis=1)
-    numbers = [slots.number for slots in inputs + cotangents]
-    activations = max(slots.number for slots in kept)
-    of_work = does, micro, chunk, takes, keeps
-    return Schedule(*of_work, sent[0], sent[1], activations, max(1, *numbers))
+    tables = np.stack(rows, axis=1)
+    most = tables.max(axis=(1, 2)) + 1
+    return Schedule(*tables, activations=most[4], waiting=max(1, most[5], most[6]))
+
+
+def _take_free(slots: dict[tuple[int, int], int], key: tuple[int, int]) -> int:
+    taken = set(slots.values())
+    slots[key] = next(i for i in range(len(taken) + 1) if i not in taken)
+    return slots[key]
 
 
 def order_of(

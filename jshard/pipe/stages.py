@@ -65,11 +65,6 @@ class Stages:
         counts = np.array(self.counts())[:, None]
         return self._of_devices(np.arange(self.longest) < counts)
 
-    def row_of_layer(self) -> np.ndarray:
-        """Returns the row of each layer, of those of all devices, (L,)."""
-        used = np.flatnonzero(self.used())
-        return used[np.argsort(self.rows().reshape(-1)[used])]
-
     def _of_devices(self, of_stages: np.ndarray) -> np.ndarray:
         chunks = of_stages.reshape(self.per_device, self.devices, self.longest)
         return chunks.swapaxes(0, 1).reshape(self.devices, -1)

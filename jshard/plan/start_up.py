@@ -35,7 +35,7 @@ from jshard.nn.dropout import plain_streams
 from jshard.pipe.schedule import bubble
 from jshard.pipe.stages import divide
 from jshard.plan.state_note import parameters, placed
-from jshard.unit.model import batch_norms, make_units
+from jshard.unit.model import make_units
 
 _KINDS = {
     "all_gather": "all-gather",
@@ -232,7 +232,11 @@ def describe(
     if policy.multiplies_in_float8():
         lines.append(("float8", _float8(jaxpr)))
     lines += placed(model, state, layout)
-    norms = batch_norms(model)
+    norms = [
+        ".".join(map(str, path))
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.BatchNorm)
+    ]
     if norms and policy.accumulate > 1:
         text = "statistics of one micro-batch over all devices; each of the "
         text += f"{policy.accumulate} micro-batches updates the running statistics"

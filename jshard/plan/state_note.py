@@ -19,7 +19,7 @@ from jshard.layout.memory_kinds import HOST
 from jshard.layout.padding import exact_types, padding_now
 from jshard.layout.state_layout import Layout
 from jshard.optim.per_layer import PerLayerState
-from jshard.unit.model import root_variables
+from jshard.unit.modules import own_paths
 
 
 def parameters(state: TrainState) -> str:
@@ -103,7 +103,8 @@ def _much(found: Mapping[str, int]) -> str:
 def _root(
     model: nnx.Module, state: TrainState, layout: Layout
 ) -> list[tuple[str, str]]:
-    root = root_variables(model, state.params, state.frozen)
+    own = own_paths(model)
+    root = [(path, v) for path, v in state.flat_params() if path in own]
     if not root or shards_of(layout.mesh) == 1:
         return []
     names = [".".join(map(str, path)) for path, _ in root]

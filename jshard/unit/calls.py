@@ -15,19 +15,17 @@ from jshard.errors import UserError
 from jshard.float8.products import Float8
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.variables import is_variable, reachable, set_attribute
-from jshard.unit.shards import array_of, is_shard, with_array
+from jshard.unit.shards import is_shard, shard_of, with_array
 
 # (path of a module, name of an attribute) -> its new value
 Changes = dict[tuple[tuple[str, ...], str], Any]
-
 
 _ABSENT = object()  # the value of an attribute that was deleted
 
 
 def variables_in(tree: Any) -> list[nnx.Variable]:
     """Returns all Variables in a pytree and its modules, except sharded parameters."""
-    found = filter(is_variable, reachable(tree, stop=lambda x: False))
-    return [variable for variable in found if not is_shard(variable)]
+    return [x for x in reachable(tree) if is_variable(x) and not is_shard(x)]
 
 
 def call_method(
@@ -57,7 +55,13 @@ def call_method(
             value = vars(own).get(name, _ABSENT)
             if is_variable(value) and isinstance(value.get_raw_value(), Float8):
                 continue  # a transform of Flax sets all that it was given
-            _check_attribute(value, own, name)
+            for x in reachable(value):
+                if isinstance(x, nnx.Module) and not is_pytree(type(x)):
+                    raise UserError(
+                        f"{type(own).__name__}.{name} is set, within a jshard unit, to "
+                        f"a {type(x).__name__}, which is no pytree, so its arrays "
+                        "cannot leave the unit; make it where the model is made"
+                    )
             changes[path, name] = value
     changed = {
         i: variable.get_value()
@@ -147,16 +151,6 @@ def _same(old: list[Any], new: list[Any]) -> bool:
     )
 
 
-def _check_attribute(value: Any, module: nnx.Module, name: str) -> None:
-    for x in reachable(value, stop=lambda x: False):
-        if isinstance(x, nnx.Module) and not is_pytree(type(x)):
-            raise UserError(
-                f"{type(module).__name__}.{name} is set, within a jshard unit, to a "
-                f"{type(x).__name__}, which is no pytree, so its arrays cannot leave "
-                "the unit; make it where the model is made"
-            )
-
-
 def partition(tree: Any) -> tuple[list[jax.Array], Static]:
     """Splits ``tree`` into its arrays and the rest: structure, flags, names, functions.
 
@@ -164,11 +158,12 @@ def partition(tree: Any) -> tuple[list[jax.Array], Static]:
     rest.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_shard)
-    arrays = [array_of(x) for x in leaves]
+    shards = map(shard_of, leaves)
+    arrays = [s.array if s else x for x, s in zip(leaves, shards, strict=True)]
     is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in arrays]
-    found = [jnp.asarray(x) for x in itertools.compress(arrays, is_array)]
     rest = [None if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves]
-    return found, Static((structure, rest, is_array))
+    found = map(jnp.asarray, itertools.compress(arrays, is_array))
+    return list(found), Static((structure, rest, is_array))
 
 
 def combine(arrays: Iterable[jax.Array], rest: Static) -> Any:

@@ -5,11 +5,12 @@ from typing import Any, TypeVar, overload
 import jax
 from flax import nnx
 
+from jshard.collectives.gather import gather
 from jshard.errors import UserError
 from jshard.layout.placement import Placement
 from jshard.unit.linearize import select
 from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers
-from jshard.unit.unit import barrier, gather, reduce, scatter
+from jshard.unit.unit import barrier, reduce, scatter
 
 M = TypeVar("M", bound=nnx.Module)
 X = TypeVar("X")

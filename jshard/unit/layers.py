@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.policy import Reshard, UnitPolicy
+from jshard.fsdp.policy import UnitPolicy
 from jshard.layout.placement import Placement
 from jshard.unit.linearize import Inputs, Layer
 from jshard.unit.unit import barrier, drop
@@ -16,8 +16,18 @@ from jshard.unit.unit import barrier, drop
 # Layers start to stop - 1: a layer in their loop, one outside of it, and whether they
 # follow each other without a loop.
 Segment = tuple[int, int, Layer, Layer, bool]
-# Placements of the layers' parameters, and ``reshard_after_forward``.
-How = tuple[list[Placement], Reshard]
+
+
+def with_consts(
+    segments: Sequence[Segment], consts: Sequence[tuple[list, list]]
+) -> list[Segment]:
+    """Returns segments whose layers have these constants, in their loop and outside."""
+    both: list[Segment] = []
+    for segment, (inside, others) in zip(segments, consts, strict=False):
+        start, stop, layer, outside, unroll = segment
+        layer, outside = layer.with_consts(inside), outside.with_consts(others)
+        both.append((start, stop, layer, outside, unroll))
+    return both
 
 
 def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:
@@ -64,29 +74,26 @@ def shards_after(
 
 def run_layer(
     layer: Layer,
-    consts: list[Any],
     stacked: Inputs,
-    dropping: How | None,
+    keep: bool,
     index: Any,
     weights: list[Any],
     carry: Any,
 ) -> tuple[Any, tuple[Any, Any]]:
     """Runs a layer, drops its weights: (carry, (ys, (residuals, kept weights))).
 
-    ``dropping`` says how, see ``drop``, or is None if there is no backward.
+    If ``keep`` is False, there is no backward, and nothing is kept for it.
     """
     inputs = Inputs(weights, layer_of(stacked.xs, index), carry, stacked.args)
-    if dropping is None:
+    if not keep:
         (carry, aux), *others = layer.evaluate(inputs)
         return carry, ((aux, *others), None)
-    ((carry, aux), *others), residuals = layer.forward(inputs, consts)
-    kept = drop(weights, layer.reads, *dropping)
-    return carry, ((aux, *others), (residuals, kept))
+    ((carry, aux), *others), residuals = layer.forward(inputs)
+    return carry, ((aux, *others), (residuals, drop(weights, layer)))
 
 
-def transpose_layer(
+def transpose(
     layer: Layer,
-    consts: list[Any],
     stacked: Inputs,
     index: Any,
     weights: list[Any],
@@ -101,7 +108,7 @@ def transpose_layer(
     inputs = Inputs(weights, layer_of(stacked.xs, index), [], stacked.args)
     residuals, (aux_ct, *others) = needed
     cotangents = ((sums.carry, aux_ct), *others)
-    grads = layer.transpose(inputs, consts, residuals, cotangents)
+    grads = layer.transpose(inputs, residuals, cotangents)
     args = jax.tree.map(lambda a, g: a + g, sums.args, grads.args)
     xs = put_layer(sums.xs, grads.xs, index)
     return sums._replace(carry=grads.carry, args=args, xs=xs), grads.weights

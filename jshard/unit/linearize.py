@@ -8,7 +8,8 @@ analysis of the jaxpr finds them, so this holds for every policy, including
 would keep the full weights of every layer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,21 +17,20 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.compat.jaxprs import (
-    CALLS,
-    consts_as_inputs,
-    find,
-    line_of,
-    needed_for,
-    nested,
-    run_used,
-    without_unused,
-)
+from jshard.collectives.gather import gather
+from jshard.compat import jaxprs
 from jshard.errors import UserError
-from jshard.fsdp.policy import ATTENTION_OPERANDS, INPUTS, Names, Offload, Policy
+from jshard.fsdp.policy import (
+    ATTENTION_OPERANDS,
+    INPUTS,
+    Names,
+    Offload,
+    UnitPolicy,
+)
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
-from jshard.unit.dataflow import check_partial_sums, dependencies
+from jshard.parallel.partial_sums import check_partial_sums
+from jshard.unit.dataflow import dependencies
 
 
 class Inputs(NamedTuple):
@@ -52,15 +52,24 @@ Traced = tuple[Inputs, core.ClosedJaxpr, Any]
 
 
 def trace_layer(
-    fn: Callable[..., Any], inputs: Inputs, places: Sequence[Placement]
+    fn: Callable[..., Any],
+    inputs: Inputs,
+    places: Sequence[Placement],
+    *,
+    stacked: bool = False,
 ) -> Traced:
     """Traces ``fn(weights, xs, carry, args) -> (outputs, changed, static)``.
 
-    ``inputs`` are abstract. ``changed`` are the arrays that the layer set in itself.
-    There, None takes the place of a weight that is unchanged: transforms of Flax
-    (``nnx.remat``) set all that a module has, and full weights must not outlive the
-    layer.
+    ``inputs`` has this device's shards in place of weights; with ``stacked``, these and
+    ``xs`` are those of all layers. ``changed`` are the arrays that the layer set in
+    itself. There, None takes the place of a weight that is unchanged: transforms of
+    Flax (``nnx.remat``) set all that a module has, and full weights must not outlive
+    the layer.
     """
+    shards, xs = abstract((list(inputs.weights), list(inputs.xs)), layer=stacked)
+    weights = jax.eval_shape(lambda shards: gather(shards, list(places)), shards)
+    inputs = Inputs(weights, xs, inputs.carry, list(inputs.args))
+    inputs = abstract(inputs)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     check_partial_sums(program.jaxpr, places)
     count = len(jax.tree.leaves(shapes[0]))
@@ -69,7 +78,7 @@ def trace_layer(
     avals = [x if w else None for x, w in zip(program.out_avals, wanted, strict=True)]
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), avals)
     if not all(wanted):
-        program = without_unused(program, wanted)
+        program = jaxprs.without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
     return inputs._replace(args=args), program, outputs
 
@@ -78,11 +87,12 @@ def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
     """Returns which outputs are one of the first inputs, unchanged."""
     computed = 1 << number
 
-    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
-        return None if eqn.primitive.name in CALLS else [computed] * len(eqn.outvars)
+    def rule(eqn: Any, _: list[int]) -> list[int] | None:
+        if eqn.primitive.name in jaxprs.CALLS:
+            return None
+        return [computed] * len(eqn.outvars)
 
-    bits = [1 << i for i in range(number)]
-    bits += [computed] * (len(jaxpr.invars) - number)
+    bits = [1 << min(i, number) for i in range(len(jaxpr.invars))]
     return [0 < bit < computed for bit in dependencies(jaxpr, bits, rule)]
 
 
@@ -90,27 +100,35 @@ class Layer:
     """A traced layer with the residuals of its backward.
 
     Attributes:
-      inputs: abstract inputs.
       outputs: a pytree of abstract arrays.
+      places: of its weights.
+      reshard: ``reshard_after_forward``.
       moves: which inputs have gradients.
       consts: constants of user-defined derivative rules, which get no gradients.
       reads: whether the backward needs each weight.
     """
 
     def __init__(
-        self, traced: Traced, trained: Sequence[bool], remat: Any, *, prevent_cse: bool
+        self,
+        traced: Traced,
+        places: Sequence[Placement],
+        policy: UnitPolicy,
+        *,
+        prevent_cse: bool,
     ):
-        self.inputs, self._program, self.outputs = traced
-        if remat != "none" and (eqn := find(self._program.jaxpr.eqns, {"io_callback"})):
+        self._inputs, self._program, self.outputs = traced
+        self.places, self.reshard = places, policy.reshard_after_forward
+        eqn = jaxprs.find(self._program.jaxpr.eqns, {"io_callback"})
+        if eqn is not None and policy.remat != "none":
             raise UserError(
-                f"{line_of(eqn)}: an io_callback in a unit whose backward computes it "
-                "again, which JAX refuses; use jax.pure_callback, or remat='none' for "
-                "this unit (policy.overrides)"
+                f"{jaxprs.line_of(eqn)}: an io_callback in a unit whose backward "
+                "computes it again, which JAX refuses; use jax.pure_callback, or "
+                "remat='none' for this unit (policy.overrides)"
             )
-        fn = checkpoint(self.evaluate, remat, prevent_cse=prevent_cse)
+        fn = checkpoint(self.evaluate, policy.remat, prevent_cse=prevent_cse)
 
-        floats: Inputs = jax.tree.map(is_float, self.inputs)
-        self.moves = moves = floats._replace(weights=list(trained))
+        floats: Inputs = jax.tree.map(is_float, self._inputs)
+        self.moves = moves = floats._replace(weights=[p.trainable for p in places])
 
         def with_residuals(*inputs):
             inputs = Inputs(*inputs)
@@ -124,17 +142,15 @@ class Layer:
             _, pullback, outputs = jax.vjp(of_moving, moving, has_aux=True)
             return outputs, pullback
 
-        run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*self.inputs)
+        run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*self._inputs)
         self._pullback = jax.tree.structure(shapes[1])
         self.consts = list(run.consts)
-        leaves = jax.tree.leaves(self.inputs)
-        jaxpr = consts_as_inputs(run, leaves, abstract(self.consts))
+        leaves = jax.tree.leaves(self._inputs)
+        jaxpr = jaxprs.consts_as_inputs(run, leaves, abstract(self.consts))
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
-        self._leaves_device = [
-            isinstance(remat, Offload)
-            and (INPUTS in remat.names or var not in set(jaxpr.invars))
-            for var in self._kept
-        ]
+        offload = policy.remat if isinstance(policy.remat, Offload) else None
+        inputs = () if offload and INPUTS in offload.names else jaxpr.invars
+        self._leaves_device = [bool(offload) and v not in inputs for v in self._kept]
 
     def _sort_residuals(self, jaxpr: core.Jaxpr, prefix: int) -> None:
         """Splits residuals into those to keep and those to rebuild in the backward.
@@ -144,16 +160,14 @@ class Layer:
         """
         of_weights, of_args, of_rest = 1, 2, 4
         bits = Inputs(of_weights, of_rest, of_rest, of_args)
-        needs = jax.tree.leaves(
-            jax.tree.map(lambda b, x: [b] * len(jax.tree.leaves(x)), bits, self.inputs)
-        )
+        needs = jax.tree.leaves(jax.tree.broadcast(bits, self._inputs))
         # Arrays that are known now, such as tables, make nothing depend on args.
         traced = [isinstance(x, Tracer) for x in self._program.consts]
         needs[len(needs) - len(traced) :] = [of_args * is_one for is_one in traced]
         needs += [of_args] * len(self.consts)
         needs = dependencies(jaxpr, needs)[prefix:]
         first, carry = (
-            len(jax.tree.leaves(x)) for x in (self.inputs[:2], self.inputs.carry)
+            len(jax.tree.leaves(x)) for x in (self._inputs[:2], self._inputs.carry)
         )
         free = set(jaxpr.invars) - set(jaxpr.invars[first : first + carry])
         kept: dict[Any, int] = {}
@@ -165,10 +179,10 @@ class Layer:
             index = None if lost[-1] else kept.setdefault(var, len(kept))
             self._source.append(index)
         self._kept = list(kept)
-        self._forward = needed_for(jaxpr, [True] * prefix + keep)
+        self._forward = jaxprs.needed_for(jaxpr, [True] * prefix + keep)
         # The forward has printed and called back already.
-        self._rebuild = needed_for(jaxpr, [False] * prefix + lost, effects=False)
-        weights, structure = jax.tree.flatten(self.inputs.weights)
+        self._rebuild = jaxprs.needed_for(jaxpr, [False] * prefix + lost, effects=False)
+        weights, structure = jax.tree.flatten(self._inputs.weights)
         self.reads = jax.tree.unflatten(structure, self._rebuild[1][: len(weights)])
 
     def evaluate(self, inputs: Inputs) -> Any:
@@ -182,35 +196,34 @@ class Layer:
         outputs = core.jaxpr_as_fun(program)(*leaves[:split])
         return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
 
-    def forward(self, inputs: Inputs, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns the outputs, and the residuals to keep for the backward.
+    def with_consts(self, consts: Sequence[Any]) -> "Layer":
+        """Returns the layer with constants that are inputs of a ``custom_vjp``."""
+        layer = copy.copy(self)
+        layer.consts = list(consts)
+        return layer
 
-        ``consts`` are those of the layer, as inputs of what is differentiated.
-        """
+    def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:
+        """Returns the outputs, and the residuals to keep for the backward."""
         structure = jax.tree.structure(self.outputs)
-        leaves = run_used(*self._forward, [*jax.tree.leaves(inputs), *consts])
+        leaves = jaxprs.run_used(
+            *self._forward, [*jax.tree.leaves(inputs), *self.consts]
+        )
         outputs, kept = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
         kept = self._move(kept, jax.memory.Space.Host)
         return jax.tree.unflatten(structure, outputs), kept
 
-    def transpose(
-        self,
-        inputs: Inputs,
-        consts: Sequence[Any],
-        kept: Sequence[Any],
-        cotangents: Any,
-    ) -> Inputs:
+    def transpose(self, inputs: Inputs, kept: Sequence[Any], cotangents: Any) -> Inputs:
         """Returns the gradients of the inputs, None for those without one.
 
         There is None for weights not in ``reads``, and the carry is ignored. ``kept``
         is what ``forward`` returned, ``cotangents`` are from ``differentiable``.
         """
-        carry = [None] * len(jax.tree.leaves(self.inputs.carry))
+        carry = [None] * len(jax.tree.leaves(self._inputs.carry))
         leaves = jax.tree.leaves(
             inputs._replace(carry=carry), is_leaf=lambda x: x is None
         )
         kept = self._move(kept, jax.memory.Space.Device)
-        rebuilt = iter(run_used(*self._rebuild, [*leaves, *consts]))
+        rebuilt = iter(jaxprs.run_used(*self._rebuild, [*leaves, *self.consts]))
         residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
         (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
         return grads
@@ -255,33 +268,6 @@ def abstract(tree: Any, *, layer: bool = False) -> Any:
     )
 
 
-def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
-    """Checks that each name in a remat policy is that of some activation.
-
-    Raises:
-      UserError: a policy names an activation that the program does not have.
-    """
-    remats = list(policy.everywhere("remat").values())
-    named = [remat.names for remat in remats if isinstance(remat, Names)]
-    wanted = {name for names in named for name in names}
-    if any(isinstance(remat, Offload) for remat in remats):
-        wanted.discard(INPUTS)
-    found = set(names_in(jaxpr)) if wanted else set()
-    if unknown := sorted(wanted - found):
-        raise UserError(
-            f"policy.remat: no activation is named {', '.join(map(repr, unknown))} "
-            "(with jax.ad_checkpoint.checkpoint_name); named are: "
-            f"{', '.join(sorted(found)) or 'none'}"
-        )
-
-
-def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """Yields the names of a jaxpr's activations, from ``checkpoint_name`` of JAX."""
-    for eqn in nested(jaxpr.eqns):
-        if eqn.primitive.name == "name":
-            yield eqn.params["name"]
-
-
 def _attention(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keeps flash attention: its output, the softmax's statistics, and its operands.
 
@@ -307,6 +293,6 @@ def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
     if isinstance(remat, Names):
         policy = policies.save_only_these_names(*remat.names)
     elif isinstance(remat, str):
-        keeps = {"attention": _attention, "dots": _products}
-        policy = keeps[remat] if remat != "full" else policies.nothing_saveable
+        nothing = policies.nothing_saveable
+        policy = {"full": nothing, "attention": _attention, "dots": _products}[remat]
     return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)

@@ -14,7 +14,7 @@ from flax import nnx
 from jshard.collectives.gather import all_gather
 from jshard.errors import UserError
 from jshard.float8.products import fits, take_float8
-from jshard.fsdp.mesh import AXES, manual_axes
+from jshard.fsdp.mesh import AXES, manual_axes, names_of
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
 from jshard.layout.layer_dims import layer_dims
@@ -28,7 +28,6 @@ from jshard.unit.modules import (
     become,
     call_unit,
     is_unit,
-    own_parameters,
     own_paths,
     unit_class,
 )
@@ -88,10 +87,11 @@ def make_sharded(
 
     ``stages`` are those of the Stack in a pipeline.
     """
-    units = [path for path, module in nnx.iter_modules(model) if is_unit(module)]
+    modules = list(nnx.iter_modules(model))
+    units = [path for path, module in modules if is_unit(module)]
     layers = layer_paths(model)
     multiplied: dict[tuple, tuple[int, ...]] = {}  # sums over these, in float8
-    for path, module in list(nnx.iter_modules(model)):
+    for path, module in modules:
         over_all_devices(module)
         in_layer = any(path[: len(layer)] == layer for layer in layers)
         if in_layer and policy.multiplies_in_float8():
@@ -99,14 +99,14 @@ def make_sharded(
         precision = policy.precision_at(path, own_dtype(module))
         set_compute_dtype(module, precision.compute)
         if isinstance(module, (Unit, Stack)):
-            module.unit_policy = policy.unit(path)
-            if stages is not None and isinstance(module, Stack):
-                module.stages = stages
+            of_unit = policy.unit(path)
             # A prefetched weight passes a barrier with activations, so it depends on
             # them, and the remat of an outer unit would keep it as a residual.
             if any(path[: len(unit)] == unit for unit in units if unit != path):
-                in_turn = dataclasses.replace(module.unit_policy, prefetch=False)
-                module.unit_policy = in_turn
+                of_unit = dataclasses.replace(of_unit, prefetch=False)
+            module.unit_policy = of_unit
+            if stages is not None and isinstance(module, Stack):
+                module.stages = stages
     sharded: dict[int, nnx.Variable] = {}
     for path, variable in variables(model):
         if path in placements:
@@ -124,13 +124,10 @@ def make_sharded(
 
 def gather_root(model: nnx.Module) -> None:
     """Gathers the parameters that the root module owns, in place."""
-    own = own_parameters(model)
-    gathered: dict[int, nnx.Variable] = {}
-    for variable in [v for path, v in variables(model) if own(path, v)]:
-        shard = shard_of(variable)
-        assert shard is not None
-        full: Any = all_gather(shard.array, shard.place)
-        gathered[id(variable)] = as_full(variable, shard.place.decoded(full))
+    own, gathered = own_paths(model), {}
+    for path, variable in variables(model):
+        if path in own and (shard := shard_of(variable)):
+            gathered[id(variable)] = as_full(variable, shard.gathered())
     replace(model, gathered)
 
 
@@ -145,15 +142,6 @@ def root_as_unit(fn: Callable, reshard: Reshard) -> Callable:
     return lambda model, *args: call_unit(model, fn, args, {}, policy)
 
 
-def root_variables(
-    model: nnx.Module, *parameters: nnx.State
-) -> list[tuple[tuple, nnx.Variable]]:
-    """Returns (path, Variable) of each of ``parameters`` that the root itself owns."""
-    paths = {path for part in parameters for path, _ in nnx.to_flat_state(part)}
-    paths &= own_paths(model)
-    return [(path, v) for path, v in variables(model) if path in paths]
-
-
 def over_all_devices(module: Any) -> None:
     """Makes an ``nnx.BatchNorm`` take its statistics over all devices of a step.
 
@@ -164,7 +152,7 @@ def over_all_devices(module: Any) -> None:
         return
     if module.axis_name is None:
         module.axis_name = manual_axes() or AXES[:2]  # pyright: ignore[reportAttributeAccessIssue]
-    if not _names(module) <= set(AXES):
+    if not {*names_of(module.axis_name)} <= {*AXES}:
         raise UserError(
             f"nnx.BatchNorm(axis_name={module.axis_name!r}): a step has no such axis; "
             "leave axis_name out, and statistics are those of the whole batch, over "
@@ -174,19 +162,5 @@ def over_all_devices(module: Any) -> None:
 
 def of_one_device(module: Any) -> None:
     """Undoes ``over_all_devices``, for calls outside a step, without mesh axes."""
-    if isinstance(module, nnx.BatchNorm) and _names(module) <= set(AXES):
+    if isinstance(module, nnx.BatchNorm) and {*names_of(module.axis_name)} <= {*AXES}:
         module.axis_name = None
-
-
-def _names(module: nnx.BatchNorm) -> set[str]:
-    name: Any = module.axis_name
-    return {name} if isinstance(name, str) else set(name or ())
-
-
-def batch_norms(model: nnx.Module) -> list[str]:
-    """Returns the paths of all ``nnx.BatchNorm`` modules."""
-    return [
-        ".".join(map(str, path))
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, nnx.BatchNorm)
-    ]

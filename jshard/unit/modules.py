@@ -36,13 +36,7 @@ from jshard.layout.variables import (
 )
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
-from jshard.unit.calls import (
-    apply_changes,
-    call_method,
-    combine,
-    partition,
-    variables_in,
-)
+from jshard.unit import calls
 from jshard.unit.shards import as_full, is_shard, shard_of
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
@@ -198,12 +192,6 @@ def own_paths(module: nnx.Module) -> set[tuple]:
     return {path for path, v in variables(module) if id(v) in reached}
 
 
-def own_parameters(module: nnx.Module) -> Callable[[tuple, Any], bool]:
-    """Returns an NNX filter for the sharded parameters that ``module`` itself owns."""
-    own = own_paths(module)
-    return lambda path, v: path in own and is_shard(v)
-
-
 def make_plain(module: Any) -> None:
     """Undoes Unit or Stack, in place: restores the original class of the module."""
     vars(module).pop("unit_policy", None)
@@ -223,10 +211,12 @@ def open_unit(
       ``module(weights, rest=None)``, which returns the plain module. Without ``rest``
       its other Variables are the unit's own, so that updates to them persist.
     """
-    graphdef, own, others = nnx.split(unit, own_parameters(unit), ...)
+    paths = own_paths(unit)
+    is_own = lambda path, v: path in paths and is_shard(v)
+    graphdef, own, others = nnx.split(unit, is_own, ...)
     owned, tree = jax.tree.flatten(own, is_leaf=is_variable)
     shards = [shard for variable in owned if (shard := shard_of(variable))]
-    rest, static = partition(others)
+    rest, static = calls.partition(others)
 
     def module(weights: list, rest: list | None = None) -> nnx.Module:
         weights = [
@@ -235,8 +225,8 @@ def open_unit(
             else s.place.decoded(w)
             for w, s in zip(weights, shards, strict=True)
         ]
-        whole = [as_full(v, w) for v, w in zip(owned, weights, strict=True)]
-        inner = others if rest is None else combine(rest, static)
+        whole = map(as_full, owned, weights)
+        inner = others if rest is None else calls.combine(rest, static)
         plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)
         if is_unit(plain):  # the root is not
             make_plain(plain)
@@ -261,22 +251,22 @@ def call_unit(
             if is_cheaper(shard, place_of, ids):
                 read = lambda table, ids: method(module([table], rest), ids)
                 return look_up(read, shard, place_of, ids)
-    inputs, arguments = partition((args, kwargs))
-    passed = variables_in((args, kwargs))
+    inputs, arguments = calls.partition((args, kwargs))
+    passed = calls.variables_in((args, kwargs))
 
     def call(weights, rest, inputs, _):
-        args, kwargs = combine(inputs, arguments)
-        result, changes, changed = call_method(
+        args, kwargs = calls.combine(inputs, arguments)
+        result, changes, changed = calls.call_method(
             method, module(weights, rest), args, kwargs
         )
-        results, of_results = partition((result, changed))
-        arrays, static = partition(changes)
+        results, of_results = calls.partition((result, changed))
+        arrays, static = calls.partition(changes)
         return results, arrays, (of_results, static)
 
     of_unit = in_float8(call, shards, places, stacked=False)
     results, arrays, (of_results, static) = run_unit(*of_unit, rest, inputs, policy)
-    result, changed = combine(results, of_results)
-    apply_changes(unit, combine(arrays, static), layers=False)
+    result, changed = calls.combine(results, of_results)
+    calls.apply_changes(unit, calls.combine(arrays, static), layers=False)
     for i, value in changed.items():
         passed[i].set_value(value)
     return result
@@ -296,13 +286,13 @@ def prepare_layers(
     Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
-    extra, arguments = partition(others)
+    extra, arguments = calls.partition(others)
     carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
         plain = module(weights, rest)
-        args, kwargs = combine(extra, arguments)
-        result, changes, changed = call_method(
+        args, kwargs = calls.combine(extra, arguments)
+        result, changes, changed = calls.call_method(
             type(plain).__call__, plain, (carry, *args), kwargs
         )
         if changed:
@@ -311,12 +301,12 @@ def prepare_layers(
                 "say); give each layer its own, as a part of the layer"
             )
         after, aux, has_aux = split_aux(result, carry)
-        arrays, static = partition(changes)
+        arrays, static = calls.partition(changes)
         return (after, aux), arrays, (static, Static(has_aux))
 
     def finish(carry, ys, weights=()):
         aux, arrays, (static, has_aux) = ys
-        apply_changes(stack, combine(arrays, static), layers=True)
+        calls.apply_changes(stack, calls.combine(arrays, static), layers=True)
         return (carry, aux) if has_aux.value else carry, weights
 
     policy = stack.unit_policy

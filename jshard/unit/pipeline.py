@@ -15,29 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.collectives.gather import gather
 from jshard.compat.xla_options import GATHERS_LATE
 from jshard.fsdp.mesh import REPLICA
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
-from jshard.unit.layers import (
-    How,
-    Segment,
-    add_weights,
-    before_carry,
-    join_layers,
-    layer_of,
-    run_layer,
-    shards_after,
-    transpose_layer,
-)
+from jshard.unit import layers
 from jshard.unit.linearize import Inputs, select
-from jshard.unit.unit import barrier, gather, gather_again, reduce, scatter
+from jshard.unit.unit import barrier, gather_again, reduce, scatter
 
 
 @jax.named_scope(LAYERS)
 def forward(
-    segments: Sequence[Segment],
-    how: How,
+    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
@@ -46,16 +36,15 @@ def forward(
 ) -> Any:
     """Does what ``forward`` of ``stack.py`` does."""
     carry, next_weights, all_ys, saved = stacked.carry, [], [], []
-    places, dropping = how[0], how if keep else None
-    for segment, (in_loop, out_of_loop) in zip(segments, consts, strict=False):
-        start, stop, layer, outside, unroll = segment
-        run = functools.partial(run_layer, layer, in_loop, stacked, dropping)
-        run_last = functools.partial(run_layer, outside, out_of_loop, stacked, dropping)
+    places = segments[0][2].places
+    for start, stop, layer, outside, unroll in layers.with_consts(segments, consts):
+        run = functools.partial(layers.run_layer, layer, stacked, keep)
+        run_last = functools.partial(layers.run_layer, outside, stacked, keep)
         late = GATHERS_LATE and not unroll
 
         def step(state, _, run=run, late=late):
             index, weights, carry = state
-            shards, (carry, weights) = shards_after(
+            shards, (carry, weights) = layers.shards_after(
                 stacked, places, index + 1, (carry, weights)
             )
             next_weights = gather(shards, places)
@@ -64,14 +53,14 @@ def forward(
                 next_weights, out = barrier(next_weights, out)
             return (index + 1, next_weights, carry), out
 
-        shards, carry = shards_after(stacked, places, start, carry)
+        shards, carry = layers.shards_after(stacked, places, start, carry)
         weights = gather(shards, places)
         state = (jnp.int32(start), weights, carry)
         length = stop - 1 - start
         (_, weights, carry), (ys, needed) = lax.scan(
             step, state, None, length=length, unroll=unroll
         )
-        if segment is segments[-1]:
+        if stop == segments[-1][1]:
             next_shards, (carry, weights) = barrier(next_shards, (carry, weights))
             next_weights = gather(next_shards, next_places)
         carry, (last_ys, last_needed) = run_last(stop - 1, weights, carry)
@@ -80,14 +69,12 @@ def forward(
         # single layer would wait for the segments above.
         read = select(weights, layer.reads) if length else None
         saved.append((needed, last_needed, read))
-    outputs = carry, join_layers(all_ys), next_weights
+    outputs = carry, layers.join_layers(all_ys), next_weights
     return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
 def segment_backward(
-    segment: Segment,
-    consts: tuple[list, list],
-    how: How,
+    segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
     sums: Inputs,
@@ -95,7 +82,7 @@ def segment_backward(
 ) -> tuple[Inputs, list[Any]]:
     """Does what ``segment_backward`` of ``stack.py`` does."""
     start, stop, layer, outside, unroll = segment
-    (places, reshard), (saved, ys_ct), last = how, needed, stop - 1
+    (saved, ys_ct), last, places = needed, stop - 1, layer.places
     (residuals, kept), (last_residuals, last_kept), weights = saved
     # The all-reduce over replicas takes time, too: it runs beside yet another layer.
     delayed = lax.axis_size(REPLICA) > 1
@@ -104,46 +91,44 @@ def segment_backward(
         """Gathers a layer's weights once its neighbour's cotangent and weights are."""
         after = sums.carry, weights
         if kept is None:
-            source, after = shards_after(stacked, places, index, after)
+            source, after = layers.shards_after(stacked, places, index, after)
             source = select(source, layer.reads)
         else:
             source, after = barrier(kept, after)
         carry_ct, weights = after
-        gathered = gather_again(source, places, reshard)
+        gathered = gather_again(source, layer)
         return gathered, weights, sums._replace(carry=carry_ct)
 
-    def transpose(layer, consts, index, residuals, weights, sums):
+    def transpose(layer, index, residuals, weights, sums):
         """Transposes a layer beside the gather of the next, the one below it."""
         next_weights = None
         if not isinstance(index, int) or index > start:
-            next_kept = layer_of(kept, index - 1 - start)
+            next_kept = layers.layer_of(kept, index - 1 - start)
             next_weights, weights, sums = gather_before(
                 index - 1, next_kept, weights, sums
             )
-        needed = residuals, layer_of(ys_ct, index)
-        sums, grads = transpose_layer(
-            layer, consts, stacked, index, weights, needed, sums
-        )
+        needed = residuals, layers.layer_of(ys_ct, index)
+        sums, grads = layers.transpose(layer, stacked, index, weights, needed, sums)
         return next_weights, grads, sums
 
     def finish(index, parts, sums):
-        return add_weights(sums, reduce(parts, places, stacked.weights), index)
+        return layers.add_weights(sums, reduce(parts, places, stacked.weights), index)
 
-    def one_layer(layer, consts, index, weights, grads, parts, sums):
+    def one_layer(layer, index, weights, grads, parts, sums):
         """Runs a layer's backward beside its neighbours' collectives.
 
         Returns the inputs for the layer below: its weights, gradients of this layer's
         full weights, scattered parts that wait for their all-reduce, and sums.
         """
         next_weights, grads_here, sums = transpose(
-            layer, consts, index, layer_of(residuals, index - start), weights, sums
+            layer, index, layers.layer_of(residuals, index - start), weights, sums
         )
         reduced = None
         if parts is not None:
             reduced = reduce(parts, places, stacked.weights)
-            sums = add_weights(sums, reduced, index + 2)
+            sums = layers.add_weights(sums, reduced, index + 2)
         # The next all-reduce waits for this one: otherwise XLA would combine them.
-        (parts, grads_here, _), sums = before_carry(
+        (parts, grads_here, _), sums = layers.before_carry(
             (scatter(grads, places), grads_here, reduced), sums
         )
         if not delayed:
@@ -152,25 +137,23 @@ def segment_backward(
 
     def step(state, _):
         index, *rest = state
-        return (index - 1, *one_layer(layer, consts[0], index, *rest)), None
+        return (index - 1, *one_layer(layer, index, *rest)), None
 
     if weights is None:
         weights, _, sums = gather_before(last, last_kept, None, sums)
-    next_weights, grads, sums = transpose(
-        outside, consts[1], last, last_residuals, weights, sums
-    )
-    (parts, grads), sums = before_carry((parts, grads), sums)
+    next_weights, grads, sums = transpose(outside, last, last_residuals, weights, sums)
+    (parts, grads), sums = layers.before_carry((parts, grads), sums)
     if last == start:
         return finish(start, scatter(grads, places), sums), parts
     state: Sequence[Any] = (next_weights, grads, None, sums)
     index = last - 1
     if delayed and index > start:
-        state = one_layer(outside, consts[1], index, *state)
+        state = one_layer(outside, index, *state)
         index -= 1
     if index > start:
         carried, length = (jnp.int32(index), *state), index - start
         (_, *state), _ = lax.scan(step, carried, None, length=length, unroll=unroll)
-    _, grads, delayed_parts, sums = one_layer(outside, consts[1], start, *state)
+    _, grads, delayed_parts, sums = one_layer(outside, start, *state)
     if delayed_parts is not None:
         sums = finish(start + 1, delayed_parts, sums)
     return finish(start, scatter(grads, places), sums), parts

@@ -38,6 +38,10 @@ class Shard:
                 "read it from jshard.gathered(unit)",
                 stacklevel=2,
             )
+        return self.gathered()
+
+    def gathered(self) -> jax.Array:
+        """Returns the gathered weight."""
         return self.place.decoded(all_gather(self.array, self.place))
 
     def __getattr__(self, name: str) -> Any:
@@ -118,14 +122,8 @@ def is_shard(value: Any) -> bool:
     return shard_of(value) is not None
 
 
-def array_of(leaf: Any) -> Any:
-    """Returns the array of a Variable's Shard, or ``leaf`` if it holds none."""
-    shard = shard_of(leaf)
-    return leaf if shard is None else shard.array
-
-
 def with_array(leaf: Any, array: Any) -> Any:
-    """Returns ``leaf`` with ``array`` in place of the one ``array_of`` returns."""
+    """Returns ``leaf`` with ``array`` in its Shard, or the array if it has none."""
     shard = shard_of(leaf)
     if shard is None:
         return array

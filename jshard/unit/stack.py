@@ -10,48 +10,31 @@ Neighbouring layers with the same remat policy share a loop: a segment. XLA inli
 loop of one iteration, so that a single layer is scheduled like a Unit.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.collectives.gather import gather
 from jshard.errors import UserError
 from jshard.fsdp.mesh import on_gpus
 from jshard.fsdp.policy import Offload, UnitPolicy
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
-from jshard.unit import pipeline
-from jshard.unit.layers import (
-    How,
-    Segment,
-    add_weights,
-    before_carry,
-    join_layers,
-    layer_of,
-    run_layer,
-    spans,
-    transpose_layer,
-)
+from jshard.unit import layers, pipeline
 from jshard.unit.linearize import (
     Inputs,
     Layer,
     Traced,
-    abstract,
     differentiable,
     select,
     trace_layer,
 )
-from jshard.unit.unit import (
-    barrier,
-    gather,
-    gather_again,
-    reduce,
-    scatter,
-    weight_types,
-)
+from jshard.unit.unit import barrier, gather_again, reduce, scatter
 
 
 def make_scan(
@@ -67,54 +50,40 @@ def make_scan(
 ) -> Callable[[], tuple[Any, Any, list[jax.Array]]]:
     """Prepares the scan of ``fn(weights, xs, carry, args)`` over layers.
 
-    Args:
-      fn: one layer as a function of full weights, which returns ((carry, aux), changed,
-        static); see ``trace_layer``.
-      shards: this device's, of the layers' parameters, (L, ...) each.
-      places: their placements.
-      xs: the other arrays of the layers, (L, ...) each.
-      carry: the input of the first layer, whose shapes and dtypes all must return.
-      args: what all layers share.
-      policy: remat, reshard and prefetch.
-      beside: shards and placements of the unit after the Stack: gathered, and their
-        gradients scattered, beside the last layer.
+    ``fn`` is one layer as a function of full weights, which returns ((carry, aux),
+    changed, static), see ``trace_layer``. ``shards`` are this device's, of the layers'
+    parameters, and ``xs`` the layers' other arrays, (L, ...) each; all layers share
+    ``args``. ``beside`` has shards and placements of the unit after the Stack: they are
+    gathered, and their gradients scattered, beside the last layer.
 
-    Returns:
-      A function that runs the layers and returns the last carry, stacked (aux, changed,
-      static), and the full weights of ``beside``.
+    Returns a function that runs the layers and returns the last carry, stacked (aux,
+    changed, static), and the full weights of ``beside``.
     """
-    shards, places, xs = list(shards), list(places), list(xs)
     next_shards, next_places = list(beside[0]), list(beside[1])
-    of_layer, of_xs = abstract((shards, xs), layer=True)
-    weights, first, shared = abstract((weight_types(of_layer, places), carry, [*args]))
-    inputs = Inputs(weights, of_xs, first, shared)
-    traced = trace_layer(fn, inputs, places)
+    stacked = Inputs(list(shards), list(xs), carry, list(args))
+    traced = trace_layer(fn, stacked, places, stacked=True)
     _, program, ((out, _), *_) = traced
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
-    prefetch = on_gpus() if policy.prefetch is None else policy.prefetch
-    prefetch = prefetch and length > 1 and _communicates(places)
-    parts = list(segments_of(traced, places, policy, spans(policy, length), prefetch))
+    prefetch, runs = prefetches(policy, places, length), layers.spans(policy, length)
+    parts, consts = segments_of(traced, places, policy, runs, prefetch)
     as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
     passes = forward, segment_backward
     if prefetch:
         passes = pipeline.forward, pipeline.segment_backward
-    static = (places, policy.reshard_after_forward), next_places
 
-    run = jax.custom_vjp(functools.partial(passes[0], as_one, *static, False))
+    run = jax.custom_vjp(functools.partial(passes[0], as_one, next_places, False))
     run.defvjp(
-        functools.partial(passes[0], parts, *static, True),
-        functools.partial(_backward, passes[1], parts, *static),
+        functools.partial(passes[0], parts, next_places, True),
+        functools.partial(_backward, passes[1], parts, next_places),
     )
-    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in parts]
-    stacked = Inputs(shards, xs, carry, [*args, *program.consts])
+    stacked = stacked._replace(args=[*args, *program.consts])
     return functools.partial(run, stacked, consts, next_shards)
 
 
 @jax.named_scope(LAYERS)
 def forward(
-    segments: Sequence[Segment],
-    how: How,
+    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
@@ -123,15 +92,14 @@ def forward(
 ) -> Any:
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
     carry, all_ys, saved = stacked.carry, [], []
-    places, dropping = how[0], how if keep else None
-    for segment, (layer_consts, _) in zip(segments, consts, strict=False):
-        start, stop, layer, _, unroll = segment
-        run = functools.partial(run_layer, layer, layer_consts, stacked, dropping)
+    places = segments[0][2].places
+    for start, stop, layer, _, unroll in layers.with_consts(segments, consts):
+        run = functools.partial(layers.run_layer, layer, stacked, keep)
         straight = unroll or stop - start == 1
 
         def body(state, _, run=run, straight=straight):
             index, carry = state
-            shards = layer_of(stacked.weights, index)
+            shards = layers.layer_of(stacked.weights, index)
             if straight:  # otherwise the loop holds the gather back
                 shards, carry = barrier(shards, carry)
             carry, out = run(index, gather(shards, places), carry)
@@ -144,21 +112,20 @@ def forward(
         all_ys.append(ys)
         saved.append(needed)
     next_shards, carry = barrier(next_shards, carry)
-    outputs = carry, join_layers(all_ys), gather(next_shards, next_places)
+    outputs = carry, layers.join_layers(all_ys), gather(next_shards, next_places)
     return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
 
 @jax.named_scope(LAYERS)
 def _backward(
     segment_backward: Callable,
-    segments: Sequence[Segment],
-    how: How,
+    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     saved: tuple[Inputs, Any, list[Any], Any],
     cotangents: Any,
 ) -> tuple[Inputs, None, list[Any]]:
     """Returns gradients of the inputs of a forward, given what that saved."""
-    stacked, consts, next_shards, of_segments = saved
+    stacked, consts, next_shards, (*of_segments,) = saved
     carry_ct, (aux_ct, *others), next_grads = cotangents
     layer = segments[0][2]
     (carry_ct, aux_ct), *others = differentiable(
@@ -168,20 +135,15 @@ def _backward(
     sums = jax.tree.map(jnp.zeros_like, sums)._replace(carry=carry_ct)
     next_grads = select(next_grads, [place.trainable for place in next_places])
     parts = scatter(next_grads, next_places)
-    for segment, of_layers, needed in reversed(
-        list(zip(segments, consts, of_segments, strict=True))
-    ):
-        needed = needed, (aux_ct, *others)
-        sums, parts = segment_backward(
-            segment, of_layers, how, stacked, needed, sums, parts
-        )
+    ys_ct = aux_ct, *others
+    for segment in reversed(layers.with_consts(segments, consts)):
+        needed = of_segments.pop(), ys_ct
+        sums, parts = segment_backward(segment, stacked, needed, sums, parts)
     return sums, None, reduce(parts, next_places, next_shards)
 
 
 def segment_backward(
-    segment: Segment,
-    consts: tuple[list, list],
-    how: How,
+    segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
     sums: Inputs,
@@ -194,23 +156,22 @@ def segment_backward(
     done before the layers.
     """
     start, stop, layer, _, unroll = segment
-    (places, reshard), (saved, ys_ct) = how, needed
-    wait = bool(reshard) and (unroll or stop - start == 1)
-    parts, sums = before_carry(parts, sums)
+    (saved, ys_ct), places = needed, layer.places
+    wait = bool(layer.reshard) and (unroll or stop - start == 1)
+    parts, sums = layers.before_carry(parts, sums)
 
     def body(state, slices):
         index, sums = state
         (residuals, source), ys_ct = slices
         if source is None:
-            source = select(layer_of(stacked.weights, index), layer.reads)
+            source = select(layers.layer_of(stacked.weights, index), layer.reads)
         if wait:
-            source, sums = before_carry(source, sums)
-        weights = gather_again(source, places, reshard)
-        sums, grads = transpose_layer(
-            layer, consts[0], stacked, index, weights, (residuals, ys_ct), sums
-        )
+            source, sums = layers.before_carry(source, sums)
+        weights = gather_again(source, layer)
+        needed = residuals, ys_ct
+        sums, grads = layers.transpose(layer, stacked, index, weights, needed, sums)
         grads = reduce(scatter(grads, places), places, stacked.weights)
-        return (index - 1, add_weights(sums, grads, index)), None
+        return (index - 1, layers.add_weights(sums, grads, index)), None
 
     slices = saved, jax.tree.map(lambda ct: ct[start:stop], ys_ct)
     state, length = (jnp.int32(stop - 1), sums), stop - start
@@ -220,15 +181,17 @@ def segment_backward(
     return sums, parts
 
 
-def _communicates(places: Sequence[Placement]) -> bool:
-    """Returns whether anything can run beside a layer: a collective, a copy.
+def prefetches(policy: UnitPolicy, places: Sequence[Placement], length: int) -> bool:
+    """Returns whether collectives run beside neighbouring layers, if there are any.
 
     With ``defer_scatter``, weights are gathered once per step, so layers need none.
     """
-    return any(
+    communicates = any(
         p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
         for p in places
     )
+    wanted = on_gpus() if policy.prefetch is None else policy.prefetch
+    return wanted and communicates and length > 1
 
 
 def segments_of(
@@ -237,22 +200,23 @@ def segments_of(
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],
     prefetch: bool,
-) -> Iterator[Segment]:
-    """Yields the segments from start to stop, of layers like the one that is traced."""
-    trained = [place.trainable for place in places]
-    first = policy.first_k
+) -> tuple[list[layers.Segment], list[tuple[list, list]]]:
+    """Returns segments of these ``runs`` of layers, and the constants of each."""
+    segments = []
     for start, stop in runs:
-        remat = policy.remat if first is None or start < first else "none"
+        if policy.first_k is not None and start >= policy.first_k:
+            policy = dataclasses.replace(policy, remat="none")
         # XLA moves arrays between host and device in loops; unrolled, it would keep
         # all of them on the device.
-        in_loop = isinstance(remat, Offload) or any(place.hosted for place in places)
-        unroll = policy.unroll and not in_loop
+        hosted = isinstance(policy.remat, Offload) or any(p.hosted for p in places)
+        unroll = policy.unroll and not hosted
         straight = unroll or stop - start == 1
-        layer = Layer(traced, trained, remat, prevent_cse=straight)
-        outside = layer
+        layer = outside = Layer(traced, places, policy, prevent_cse=straight)
         if prefetch and not straight:
-            outside = Layer(traced, trained, remat, prevent_cse=True)
-        yield start, stop, layer, outside, unroll
+            outside = Layer(traced, places, policy, prevent_cse=True)
+        segments.append((start, stop, layer, outside, unroll))
+    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
+    return segments, consts
 
 
 def check_carry(carry: Any, outputs: Any) -> None:

@@ -25,24 +25,17 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.collectives.gather import all_gather, join_parts, take_part
+from jshard.collectives.gather import all_gather, gather, join_parts, take_part
 from jshard.collectives.reduce import all_reduce_in_unit
 from jshard.collectives.reduce import scatter as scatter_leaf
-from jshard.fsdp.policy import Reshard, UnitPolicy
+from jshard.fsdp.policy import UnitPolicy
 from jshard.layout.placement import Placement
 from jshard.unit.linearize import (
     Inputs,
     Layer,
-    abstract,
     differentiable,
     select,
     trace_layer,
-)
-
-# gather(shards, places) -> full weights. A partial: it adds no stack frame.
-# A pair is a shard with its scale (``all_gather``).
-gather: Callable[..., Any] = functools.partial(
-    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
 )
 
 
@@ -60,11 +53,8 @@ def run_unit(
     arrays (state, and shards of units inside it), ``inputs`` those of the call.
     """
     shards, places = list(shards), list(places)
-    weights, other, carry = abstract((weight_types(shards, places), xs, inputs))
-    traced = trace_layer(fn, Inputs(weights, other, carry, []), places)
-    trained = [place.trainable for place in places]
-    layer = Layer(traced, trained, policy.remat, prevent_cse=True)
-    reshard = policy.reshard_after_forward
+    traced = trace_layer(fn, Inputs(shards, xs, inputs, []), places)
+    layer = Layer(traced, places, policy, prevent_cse=True)
 
     @jax.custom_vjp
     def run(shards, xs, inputs, args, consts):
@@ -76,10 +66,11 @@ def run_unit(
         # Without the barrier XLA may gather many units' weights before the first runs.
         shards_now, inputs = barrier(shards, inputs)
         weights = gather(shards_now, places)
-        outputs, residuals = layer.forward(Inputs(weights, xs, inputs, args), consts)
-        kept = drop(weights, layer.reads, places, reshard)
+        inputs = Inputs(weights, xs, inputs, args)
+        outputs, residuals = layer.with_consts(consts).forward(inputs)
+        kept = drop(weights, layer)
         # Otherwise full weights could stay in memory until they are split.
-        if kept is not None and reshard is not False:
+        if kept is not None and layer.reshard is not False:
             kept, outputs = barrier(kept, outputs)
         return outputs, (shards, xs, args, consts, residuals, kept)
 
@@ -87,11 +78,12 @@ def run_unit(
         shards, xs, args, consts, residuals, kept = saved
         cotangents = differentiable(cotangents, layer.outputs)
         source = select(shards, layer.reads) if kept is None else kept
-        if reshard:  # else the backward's gather could be merged with the forward's
+        if layer.reshard:  # else the gather could be merged with the forward's
             source, cotangents = barrier(source, cotangents)
-        weights = gather_again(source, places, reshard)
+        weights = gather_again(source, layer)
         inputs = Inputs(weights, xs, [], args)
-        grads = layer.transpose(inputs, consts, residuals, cotangents)
+        own = layer.with_consts(consts)
+        grads = own.transpose(inputs, residuals, cotangents)
         parts = scatter(grads.weights, places)
         # Otherwise XLA may keep the gradients of many units for one scatter. A barrier
         # for each, so that those of inputs that are not trained are not computed.
@@ -103,36 +95,29 @@ def run_unit(
     return run(shards, list(xs), inputs, list(program.consts), layer.consts)
 
 
-def drop(
-    weights: Sequence[Any],
-    reads: Sequence[bool],
-    places: Sequence[Placement],
-    reshard: Reshard,
-) -> list[Any] | None:
-    """Returns what is kept for the backward of each weight that it ``reads``.
+def drop(weights: Sequence[Any], layer: Layer) -> list[Any] | None:
+    """Returns what is kept of each weight that the backward reads.
 
     This is the full weight, or this device's part in its group; None if the backward
     gathers the shards again.
     """
-    if reshard is True:
+    if layer.reshard is True:
         return None
-    read = select(list(weights), list(reads))
-    if not (group := int(reshard)):
+    read = select(list(weights), list(layer.reads))
+    if not (group := int(layer.reshard)):
         return read
-    return map_present(lambda w, p: take_part(w, p, group), read, places)
+    return map_present(lambda w, p: take_part(w, p, group), read, layer.places)
 
 
-def gather_again(
-    source: Sequence[Any], places: Sequence[Placement], reshard: Reshard
-) -> list[Any]:
+def gather_again(source: Sequence[Any], layer: Layer) -> list[Any]:
     """Returns the weights that the backward reads, from what ``drop`` returned.
 
     ``source`` is the shards if that is None.
     """
-    if reshard is True:
-        return map_present(all_gather, source, places)
-    if group := int(reshard):
-        return map_present(lambda x, p: join_parts(x, p, group), source, places)
+    if layer.reshard is True:
+        return map_present(all_gather, source, layer.places)
+    if group := int(layer.reshard):
+        return map_present(lambda x, p: join_parts(x, p, group), source, layer.places)
     return list(source)
 
 
@@ -158,11 +143,6 @@ def map_present(fn: Callable, values: Sequence[Any], *others: Sequence[Any]) -> 
         None if value is None else fn(value, *rest)
         for value, *rest in zip(values, *others, strict=True)
     ]
-
-
-def weight_types(shards: list[Any], places: list[Placement]) -> list[Any]:
-    """Returns the abstract full weights of shards, abstract or not."""
-    return jax.eval_shape(lambda shards: gather(shards, places), shards)
 
 
 def barrier(tree: Any, after: Any) -> tuple[Any, Any]:

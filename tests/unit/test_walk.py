@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 import jshard
 from jshard.collectives import gather as gathers
 from jshard.collectives import reduce as reduces
-from jshard.unit import linearize
+from jshard.compat import jaxprs
 
 ROOT = Path(jshard.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -63,7 +63,7 @@ START = "fsdp/step.py: train_step"
 WALKS = {
     "From the step to a gather": (gathers.lax, "all_gather", "pipeline.py: forward"),
     "A gradient's way": (reduces.lax, "psum_scatter", "unit.py: scatter"),
-    "An activation's way": (linearize, "run_used", "pipeline.py: step"),
+    "An activation's way": (jaxprs, "run_used", "pipeline.py: step"),
 }
 
 

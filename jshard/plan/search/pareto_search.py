@@ -22,6 +22,7 @@ from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fit.hardware import GPU, find_constants
 from jshard.fsdp import mesh as meshes
+from jshard.fsdp.traced import names_in
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
@@ -49,7 +50,6 @@ from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.unit.linearize import names_in
 
 TIMEOUT = 600.0  # seconds to compile a candidate
 # Keys on which neither the size nor the placement of a state depends.
