@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.models.layers import check_heads, embedding, layer_norm, linear
+from jshard.models.layers import check_heads, check_known, embedding, layer_norm, linear
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -69,11 +69,7 @@ class BertConfig:
 
     def __post_init__(self):
         check_heads(self)
-        if self.activation not in ACTIVATIONS:
-            raise jshard.UserError(
-                f"model: activation={self.activation!r} is unknown: use "
-                f"{', '.join(ACTIVATIONS)}"
-            )
+        check_known("activation", self.activation, ACTIVATIONS)
 
 
 def _norm(config: BertConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -183,7 +179,7 @@ class Bert(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, **inputs: Any) -> jax.Array:
         """Returns logits (B, T, V) in float32 or wider; arguments as for ``encode``."""
         embed = jshard.gathered(self.embed)  # once for both uses
-        x_BTD = self._encode(embed(tokens_BT), **inputs)
+        x_BTD = self.encode(tokens_BT, embed=embed, **inputs)
         x_BTE, table_EV = self._with_bias(x_BTD, embed)
         wide = jnp.promote_types(x_BTE.dtype, jnp.float32)
         return jnp.dot(x_BTE, table_EV, preferred_element_type=wide)
@@ -209,7 +205,7 @@ class Bert(nnx.Module):
           A Mean weighted by ``weights_BM``.
         """
         embed = jshard.gathered(self.embed)
-        x_BTD = self._encode(embed(tokens_BT), **inputs)
+        x_BTD = self.encode(tokens_BT, embed=embed, **inputs)
         # Of split sequences a device has some of the places, which may be anywhere.
         x_BSD = jshard.nn.whole_sequences(x_BTD)
         x_BMD = jnp.take_along_axis(x_BSD, places_BM[..., None], axis=1)
@@ -225,6 +221,7 @@ class Bert(nnx.Module):
         token_types_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
+        embed: nnx.Embed | None = None,
     ) -> jax.Array:
         """Returns the features of all tokens, (B, T, D).
 
@@ -235,9 +232,15 @@ class Bert(nnx.Module):
           segment_ids_BT: integers; tokens attend only to the run of equal ids that they
             are in. That is the padding mask of rows with padding at an end, 1 for
             tokens and 0 for padding, or the documents of a packed row.
+          embed: the table, where it is gathered for another use as well.
         """
-        x_BTD = self.embed(tokens_BT)
-        return self._encode(x_BTD, token_types_BT, positions_BT, segment_ids_BT)
+        if positions_BT is None:
+            positions_BT = jshard.nn.positions(tokens_BT.shape[1])
+        if token_types_BT is None:
+            token_types_BT = jnp.zeros(tokens_BT.shape, jnp.int32)
+        x_BTD = (self.embed if embed is None else embed)(tokens_BT)
+        x_BTD += self.positions(positions_BT) + self.types(token_types_BT)
+        return self.blocks(self.dropout(self.norm(x_BTD)), segment_ids_BT)
 
     def pooled(self, tokens_BT: jax.Array, **inputs: Any) -> jax.Array:
         """Returns a vector for each row, (B, D), from the features of its first token.
@@ -245,21 +248,6 @@ class Bert(nnx.Module):
         The model needs ``pooler``; arguments as for ``encode``.
         """
         return jnp.tanh(self.pooler(self.encode(tokens_BT, **inputs)[:, 0]))
-
-    def _encode(
-        self,
-        x_BTD: jax.Array,
-        token_types_BT: jax.Array | None = None,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        B, T, _ = x_BTD.shape
-        if positions_BT is None:
-            positions_BT = jshard.nn.positions(T)
-        if token_types_BT is None:
-            token_types_BT = jnp.zeros((B, T), jnp.int32)
-        x_BTD += self.positions(positions_BT) + self.types(token_types_BT)
-        return self.blocks(self.dropout(self.norm(x_BTD)), segment_ids_BT)
 
     def _with_bias(self, x: jax.Array, embed: nnx.Embed) -> tuple[jax.Array, jax.Array]:
         """Returns features (..., E) and a table (E, V) whose product are logits.

@@ -38,17 +38,11 @@ _SIZES = {
     "norm_eps": ("layer_norm_eps", 1e-12, NUMBER),
 }
 # What changes nothing: dropout is of training, and the pooler's are not read.
-_INERT = (
-    "attention_probs_dropout_prob",
-    "directionality",
-    "hidden_dropout_prob",
-    "is_encoder_decoder",
-    "pooler_fc_size",
-    "pooler_num_attention_heads",
-    "pooler_num_fc_layers",
-    "pooler_size_per_head",
-    "pooler_type",
-)
+_INERT = """
+    attention_probs_dropout_prob directionality hidden_dropout_prob is_encoder_decoder
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    pooler_type
+    """.split()
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -60,9 +54,7 @@ _OLDER = {"weight": "gamma", "bias": "beta"}
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``BertConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, _NAMES)
-    for key, values in _FIXED.items():
-        config.fix(key, values)
+    config = ConfigJson.of(json, _NAMES, _FIXED)
     activation = config.get("hidden_act", "gelu", one_of(_ACTIVATIONS))
     model = {**read_sizes(config, _SIZES), "activation": _ACTIVATIONS[activation]}
     config.finish(_INERT)

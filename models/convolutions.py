@@ -4,6 +4,7 @@ Shape suffixes: B batch, H height, W width, C channels.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard
+from jshard.models.layers import check, linear, options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +43,11 @@ class ConvNetConfig:
 
     def __post_init__(self):
         depths, widths = self.depths, self.widths
-        if not depths or len(depths) != len(widths) or min(*depths, *widths) < 1:
-            raise jshard.UserError(
-                f"model: depths={depths} and widths={widths} must give the number of "
-                "blocks and of channels of each stage"
-            )
+        check(
+            bool(depths) and len(depths) == len(widths) and min(*depths, *widths) > 0,
+            f"depths={depths} and widths={widths} must give the number of blocks and "
+            "of channels of each stage",
+        )
 
 
 class ConvNorm(nnx.Module):
@@ -71,18 +73,11 @@ class ConvNorm(nnx.Module):
             feature_group_count=groups,
             use_bias=False,
             kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            rngs=rngs,
+            **options(config, rngs),
         )
         # In a step its statistics are those of the whole batch, over all devices.
         self.normalization = nnx.BatchNorm(
-            size_out,
-            momentum=0.9,
-            epsilon=1e-5,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            rngs=rngs,
+            size_out, momentum=0.9, epsilon=1e-5, **options(config, rngs)
         )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -122,18 +117,13 @@ def make_shortcut(
 class Stage(nnx.Module):
     """A block that widens the stream and may halve height and width; equal blocks.
 
-    Args:
-      make_block: ``make_block(size_in, stride, rngs)`` makes a block.
-      size_in: channels of the stage's input.
-      size: channels of its output.
-      depth: number of blocks.
-      stride: of the first block.
-      rngs: random streams.
+    The first block is the one with the stride. ``make_block(size_in, size, stride,
+    rngs)`` makes a block.
     """
 
     def __init__(
         self,
-        make_block: Callable[[int, int, nnx.Rngs], nnx.Module],
+        make_block: Callable[[int, int, int, nnx.Rngs], nnx.Module],
         size_in: int,
         size: int,
         depth: int,
@@ -141,8 +131,8 @@ class Stage(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        self.first = jshard.Unit(make_block(size_in, stride, rngs))
-        equal = lambda rngs: make_block(size, 1, rngs)
+        self.first = jshard.Unit(make_block(size_in, size, stride, rngs))
+        equal = lambda rngs: make_block(size, size, 1, rngs)
         self.rest = jshard.Stack(equal, depth - 1, rngs=rngs) if depth > 1 else None
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -157,13 +147,9 @@ class ConvNet(nnx.Module):
     A convolution, stages of blocks, and a linear layer of the mean over height and
     width.
 
-    Args:
-      config: the sizes.
-      make_block: ``make_block(config, size_in, size, stride, rngs)`` makes a block.
-      kernel: height and width of the first convolution's kernel.
-      stride: of that convolution.
-      pool: whether its output is pooled to half its height and width.
-      rngs: random streams.
+    ``make_block(config, size_in, size, stride, rngs)`` makes a block. ``kernel`` and
+    ``stride`` are those of the first convolution, whose output is pooled to half its
+    height and width if ``pool`` says so.
     """
 
     def __init__(
@@ -181,23 +167,14 @@ class ConvNet(nnx.Module):
             config, config.channels, config.stem, kernel, stride=stride, rngs=rngs
         )
         stages, size_in = [], config.stem
+        make = functools.partial(make_block, config)
         for depth, size in zip(config.depths, config.widths, strict=True):
-            make = lambda size_in, stride, rngs, size=size: make_block(
-                config, size_in, size, stride, rngs
-            )
             by = 2 if stages or config.downsample_first else 1
             stages.append(Stage(make, size_in, size, depth, by, rngs=rngs))
             size_in = size
         self.stages = nnx.List(stages)
         self.classifier = jshard.Unit(
-            nnx.Linear(
-                size_in,
-                config.classes,
-                kernel_init=nnx.initializers.normal(0.01),
-                dtype=config.dtype,
-                param_dtype=config.param_dtype,
-                rngs=rngs,
-            )
+            linear(config, size_in, config.classes, rngs, 0.01)
         )
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:

@@ -9,8 +9,10 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 import jshard
+from jshard.generation.weights_first import head_product
 from jshard.parallel.tensor import with_all_columns
 
 
@@ -146,7 +148,7 @@ class Decoder(nnx.Module):
         """
         out = self.features(tokens_BT, positions_BT, cache=cache)
         assert out.cache is not None
-        return _logits(out, self.config.vocab_size), out.cache
+        return _logits(out, self.config.vocab_size, head_product(self)), out.cache
 
 
 def check_tokens(tokens_BT: jax.Array, *beside: jax.Array | None) -> None:
@@ -155,12 +157,13 @@ def check_tokens(tokens_BT: jax.Array, *beside: jax.Array | None) -> None:
     chex.assert_equal_shape([tokens_BT, *(x for x in beside if x is not None)])
 
 
-def _logits(out: Features, vocab_size: int) -> jax.Array:
+def _logits(out: Features, vocab_size: int, dot: Any = lax.dot_general) -> jax.Array:
     wide = jnp.promote_types(out.x_BTD.dtype, jnp.float32)
     head_DV = out.head_DV.astype(out.x_BTD.dtype)
 
     def product(x_BTD: jax.Array) -> jax.Array:
-        return jnp.dot(x_BTD, head_DV, preferred_element_type=wide)
+        dimensions = ((x_BTD.ndim - 1,), (0,)), ((), ())
+        return dot(x_BTD, head_DV, dimensions, preferred_element_type=wide)
 
     if head_DV.shape[1] == vocab_size:
         logits_BTV = product(out.x_BTD)

@@ -16,6 +16,7 @@ from jshard.models.huggingface_config import (
     read_sizes,
     write_sizes,
 )
+from jshard.models.tensor_places import linear
 
 _NAME, _BASE = "GPT2LMHeadModel", "GPT2Model"
 _PREFIX = "transformer."
@@ -37,28 +38,17 @@ _SIZES = {
     "tied": ("tie_word_embeddings", True, FLAG),
 }
 # What changes nothing: dropout, the order of operations, heads for other tasks.
-_INERT = (
-    "attn_pdrop",
-    "embd_pdrop",
-    "is_decoder",
-    "is_encoder_decoder",
-    "n_ctx",
-    "reorder_and_upcast_attn",
-    "resid_pdrop",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-)
+_INERT = """
+    attn_pdrop embd_pdrop is_decoder is_encoder_decoder n_ctx reorder_and_upcast_attn
+    resid_pdrop summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj
+    """.split()
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``GPTConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, (_NAME, _BASE))
+    config = ConfigJson.of(json, (_NAME, _BASE), _FIXED)
     model = read_sizes(config, _SIZES)
-    for key, values in _FIXED.items():
-        config.fix(key, values)
     config.fix("n_inner", (None, 4 * model["width"]))
     config.finish(_INERT)
     return model
@@ -83,19 +73,20 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
         "norm.bias": _tensor("ln_f.bias"),
     }
     if not model["tied"]:
-        found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
-    modules = {
-        "norm1": ("scale", "ln_1"),
-        "attention.qkv": ("kernel", "attn.c_attn"),
-        "attention.out": ("kernel", "attn.c_proj"),
-        "norm2": ("scale", "ln_2"),
-        "up": ("kernel", "mlp.c_fc"),
-        "down": ("kernel", "mlp.c_proj"),
+        found |= linear("head", "lm_head", bias=False)
+    weights = {
+        "norm1.scale": "ln_1",
+        "attention.qkv.kernel": "attn.c_attn",
+        "attention.out.kernel": "attn.c_proj",
+        "norm2.scale": "ln_2",
+        "up.kernel": "mlp.c_fc",
+        "down.kernel": "mlp.c_proj",
     }
     for i in range(model["num_layers"]):
-        for ours, (weight, theirs) in modules.items():
-            for own, kind in ((weight, "weight"), ("bias", "bias")):
-                found[f"blocks.{i}.{ours}.{own}"] = _tensor(f"h.{i}.{theirs}.{kind}")
+        for ours, theirs in weights.items():
+            module, _, _ = ours.rpartition(".")
+            found[f"blocks.{i}.{ours}"] = _tensor(f"h.{i}.{theirs}.weight")
+            found[f"blocks.{i}.{module}.bias"] = _tensor(f"h.{i}.{theirs}.bias")
     return found
 
 

@@ -28,15 +28,10 @@ def _shown_key(key: Any) -> str:
 
 
 class Kind(NamedTuple):
-    """What a value may be.
+    """What a value may be."""
 
-    Attributes:
-      must_be: in words.
-      fits: whether a value is of this kind.
-    """
-
-    must_be: str
-    fits: Callable[[Any], bool]
+    must_be: str  # in words
+    fits: Callable[[Any], bool]  # whether a value is of this kind
 
     @property
     def or_null(self) -> "Kind":
@@ -115,15 +110,21 @@ class ConfigJson:
         self._left = set(content)
 
     @classmethod
-    def of(cls, content: Json, known: Collection[str]) -> Self:
+    def of(
+        cls,
+        content: Json,
+        known: Collection[str],
+        fixed: Mapping[str, Collection[Any]] | None = None,
+    ) -> Self:
         """Returns a reader for a model's class.
 
         Args:
           content: of the config.json.
           known: names of the classes that a map is for.
+          fixed: keys that may only have some values, among them the default.
 
         Raises:
-          UserError: it is another class.
+          UserError: it is another class, or one of these keys has another value.
         """
         names = content.get("architectures") or ["none"]
         if not isinstance(names, list):
@@ -136,7 +137,7 @@ class ConfigJson:
                 f"{', '.join(known)}"
             )
         config = cls(dict(content), names[0])
-        for key, values in _FIXED_IN_ALL.items():
+        for key, values in {**_FIXED_IN_ALL, **(fixed or {})}.items():
             config.fix(key, values)
         return config
 

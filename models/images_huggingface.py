@@ -15,21 +15,12 @@ from jshard.models.huggingface_config import (
 from jshard.models.tensor_places import convolution, linear, norm
 
 
-def read_keys(
-    config: ConfigJson, sizes: Sizes, fixed: Mapping[str, tuple[Any, ...]]
-) -> dict[str, Any]:
+def read_keys(config: ConfigJson, sizes: Sizes) -> dict[str, Any]:
     """Returns the keys of a model's config that a config.json decides.
-
-    Args:
-      config: a config.json.
-      sizes: our keys, and config.json's with their defaults and kinds.
-      fixed: config.json's keys, and the values that we know, which include the default.
 
     Raises:
       UserError: a feature of the model is not there.
     """
-    for key, values in fixed.items():
-        config.fix(key, values)
     model = read_sizes(config, sizes)
     labels = config.get("id2label", None, OBJECT.or_null)
     number = config.get("num_labels", 2, COUNT)
@@ -76,10 +67,8 @@ def stage_tensors(
 ) -> dict[str, FileTensor]:
     """Returns where transformers' files keep the convolutions of a ``ConvNet``.
 
-    Args:
-      model: keys of its config.
-      family: "resnet" or "regnet".
-      layers: our names of a block's ``ConvNorm``, and their numbers.
+    The family is "resnet" or "regnet"; ``layers`` has our names of a block's
+    ``ConvNorm``, and their numbers.
     """
     found = _conv_norm("stem", f"{family}.embedder.embedder")
     found |= linear("classifier", "classifier.1")

@@ -4,7 +4,7 @@ Such a folder, as timm's hub has them, names an architecture in its config.json,
 sizes are in timm's code, and the arguments that change them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jshard
@@ -40,26 +40,21 @@ def read_arguments(json: Json, known: Mapping[str, Any]) -> dict[str, Any]:
     return {k: defaults[k] if v is None else v for k, v in found.items()}
 
 
-def read_sizes(
-    json: Json, names: Mapping[str, Any], sizes: Callable[[str], Json], known: str
-) -> dict[str, Any]:
+def read_sizes(json: Json, models: Mapping[str, Json], known: str) -> dict[str, Any]:
     """Returns the keys of a convolutional model's config that a config.json decides.
 
-    Args:
-      json: its content.
-      names: timm's names.
-      sizes: the keys that a name stands for.
-      known: what to call the names in an error.
+    ``models`` has the keys that each of timm's names stands for; ``known`` is what to
+    call the names in an error.
 
     Raises:
       UserError: the architecture, or a feature of it, is not there.
     """
     name = json["architecture"]
-    if name not in names:
+    if name not in models:
         raise unknown_architecture(json, known)
     given = read_arguments(json, {"global_pool": "avg"})
     own = {"channels": given["in_chans"], "classes": given["num_classes"]}
-    return {**sizes(name), **own}
+    return {**models[name], **own}
 
 
 def unknown_architecture(json: Json, known: str) -> jshard.UserError:
@@ -70,25 +65,21 @@ def unknown_architecture(json: Json, known: str) -> jshard.UserError:
     )
 
 
-def find_name(
-    model: Json, names: Mapping[str, Any], sizes: Callable[[str], Json], what: str
-) -> str:
-    """Returns timm's name of a model.
+def find_name(model: Json, models: Mapping[str, Json], what: str) -> str:
+    """Returns timm's name of a model, given as the keys of its config.
 
-    Args:
-      model: keys of the model's config.
-      names: timm's names.
-      sizes: the keys that a name stands for.
-      what: what to call the model.
+    `models` and `what`, what to call them, are as for `read_sizes`.
 
     Raises:
       UserError: timm has no such model.
     """
-    for name in names:
-        if all(_equal(model[key], value) for key, value in sizes(name).items()):
+    # A checkpoint has lists for tuples.
+    own = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
+    for name, sizes in models.items():
+        if all(own[key] == value for key, value in sizes.items()):
             return name
     raise jshard.UserError(
-        f"timm has no {what} of these model.* sizes; it has {', '.join(names)}"
+        f"timm has no {what} of these model.* sizes; it has {', '.join(models)}"
     )
 
 
@@ -114,9 +105,3 @@ def write_json(
         "model_args": {**common, **arguments},
         "pretrained_cfg": about,
     }
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return tuple(one) == tuple(other)
-    return one == other

@@ -1,5 +1,6 @@
 """The layers of the models, with the initial values of GPT-2 and the model's dtypes."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,13 +13,28 @@ import jshard
 Config = Any
 
 
+def check(fits: bool, problem: str) -> None:
+    """Raises a UserError, "model: PROBLEM", if something of a config does not fit."""
+    if not fits:
+        raise jshard.UserError(f"model: {problem}")
+
+
 def check_heads(config: Config) -> None:
     """Raises a UserError unless the heads divide the width."""
-    if config.width % config.num_heads:
-        raise jshard.UserError(
-            f"model: width={config.width} is not divisible by "
-            f"num_heads={config.num_heads}"
-        )
+    check(
+        config.width % config.num_heads == 0,
+        f"width={config.width} is not divisible by num_heads={config.num_heads}",
+    )
+
+
+def check_known(name: str, value: str, known: Collection[str]) -> None:
+    """Raises a UserError unless a value is one of those known."""
+    check(value in known, f"{name}={value!r} is unknown: use {', '.join(known)}")
+
+
+def options(config: Config, rngs: nnx.Rngs) -> dict[str, Any]:
+    """Returns what each of Flax's layers is made with: dtypes and random streams."""
+    return {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
 
 
 def linear(
@@ -29,16 +45,15 @@ def linear(
     std: float = 0.02,
     *,
     bias: bool = True,
+    init: nnx.Initializer | None = None,
 ) -> nnx.Linear:
-    """Returns a linear layer with normal weights."""
+    """Returns a linear layer; its weights are normal, unless ``init`` makes them."""
     return nnx.Linear(
         size_in,
         size_out,
         use_bias=bias,
-        kernel_init=nnx.initializers.normal(std),
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
+        kernel_init=init or nnx.initializers.normal(std),
+        **options(config, rngs),
     )
 
 
@@ -63,39 +78,25 @@ def embedding(
         size,
         width or config.width,
         embedding_init=nnx.initializers.normal(std),
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
+        **options(config, rngs),
     )
 
 
-def layer_norm(config: Config, rngs: nnx.Rngs, epsilon: float = 1e-5) -> nnx.LayerNorm:
+def layer_norm(
+    config: Config, rngs: nnx.Rngs, epsilon: float = 1e-5, **more: Any
+) -> nnx.LayerNorm:
     """Returns a norm of the residual stream with scale and bias."""
-    return nnx.LayerNorm(
-        config.width,
-        epsilon=epsilon,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
+    return nnx.LayerNorm(config.width, epsilon=epsilon, **more, **options(config, rngs))
 
 
 def rms_norm(
     config: Config, features: int, rngs: nnx.Rngs, *, epsilon: float, offset: bool
 ) -> nnx.RMSNorm:
     """Returns a norm without mean and bias; with ``offset`` it scales by 1 + scale."""
-    options: dict[str, Any] = {
-        "scale_init": nnx.initializers.zeros,
-        "promote_dtype": _with_offset,
-    }
-    return nnx.RMSNorm(
-        features,
-        epsilon=epsilon,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-        **options if offset else {},
-    )
+    more = options(config, rngs)
+    if offset:
+        more |= {"scale_init": nnx.initializers.zeros, "promote_dtype": _with_offset}
+    return nnx.RMSNorm(features, epsilon=epsilon, **more)
 
 
 def _with_offset(values: tuple[jax.Array, jax.Array], *, dtype: Any) -> tuple:

@@ -52,28 +52,15 @@ class Block(nnx.Module):
         self.has_experts, self.fused = config.num_experts > 0, config.fused
         hidden = config.shared_hidden if self.has_experts else config.hidden
         self.has_mlp, self.tile = hidden > 0, config.mlp_tile
-        std = residual_std(config)
         if self.has_experts:
-            self.experts = MixtureOfExperts(
-                width,
-                config.hidden,
-                config.num_experts,
-                config.routing,
-                activation=self.activation,
-                residual_std=std,
-                dtype=config.dtype,
-                param_dtype=config.param_dtype,
-                rngs=rngs,
-                capacity=config.expert_capacity,
-                bias=config.expert_bias,
-                limit=config.expert_limit,
-            )
+            self.experts = MixtureOfExperts(config, rngs=rngs)
         if self.has_mlp:
             if config.fused:
                 self.gate_up = linear(config, width, 2 * hidden, rngs, bias=False)
             else:
                 self.gate = linear(config, width, hidden, rngs, bias=False)
                 self.up = linear(config, width, hidden, rngs, bias=False)
+            std = residual_std(config)
             self.down = linear(config, hidden, width, rngs, std, bias=False)
 
     @property

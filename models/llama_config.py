@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jshard
-from jshard.models.moe import Routing
+from jshard.models.layers import check, check_known
 from jshard.models.rope import SCALINGS, Rope
 
 ACTIVATIONS = {
@@ -19,14 +18,8 @@ ACTIVATIONS = {
 
 # What is for experts alone, and for ordinary attention alone.
 _OF_EXPERTS = (
-    "expert_bias",
-    "expert_limit",
-    "sigmoid_router",
-    "correction_rate",
-    "expert_groups",
-    "chosen_groups",
-    "shared_hidden",
-    "dense_layers",
+    *("expert_bias", "expert_limit", "sigmoid_router", "correction_rate"),
+    *("expert_groups", "chosen_groups", "shared_hidden", "dense_layers"),
 )
 _NOT_OF_LATENTS = ("sinks", "qk_norm", "qkv_bias", "out_bias", "fused")
 
@@ -184,101 +177,92 @@ class LlamaConfig:
     max_segments: int = 0
 
     def __post_init__(self):
-        if not self.head_width and (self.width % self.num_heads or self.H % 2):
-            raise jshard.UserError(
-                f"model: width={self.width} divided by num_heads={self.num_heads} must "
-                "be an even integer"
+        check(
+            bool(self.head_width) or self.width % (2 * self.num_heads) == 0,
+            f"width={self.width} divided by num_heads={self.num_heads} must be an even "
+            "integer",
+        )
+        check(self.H % 2 == 0, f"head_width={self.head_width} must be even")
+        check(
+            self.R % 2 == 0 and self.R <= self.H,
+            f"rotary_width={self.rotary_width} must be even, and at most the width of "
+            f"a head, {self.H}",
+        )
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads={self.num_heads} is not divisible by num_kv_heads="
+            f"{self.num_kv_heads}",
+        )
+        check(
+            bool(self.pattern) and set(self.pattern) <= set("fs"),
+            f"pattern={self.pattern!r} must consist of 'f' (full attention) and 's' "
+            "(sliding window)",
+        )
+        check(
+            "s" not in self.pattern or self.window > 0,
+            f"pattern={self.pattern!r} needs a window of at least 1",
+        )
+        check_known("rope_scaling", self.rope_scaling, SCALINGS)
+        check_known("activation", self.activation, ACTIVATIONS)
+        check(
+            not self.joint_qk_norm or (self.qk_norm and not self.fused),
+            "joint_qk_norm=True needs qk_norm=True and fused=False",
+        )
+        check(
+            self.pre_norms or self.post_norms, "pre_norms=False needs post_norms=True"
+        )
+        if self.kv_rank:
+            given = self._given(_NOT_OF_LATENTS)
+            check(not given, f"kv_rank={self.kv_rank} is without {given}")
+            check(
+                0 < self.value_width <= self.H
+                and 0 < self.rotary_width < self.H
+                and self.num_kv_heads == self.num_heads
+                and set(self.pattern) == {"f"},
+                f"kv_rank={self.kv_rank} needs rotary_width and value_width up to the "
+                f"width of a head, {self.H}, num_kv_heads=num_heads, pattern=f",
             )
-        if self.H % 2:
-            raise jshard.UserError(f"model: head_width={self.head_width} must be even")
-        if self.R % 2 or self.R > self.H:
-            raise jshard.UserError(
-                f"model: rotary_width={self.rotary_width} must be even, and at most "
-                f"the width of a head, {self.H}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise jshard.UserError(
-                f"model: num_heads={self.num_heads} is not divisible by "
-                f"num_kv_heads={self.num_kv_heads}"
-            )
-        if not self.pattern or set(self.pattern) - set("fs"):
-            raise jshard.UserError(
-                f"model: pattern={self.pattern!r} must consist of 'f' (full attention) "
-                "and 's' (sliding window)"
-            )
-        if "s" in self.pattern and self.window < 1:
-            raise jshard.UserError(
-                f"model: pattern={self.pattern!r} needs a window of at least 1"
-            )
-        for name, known in (("rope_scaling", SCALINGS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in known:
-                raise jshard.UserError(
-                    f"model: {name}={getattr(self, name)!r} is unknown: use "
-                    f"{', '.join(known)}"
-                )
-        if self.joint_qk_norm and (self.fused or not self.qk_norm):
-            raise jshard.UserError(
-                "model: joint_qk_norm=True needs qk_norm=True and fused=False"
-            )
-        if not self.pre_norms and not self.post_norms:
-            raise jshard.UserError("model: pre_norms=False needs post_norms=True")
-        if self.kv_rank and (given := self._given(_NOT_OF_LATENTS)):
-            raise jshard.UserError(f"model: kv_rank={self.kv_rank} is without {given}")
-        if not self.kv_rank and (given := self._given(("q_rank", "value_width"))):
-            raise jshard.UserError(f"model: {given} needs kv_rank")
-        if self.kv_rank and not (
-            0 < self.value_width <= self.H
-            and 0 < self.rotary_width < self.H
-            and self.num_kv_heads == self.num_heads
-            and set(self.pattern) == {"f"}
-        ):
-            raise jshard.UserError(
-                f"model: kv_rank={self.kv_rank} needs rotary_width and value_width up "
-                f"to the width of a head, {self.H}, num_kv_heads=num_heads, pattern=f"
-            )
-        if self.num_experts and self.fused:
-            raise jshard.UserError(
-                "model: fused=True is for an ordinary MLP: set num_experts=0"
-            )
-        if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
-            raise jshard.UserError(
-                f"model: experts_per_token={self.experts_per_token} must be between 1 "
-                f"and num_experts={self.num_experts}"
-            )
-        self._check_experts()
+        else:
+            given = self._given(("q_rank", "value_width"))
+            check(not given, f"{given} needs kv_rank")
+        check(
+            self.expert_capacity > 0,
+            f"expert_capacity={self.expert_capacity} must be above 0",
+        )
+        if self.num_experts:
+            self._check_experts()
+        else:
+            given = self._given(_OF_EXPERTS)
+            check(not given, f"{given} needs num_experts")
 
     def _check_experts(self) -> None:
-        if self.expert_capacity <= 0:
-            raise jshard.UserError(
-                f"model: expert_capacity={self.expert_capacity} must be above 0"
-            )
-
-        if not self.num_experts and (given := self._given(_OF_EXPERTS)):
-            raise jshard.UserError(f"model: {given} needs num_experts")
+        check(not self.fused, "fused=True is for an ordinary MLP: set num_experts=0")
+        check(
+            0 < self.experts_per_token <= self.num_experts,
+            f"experts_per_token={self.experts_per_token} must be between 1 and "
+            f"num_experts={self.num_experts}",
+        )
         groups, chosen = self.expert_groups, self.chosen_groups
         per_group, rest = divmod(self.num_experts, groups)
-        divides = not rest and per_group >= 2
-        if (groups > 1 and not divides) or not 0 < chosen <= groups:
-            raise jshard.UserError(
-                f"model: expert_groups={groups} must divide num_experts="
-                f"{self.num_experts} into groups of two or more, of which "
-                f"chosen_groups={chosen} are taken"
-            )
-        if groups > 1 and chosen * per_group < self.experts_per_token:
-            raise jshard.UserError(
-                f"model: chosen_groups={chosen} have {chosen * per_group} experts, "
-                f"fewer than experts_per_token={self.experts_per_token}"
-            )
-        if (groups > 1 or self.correction_rate) and not self.sigmoid_router:
-            name = "expert_groups" if groups > 1 else "correction_rate"
-            raise jshard.UserError(f"model: {name} needs sigmoid_router=True")
-        if self.dense_layers and not (
-            self.dense_hidden and self.dense_layers < self.num_layers
-        ):
-            raise jshard.UserError(
-                f"model: dense_layers={self.dense_layers} needs dense_hidden and more "
-                "layers than these"
-            )
+        check(
+            0 < chosen <= groups and (groups == 1 or (per_group >= 2 and not rest)),
+            f"expert_groups={groups} must divide num_experts={self.num_experts} into "
+            f"groups of two or more, of which chosen_groups={chosen} are taken",
+        )
+        check(
+            groups == 1 or chosen * per_group >= self.experts_per_token,
+            f"chosen_groups={chosen} have {chosen * per_group} experts, fewer than "
+            f"experts_per_token={self.experts_per_token}",
+        )
+        if not self.sigmoid_router:
+            check(groups == 1, "expert_groups needs sigmoid_router=True")
+            check(not self.correction_rate, "correction_rate needs sigmoid_router=True")
+        check(
+            not self.dense_layers
+            or (self.dense_hidden > 0 and self.dense_layers < self.num_layers),
+            f"dense_layers={self.dense_layers} needs dense_hidden and more layers than "
+            "these",
+        )
 
     def _given(self, names: tuple[str, ...]) -> str:
         """Returns the first of some fields that is not as by default; "" if none."""
@@ -302,23 +286,11 @@ class LlamaConfig:
     @property
     def dense(self) -> "LlamaConfig":
         """The same without experts, of the first layers."""
-        none = {x.name: x.default for x in dataclasses.fields(self)}
-        none = {name: none[name] for name in _OF_EXPERTS}
+        none = {
+            x.name: x.default for x in dataclasses.fields(self) if x.name in _OF_EXPERTS
+        }
         return dataclasses.replace(
             self, num_experts=0, hidden=self.dense_hidden, **none
-        )
-
-    @property
-    def routing(self) -> Routing:
-        """How a token's experts are chosen and weighted."""
-        return Routing(
-            self.experts_per_token,
-            self.normalized_experts,
-            self.sigmoid_router,
-            self.expert_groups,
-            self.chosen_groups,
-            self.expert_scale,
-            self.expert_bias,
         )
 
     @property
@@ -331,14 +303,4 @@ class LlamaConfig:
     @property
     def rope(self) -> Rope:
         """The rotation of layers with full attention."""
-        return Rope(
-            self.rope_theta,
-            self.rope_scaling,
-            self.rope_factor,
-            self.rope_low,
-            self.rope_high,
-            self.rope_length,
-            self.rope_attention_factor,
-            self.rope_truncate,
-            self.rope_mscale,
-        )
+        return Rope(*(getattr(self, f"rope_{name}") for name in Rope._fields))

@@ -20,51 +20,29 @@ from jshard.models.rope import SCALINGS
 from jshard.models.rope_huggingface import read_rope, read_two_ropes
 
 # What config.json does not decide.
-_OF_TRAINING = (
-    "loss_chunk",
-    "attention",
-    "dtype",
-    "param_dtype",
-    "balance_weight",
-    "correction_rate",
-    "expert_capacity",
-    "max_segments",
-)
+_OF_TRAINING = """
+    loss_chunk attention dtype param_dtype balance_weight correction_rate
+    expert_capacity max_segments
+    """.split()
 _LETTERS = {"full_attention": "f", "sliding_attention": "s"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What changes nothing in transformers, of training or of generation: it reads none of
 # the other families' keys, either.
-_INERT = {
-    "attention_dropout",
-    "attn_logit_softcapping",
-    "aux_loss_alpha",
-    "cache_implementation",
-    "embd_pdrop",
-    "ep_size",
-    "experts_per_token",
-    "hidden_act",
-    "hidden_activation",
-    "initial_context_length",
-    "intermediate_size",
-    "max_window_layers",
-    "num_mtp_layers",
-    "num_nextn_predict_layers",
-    "output_router_logits",
-    "pretraining_tp",
-    "resid_pdrop",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "seq_aux",
-    "_sliding_window_pattern",
-} | {key for family in FAMILIES.values() for key in family.reads}
+_INERT = set(
+    """
+    attention_dropout attn_logit_softcapping aux_loss_alpha cache_implementation
+    embd_pdrop ep_size experts_per_token hidden_act hidden_activation
+    initial_context_length intermediate_size max_window_layers num_mtp_layers
+    num_nextn_predict_layers output_router_logits pretraining_tp resid_pdrop
+    router_aux_loss_coef router_jitter_noise seq_aux _sliding_window_pattern
+    """.split()
+)
+_INERT |= {key for family in FAMILIES.values() for key in family.reads}
 _INERT -= {"original_max_position_embeddings"}
 
 
 def read_config(json: Json) -> dict[str, Any]:
     """Returns the keys of ``LlamaConfig`` that a config.json decides.
-
-    Args:
-      json: its content.
 
     Raises:
       UserError: the architecture, or a feature of it, is not there; or a key is

@@ -61,23 +61,12 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
 }
 _QWEN_WINDOWS = ("use_sliding_window", "max_window_layers", "layer_types")
-_GROUPED_EXPERTS = (
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "n_shared_experts",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
-    "first_k_dense_replace",
-    "norm_topk_prob",
-)
+_GROUPED_EXPERTS = """
+    moe_intermediate_size n_routed_experts num_experts_per_tok n_shared_experts
+    routed_scaling_factor n_group topk_group first_k_dense_replace norm_topk_prob
+    """.split()
 _LATENTS = (
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
+    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
 )
 _OLMO = {
     "qk_norm": True,

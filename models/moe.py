@@ -7,8 +7,6 @@ Shape suffixes: B batch, T time, N tokens, E experts, K experts of a token, M ch
 (N times K), D model width, F hidden width of an expert.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +16,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
+from jshard.models.layers import residual_std
+from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
 from jshard.parallel.experts import on_experts
 
 
@@ -38,24 +38,21 @@ class Experts(nnx.Module):
 
     def __init__(
         self,
-        num_experts: int,
+        config: LlamaConfig,
         size_in: int,
         size_out: int,
-        *,
-        std: float,
-        bias: bool = False,
-        dtype: Any,
-        param_dtype: Any,
         rngs: nnx.Rngs,
+        std: float = 0.02,
+        *,
+        bias: bool = False,
     ):
-        shape = (num_experts, size_in, size_out)
-        init = nnx.initializers.normal(std)
-        self.kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
+        self.dtype, self.param_dtype = config.dtype, config.param_dtype
+        E, init = config.num_experts, nnx.initializers.normal(std)
+        shape = (E, size_in, size_out)
+        self.kernel = nnx.Param(init(rngs.params(), shape, self.param_dtype))
         self.has_bias = bias
         if bias:
-            self.bias = nnx.Param(jnp.zeros((num_experts, size_out), param_dtype))
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+            self.bias = nnx.Param(jnp.zeros((E, size_out), self.param_dtype))
 
     def __call__(self, x: jax.Array, tokens_E: jax.Array | None) -> jax.Array:
         """Returns ``product`` with the kernel, and adds the bias."""
@@ -88,80 +85,51 @@ class Experts(nnx.Module):
         return lax.ragged_dot(x, kernel, tokens_E)
 
 
-@dataclasses.dataclass(frozen=True)
-class Routing:
-    """How a token's experts are chosen and weighted.
-
-    Attributes:
-      experts: K, how many a token takes.
-      normalized: whether a token's K weights are scaled to sum to 1, as in Mixtral.
-      sigmoid: whether an expert's score is a sigmoid of its logit, not a softmax over
-        all, and a correction is added to it for the choice alone, as in DeepSeek-V3
-        (arXiv:2412.19437, section 2.1.2).
-      groups: of neighbouring experts, ranked by the sum of their best two.
-      chosen_groups: how many of the groups a token's experts are in.
-      scale: what the weights are multiplied with.
-      bias: whether logits have biases.
-    """
-
-    experts: int
-    normalized: bool = True
-    sigmoid: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
-    scale: float = 1.0
-    bias: bool = False
-
-
 class Router(nnx.Module):
     """Chooses each token's experts, in float32 or wider whatever the model's dtype.
 
     Rounded to bfloat16, the softmax makes training unstable: Fedus et al. 2021 (Switch
-    Transformers, arXiv:2101.03961), section 2.4.
+    Transformers, arXiv:2101.03961), section 2.4. With ``sigmoid_router`` an expert's
+    score is a sigmoid of its logit, not a softmax over all, and a correction is added
+    to it for the choice alone. Groups are ranked by the sum of their best two.
     """
 
-    def __init__(
-        self,
-        width: int,
-        num_experts: int,
-        routing: Routing,
-        *,
-        param_dtype: Any,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        E, dtype = config.num_experts, config.param_dtype
         init = nnx.initializers.normal(0.02)
-        self.routing = routing
-        self.kernel = nnx.Param(init(rngs.params(), (width, num_experts), param_dtype))
-        if routing.bias:
-            self.bias = nnx.Param(jnp.zeros(num_experts, param_dtype))
-        if routing.sigmoid:  # a statistic of the load: it has no gradient
-            self.correction = nnx.BatchStat(jnp.zeros(num_experts, jnp.float32))
-            self.tokens = jshard.nn.StepSum(jnp.zeros(num_experts, jnp.int32))
+        self.config = config
+        self.kernel = nnx.Param(init(rngs.params(), (config.width, E), dtype))
+        if config.expert_bias:
+            self.bias = nnx.Param(jnp.zeros(E, dtype))
+        if config.sigmoid_router:  # a statistic of the load: it has no gradient
+            self.correction = nnx.BatchStat(jnp.zeros(E, jnp.float32))
+            self.tokens = jshard.nn.StepSum(jnp.zeros(E, jnp.int32))
 
     def __call__(self, x_ND: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns experts' weights and numbers, (N, K), and probabilities, (N, E)."""
-        routing, wide = self.routing, jnp.promote_types(x_ND.dtype, jnp.float32)
+        config, wide = self.config, jnp.promote_types(x_ND.dtype, jnp.float32)
+        K = config.experts_per_token
         kernel = self.kernel.get_value().astype(wide)
         # GPUs would otherwise round the factors to TF32.
         logits_NE = jnp.dot(x_ND.astype(wide), kernel, precision=lax.Precision.HIGHEST)
-        if routing.bias:
+        if config.expert_bias:
             logits_NE += self.bias.get_value().astype(wide)
-        if routing.sigmoid:
+        if config.sigmoid_router:
             score_NE = jax.nn.sigmoid(logits_NE)
             ranked_NE = self._within_groups(score_NE + self.correction.get_value())
-            expert_NK = lax.top_k(ranked_NE, routing.experts)[1]
+            expert_NK = lax.top_k(ranked_NE, K)[1]
             weight_NK = jnp.take_along_axis(score_NE, expert_NK, axis=1)
             probability_NE = score_NE / jnp.sum(score_NE, axis=1, keepdims=True)
         else:
             probability_NE = jax.nn.softmax(logits_NE)
-            weight_NK, expert_NK = lax.top_k(probability_NE, routing.experts)
-        if routing.normalized:
+            weight_NK, expert_NK = lax.top_k(probability_NE, K)
+        if config.normalized_experts:
             weight_NK /= jnp.sum(weight_NK, axis=1, keepdims=True)
-        return routing.scale * weight_NK, expert_NK, probability_NE
+        return config.expert_scale * weight_NK, expert_NK, probability_NE
 
     def _within_groups(self, ranked_NE: jax.Array) -> jax.Array:
         """Returns what experts are ranked by, -inf outside of the chosen groups."""
-        groups, chosen = self.routing.groups, self.routing.chosen_groups
+        groups, chosen = self.config.expert_groups, self.config.chosen_groups
         if chosen == groups:
             return ranked_NE
         ranked_NGE = ranked_NE.reshape(len(ranked_NE), groups, -1)
@@ -175,82 +143,49 @@ class Router(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Gated MLPs, of which each token takes K of E (Mixtral, arXiv:2401.04088, 2.1).
 
-    Args:
-      width: D.
-      hidden: F.
-      num_experts: E.
-      routing: how K of them are chosen and weighted.
-      activation: of the gate.
-      residual_std: standard deviation of the initial output projection.
-      dtype: of the computation.
-      param_dtype: of the parameters.
-      rngs: random streams.
-      capacity: of an exchange's first round (``jshard.parallel.experts.on_experts``).
-      bias: whether the experts have biases, and the columns of gate and up alternate in
-        one kernel, as in gpt-oss.
-      limit: bound of the gate from above, and of up, to which 1 is added, on both
-        sides, as in gpt-oss; 0 is none, and nothing is added.
+    With ``expert_bias`` the experts have biases, and the columns of gate and up
+    alternate in one kernel. ``expert_limit`` bounds the gate from above, and up, to
+    which 1 is added, on both sides.
     """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        E, D, F = config.num_experts, config.width, config.hidden
+        self.config, self.activation = config, ACTIVATIONS[config.activation]
+        self.router = Router(config, rngs=rngs)
+        if config.expert_bias:
+            self.gate_up = Experts(config, D, 2 * F, rngs, bias=True)
+            self.down_bias = nnx.Param(jnp.zeros((E, D), config.param_dtype))
+        else:
+            self.gate = Experts(config, D, F, rngs)
+            self.up = Experts(config, D, F, rngs)
+        self.down = Experts(config, F, D, rngs, residual_std(config))
 
     @property
     def expert_split(self) -> tuple[str, ...]:
         """The experts; the bias of what they return is added to their weighted sum."""
-        return ("gate_up", "down") if self.bias else ("gate", "up", "down")
+        if self.config.expert_bias:
+            return ("gate_up", "down")
+        return ("gate", "up", "down")
 
     @property
     def tensor_split(self) -> jshard.nn.Split:
         """The experts' hidden features."""
-        counts = {"hidden": self.hidden} if self.bias else {}  # their pairs of columns
-        columns = self.expert_split[:-1]
+        config, columns = self.config, self.expert_split[:-1]
+        # Their pairs of columns.
+        counts = {"hidden": config.hidden} if config.expert_bias else {}
         return jshard.nn.Split(columns=columns, rows=("down",), counts=counts)
-
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        num_experts: int,
-        routing: Routing,
-        *,
-        activation: Callable[[jax.Array], jax.Array],
-        residual_std: float,
-        dtype: Any,
-        param_dtype: Any,
-        rngs: nnx.Rngs,
-        capacity: float = 1.25,
-        bias: bool = False,
-        limit: float = 0.0,
-    ):
-        self.num_experts, self.routing = num_experts, routing
-        self.activation, self.capacity = activation, capacity
-        self.hidden, self.bias, self.limit = hidden, bias, limit
-        dtypes: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
-        self.router = Router(width, num_experts, routing, **dtypes)
-
-        def experts(
-            size_in: int, size_out: int, std: float, bias: bool = False
-        ) -> Experts:
-            sizes = num_experts, size_in, size_out
-            return Experts(*sizes, std=std, bias=bias, dtype=dtype, **dtypes)
-
-        if bias:
-            self.gate_up = experts(width, 2 * hidden, 0.02, bias=True)
-            self.down_bias = nnx.Param(jnp.zeros((num_experts, width), param_dtype))
-        else:
-            self.gate = experts(width, hidden, 0.02)
-            self.up = experts(width, hidden, 0.02)
-        self.down = experts(hidden, width, residual_std)
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Load]:
         """Returns the experts' weighted outputs, (B, T, D), and the router's load."""
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        N, K = len(x_ND), self.routing.experts
+        N, K = len(x_ND), self.config.experts_per_token
         weight_NK, expert_NK, probability_NE = self.router(x_ND)
         tokens_E = jnp.bincount(expert_NK.reshape(-1), length=probability_NE.shape[1])
 
         tokens = x_BTD.shape[:2]
         chosen_BTK = (x.reshape(*tokens, K) for x in (weight_NK, expert_NK))
         y_BTD = jshard.nn.tensor_parallel(self._weighted, x_BTD, *chosen_BTK)
-        if self.bias:
+        if self.config.expert_bias:
             weight_NE = jnp.zeros_like(probability_NE)
             rows_N1 = jnp.arange(N)[:, None]
             weight_NE = weight_NE.at[rows_N1, expert_NK].set(
@@ -265,7 +200,7 @@ class MixtureOfExperts(nnx.Module):
         self, x_BTD: jax.Array, weight_BTK: jax.Array, expert_BTK: jax.Array
     ) -> jax.Array:
         """Returns the weighted sum of what each token's experts return, (B, T, D)."""
-        K, D = self.routing.experts, x_BTD.shape[-1]
+        K, D = self.config.experts_per_token, x_BTD.shape[-1]
         x_ND, expert_NK = x_BTD.reshape(-1, D), expert_BTK.reshape(-1, K)
         modules = tuple(getattr(self, name) for name in self.expert_split)
         y_ND = on_experts(
@@ -274,8 +209,8 @@ class MixtureOfExperts(nnx.Module):
             x_ND,
             expert_NK,
             weight_BTK.reshape(-1, K),
-            self.num_experts,
-            self.capacity,
+            self.config.num_experts,
+            self.config.expert_capacity,
         )
         return y_ND.reshape(x_BTD.shape)
 
@@ -286,14 +221,14 @@ class MixtureOfExperts(nnx.Module):
         tokens_E: jax.Array | None,
         weight: jax.Array | None,
     ) -> jax.Array:
-        *inner, down = modules
+        (*inner, down), limit = modules, self.config.expert_limit
         hidden = [checkpoint_name(layer(x, tokens_E), "hidden") for layer in inner]
-        if self.bias:
+        if self.config.expert_bias:
             hidden = [hidden[0][..., ::2], hidden[0][..., 1::2]]
         gate, up = hidden
-        if self.limit:
-            gate = jnp.minimum(gate, self.limit)
-            up = jnp.clip(up, -self.limit, self.limit) + 1
+        if limit:
+            gate = jnp.minimum(gate, limit)
+            up = jnp.clip(up, -limit, limit) + 1
         hidden = self.activation(gate) * up
         if weight is not None:
             hidden *= weight[..., None].astype(hidden.dtype)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jshard
 from jshard.models.convolutions import (
     ConvNet,
     ConvNetConfig,
@@ -20,6 +19,7 @@ from jshard.models.convolutions import (
     ResidualBlock,
     make_shortcut,
 )
+from jshard.models.layers import check, options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class RegNetConfig(ConvNetConfig):
     def __post_init__(self):
         super().__post_init__()
         for width in self.widths:
-            if width % self.groups(width):
-                raise jshard.UserError(
-                    f"model: widths={self.widths}: {width} is not divisible by "
-                    f"{self.groups(width)} groups (group_width={self.group_width})"
-                )
+            check(
+                width % self.groups(width) == 0,
+                f"widths={self.widths}: {width} is not divisible by "
+                f"{self.groups(width)} groups (group_width={self.group_width})",
+            )
 
     def groups(self, width: int) -> int:
         """Returns the number of groups of a 3 x 3 convolution."""
@@ -60,9 +60,8 @@ class SqueezeExcite(nnx.Module):
     def __init__(
         self, config: RegNetConfig, size: int, reduced: int, *, rngs: nnx.Rngs
     ):
-        types = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        self.reduce = nnx.Conv(size, reduced, (1, 1), rngs=rngs, **types)
-        self.expand = nnx.Conv(reduced, size, (1, 1), rngs=rngs, **types)
+        self.reduce = nnx.Conv(size, reduced, (1, 1), **options(config, rngs))
+        self.expand = nnx.Conv(reduced, size, (1, 1), **options(config, rngs))
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Returns the scaled input."""

@@ -28,8 +28,8 @@ _FIXED = {"hidden_act": ("relu",)}
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``RegNetConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, [_NAME])
-    model = read_keys(config, _SIZES, _FIXED)
+    config = ConfigJson.of(json, [_NAME], _FIXED)
+    model = read_keys(config, _SIZES)
     squeeze_excite = config.get("layer_type", "y", one_of("xy")) == "y"
     config.finish(["is_encoder_decoder"])
     return {**model, "stem_stride": 2, "squeeze_excite": squeeze_excite}

@@ -42,13 +42,19 @@ _PARAMETERS = {
 }
 
 
-def _sizes(name: str) -> dict[str, Any]:
+def _sizes(
+    name: str,
+    first: int,
+    slope: float,
+    multiplier: float,
+    group_width: int,
+    blocks: int,
+) -> dict[str, Any]:
     """Returns the keys of ``RegNetConfig`` that timm's name stands for.
 
     Widths of blocks lie on a line, in steps of powers of the multiplier, and then of
     the channels of a group.
     """
-    first, slope, multiplier, group_width, blocks = _PARAMETERS[name]
     widths: dict[int, int] = {}  # numbers of blocks
     for block in range(blocks):
         power = round(math.log(1 + slope * block / first) / math.log(multiplier))
@@ -67,15 +73,17 @@ def _sizes(name: str) -> dict[str, Any]:
     }
 
 
+_MODELS = {name: _sizes(name, *found) for name, found in _PARAMETERS.items()}
+
+
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``RegNetConfig`` that a config.json decides."""
-    known = "RegNets X and Y, such as regnety_160"
-    return read_sizes(json, _PARAMETERS, _sizes, known)
+    return read_sizes(json, _MODELS, "RegNets X and Y, such as regnety_160")
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of a config.json for a model."""
-    return write_json(find_name(model, _PARAMETERS, _sizes, "RegNet"), model)
+    return write_json(find_name(model, _MODELS, "RegNet"), model)
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
@@ -83,7 +91,7 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
     found = conv_norm("stem", "stem.conv", "stem.bn") | linear("classifier", "head.fc")
     for ours, (stage, block), shortcut in block_names(model):
         theirs = f"s{stage + 1}.b{block + 1}"
-        names = {"conv1": "conv1", "conv2": "conv2", "conv3": "conv3"}
+        names = {name: name for name in ("conv1", "conv2", "conv3")}
         if shortcut:
             names["shortcut"] = "downsample"
         for own, name in names.items():

@@ -11,7 +11,6 @@ import dataclasses
 import jax
 from flax import nnx
 
-import jshard
 from jshard.models.convolutions import (
     ConvNet,
     ConvNetConfig,
@@ -19,6 +18,7 @@ from jshard.models.convolutions import (
     ResidualBlock,
     make_shortcut,
 )
+from jshard.models.layers import check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class ResNetConfig(ConvNetConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.bottleneck and any(width % 4 for width in self.widths):
-            raise jshard.UserError(
-                f"model: widths={self.widths} must be divisible by 4 with bottlenecks"
-            )
+        check(
+            not self.bottleneck or all(width % 4 == 0 for width in self.widths),
+            f"widths={self.widths} must be divisible by 4 with bottlenecks",
+        )
 
 
 class Block(ResidualBlock):

@@ -25,8 +25,8 @@ _INERT = ("is_encoder_decoder", "out_features", "out_indices", "stage_names")
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``ResNetConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, [_NAME])
-    model = read_keys(config, _SIZES, _FIXED)
+    config = ConfigJson.of(json, [_NAME], _FIXED)
+    model = read_keys(config, _SIZES)
     kind = config.get("layer_type", "bottleneck", one_of(["basic", "bottleneck"]))
     config.finish(_INERT)
     return {**model, "bottleneck": kind == "bottleneck"}

@@ -17,27 +17,26 @@ _SHAPES = {
     "resnet101": ((3, 4, 23, 3), _BOTTLENECK),
     "resnet152": ((3, 8, 36, 3), _BOTTLENECK),
 }
-
-
-def _sizes(name: str) -> dict[str, Any]:
-    depths, widths = _SHAPES[name]
-    return {
+_MODELS = {
+    name: {
         "stem": 64,
         "depths": depths,
         "widths": widths,
         "bottleneck": widths == _BOTTLENECK,
         "downsample_first": False,
     }
+    for name, (depths, widths) in _SHAPES.items()
+}
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``ResNetConfig`` that a config.json decides."""
-    return read_sizes(json, _SHAPES, _sizes, ", ".join(_SHAPES))
+    return read_sizes(json, _MODELS, ", ".join(_MODELS))
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of a config.json for a model."""
-    return write_json(find_name(model, _SHAPES, _sizes, "ResNet"), model)
+    return write_json(find_name(model, _MODELS, "ResNet"), model)
 
 
 def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:

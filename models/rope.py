@@ -85,38 +85,27 @@ class Rope(NamedTuple):
         return H * math.log(turns_of_first / turns) / (2 * math.log(self.theta))
 
 
-def rotate(
-    x_BTNH: jax.Array, theta: float, positions_BT: jax.Array | None = None
-) -> jax.Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
-
-    Rotates each pair of dimensions (i, i + H/2), the layout of Hugging Face's
-    checkpoints, by ``position / theta**(2i/H)``. Angles and products are in float32 or
-    wider.
-
-    Args:
-      x_BTNH: queries or keys; H is even.
-      theta: base of the wavelengths.
-      positions_BT: integers; by default 0 to T-1 in each row. Those of packed documents
-        begin again with each.
-
-    Returns:
-      The same shape and dtype.
-    """
-    wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-    frequency_I = Rope(theta).frequencies(x_BTNH.shape[3], wide)
-    return rotate_by(x_BTNH, frequency_I, positions_BT)
-
-
 def rotate_by(
     x_BTNH: jax.Array,
     frequency_I: jax.Array,
     positions_BT: jax.Array | None = None,
     amplitude: float | jax.Array = 1.0,
 ) -> jax.Array:
-    """Rotates each pair by ``position * frequency``, times ``amplitude``.
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
 
-    See ``rotate``.
+    Rotates each pair of dimensions (i, i + H/2), the layout of Hugging Face's
+    checkpoints, by ``position * frequency``.
+
+    Args:
+      x_BTNH: queries or keys; H is even.
+      frequency_I: of each pair (``Rope.frequencies``), in the dtype of angles and
+        products, float32 or wider.
+      positions_BT: integers; by default 0 to T-1 in each row. Those of packed documents
+        begin again with each.
+      amplitude: what the result is multiplied with.
+
+    Returns:
+      The same shape and dtype.
     """
     T, dtype = x_BTNH.shape[1], frequency_I.dtype
     if positions_BT is None:

@@ -23,22 +23,11 @@ from jshard.models.llama_config import LlamaConfig
 from jshard.models.rope import Rope
 
 # Keys within ``rope_parameters``; a kind of scaling reads some of them.
-_OF_SCALINGS = (
-    "type",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "beta_slow",
-    "beta_fast",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "short_factor",
-    "long_factor",
-    "finetuned",
-)
+_OF_SCALINGS = """
+    type factor low_freq_factor high_freq_factor original_max_position_embeddings
+    beta_slow beta_fast attention_factor mscale mscale_all_dim truncate short_factor
+    long_factor finetuned
+    """.split()
 _WHOLE = (None, 1, 1.0)
 _OLMO_THETA = 500000.0
 # What may rotate a part of each head alone.
@@ -80,11 +69,8 @@ def read_two_ropes(
 ) -> dict[str, Any]:
     """Returns the same where layers with a window have a rotation of their own.
 
-    Args:
-      config: a config.json.
-      theta: as for ``read_rope``, of layers without a window.
-      context: as for ``read_rope``.
-      scalings: as for ``read_rope``.
+    The arguments are as for ``read_rope``; ``theta`` is that of layers without a
+    window.
     """
     config.fix("partial_rotary_factor", _WHOLE)
     theta = config.get("rope_theta", theta, POSITIVE)
@@ -190,9 +176,7 @@ def _read_mscales(
 def write_rope(config: LlamaConfig, *, two: bool) -> dict[str, Any]:
     """Returns the keys of rotary positions in both spellings.
 
-    Args:
-      config: the model's.
-      two: whether layers with a sliding window have a rotation of their own.
+    With ``two``, layers with a sliding window have a rotation of their own.
     """
     scaling: dict[str, Any] = {"rope_type": config.rope_scaling}
     if config.rope_scaling == "none":

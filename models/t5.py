@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
 from jshard.generation.kv_cache import KVCache
+from jshard.generation.weights_first import head_product
 from jshard.models.layers import embedding, linear, rms_norm
 from jshard.models.t5_attention import Attention, position_buckets
 from jshard.models.t5_config import T5Config
@@ -31,31 +33,19 @@ __all__ = ["T5", "T5Cache", "T5Config"]
 
 
 class T5Cache(NamedTuple):
-    """What decoding has of the tokens so far, and of the inputs.
+    """What decoding has of the tokens so far, and of the inputs."""
 
-    Attributes:
-      own: keys and values of the decoder's tokens.
-      crossed: keys and values of the encoder's output.
-      mask_BS: which inputs are not padding.
-    """
-
-    own: KVCache
-    crossed: KVCache
-    mask_BS: jax.Array
+    own: KVCache  # keys and values of the decoder's tokens
+    crossed: KVCache  # keys and values of the encoder's output
+    mask_BS: jax.Array  # which inputs are not padding
 
 
 class Stream(NamedTuple):
-    """What one decoder layer passes to the next when decoding with a cache.
+    """What one decoder layer passes to the next when decoding with a cache."""
 
-    Attributes:
-      x_BTD: the residual stream.
-      own: keys and values of the decoder's tokens.
-      layer: the number of the layer that comes.
-    """
-
-    x_BTD: jax.Array
-    own: KVCache
-    layer: jax.Array
+    x_BTD: jax.Array  # the residual stream
+    own: KVCache  # keys and values of the decoder's tokens
+    layer: jax.Array  # the number of the layer that comes
 
 
 class Encoded(NamedTuple):
@@ -279,7 +269,8 @@ class T5(nnx.Module):
             cache.crossed,
             cache.mask_BS,
         )
-        logits_BTV = _logits(self._normalized(stream.x_BTD), head_DV)
+        x_BTD = self._normalized(stream.x_BTD)
+        logits_BTV = _logits(x_BTD, head_DV, head_product(self))
         return logits_BTV, cache._replace(own=stream.own)
 
     def _features(
@@ -354,6 +345,10 @@ def _of_keys(mask_BK: jax.Array | None) -> jax.Array | None:
     return None if mask_BK is None else mask_BK[:, None, None, :]
 
 
-def _logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+def _logits(
+    x_BTD: jax.Array, head_DV: jax.Array, dot: Any = lax.dot_general
+) -> jax.Array:
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    return jnp.dot(x_BTD, head_DV.astype(x_BTD.dtype), preferred_element_type=wide)
+    dimensions = ((2,), (0,)), ((), ())
+    head_DV = head_DV.astype(x_BTD.dtype)
+    return dot(x_BTD, head_DV, dimensions, preferred_element_type=wide)

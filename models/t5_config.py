@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-import jshard
+from jshard.models.layers import check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class T5Config:
 
     def __post_init__(self):
         # A side has the buckets to itself where it looks in one direction only.
-        if self.buckets < 4 or self.buckets % 4 or self.max_distance <= self.buckets:
-            raise jshard.UserError(
-                f"model: buckets={self.buckets} must be a multiple of 4, and "
-                f"max_distance={self.max_distance} larger"
-            )
+        check(
+            0 < self.buckets < self.max_distance and self.buckets % 4 == 0,
+            f"buckets={self.buckets} must be a multiple of 4, and max_distance="
+            f"{self.max_distance} larger",
+        )

@@ -19,6 +19,7 @@ from jshard.models.huggingface_config import (
     read_sizes,
     write_sizes,
 )
+from jshard.models.tensor_places import linear
 
 _NAME = "T5ForConditionalGeneration"
 # Our keys, and config.json's with their defaults and kinds.
@@ -80,7 +81,7 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
     """Returns where the files keep each array, by its name, one layer at a time."""
     found = {"embed.embedding": FileTensor(("shared.weight",))}
     if not model["tied"]:
-        found["head.kernel"] = FileTensor(("lm_head.weight",), transposed=True)
+        found |= linear("head", "lm_head", bias=False)
     sides = {
         "encoder": (model["num_layers"], ()),
         "decoder": (model["num_decoder_layers"], (("cross", "EncDecAttention"),)),
@@ -95,14 +96,12 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
         for i in range(layers):
             for number, (ours, theirs) in enumerate(branches):
                 own, layer = f"{side}.{i}", f"{side}.block.{i}.layer.{number}"
-                found[f"{own}.norm{number + 1}.scale"] = FileTensor(
-                    (f"{layer}.layer_norm.weight",)
-                )
+                norm = FileTensor((f"{layer}.layer_norm.weight",))
+                found[f"{own}.norm{number + 1}.scale"] = norm
                 matrices = {"q": "q", "k": "k", "v": "v", "out": "o"}
                 if ours == "mlp":
                     matrices = {**up, "down": "wo"}
                 for kernel, name in matrices.items():
-                    found[f"{own}.{ours}.{kernel}.kernel"] = FileTensor(
-                        (f"{layer}.{theirs}.{name}.weight",), transposed=True
-                    )
+                    place = f"{layer}.{theirs}.{name}"
+                    found |= linear(f"{own}.{ours}.{kernel}", place, bias=False)
     return found

@@ -7,6 +7,7 @@ width of the stream, N heads, K width of a head.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from flax import nnx
 
 import jshard
 from jshard.models.convolutions import check_channels
-from jshard.models.layers import check_heads
+from jshard.models.layers import check, check_heads, layer_norm, linear, options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,38 +58,20 @@ class ViTConfig:
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
-        if self.image_size % self.patch_size:
-            raise jshard.UserError(
-                f"model: image_size={self.image_size} is not divisible by "
-                f"patch_size={self.patch_size}"
-            )
+        check(
+            self.image_size % self.patch_size == 0,
+            f"image_size={self.image_size} is not divisible by "
+            f"patch_size={self.patch_size}",
+        )
         check_heads(self)
 
 
-def _linear(
-    config: ViTConfig, size_in: int, size_out: int, rngs: nnx.Rngs, bias: bool = True
-) -> nnx.Linear:
-    return nnx.Linear(
-        size_in,
-        size_out,
-        use_bias=bias,
-        kernel_init=nnx.initializers.xavier_uniform(),
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
+_linear = functools.partial(linear, init=nnx.initializers.xavier_uniform())
 
 
 def _norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.width,
-        epsilon=config.norm_eps,
-        # Images have flat regions, of which E[x^2] - E[x]^2 would lose the variance.
-        use_fast_variance=False,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
+    # Images have flat regions, of which E[x^2] - E[x]^2 would lose the variance.
+    return layer_norm(config, rngs, config.norm_eps, use_fast_variance=False)
 
 
 class Attention(nnx.Module):
@@ -98,9 +81,9 @@ class Attention(nnx.Module):
         width, bias = config.width, config.qkv_bias
         self.num_heads = config.num_heads
         self.implementation = config.attention
-        self.query = _linear(config, width, width, rngs, bias)
-        self.key = _linear(config, width, width, rngs, bias)
-        self.value = _linear(config, width, width, rngs, bias)
+        self.query, self.key, self.value = (
+            _linear(config, width, width, rngs, bias=bias) for _ in range(3)
+        )
         self.out = _linear(config, width, width, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -151,9 +134,7 @@ class ViT(nnx.Module):
             patch,
             strides=patch,
             padding="VALID",
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            rngs=rngs,
+            **options(config, rngs),
         )
         T = (config.image_size // config.patch_size) ** 2 + 1
         normal = nnx.initializers.truncated_normal(config.position_std)

@@ -22,20 +22,16 @@ _SIZES = {
 }
 _FIXED = {"hidden_act": ("gelu",)}
 # What changes nothing: dropout is of training, and the others of other tasks.
-_INERT = (
-    "attention_probs_dropout_prob",
-    "encoder_stride",
-    "hidden_dropout_prob",
-    "is_encoder_decoder",
-    "pooler_act",
-    "pooler_output_size",
-)
+_INERT = """
+    attention_probs_dropout_prob encoder_stride hidden_dropout_prob is_encoder_decoder
+    pooler_act pooler_output_size
+    """.split()
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``ViTConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, [_NAME])
-    model = read_keys(config, _SIZES, _FIXED)
+    config = ConfigJson.of(json, [_NAME], _FIXED)
+    model = read_keys(config, _SIZES)
     config.finish(_INERT)
     return model
 

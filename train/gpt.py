@@ -181,42 +181,35 @@ def loss_fn(model, batch):
 
 
 def make_data(config, split):
-    if config.data.get("dataset"):
-        return _streamed(config, split)
-    return text_data(
-        config.data.path,
-        split,
-        sequence_length=config.model.sequence_length,
-        seed=config.seed,
-        validation_fraction=config.data.validation_fraction,
-        token_dtype=config.data.token_dtype,
-        vocab_size=config.model.vocab_size,
-        tokenizer=config.data.tokenizer,
-        text_key=config.data.text_key,
-        pack=config.data.pack,
-        max_segments=config.data.max_segments,
-        mixture=config.data.mixture,
-    )
-
-
-def _streamed(config, split):
     data = config.data
+    options = {
+        "sequence_length": config.model.sequence_length,
+        "seed": config.seed,
+        "vocab_size": config.model.vocab_size,
+        "tokenizer": data.tokenizer,
+        "text_key": data.text_key,
+        "pack": data.pack,
+        "max_segments": data.max_segments,
+    }
+    if not data.get("dataset"):
+        return text_data(
+            data.path,
+            split,
+            **options,
+            validation_fraction=data.validation_fraction,
+            token_dtype=data.token_dtype,
+            mixture=data.mixture,
+        )
     if data.path or data.mixture:
         raise jshard.UserError("data.dataset stands instead of data.path and .mixture")
     return streamed_text(
         data.dataset,
         split,
-        sequence_length=config.model.sequence_length,
-        seed=config.seed,
+        **options,
         config=data.config,
         train_split=data.split,
         validation_rows=data.validation_rows,
         shuffle_rows=data.shuffle_rows,
-        vocab_size=config.model.vocab_size,
-        tokenizer=data.tokenizer,
-        text_key=data.text_key,
-        pack=data.pack,
-        max_segments=data.max_segments,
     )
 
 

@@ -1,20 +1,22 @@
 """The arrays of a checkpoint: writing, matching with those of a state, reading."""
 
+import collections
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.buckets import arrays as bucket
 from jshard.checkpoint.metadata import STORED_SHAPE
-from jshard.compat.orbax import open_array, open_in_database
+from jshard.compat.orbax import database, open_array, open_in_database
 from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
@@ -202,25 +204,100 @@ def check(
 def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Reads the ``wanted`` arrays by their stored names; each device its shards.
 
-    Padding is zeros, stored and read: there may be more or less of it.
+    Args:
+      folder: A step's folder.
+      wanted: Shape, dtype and sharding by name. What is beyond the stored shape is
+        zeros, as padding: there may be more or less of it.
+
+    Raises:
+      UserError: Arrays have no sharding; or a chunk of them in a bucket is damaged.
     """
-    if not wanted:
-        return {}  # Orbax refuses to read nothing
+    if bare := [name for name, array in wanted.items() if array.sharding is None]:
+        raise UserError(
+            f"{some_of(bare)}: no sharding to read it with; FSDP.abstract_state has one"
+        )
     if (step := bucket.address(folder)) is not None:
-        return bucket.load(step, wanted)
-    context = ocp.Context()
-    stored = metadata.read(folder)["arrays"]
-    context.array.loading.enable_padding_and_truncation = True
-    context.pytree.loading.partial_load = wanted.keys() != stored.keys()
-    with context:
-        tree = ocp.load((folder / ARRAYS).absolute(), unflatten_dict(wanted, sep="."))
-    found: dict[str, Any] = flatten_dict(tree, sep=".")
-    for name, array in found.items():
-        if array.dtype != wanted[name].dtype:
-            # Orbax reads in threads, which do not see `with jax.enable_x64(True)`.
-            raise UserError(
-                f"{name} of {folder} was read as {array.dtype}, not "
-                f"{wanted[name].dtype}; set jax.config.update('jax_enable_x64', True) "
-                "for the whole process"
-            )
-    return found
+        with bucket.explained_reads(step):
+            return _load(bucket.database(step), wanted, 512 << 20)
+    stored = database(folder / ARRAYS) | {
+        "cache_pool": "cache_pool#index",
+        "context": {"cache_pool#index": {"total_bytes_limit": 100_000_000}},
+    }
+    return _load(stored, wanted, 128 << 20)
+
+
+def _load(
+    stored: dict[str, Any], wanted: Mapping[str, Any], at_once: int
+) -> dict[str, jax.Array]:
+    """Reads arrays of a database, some bytes at a time, each shard once."""
+    context = tensorstore.Context(stored.pop("context"))  # all share one
+    opened = {
+        name: tensorstore.open(
+            {"driver": "zarr3", "kvstore": stored | {"path": f"{name}/"}},
+            read=True,
+            context=context,
+            recheck_cached_metadata=False,
+        )
+        for name in wanted
+    }
+    reads: collections.deque[tuple[str, _Reads]] = collections.deque()
+    loaded: dict[str, jax.Array] = {}
+
+    def load_next() -> None:
+        name, shards = reads.popleft()
+        for _, read in shards.values():
+            read.result()
+        values = {ranges: out for ranges, (out, _) in shards.items()}
+        loaded[name] = _on_devices(wanted[name], values)
+
+    for name, array in wanted.items():
+        reads.append((name, _read(opened[name].result(), array)))
+        while len(reads) > 1 and sum(map(_bytes, reads)) > at_once:
+            load_next()
+    while reads:
+        load_next()
+    return {name: loaded[name] for name in wanted}
+
+
+_Reads = dict[Any, tuple[np.ndarray, Any]]
+
+
+def _bytes(reads: tuple[str, _Reads]) -> int:
+    return sum(out.nbytes for out, _ in reads[1].values())
+
+
+def _read(stored: Any, wanted: Any) -> _Reads:
+    """Starts to read this process's shards of an array, by their index."""
+    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    shape = stored.shape if is_key else wanted.shape
+    shards: _Reads = {}
+    for index in wanted.sharding.addressable_devices_indices_map(shape).values():
+        ranges = tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
+        if ranges in shards:
+            continue
+        out = np.zeros([end - start for start, end in ranges], stored.dtype.numpy_dtype)
+        there = tuple(
+            slice(start, max(start, min(end, n)))
+            for (start, end), n in zip(ranges, stored.shape, strict=True)
+        )
+        here = tuple(slice(0, x.stop - x.start) for x in there)
+        into = tensorstore.array(out)[here]
+        shards[ranges] = out, into.write(stored[there].translate_to[(0,) * out.ndim])
+    return shards
+
+
+def _on_devices(wanted: Any, values: Mapping[Any, np.ndarray]) -> jax.Array:
+    """Returns an array of shards, each on its device and in its memory."""
+    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    shape = wanted.shape
+    if is_key:
+        shape += next(iter(values.values())).shape[-1:]
+    else:
+        values = {i: x.astype(wanted.dtype, copy=False) for i, x in values.items()}
+
+    def shard(index: Any) -> np.ndarray:
+        ranges = (x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
+        return values[tuple(ranges)]
+
+    array = jax.make_array_from_callback(shape, wanted.sharding, shard)
+    return jax.random.wrap_key_data(array) if is_key else array

@@ -1,8 +1,8 @@
 """Reads Orbax's files without Orbax, and suppresses what it prints when a save fails.
 
 Tested with Orbax 0.12.8 and tensorstore 0.1.86. If reading breaks, checkpoints cannot
-be exported. If the filters break, users see thousands of lines beside the error that
-``Save.error`` holds already. Saving and restoring use Orbax itself.
+be restored or exported. If the filters break, users see thousands of lines beside the
+error that ``Save.error`` holds already. Saving uses Orbax itself.
 """
 
 import functools
@@ -26,11 +26,20 @@ def open_array(folder: Path, name: str, context: Any = None) -> Any:
       FileNotFoundError: the folder has no OCDBT database.
       ValueError: the database has no such array.
     """
-    database = next(folder.glob("*/manifest.ocdbt"), None)
-    if database is None:
+    return open_in_database(database(folder), name, context)
+
+
+def database(folder: Path) -> dict[str, Any]:
+    """Returns TensorStore's spec of the database of a checkpoint's arrays.
+
+    Raises:
+      FileNotFoundError: the folder has none.
+    """
+    found = next(folder.glob("*/manifest.ocdbt"), None)
+    if found is None:
         raise FileNotFoundError(f"no OCDBT database in {folder}")
-    base = {"driver": "file", "path": f"{database.parent}/"}
-    return open_in_database({"driver": "ocdbt", "base": base}, name, context)
+    base = {"driver": "file", "path": f"{found.parent}/"}
+    return {"driver": "ocdbt", "base": base}
 
 
 def open_in_database(database: dict[str, Any], name: str, context: Any = None) -> Any:

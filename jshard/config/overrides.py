@@ -19,17 +19,13 @@ def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:
     Raises:
       UserError: A key is unknown, or a value impossible.
     """
-    declared = declarations(config)
+    declared, found = declarations(config), {}
     for key, value in values.items():
         knob = _declaration(f"config.{key}", declared, recipe)
-        value = knob.cast(value)
-        check_value(f"config.{key}", value, knob)
-        *groups, name = key.split(".")
-        group = config
-        for part in groups:
-            group = group[part]
-        with group.ignore_type():  # the declared type may differ from the default's
-            group[name] = value
+        found[key] = knob.cast(value)
+        check_value(f"config.{key}", found[key], knob)
+    with config.ignore_type():  # the declared type may differ from the default's
+        config.update_from_flattened_dict(found)
 
 
 def read_words(

@@ -24,14 +24,10 @@ def make_policy(config: Config) -> Policy:
       UserError: A value is not possible.
     """
     fields = config.policy.to_dict()
-    overrides = _overrides(fields.pop("overrides"), fields.pop("precision"))
+    precision = fields.pop("precision")
+    fields["overrides"] = _overrides(fields["overrides"], precision)
     fields["remat"] = parse_remat(fields["remat"])
-    return Policy(**fields, precision=make_precision(config), overrides=overrides)
-
-
-def make_precision(config: Config) -> Precision:
-    """Returns the `jshard.Precision` that `config.policy.precision` describes."""
-    return Precision(**config.policy.precision.to_dict())
+    return Policy(**fields, precision=Precision(**precision))
 
 
 def write_policy(config: Config, policy: Policy) -> None:
@@ -45,13 +41,10 @@ def write_policy(config: Config, policy: Policy) -> None:
         for pattern, fields in policy.overrides.items()
         for name, value in fields.items()
     )
-    for key, value in values.items():
-        *groups, name = key.split(".")
-        group = config.policy
-        for part in groups:
-            group = group[part]
-        with group.ignore_type():
-            group[name] = _plain(value)
+    with config.policy.ignore_type():
+        config.policy.update_from_flattened_dict(
+            {key: _plain(value) for key, value in values.items()}
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -12,12 +12,7 @@ def profiled_steps(text: str) -> range:
 
 
 def profile_problem(text: str, steps: int) -> str:
-    """Returns what is wrong with the steps to profile of a run; "" if nothing.
-
-    Args:
-      text: The value of `profile.steps`.
-      steps: The number of steps of the run.
-    """
+    """Returns what is wrong with the steps to profile of a run; "" if nothing."""
     if text and not re.fullmatch(r"\d{1,9}(:\d{1,9})?", text, re.ASCII):
         return "must be FIRST:LAST, such as 10:12, or one step"
     traced = profiled_steps(text)

@@ -92,17 +92,11 @@ def batches(
 
 
 class Batch(NamedTuple):
-    """What a step trains on.
+    """What a step trains on."""
 
-    Attributes:
-      rows: This process's rows, a tree of arrays [B/P, ...].
-      state: Where the stream is after it, for a checkpoint; None for other data.
-      waited: Seconds until it was there.
-    """
-
-    rows: Any
-    state: StreamState | None
-    waited: float
+    rows: Any  # this process's rows, a tree of arrays [B/P, ...]
+    state: StreamState | None  # where the stream is after it; None for other data
+    waited: float  # seconds until it was there
 
 
 class TrainingBatches(Iterator[Batch]):
@@ -237,19 +231,19 @@ def _padded(
     """Yields a finite stream's batches and factors, as `eval_batches` does."""
     with contextlib.closing(PartReader(stream.cursor(0, 1), batch_size)) as whole:
         for batch in itertools.islice(whole, max_batches):
-            yield from _padded_batch(batch, batch_size)
+            padding = batch_size - count_rows(batch)
+            last, weighs = jax.tree.map(lambda x: x[-1:], batch), _has_weights(batch)
+            copy = last
+            if weighs:
+                copy = last | {"weights": np.zeros_like(last["weights"])}
+            copies = _repeated(copy, padding)
+            yield 1.0, jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
+            if padding and not weighs:
+                yield -padding / batch_size, _repeated(last, batch_size)
 
 
-def _padded_batch(batch: Any, batch_size: int) -> Iterator[tuple[float, Any]]:
-    padding = batch_size - count_rows(batch)
-    last = jax.tree.map(lambda x: x[-1:], batch)
-    weighs = _has_weights(batch)
-    copy = last | {"weights": np.zeros_like(last["weights"])} if weighs else last
-    copies = jax.tree.map(lambda x: np.repeat(x, padding, axis=0), copy)
-    yield 1.0, jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
-    if padding and not weighs:
-        whole = jax.tree.map(lambda x: np.repeat(x, batch_size, axis=0), last)
-        yield -padding / batch_size, whole
+def _repeated(row: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: np.repeat(x, count, axis=0), row)
 
 
 def _rows(batch: Any, process_index: int = 0, process_count: int = 1) -> Any:

@@ -45,10 +45,8 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
     examples. Lists, tensors and numbers in items become arrays. Other iterables become
     a `Stream`. None and a `grain.MapDataset` are returned unchanged.
 
-    Args:
-      data: What `make_data` returned.
-      seed: Determines the order if `repeat` is set.
-      repeat: Repeat forever, in a new order each epoch.
+    With `repeat` the dataset repeats forever, in a new order each epoch that follows
+    from the seed.
 
     Raises:
       UserError: `data` is none of these, or an item does not consist of numbers.

@@ -19,9 +19,7 @@ def is_mixture(text: str) -> bool:
 def parse_mixture(text: str, key: str) -> dict[str, float]:
     """Returns the weights of sources by path, from "PATH:WEIGHT,PATH:WEIGHT".
 
-    Args:
-      text: The value of a key of the config.
-      key: Its name.
+    `key` is the key of the config, for messages.
 
     Raises:
       UserError: The text is not of this form, or a weight is not above 0.

@@ -36,7 +36,7 @@ class StreamState:
     Attributes:
       kind: What the stream is, in words.
       parts: Into how many it is divided.
-      of_part: The state of each part, by number; of some of them in a process.
+      of_part: The state of each part, by number; a process has some.
       fingerprint: The stream's.
     """
 
@@ -117,15 +117,8 @@ class PartReader(Iterator[Any]):
 class StreamReader(Iterator[Any]):
     """A process's rows [p*B/P, (p+1)*B/P) of the batches of steps start_step on.
 
-    Args:
-      stream: The examples.
-      state: That of the last step before `start_step`; None if it is not known, in
-        which case the stream is read from its start.
-      batch_size: B, a multiple of P and of the stream's parts.
-      start_step: The first step, counted from 0.
-      num_steps: The step after the last.
-      process_index: p.
-      process_count: P.
+    The arguments are as for `batches`. `state` is that of the last step before
+    `start_step`; if it is not known, the stream is read from its start.
 
     Attributes:
       resumes: Whether `get_state` leads back; if not, it is None.

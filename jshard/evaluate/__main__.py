@@ -76,8 +76,9 @@ def run_evaluate(argv: list[str]) -> None:
     if folder := arguments.include_path:
         if not folder.is_dir():
             raise UserError(f"--include_path={folder}: there is no such folder")
-    if arguments.output is not None:
-        _check_output(arguments.output)
+    if file := arguments.output:
+        if file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise UserError(f"--output={file}: no file can be written there")
     # lm_eval's pools fork, which with the threads of JAX may hang.
     os.environ["DISABLE_MULTIPROC"] = "1"
     with started(arguments) as model:
@@ -132,11 +133,6 @@ def _tokenizer(model: TrainedModel, given: Path | None) -> Tokenizer:
             "--tokenizer=DIR"
         )
     return model.tokenizer(given)
-
-
-def _check_output(file: Path) -> None:
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
-        raise UserError(f"--output={file}: no file can be written there")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,6 @@ class RunTasks:
 
     Programs are compiled at the first evaluation, for all of them.
 
-    Args:
-      config: The run's config.
-      fsdp: The run's mesh and policy.
-      abstract_state: The run's state, without values.
-
     Attributes:
       names: Of the scores: a task's, its metric's, and its filter's if it has several.
 

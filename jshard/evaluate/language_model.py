@@ -23,7 +23,7 @@ from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 
 from jshard.checkpoint.untrusted import parse_json
 from jshard.cli.formatting import one_line
-from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.chat import Chat, load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
 from jshard.errors import UserError
 from jshard.generation import Generator, Sampling
@@ -45,11 +45,8 @@ class LanguageModel(TemplateLM):
 
     Every process of a job has all requests, and gets all results.
 
-    Args:
-      placement: The decoder, on devices.
-      tokenizer: Its tokenizer.
-      batch_size: Requests that are computed together, on all devices.
-      shows: Whether bars show the progress.
+    ``batch_size`` requests are computed together, on all devices; bars show the
+    progress if it ``shows``.
 
     Attributes:
       max_length: The model's context, in tokens.
@@ -229,7 +226,7 @@ class LanguageModel(TemplateLM):
 
         Without a generation prompt, the last message goes on.
         """
-        chat = load_chat(self._chat_tokenizer())
+        chat = self._chat()
         messages = [dict(message) for message in chat_history]
         if not add_generation_prompt:
             messages[-1]["content"] += _CONTINUED
@@ -252,20 +249,20 @@ class LanguageModel(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Returns what tells the template from others."""
-        return load_chat(self._chat_tokenizer()).digest
+        return self._chat().digest
 
     @property
     def tokenizer_name(self) -> str:
         """What tells the tokenizer from others."""
         return self._tokens_of.digest
 
-    def _chat_tokenizer(self) -> FileTokenizer:
+    def _chat(self) -> Chat:
         if not isinstance(self._tokens_of, FileTokenizer):
             raise UserError(
                 "--apply_chat_template: the model's tokenizer is no tokenizer.json, "
                 "and has no chat template"
             )
-        return self._tokens_of
+        return load_chat(self._tokens_of, "--apply_chat_template")
 
     # What is shown.
 

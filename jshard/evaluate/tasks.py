@@ -17,11 +17,8 @@ def load_tasks(
 ) -> Any:
     """Reads tasks and their datasets.
 
-    Args:
-      option: What gave the names, for errors.
-      names: Of tasks, groups or tags, patterns of them, or paths of YAML files.
-      folder: With more tasks, as YAML files.
-      shows: Whether lm_eval may show bars of its progress.
+    Names are those of tasks, groups or tags, patterns of them, or paths of YAML files;
+    the folder has more. ``option`` is what gave them, for errors.
 
     Returns:
       Tasks and groups, as ``lm_eval.simple_evaluate(tasks=...)`` takes them.

@@ -78,9 +78,7 @@ def usable_bytes(devices: Sequence[Any]) -> int:
 def compiled_bytes(compiled: jax.stages.Compiled, space: str = "") -> int:
     """Returns the bytes that a program needs on a device, its arguments included.
 
-    Args:
-      compiled: the program.
-      space: "" for the device's memory, "host_" for pinned host memory.
+    `space` is "" for the device's memory, and "host_" for pinned host memory.
     """
     found = compiled.memory_analysis()
     arguments, outputs, aliases, temporary = (
@@ -148,7 +146,9 @@ def _follow(
             consts = [_Value(_Array(0), True) for _ in inner.constvars]
             outputs = _follow(inner, [*consts, *values], operations)
         elif name.startswith(_WRITING) or list(core.jaxprs_in_params(eqn.params)):
-            unrolled = _is_unrolled(eqn)
+            length = eqn.params.get("length")
+            # Then the compiled program has no loop.
+            unrolled = name == "scan" and eqn.params["unroll"] >= length
             reads = (
                 [x.array for x in values] if unrolled else map(in_memory, eqn.invars)
             )
@@ -169,11 +169,6 @@ def _follow(
                         operations.append(_Operation(reads, [output.array]))
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [value(x) for x in jaxpr.outvars]
-
-
-def _is_unrolled(eqn: Any) -> bool:
-    """Returns whether a scan has no loop in the compiled program."""
-    return eqn.primitive.name == "scan" and eqn.params["unroll"] >= eqn.params["length"]
 
 
 def _written(eqn: Any) -> list[_Value]:

@@ -46,13 +46,7 @@ def make_fitted_job(
 
     A run that resumes keeps its choice, and so its program, on the same mesh.
 
-    Args:
-      recipe: What to train.
-      config: Its config, with every shared key.
-      mesh: The devices.
-      hosts: The host of each process, if known.
-      workdir: The run's folder, which need not exist.
-      peers: All processes; each calls this.
+    All processes call it.
 
     Returns:
       The job, whose config has no open keys, and a line that says what was chosen and

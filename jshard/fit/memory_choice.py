@@ -62,36 +62,22 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A step that is traced, but not compiled.
+    """A step that is traced, but not compiled."""
 
-    Attributes:
-      jaxpr: of the step.
-      state: abstract, with shardings.
-      accumulate: its number of micro-batches.
-      sizes: number of devices along each mesh axis.
-      network: the axes that span hosts (`start_up.network_axes`).
-    """
-
-    jaxpr: core.Jaxpr
-    state: Any
-    accumulate: int
-    sizes: Mapping[str, int]
-    network: Mapping[str, int]
+    jaxpr: core.Jaxpr  # of the step
+    state: Any  # abstract, with shardings
+    accumulate: int  # its number of micro-batches
+    sizes: Mapping[str, int]  # number of devices along each mesh axis
+    network: Mapping[str, int]  # the axes that span hosts (`start_up.network_axes`)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit(Generic[T]):
-    """What was chosen.
+    """What was chosen."""
 
-    Attributes:
-      config: with the chosen values.
-      made: what `compile` returned for it.
-      note: the choice and its reason, on one line.
-    """
-
-    config: Config
-    made: T
-    note: str
+    config: Config  # with the chosen values
+    made: T  # what `compile` returned for it
+    note: str  # the choice and its reason, on one line
 
 
 def is_open(config: Config) -> bool:
@@ -132,10 +118,12 @@ def fit(
       DoesNotFit: Not even the most frugal candidate fits; names its need.
     """
     listed = candidates(config, parts)
-    ends = [trace(c.apply(config)) for c in _fewest_and_more(listed)]
+    # The first candidate, and the same with more micro-batches if possible.
+    more = [c for c in listed[1:] if c.remat == listed[0].remat]
+    ends = [trace(c.apply(config)) for c in (listed[0], *more[:1])]
     if (state := state_bytes(ends[0].state)) > usable:
         raise DoesNotFit(_too_large("the state alone", state, usable, config))
-    order = sorted(listed, key=_Time.of(*ends).seconds)
+    order = sorted(listed, key=_timer(*ends))
     traces: dict[Candidate, int] = {}  # bytes beside the state
     compiled: dict[Candidate, tuple[int, T]] = {}
     ratio = 1.0  # XLA's figure over the estimate
@@ -180,53 +168,30 @@ def candidates(config: Config, parts: int) -> list[Candidate]:
     ]
 
 
-def _fewest_and_more(listed: list[Candidate]) -> list[Candidate]:
-    """Returns the first candidate, and the same with more micro-batches if possible."""
-    first = listed[0]
-    more = [c for c in listed[1:] if c.remat == first.remat]
-    return [first, *more[:1]]
+def _timer(first: Traced, more: Traced | None = None) -> Callable[[Candidate], float]:
+    """Returns a function that estimates a candidate's step, in seconds.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Time:
-    """What the duration of a candidate's step follows from, in seconds.
-
-    Attributes:
-      fewest: the micro-batches of the first candidate.
-      compute: of the matrix products, without recomputation.
-      wire: of the collectives, with the fewest micro-batches.
-      more_wire: of the collectives of each further micro-batch.
-      overhead: of each micro-batch: launches, and the sum of gradients.
+    It follows from a step with the fewest micro-batches, and one with twice as many.
     """
+    flops, products = product_flops(first.jaxpr)
+    compute, wire = _GPU.product_seconds(flops), _on_the_wire(first)
+    more_wire = overhead = 0.0  # of each further micro-batch
+    if more is not None:
+        added = more.accumulate - first.accumulate
+        more_wire = (_on_the_wire(more) - wire) / added
+        # Chunks of a loss are no further launches: there are as many of them.
+        further = (product_flops(more.jaxpr)[1] - products) / added
+        gradients = 3 * state_bytes(first.state.params)  # read, add, write
+        launches = _KERNELS * further * _GPU.constants.launch
+        overhead = launches + _GPU.memory_seconds(gradients)
 
-    fewest: int
-    compute: float
-    wire: float
-    more_wire: float
-    overhead: float
+    def seconds(candidate: Candidate) -> float:
+        further = candidate.accumulate - first.accumulate
+        recomputed = _RECOMPUTED.get(candidate.remat, 0)
+        busy = overlapped(compute * (1 + recomputed), wire + further * more_wire)
+        return busy + further * overhead
 
-    @classmethod
-    def of(cls, first: Traced, more: Traced | None = None) -> "_Time":
-        """Takes a step with the fewest micro-batches, and one with twice as many."""
-        flops, products = product_flops(first.jaxpr)
-        wire, more_wire, overhead = _on_the_wire(first), 0.0, 0.0
-        if more is not None:
-            added = more.accumulate - first.accumulate
-            more_wire = (_on_the_wire(more) - wire) / added
-            # Chunks of a loss are no further launches: there are as many of them.
-            further = (product_flops(more.jaxpr)[1] - products) / added
-            gradients = 3 * state_bytes(first.state.params)  # read, add, write
-            launches = _KERNELS * further * _GPU.constants.launch
-            overhead = launches + _GPU.memory_seconds(gradients)
-        compute = _GPU.product_seconds(flops)
-        return cls(first.accumulate, compute, wire, more_wire, overhead)
-
-    def seconds(self, candidate: Candidate) -> float:
-        """Estimates a candidate's step."""
-        further = candidate.accumulate - self.fewest
-        compute = self.compute * (1 + _RECOMPUTED.get(candidate.remat, 0))
-        wire = self.wire + further * self.more_wire
-        return overlapped(compute, wire) + further * self.overhead
+    return seconds
 
 
 def _on_the_wire(traced: Traced) -> float:

@@ -18,6 +18,7 @@ from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import examples_spec
 from jshard.fsdp.state import TrainState
 from jshard.generation.unstacked import without_stacks
+from jshard.generation.weights_first import keep_outputs_first
 
 _DATA = PartitionSpec("data")
 
@@ -68,7 +69,10 @@ class Placement:
 def replicated(model: nnx.Module, devices: Sequence[Any]) -> Placement:
     """Puts all weights on each device."""
     mesh = Mesh(np.asarray(devices), "data")
-    graphdef, state = nnx.split(without_stacks(model))
+    local_model = without_stacks(model)
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_outputs_first(local_model)
+    graphdef, state = nnx.split(local_model)
     leaves, structure = jax.tree.flatten(state)
     weights = jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
 

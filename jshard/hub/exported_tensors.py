@@ -46,17 +46,11 @@ Places = Mapping[str, FileTensor]  # in the files of Hugging Face, by our names
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What is exported of a checkpoint.
+    """What is exported of a checkpoint."""
 
-    Attributes:
-      about: The checkpoint's metadata.
-      dtype: Of the floating-point tensors; None leaves them as trained.
-      ema: Whether averages take the place of trained parameters.
-    """
-
-    about: Mapping[str, Any]
-    dtype: str | None = None
-    ema: bool = False
+    about: Mapping[str, Any]  # the checkpoint's metadata
+    dtype: str | None = None  # of floating-point tensors; None is as trained
+    ema: bool = False  # whether averages take the place of trained parameters
 
     def tensors(self, places: Places | None = None) -> Tensors:
         """Lists the tensors to write, by `_key`, those of an array beside each other.

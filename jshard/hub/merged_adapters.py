@@ -15,21 +15,13 @@ PARTS = (f".{A}", f".{B}", f".{MAGNITUDE}")
 
 
 class Adapter(NamedTuple):
-    """The adapter of one layer, or of one expert of it.
+    """The adapter of one layer, or of one expert of it."""
 
-    Attributes:
-      a: The name of the array with A (inputs, rank), stacked if it is in a Stack.
-      b: That with B (rank, outputs).
-      magnitude: That with DoRA's magnitudes (outputs,); "" without.
-      layer: Its index in each.
-      scale: Of their product.
-    """
-
-    a: str
-    b: str
-    magnitude: str
-    layer: Index
-    scale: float
+    a: str  # the name of the array with A (inputs, rank), stacked if it is in a Stack
+    b: str  # that with B (rank, outputs)
+    magnitude: str  # that with DoRA's magnitudes (outputs,); "" without
+    layer: Index  # its index in each
+    scale: float  # of their product
 
     def merge(
         self,

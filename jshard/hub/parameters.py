@@ -1,8 +1,7 @@
 """The parameters of a pretrained model: from a checkpoint, or from safetensors."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -20,7 +19,6 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
-from jshard.nn.adapted import MAGNITUDE, start_magnitudes
 
 # How the names of what is read begin, but for frozen parameters.
 _BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")
@@ -54,13 +52,9 @@ def find_parameters(
     tensors: Mapping[str, FileTensor] | None = None,
     optimizer: bool = False,
 ) -> ParameterSource:
-    """Finds and checks what ``read_parameters`` reads, without reading any values.
+    """Finds and checks what ``start_from`` reads, without reading any values.
 
-    Args:
-      path: As for ``find_step`` or ``load_safetensors``.
-      state: Concrete or abstract.
-      tensors: As for ``ParameterSource``.
-      optimizer: As for ``ParameterSource``.
+    The arguments are those of ``ParameterSource``; the state may be abstract.
 
     Raises:
       UserError: The source is of another model or optimizer; the message lists the
@@ -86,47 +80,31 @@ def find_parameters(
     return dataclasses.replace(source, path=folder)
 
 
-def read_parameters(
-    source: ParameterSource, state: TrainState, *, frozen_too: bool = True
-) -> TrainState:
-    """Starts a state from another run's parameters, or from safetensors files.
-
-    Parameters are matched by name, whether they are trained or frozen in either run.
-    Adapters (``nnx.LoRAParam``) that the source has not keep their initial values.
-    Other model state (batch statistics) is read too, random streams are not.
-
-    Args:
-      source: From ``find_parameters``.
-      state: A new state; the arrays that are replaced are deleted.
-      frozen_too: Whether to read frozen parameters, or those that are trained alone.
-
-    Returns:
-      The state with those values and an unchanged step.
-    """
-    only = "" if frozen_too else _BESIDE_FROZEN
-    loaded = _load(source, state, only)
-    state = metadata.replace_arrays(state, loaded)
-    if frozen_too:
-        state = _start_magnitudes(state, loaded)
-    return state if source.optimizer else _start_averages(state)
-
-
 def start_from(
     source: ParameterSource,
     abstract: TrainState,
     initial_state: Callable[[nnx.State], TrainState],
 ) -> TrainState:
-    """Starts a state whose frozen parameters are read and never initialised.
+    """Starts a state from another run's parameters, or from safetensors files.
 
-    They may be too large for the devices before they are in 4 bits.
+    Parameters are matched by name, whether they are trained or frozen in either run.
+    Adapters (``nnx.LoRAParam``) that the source has not keep their initial values.
+    Other model state (batch statistics) is read too, random streams are not. Frozen
+    parameters are read and never initialised: they may be too large for the devices
+    before they are in 4 bits.
 
     Args:
       source: From ``find_parameters``.
       abstract: The state.
-      initial_state: Makes it of frozen parameters that have been read.
+      initial_state: Makes it of frozen parameters that have been read; the arrays that
+        are replaced are deleted.
+
+    Returns:
+      The state with those values and an unchanged step.
     """
     state = initial_state(read_frozen(source, abstract).frozen)
-    return read_parameters(source, state, frozen_too=False)
+    state = metadata.replace_arrays(state, _load(source, state, _BESIDE_FROZEN))
+    return state if source.optimizer else _start_averages(state)
 
 
 def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
@@ -135,32 +113,11 @@ def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
 
 
 def _load(
-    source: ParameterSource, state: TrainState, only: str | tuple[str, ...] = ""
+    source: ParameterSource, state: TrainState, only: str | tuple[str, ...]
 ) -> dict[str, jax.Array]:
     if source.is_safetensors:
         return load_safetensors(source.path, state, source.tensors, only=only)
     return load_parameters(source.path, state, optimizer=source.optimizer, only=only)
-
-
-def _start_magnitudes(state: TrainState, loaded: Container[str]) -> TrainState:
-    """Sets DoRA's magnitudes, if they were not read, to those of the weights."""
-    stale = {
-        name: array.sharding
-        for name, array in metadata.arrays_by_name(state).items()
-        if name.startswith("params.") and name.endswith(f".{MAGNITUDE}")
-        if name not in loaded
-    }
-
-    @functools.partial(jax.jit, out_shardings=stale)
-    def start(params: nnx.State, frozen: nnx.State) -> dict[str, jax.Array]:
-        mesh = next(iter(stale.values())).mesh
-        new = dataclasses.replace(state, params=params)
-        new = start_magnitudes(new, frozen, mesh)
-        return {name: metadata.arrays_by_name(new)[name] for name in stale}
-
-    if not stale:
-        return state
-    return metadata.replace_arrays(state, start(state.params, state.frozen))
 
 
 def _start_averages(state: TrainState) -> TrainState:

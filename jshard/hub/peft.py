@@ -39,18 +39,10 @@ _NAMES = {
     "embedding": {A: ".lora_embedding_A", B: ".lora_embedding_B"},
 }
 # What changes the product of an adapter, and must be as if it were not there.
-_UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-)
+_UNSUPPORTED = """
+    alora_invocation_tokens alpha_pattern layer_replication lora_bias modules_to_save
+    rank_pattern target_parameters trainable_token_indices use_bdlora use_qalora
+    """.split()
 # PEFT keeps the weights of embeddings and heads beside their adapters.
 _KEPT_BESIDE = ".base_layer.weight"
 # Initial values that are taken out of the model's own weights, which PEFT changes.
@@ -97,10 +89,7 @@ def write_config(
 ) -> list[str]:
     """Writes ``adapter_config.json``.
 
-    Args:
-      folder: The folder with the tensors.
-      about: The metadata of a checkpoint with adapters.
-      base: As for ``file_names``.
+    `about` is the metadata of a checkpoint with adapters, and `base` as for ``places``.
 
     Returns:
       What to tell the user.
@@ -129,7 +118,10 @@ def write_config(
         "use_dora": any(name.endswith(f".{MAGNITUDE}") for name in names),
         "target_modules": _targets(tensors, base),
         "bias": "none",
-        "fan_in_fan_out": _fan_in_fan_out(base),
+        # Matrices (inputs, outputs), as GPT-2's files have them.
+        "fan_in_fan_out": not all(
+            x.transposed for name, x in base.items() if name.endswith(".kernel")
+        ),
         "inference_mode": True,
     }
     text = json.dumps(content, indent=2) + "\n"
@@ -153,11 +145,6 @@ def _check_scales(entries: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def _fan_in_fan_out(base: Mapping[str, FileTensor]) -> bool:
-    """Returns whether the files have matrices (inputs, outputs), as GPT-2's do."""
-    return not all(x.transposed for name, x in base.items() if name.endswith(".kernel"))
-
-
 def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[str]:
     """Returns the layers that have adapters, as PEFT names them.
 
@@ -167,18 +154,14 @@ def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[st
     found = [name for layer in layers if layer for name in layer.names]
     adapted = {name.removesuffix(".weight") for name in found}
     ends = {layer.rpartition(".")[2] for layer in adapted}
-    same = {name for name, _ in _layers(base) if name.rpartition(".")[2] in ends}
-    return sorted(ends if same == adapted else adapted)
-
-
-def _layers(base: Mapping[str, FileTensor]) -> list[tuple[str, FileTensor]]:
-    """Returns the paths of a model's layers in its files."""
-    return [
-        (one.removesuffix(".weight"), stored)
+    all_layers = {
+        one.removesuffix(".weight")
         for name, stored in base.items()
         if name.endswith((".kernel", ".embedding"))
         for one in stored.names
-    ]
+    }
+    same = {layer for layer in all_layers if layer.rpartition(".")[2] in ends}
+    return sorted(ends if same == adapted else adapted)
 
 
 def read_adapters(
@@ -188,10 +171,8 @@ def read_adapters(
 
     The host holds all adapters at once, which are small.
 
-    Args:
-      path: The folder.
-      state: A state with adapters of the same layers, rank and alpha.
-      base: As for ``file_names``.
+    The state has adapters of the same layers, rank and alpha; `base` is as for
+    ``places``.
 
     Raises:
       UserError: The folder cannot be read, or holds other adapters; the message lists
@@ -229,9 +210,8 @@ def check_adapters(
 def check_base(path: Path, base: Name | None) -> None:
     """Raises UserError if a folder's adapters are for another model on the Hub.
 
-    Args:
-      path: The folder, which ``check_adapters`` has checked.
-      base: The name of the run's model, if it has one. Those of folders may change.
+    `base` is the name of the run's model, if it has one; those of folders may change.
+    ``check_adapters`` has checked the folder.
     """
     said = read_json(path / CONFIG).get("base_model_name_or_path")
     theirs = parse(said) if isinstance(said, str) and said else None

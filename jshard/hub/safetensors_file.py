@@ -38,19 +38,12 @@ DTYPES: dict[str, Any] = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file.
-
-    Attributes:
-      file: The file.
-      offset: The place of its first byte there.
-      shape: Its shape.
-      dtype: Its dtype, as the format calls it: "BF16".
-    """
+    """A tensor in a safetensors file."""
 
     file: Path
-    offset: int
+    offset: int  # the place of its first byte there
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # its dtype, as the format calls it: "BF16"
 
     def open(self) -> np.ndarray:
         """Maps the tensor into memory; only what is used of it is read.
@@ -64,21 +57,13 @@ class StoredTensor(NamedTuple):
 
 
 class QuantisedTensor(NamedTuple):
-    """A tensor that is decoded where it is read.
+    """A tensor that is decoded where it is read."""
 
-    Attributes:
-      codes: Its codes.
-      scales: Their scales.
-      decoded: Makes an array of both, of which slices are read and decoded.
-      shape: Its shape.
-      dtype: What it is decoded to.
-    """
-
-    codes: StoredTensor
-    scales: StoredTensor
-    decoded: Callable[[np.ndarray, np.ndarray], Any]
-    shape: tuple[int, ...]
-    dtype: str
+    codes: StoredTensor  # its codes
+    scales: StoredTensor  # their scales
+    decoded: Callable[[np.ndarray, np.ndarray], Any]  # of both, with slices to read
+    shape: tuple[int, ...]  # its shape
+    dtype: str  # what it is decoded to
 
     def open(self) -> Any:
         """Maps the tensor into memory; slices of it are read and decoded."""

@@ -36,19 +36,12 @@ _ABSENT = FileTensor(())
 # that follow from the config, the head of a model whose head is the embedding, the
 # number of batches in batch statistics, and what a masked language model does not have
 # of BERT.
-_REDUNDANT = (
-    "rotary_emb.inv_freq",
-    "attn.bias",
-    "attn.masked_bias",
-    "lm_head.weight",
-    "embeddings.position_ids",
-    "predictions.decoder.weight",
-    "predictions.decoder.bias",
-    "pooler.dense.weight",
-    "pooler.dense.bias",
-    "seq_relationship.weight",
-    "seq_relationship.bias",
-    "num_batches_tracked",
+_REDUNDANT = tuple(
+    """
+    rotary_emb.inv_freq attn.bias attn.masked_bias lm_head.weight num_batches_tracked
+    embeddings.position_ids predictions.decoder.weight predictions.decoder.bias
+    pooler.dense.weight pooler.dense.bias seq_relationship.weight seq_relationship.bias
+    """.split()
 )
 # What a layer has that predicts further tokens (DeepSeek-V3, GLM 4.5), which
 # transformers does not read either.
@@ -93,10 +86,8 @@ def load_safetensors(
       UserError: Files are missing or damaged, or their tensors are not exactly those of
         the model; the message lists the first differences.
     """
-    found = join_quantised(find_tensors(path))
-    wanted = _wanted(path, state, found, tensors)
+    found, wanted = check_safetensors(path, state, tensors)
     variables = metadata.variables_by_name(state)
-    _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
     loaded = {}
     for name, array in metadata.arrays_by_name(state).items():
         if name not in wanted or not name.startswith(only):
@@ -116,12 +107,17 @@ def load_safetensors(
 
 def check_safetensors(
     path: Path, state: TrainState, tensors: Mapping[str, FileTensor] | None = None
-) -> None:
-    """Raises what ``load_safetensors`` would raise, without reading any values."""
+) -> tuple[dict[str, Stored], dict[str, tuple[Any, Layers]]]:
+    """Raises what ``load_safetensors`` would raise, without reading any values.
+
+    Returns:
+      The tensors of the files, and what is to be read as ``_wanted`` finds it.
+    """
     found = join_quantised(find_tensors(path))
     wanted = _wanted(path, state, found, tensors)
     variables = metadata.variables_by_name(state)
     _check(path, wanted, variables, found, _REDUNDANT if tensors else ())
+    return found, wanted
 
 
 def _wanted(

@@ -122,10 +122,7 @@ class Recipe:
 def recipe_of(module: Any, file: Path | None, argument: str | None = None) -> Recipe:
     """Makes a recipe of a module's functions.
 
-    Args:
-      module: Has the functions as attributes.
-      file: Where it is from, if there is a file.
-      argument: What `get_config` is called with; None for nothing.
+    `get_config` is called with the argument, if there is one.
 
     Raises:
       UserError: A function is missing, or cannot be called as it is.

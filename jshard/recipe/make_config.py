@@ -1,9 +1,7 @@
 """The config of a run: its recipe's, with what the user sets."""
 
 import contextlib
-import functools
 from collections.abc import Mapping
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +37,7 @@ def make_config(
     `model.from` sets the keys of the architecture first, so that those that are given
     win. Names on the Hugging Face Hub get the commits that they stand for.
 
-    Args:
-      recipe: The recipe.
-      overrides: Values by dotted key.
-      workdir: The run's folder, if there may be a run to resume.
+    Overrides are values by dotted key; there may be a run to resume in `workdir`.
 
     Raises:
       UserError: A key is unknown or has an impossible value, or `model.from` names no
@@ -76,9 +71,7 @@ def pin_names(config: Config, workdir: Path | None) -> None:
       UserError: There is no such name, or the Hub does not answer.
     """
     pinned = _pinned(flatten(config), declarations(config), workdir)
-    for key, value in pinned.items():
-        *groups, name = key.split(".")
-        functools.reduce(getitem, groups, config)[name] = value
+    config.update_from_flattened_dict(pinned)
 
 
 def pin_words(

@@ -98,10 +98,7 @@ def take_architecture(
 
     Where the folder is gone, a run that is resumed takes them from its own config.
 
-    Args:
-      config: The config, with a path or a pinned name as `model.from`.
-      map_of: Returns the recipe's map of a folder.
-      workdir: The run's folder, if there may be a run to resume.
+    `map_of` returns the recipe's map of a folder.
 
     Raises:
       UserError: The folder cannot be read, or holds another architecture.
@@ -180,12 +177,6 @@ def find_map(
     config: Config, huggingface: types.ModuleType | None, recipe: str, path: Path
 ) -> dict[str, FileTensor] | None:
     """Returns where the arrays of a model lie in the Hugging Face folder ``path``.
-
-    Args:
-      config: The run's config.
-      huggingface: The recipe's map, if it has one.
-      recipe: The recipe's name.
-      path: What is to be read.
 
     Returns:
       As for ``load_safetensors``; None if ``path`` is no Hugging Face folder.

@@ -16,19 +16,12 @@ _MOST = {_SMALL: 150, _LARGE: 600}  # points that a screen can show
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The area of a plot and the values at its edges.
+    """The area of a plot and the values at its edges."""
 
-    Attributes:
-      box: left, right, top and bottom, in px.
-      x: The values at the left and right edge.
-      y: The values at the bottom and top edge.
-      log: Whether both axes are logarithmic.
-    """
-
-    box: tuple[float, float, float, float]
-    x: tuple[float, float]
-    y: tuple[float, float]
-    log: bool = False
+    box: tuple[float, float, float, float]  # left, right, top and bottom, in px
+    x: tuple[float, float]  # the values at the left and right edge
+    y: tuple[float, float]  # the values at the bottom and top edge
+    log: bool = False  # whether both axes are logarithmic
 
     def across(self, value: float) -> float:
         """Returns the position of an x value, in px."""

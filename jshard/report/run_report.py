@@ -99,7 +99,7 @@ def _render(
                 points.append((line["step"], value))
     references = notes.get("references", {})
     sections = [
-        _loss_chart(series, references),
+        line_chart("Loss", _lines(series, "loss"), references=references, wide=True),
         tiles((value, name) for name, value in _results(series, references).items()),
     ]
     if charts := list(_charts(series)):
@@ -152,10 +152,6 @@ def _config(config: _Object, changed: Collection[str]) -> str:
     return table(row for row in rows if row[0] in changed) + folded(
         f"All {len(rows)} keys", table(rows)
     )
-
-
-def _loss_chart(series: _Series, references: Mapping[str, float]) -> str:
-    return line_chart("Loss", _lines(series, "loss"), references=references, wide=True)
 
 
 def _lines(series: _Series, name: str) -> dict[str, Sequence[tuple[int, float]]]:

@@ -30,7 +30,7 @@ from jshard.report.run_report import (
 from jshard.run.append import AppendedFile
 from jshard.run.lock import lock_folder
 from jshard.run.loggers.services import Loggers
-from jshard.run.resume import FITTED_ON, read_object
+from jshard.run.resume import FITTED_ON, NOTES, read_notes
 
 LOGGERS = "loggers"  # the note of a run's ids in services
 
@@ -100,18 +100,17 @@ class RunFolder(AbstractContextManager):
     def _open(
         self, resume_from: int | None, lines: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        metrics, notes = self.path / METRICS, self.path / "notes.json"
+        metrics = self.path / METRICS
         page = self.path / REPORT
         if page.is_dir():  # otherwise the run would fail at its end
             raise UserError(f"{page} is a folder where the report should be: remove it")
         if resume_from is not None:
             lines = read_metrics(self.path) if lines is None else lines
             kept = [_json(line) + "\n" for line in lines if line["step"] <= resume_from]
-            if notes.exists():
-                self._notes = read_object(notes, "repair or remove it")
+            self._notes = read_notes(self.path)
             replace_file(metrics, "".join(kept))
             self._notes["resumed"] = [*self._notes.get("resumed", []), resume_from]
-            replace_file(notes, _json(self._notes, indent=2))
+            replace_file(self.path / NOTES, _json(self._notes, indent=2))
         elif metrics.exists() and metrics.stat().st_size:
             raise UserError(
                 f"--workdir={self.path} already holds a run, and no checkpoint "
@@ -227,7 +226,7 @@ class RunFolder(AbstractContextManager):
         self._notes |= notes
         if self._enabled:
             with self._failing_as_one_line():
-                replace_file(self.path / "notes.json", _json(self._notes, indent=2))
+                replace_file(self.path / NOTES, _json(self._notes, indent=2))
 
     def report(self) -> None:
         """Writes `report.html` from the metrics so far.

@@ -25,10 +25,8 @@ class ProgressDisplay:
     behind the step that was started last; it never waits for a device. Until there is
     one, it shows what the run waits for.
 
-    Args:
-      steps: The number of steps of the run.
-      enabled: False shows nothing, as in all processes but the first.
-      waited: Seconds that the process has spent so far, by what it did.
+    Without `enabled` it shows nothing, as in all processes but the first. `waited` has
+    the seconds that the process has spent so far, by what it did.
 
     Attributes:
       references: Losses to show beside the evaluation's, by name.

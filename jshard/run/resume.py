@@ -19,12 +19,19 @@ class _Absent:
 
 # The key of a run's `config.json` that says for which devices some keys were chosen.
 FITTED_ON = "fitted_on"
+NOTES = "notes.json"  # in a run's folder
 ABSENT = _Absent()  # the value of a key that only the other config has
 
 
 def read_config(workdir: Path) -> dict[str, Any]:
     """Reads the config of the run in a folder, for `changed_keys`."""
     return read_object(workdir / "config.json")
+
+
+def read_notes(workdir: Path) -> dict[str, Any]:
+    """Reads the notes of the run in a folder; none if it has no file of them."""
+    notes = workdir / NOTES
+    return read_object(notes, "repair or remove it") if notes.exists() else {}
 
 
 def read_object(
@@ -44,10 +51,6 @@ def read_object(
 
 def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
     """Compares a run's config with the one that is to resume it.
-
-    Args:
-      old: The run's config, from its `config.json`.
-      new: The config now.
 
     Returns:
       Old and new value by flattened key, both as JSON stores them, so that a tuple
@@ -75,10 +78,8 @@ def check_changes(
 ) -> None:
     """Refuses changes that would make the resumed run a different one.
 
-    Args:
-      changes: What `changed_keys` returned.
-      accept: The user's `checkpoint.accept`: keys and groups that may change.
-      obstacle: Returns why a refused change cannot be accepted either, or "".
+    `accept` has the keys and groups that may change, and `obstacle` returns why a
+    refused change cannot be accepted either, or "".
 
     Raises:
       UserError: Lists the changes of model, data, batch size and seed that are not

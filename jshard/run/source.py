@@ -81,11 +81,6 @@ def find_source(
     `checkpoint.adapters`. A checkpoint may leave out what is frozen, which is where the
     checkpoint says, or, if it has moved since, where `checkpoint.restore` says.
 
-    Args:
-      job: The run's job.
-      abstract_state: The state to read.
-      checkpoint: The run's checkpoint, if it has one.
-
     Raises:
       UserError: Something is missing, or of another model.
     """

@@ -22,7 +22,7 @@ from jshard.run.resume import (
     check_changes,
     describe_changes,
     read_config,
-    read_object,
+    read_notes,
 )
 
 STOPPED = "stopped"  # the note of a run that a hook ended
@@ -113,7 +113,9 @@ def find_start(
             told = ""
             if peers.index == 0:
                 least = max([1, *find_steps(folder)])
-                told = json.dumps([*_identity(workdir), least])
+                notes = read_notes(workdir)
+                resumed = notes.get("resumed", [])
+                told = json.dumps([notes.get(RUN, ""), resumed, least])
             known, numbers, least = json.loads(peers.publish("run", told))
             found = copies.find(known, numbers, least)
         if peers.index == 0 and (find_steps(folder) or found.step):
@@ -121,21 +123,23 @@ def find_start(
             check_changes(changes, config.checkpoint.accept, obstacle)
         checkpoint = None if found.step else find_newest(folder)
         start = Start()
-        if peers.index == 0 and checkpoint:
-            step = int(checkpoint.stem)  # the name may have a suffix
-            start = _resume(workdir, config, changes, step, checkpoint, shown)
-        elif peers.index == 0 and found.step and found.texts:
-            start = _resume(
-                workdir, config, changes, found.step, found.texts, shown, local=True
-            )
-        elif peers.index == 0:
-            start = _start_again(workdir, config, shown)
-        if peers.index == 0 and held is not None and held >= start.step:
-            start = _hold(workdir, config, start, held)
-        if peers.index == 0 and start.step:
-            start = dataclasses.replace(start, stopped=_stopped(workdir, config, start))
-        if peers.index == 0 and copies is not None:
-            start = _numbered(start, known, numbers, found.note)
+        if peers.index == 0:
+            if checkpoint:
+                step = int(checkpoint.stem)  # the name may have a suffix
+                start = _resume(workdir, config, changes, step, checkpoint, shown)
+            elif found.step and found.texts:
+                start = _resume(
+                    workdir, config, changes, found.step, found.texts, shown, local=True
+                )
+            else:
+                start = _start_again(workdir, config, shown)
+            if held is not None and held >= start.step:
+                start = _hold(workdir, config, start, held)
+            if start.step:
+                stopped = _stopped(workdir, config, start)
+                start = dataclasses.replace(start, stopped=stopped)
+            if copies is not None:
+                start = _numbered(start, known, numbers, found.note)
     except OSError as error:
         where = error.filename or workdir
         raise UserError(f"cannot read {where}: {error.strerror}") from error
@@ -146,15 +150,6 @@ def find_start(
     decided = json.loads(peers.publish("start", decided))
     texts = checkpoint or found.texts
     return dataclasses.replace(start, checkpoint=checkpoint, texts=texts, **decided)
-
-
-def _identity(workdir: Path) -> tuple[str, list[int]]:
-    """Returns what tells the run from others, and the steps it was resumed after."""
-    notes = workdir / "notes.json"
-    if not notes.exists():
-        return "", []
-    known = read_object(notes, "repair or remove it")
-    return known.get(RUN, ""), known.get("resumed", [])
 
 
 def _numbered(start: Start, known: str, numbers: Sequence[int], note: str) -> Start:
@@ -219,10 +214,7 @@ def _unevaluated(config: Config, step: int, metrics: Sequence[_Line]) -> bool:
 
 def _stopped(workdir: Path, config: Config, start: Start) -> str:
     """Returns why the run stopped; "" if it is to be longer now, or did not."""
-    notes = workdir / "notes.json"
-    if not notes.exists():
-        return ""
-    stopped = read_object(notes, "repair or remove it").get(STOPPED)
+    stopped = read_notes(workdir).get(STOPPED)
     if not stopped or (stopped["step"], stopped["steps"]) != (start.step, config.steps):
         return ""
     return stopped["why"]

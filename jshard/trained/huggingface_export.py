@@ -38,11 +38,7 @@ def find_model(
 ) -> MappedModel:
     """Finds the recipe of a checkpoint's run, and asks its map.
 
-    Args:
-      step: The checkpoint's folder.
-      about: Its metadata.
-      given: The recipe that the user gave instead, if any.
-      format: "timm" for timm's map, else Hugging Face's.
+    The user may have given another recipe than the run's.
 
     Raises:
       UserError: The run's recipe is gone, or has no map.
@@ -72,11 +68,6 @@ def find_model(
 
 def find_recipe_of(step: Path, config: Mapping[str, Any], given: str | None) -> str:
     """Finds a run's recipe: as given, as noted by the run, or by name.
-
-    Args:
-      step: A checkpoint's folder.
-      config: The run's config.
-      given: The recipe that the user gave instead, if any.
 
     Raises:
       UserError: There is none.
@@ -111,10 +102,7 @@ def _sources(config: Mapping[str, Any]) -> list[Path]:
 def write_companions(folder: Path, model: MappedModel, dtypes: Set[str]) -> list[str]:
     """Writes config.json, and copies the tokenizer and the generation config.
 
-    Args:
-      folder: The folder with the tensors.
-      model: The model.
-      dtypes: Of the tensors.
+    `dtypes` are those of the tensors in the folder.
 
     Returns:
       What to tell the user.

@@ -22,10 +22,8 @@ _FREE = 0.4  # of a device's memory for the weights: they are copied once, and t
 def place_weights(model: TrainedModel, weights: str, rows: int) -> Placement:
     """Reads the weights to where they fit, and says which on standard error.
 
-    Args:
-      model: A model whose weights have not been read.
-      weights: A value of ``WEIGHTS``.
-      rows: The most texts that are read at a time.
+    ``weights`` is a value of ``WEIGHTS``, and ``rows`` the most texts that are read at
+    a time.
 
     Raises:
       UserError: Several processes are to have all weights, or these cannot be read.

@@ -15,12 +15,11 @@ from jshard.data.stream_state import read_state
 from jshard.evaluate.in_runs import RunTasks
 from jshard.fsdp.state import TrainState
 from jshard.recipe import contract
-from jshard.report.sample_pictures import prepare_pictures
 from jshard.run.loggers.services import check_loggers
 from jshard.run.start import Start
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.callbacks.evaluation import prepare_evaluation
-from jshard.training.callbacks.samples import prepare_sample
+from jshard.training.callbacks.samples import prepare_pictures, prepare_sample
 from jshard.training.callbacks.saving import check_room
 from jshard.training.non_finite import beyond_vocabulary
 from jshard.training.precomputed import precompute
@@ -66,8 +65,8 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
         ),
         precompute=once
         and (lambda state: precompute(once, job.fsdp, state, data, config)),
-        sample=sample and prepare_sample(*sample, job.fsdp, abstract_state),
-        pictures=pictures and prepare_pictures(*pictures, job.fsdp, abstract_state),
+        sample=sample and prepare_sample(run, *sample),
+        pictures=pictures and prepare_pictures(run, *pictures),
         evaluate=_prepare_evaluation(run, start, eval_data),
         references=contract.references(
             recipe.references if jax.process_index() == 0 else None, config
@@ -121,16 +120,7 @@ def _prepare_evaluation(
         run.peers.at("reading tasks", start.step)
         tasks = RunTasks(run.config, run.job.fsdp, run.abstract_state)
     run.peers.at("reading the first evaluation batch", start.step)
-    return prepare_evaluation(
-        run.job.recipe.loss_fn,
-        run.job.fsdp,
-        run.abstract_state,
-        data,
-        run.config,
-        run.reader(),
-        tasks=tasks,
-        filled=run.filled,
-    )
+    return prepare_evaluation(run, data, tasks=tasks)
 
 
 def _cause_finder(run: PreparedRun, data: Any) -> Callable[[int], str]:

@@ -16,7 +16,6 @@ from jshard.run.bucket import Copying
 from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
-from jshard.run.source import Source
 from jshard.run.start import Start
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
@@ -108,7 +107,10 @@ def train(
             start_up=note,
             references=recipe.references,
         )
-        _make_state(run, start, source, display)
+        if run.state is None:  # of a new run
+            run.peers.at("making initial values", start.step)
+            run.state = source.start(run.job, run.abstract_state)
+            display.say(source.message())
         if recipe.precompute is not None and not start.step:
             run.peers.at("computing what is kept", 0)
             run.precomputed = recipe.precompute(run.state)
@@ -195,13 +197,3 @@ def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
         lines=start.metrics,
         enabled=jax.process_index() == 0,
     )
-
-
-def _make_state(
-    run: PreparedRun, start: Start, source: Source, display: ProgressDisplay
-) -> None:
-    """Makes the state of a new run; a resumed one has its state."""
-    if run.state is None:
-        run.peers.at("making initial values", start.step)
-        run.state = source.start(run.job, run.abstract_state)
-        display.say(source.message())

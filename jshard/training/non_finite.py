@@ -20,10 +20,7 @@ def check_finite(
     With a loss scale, steps that are not finite are skipped; there the run fails when
     the scale cannot fall further.
 
-    Args:
-      step: The number of the step.
-      metrics: Its metrics.
-      find_cause: Returns the cause of a loss that is not finite at a step, or "".
+    `find_cause` returns why the loss of a step is not finite, or "".
 
     Raises:
       RunFailed: A loss is not finite; names the step, and the cause if it is known.

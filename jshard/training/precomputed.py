@@ -92,12 +92,7 @@ def precompute(
 ) -> Precomputed:
     """Computes the values of all examples that a run reads; all processes call it.
 
-    Args:
-      fn: The recipe's, from a model and a batch to values by name.
-      fsdp: The run's mesh and policy.
-      state: What the run starts from.
-      data: Training data, and validation data or None, by split.
-      config: The run's.
+    `fn` is the recipe's, from a model and a batch to values by name.
 
     Raises:
       UserError: Data are a stream.

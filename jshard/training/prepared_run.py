@@ -162,14 +162,8 @@ def prepare_run(
 ) -> PreparedRun:
     """Prepares a run; nothing is allocated or written.
 
-    Args:
-      recipe: What to train.
-      config: Its config, with every shared key.
-      workdir: The run's folder, which need not exist.
-      peers: All processes; each calls this.
-      mesh: By default that of the config.
-      policy: By default that of the config.
-      bucket: The run in a bucket, of which the folder is a copy.
+    Mesh and policy are those of the config, unless others are given. All processes call
+    it.
 
     Raises:
       UserError: The config asks for something impossible.

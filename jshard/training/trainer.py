@@ -261,17 +261,8 @@ class Trainer:
                 data = self._recipe.make_data(self.config, split)
             if data is None:
                 raise UserError(f"there are no {split} data: give {split}_data")
-            evaluate = prepare_evaluation(
-                self._recipe.loss_fn,
-                run.job.fsdp,
-                run.abstract_state,
-                as_dataset(data, self.config.seed, repeat=False),
-                self.config,
-                run.reader(),
-                self._steps,
-                filled=run.filled,
-            )
-            return evaluate(run.state)
+            dataset = as_dataset(data, self.config.seed, repeat=False)
+            return prepare_evaluation(run, dataset, self._steps)(run.state)
 
     @contextmanager
     def _within(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import pytest
 
 import jshard.data.tokenizers.chat_template
 from jshard.data.text.token_writer import write_token_files
-from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.chat import _load_chat, load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 from small_tokenizer import CHATML, make_tokenizer
@@ -54,7 +54,7 @@ def chat(tmp_path):
     def make(template, **config):
         folder = make_tokenizer(tmp_path / "tokenizer", **config)
         (folder / "chat_template.jinja").write_text(template)
-        return load_chat(load_tokenizer(folder))
+        return load_chat(load_tokenizer(folder), "here")
 
     load_tokenizer.__globals__["_load"].cache_clear()
     return make
@@ -97,7 +97,7 @@ def test_templates_of_tokenizer_config(tmp_path):
     several = [{"name": name, "template": template} for name, template in named]
     for number, found in enumerate((CHATML, several)):
         folder = make_tokenizer(tmp_path / str(number), chat_template=found)
-        chat = load_chat(load_tokenizer(folder))
+        chat = load_chat(load_tokenizer(folder), "here")
         assert answers(chat, CAPITALS)[0] == "Paris.<|im_end|>"
 
 
@@ -165,7 +165,7 @@ def test_the_process_of_a_template_ends_with_it(chat):
     one = chat("hello")
     process = one._template._process
     assert process.poll() is None
-    load_chat.cache_clear()
+    _load_chat.cache_clear()
     del one
     gc.collect()
     assert process.poll() is not None
@@ -199,7 +199,7 @@ def test_what_is_no_template_s_file_is_one_line(make, message, tmp_path):
     folder = make_tokenizer(tmp_path / "tokenizer")
     make(folder / "chat_template.jinja")
     with pytest.raises(UserError, match=message):
-        load_chat(load_tokenizer(folder))
+        load_chat(load_tokenizer(folder), "here")
 
 
 @pytest.mark.parametrize(
@@ -208,17 +208,17 @@ def test_what_is_no_template_s_file_is_one_line(make, message, tmp_path):
 def test_a_template_of_another_kind_is_one_line(template, tmp_path):
     folder = make_tokenizer(tmp_path / "tokenizer", chat_template=template)
     with pytest.raises(UserError, match="has no chat template"):
-        load_chat(load_tokenizer(folder))
+        load_chat(load_tokenizer(folder), "here")
 
 
 def test_a_missing_template_is_one_line(tmp_path, monkeypatch):
     folder = make_tokenizer(tmp_path / "bare")
     with pytest.raises(UserError, match="bare: has no chat template, neither"):
-        load_chat(load_tokenizer(folder))
+        load_chat(load_tokenizer(folder), "here")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     (folder / "chat_template.jinja").write_text(CHATML)
     with pytest.raises(UserError, match=r"need jinja2: pip install 'jshard\[text\]'"):
-        load_chat(load_tokenizer(folder))
+        load_chat(load_tokenizer(folder), "here")
 
 
 def test_chats_are_packed_and_only_answers_count(chat, tmp_path):
@@ -265,7 +265,7 @@ def test_token_files_hold_the_chats_and_what_is_trained_on(chat, tmp_path, capsy
     with pytest.raises(UserError, match=r"set --config\.data\.pack=True"):
         text(output, tokenizer=folder)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(MARKED)
-    load_chat.cache_clear()
+    _load_chat.cache_clear()
     with pytest.raises(UserError, match="made with another chat_template"):
         write_token_files([corpus], Path(folder), output, part_bytes=2000)
     next(output.glob("*.trained")).write_bytes(b"1")

@@ -1,6 +1,7 @@
 """Decoding with a cache: the same tokens as full forward passes, on any mesh."""
 
 import functools
+import re
 from typing import Any
 
 import chex
@@ -14,6 +15,8 @@ from flax import nnx
 import jshard
 from jshard.generation import Generator, Sampling, continue_prompts
 from jshard.generation.unstacked import Layers, without_stacks
+from jshard.generation.weight_placement import replicated
+from jshard.generation.weights_first import larger_first
 from jshard.models.gpt import GPT, GPTConfig
 
 VOCAB, CONTEXT = 50, 32
@@ -92,6 +95,29 @@ def test_the_cache_is_updated_in_place(stacked):
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 2
+
+
+@pytest.mark.parametrize("tokens", [(3,), (4, 1), (2, 5), (64, 2)])
+def test_products_whose_larger_operand_is_first_are_the_same(tokens):
+    x = jax.random.normal(jax.random.key(0), (*tokens, 6))
+    kernel = jax.random.normal(jax.random.key(1), (6, 10))
+    dimensions = ((x.ndim - 1,), (0,)), ((), ())
+    got = larger_first(x, kernel, dimensions)
+    np.testing.assert_allclose(got, x @ kernel, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_the_first_operands_of_products_on_cpus(tied):
+    """As second ones XLA would pack them anew for each token."""
+    model = make_model(tied=tied)
+    placement = replicated(model, jax.devices()[:1])
+    cache = jax.eval_shape(lambda: model.init_cache(4, CONTEXT))
+    one = jax.ShapeDtypeStruct((4, 1), jnp.int32)
+    step: Any = placement.compile(lambda model, rows: model.decode(*rows), False)
+    lowered = step.lower(placement.weights, (one, one, cache))
+    program = lowered.compile().as_text()
+    products = re.findall(r"\[(\d+),4\]\S* dot\(.*lhs_contracting_dims={1}", program)
+    assert sorted(map(int, products)) == sorted([48, 16, 64, 16] * 3 + [VOCAB])
 
 
 def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():

@@ -18,7 +18,7 @@ from flax import nnx
 import jshard
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.hub.parameters import find_parameters, read_parameters
+from jshard.hub.parameters import ParameterSource, find_parameters, start_from
 from jshard.layout import transfer
 from jshard.layout.padding import exact_types
 
@@ -166,3 +166,11 @@ def restore_parameters(
     """A new state with the parameters of a checkpoint or of safetensors files."""
     source = find_parameters(path, state, optimizer=optimizer)
     return read_parameters(source, state)
+
+
+def read_parameters(
+    source: ParameterSource, state: jshard.TrainState
+) -> jshard.TrainState:
+    """A new state whose parameters are those of a source."""
+    replaced = lambda frozen: dataclasses.replace(state, frozen=frozen)
+    return start_from(source, state, replaced)

@@ -28,7 +28,7 @@ from jshard.cli.command import expected_ending
 from jshard.cli.formatting import one_line
 from jshard.data.text.corpus import split_corpus
 from jshard.data.text.records import cut, read_records, with_records
-from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.chat import _load_chat, load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer
 from jshard.errors import RunFailed
 from jshard.hub import exported_tensors as exported
@@ -334,8 +334,8 @@ def chat_reader(folder: Path):
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
 
     def read() -> None:
-        load_chat.cache_clear()
-        load_chat(tokenizer).encode({"messages": turns}, "here")
+        _load_chat.cache_clear()
+        load_chat(tokenizer, "here").encode({"messages": turns}, "here")
 
     damaged = changed_bytes(CHATML.encode(), len(CHATML))
     return folder / "chat_template.jinja", damaged, read

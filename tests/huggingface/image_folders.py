@@ -10,10 +10,11 @@ import optax
 import pytest
 
 import jshard
+from checkpoints import read_parameters
 from foreign_weights import randomize
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.export import export
-from jshard.hub.parameters import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters
 from parity import make_mesh
 
 B, SIZE, CLASSES = 8, 32, 5

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from mapped import RECIPE, shapes, write_folder, write_tensor_files
 
+from checkpoints import read_parameters
 from exports import load_all
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
 from jshard.export import export
-from jshard.hub.parameters import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config

@@ -1,5 +1,6 @@
 """LoRA against PEFT, in torch: the same losses, and adapters in its files."""
 
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from tiny_transformers import MARKS, V, logits_of, random_decoder
 import jshard
 from jshard.export import export
 from jshard.hub import peft as files
-from jshard.hub.parameters import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters, start_from
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
 from parity import make_mesh
@@ -124,6 +125,14 @@ def make_fsdp(mesh: tuple[int, int] = (1, 8)) -> jshard.FSDP:
     return jshard.FSDP(make_mesh(*mesh), jshard.Policy(min_shard_elements=0))
 
 
+def start(fsdp: jshard.FSDP, make: Any, base: Path, tensors: Any) -> Any:
+    """A state as a run starts with it."""
+    abstract = fsdp.abstract_state(make, ADAMW, wrt=nnx.LoRAParam)
+    source = find_parameters(base, abstract, tensors=tensors)
+    initial_state = functools.partial(fsdp.init, make, ADAMW, 0, nnx.LoRAParam)
+    return start_from(source, abstract, initial_state)
+
+
 def our_state(fsdp: jshard.FSDP, folders: Folders, adapters: bool = True) -> Any:
     keys = model_keys(folders.base)
     targets = ("attention.q", "attention.out", "down", *folders.kind.more_ours)
@@ -134,10 +143,8 @@ def our_state(fsdp: jshard.FSDP, folders: Folders, adapters: bool = True) -> Any
         jshard.nn.add_lora(model, **given, **folders.kind.ours, rngs=rngs)
         return model
 
-    state = fsdp.init(make, ADAMW, wrt=nnx.LoRAParam)
     tensors = huggingface.tensors(keys)
-    source = find_parameters(folders.base, state, tensors=tensors)
-    state = read_parameters(source, state)
+    state = start(fsdp, make, folders.base, tensors)
     if not adapters:
         return state
     return files.read_adapters(folders.adapters, state, tensors)
@@ -302,11 +309,8 @@ def test_peft_and_transformers_read_experts(
             x.set_value(x.get_value() + noise)
         return model
 
-    fsdp = make_fsdp()
-    state = fsdp.init(make, ADAMW, wrt=nnx.LoRAParam)
-    tensors = huggingface.tensors(keys)
-    source = find_parameters(tmp_path / "base", state, tensors=tensors)
-    state = read_parameters(source, state)
+    fsdp, tensors = make_fsdp(), huggingface.tensors(keys)
+    state = start(fsdp, make, tmp_path / "base", tensors)
     logits = our_logits(fsdp, state)
     run, base = tmp_path / "run", tmp_path / "base"
     with jshard.Checkpointer(run) as checkpointer:

@@ -11,8 +11,9 @@ import optax
 import pytest
 from flax import nnx
 
+from checkpoints import read_parameters
 from jshard.hub import peft as files
-from jshard.hub.parameters import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters
 from jshard.models import llama_huggingface
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe

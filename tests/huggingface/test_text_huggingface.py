@@ -75,7 +75,7 @@ def test_tokens_are_theirs(both):
 @pytest.mark.parametrize("contents", CONTENTS)
 def test_chats_are_theirs(both, contents):
     ours, theirs = both
-    chat, turns = load_chat(ours), messages(contents)
+    chat, turns = load_chat(ours, "here"), messages(contents)
     tools = [{"name": "f", "why": "<é>"}]
     several: Any = ({}, {"add_generation_prompt": True}, {"tools": tools})
     for options in several:

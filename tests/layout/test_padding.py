@@ -17,8 +17,9 @@ from safetensors.numpy import save_file
 
 import hlo
 import jshard
+from checkpoints import read_parameters
 from jshard.checkpoint import metadata
-from jshard.hub.parameters import find_parameters, read_parameters
+from jshard.hub.parameters import find_parameters
 from jshard.hub.tensor_names import tensor_names
 from jshard.layout.padding import padded_dim, padding_now
 from jshard.layout.state_layout import Layout

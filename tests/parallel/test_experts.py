@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import hlo
 from jshard.cpu.order import in_order
-from jshard.models.moe import MixtureOfExperts, Routing
+from jshard.models.llama_config import LlamaConfig
+from jshard.models.moe import MixtureOfExperts
 from jshard.parallel import experts
 from jshard.parallel.experts import capacities
 from jshard.plan.start_up import equations, traffic
@@ -26,18 +27,18 @@ CHOICES = BATCH * TIME * K // 8  # of each of eight devices
 
 @functools.cache
 def mixture(capacity: float = 1.25) -> tuple[Any, dict]:
-    model = MixtureOfExperts(
-        D,
-        F,
-        E,
-        Routing(K),
-        activation=jax.nn.silu,
-        residual_std=0.3,
+    config = LlamaConfig(
+        width=D,
+        hidden=F,
+        num_heads=1,
+        num_kv_heads=1,
+        num_experts=E,
+        experts_per_token=K,
+        expert_capacity=capacity,
         dtype=jnp.float64,
         param_dtype=jnp.float64,
-        rngs=nnx.Rngs(0),
-        capacity=capacity,
     )
+    model = MixtureOfExperts(config, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     rng = np.random.default_rng(0)
     return graphdef, jax.tree.map(

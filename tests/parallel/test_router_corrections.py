@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.models.moe import Load, Router, Routing, correct
+from jshard.models.llama_config import LlamaConfig
+from jshard.models.moe import Load, Router, correct
 from split_models import batch, loss_fn, start, trains_alike
 
 CASES: dict[str, dict[str, Any]] = {
@@ -43,8 +44,15 @@ def test_corrections_are_those_of_one_device_bit_for_bit(options):
 
 def test_experts_with_few_tokens_gain_and_those_with_many_lose():
     tokens_LE = np.array([[5, 1, 3, 3], [4, 4, 4, 5], [0, 0, 1, 0], [2, 2, 2, 2]])
-    routing = Routing(1, sigmoid=True)
-    router = Router(2, 4, routing, param_dtype=float, rngs=nnx.Rngs(0))
+    config = LlamaConfig(
+        width=2,
+        num_heads=1,
+        num_kv_heads=1,
+        num_experts=4,
+        experts_per_token=1,
+        sigmoid_router=True,
+    )
+    router = Router(config, rngs=nnx.Rngs(0))
     for name in ("correction", "tokens"):
         variable = getattr(router, name)
         variable.set_value(jnp.zeros((4, 4), variable.get_value().dtype))

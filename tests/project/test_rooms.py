@@ -14,12 +14,12 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1215,
+    "commands": 1211,
     "surface": 600,
     "plan": 5272,
-    "training": 14405,
-    "checkpoint": 6352,
-    "generation": 1145,
+    "training": 13972,
+    "checkpoint": 6247,
+    "generation": 1214,
     "start-up note": 441,
     "fsdp": 1906,
     "nn": 1691,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "layout": 2286,
     "distributed": 1616,
     "cli": 721,
-    "compat": 830,
+    "compat": 839,
     "parallel": 550,
     "ground": 1473,
 }

@@ -19,7 +19,7 @@ import hlo
 import jshard
 import parity
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.models.moe import MixtureOfExperts, Router, Routing, load_balancing_loss
+from jshard.models.moe import MixtureOfExperts, Router, load_balancing_loss
 from jshard.recipes.llama import loss_fn
 
 SMALL: dict[str, Any] = {
@@ -222,8 +222,19 @@ def test_decoding_gives_the_logits_of_the_whole_text(x64, family):
 
 def test_a_tokens_experts_are_in_its_best_groups(x64):
     N, D, E, K = 30, 4, 8, 3
-    routing = Routing(K, sigmoid=True, groups=4, chosen_groups=2, scale=1.5)
-    router = Router(D, E, routing, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    config = LlamaConfig(
+        width=D,
+        num_heads=1,
+        num_kv_heads=1,
+        num_experts=E,
+        experts_per_token=K,
+        sigmoid_router=True,
+        expert_groups=4,
+        chosen_groups=2,
+        expert_scale=1.5,
+        param_dtype=jnp.float64,
+    )
+    router = Router(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     kernel, correction = rng.standard_normal((D, E)), rng.standard_normal(E) * 0.3
     router.kernel.set_value(jnp.asarray(kernel))
@@ -246,17 +257,17 @@ def test_a_tokens_experts_are_in_its_best_groups(x64):
 @pytest.mark.parametrize("normalized", [True, False])
 def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normalized):
     E, K, D, F, N = 5, 2, 8, 6, 21
-    moe = MixtureOfExperts(
-        D,
-        F,
-        E,
-        Routing(K, normalized),
-        activation=jax.nn.silu,
-        residual_std=0.3,
-        dtype=jnp.float64,
+    config = LlamaConfig(
+        width=D,
+        hidden=F,
+        num_heads=1,
+        num_kv_heads=1,
+        num_experts=E,
+        experts_per_token=K,
+        normalized_experts=normalized,
         param_dtype=jnp.float64,
-        rngs=nnx.Rngs(0),
     )
+    moe = MixtureOfExperts(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     x_BTD = jnp.asarray(rng.standard_normal((3, 7, D)))
     out_BTD = jnp.asarray(rng.standard_normal((3, 7, D)))

@@ -19,7 +19,7 @@ import parity
 from jshard import inspect
 from jshard.checkpoint.step_folders import step_folder
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.models.rope import rotate
+from jshard.models.rope import Rope, rotate_by
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipes import llama
 
@@ -50,6 +50,12 @@ def attention(
         scores_BTS = jnp.where(jnp.tri(T, dtype=bool), scores_BTS, -jnp.inf)
         heads.append(jax.nn.softmax(scores_BTS) @ v_BTKH[:, :, n // group])
     return jnp.stack(heads, axis=2)
+
+
+def rotate(x_BTNH: jax.Array, theta: float, positions: Any = None) -> jax.Array:
+    wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    frequency_I = Rope(theta).frequencies(x_BTNH.shape[3], wide)
+    return rotate_by(x_BTNH, frequency_I, positions)
 
 
 def plain_rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:

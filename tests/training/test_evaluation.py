@@ -1,6 +1,8 @@
 """Evaluations: exact for any number of examples, and tried before the first step."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import grain
 import jax
@@ -47,20 +49,20 @@ def evaluated(count: int) -> tuple[dict[str, float], dict[str, float]]:
         policy = jshard.Policy(min_shard_elements=0)
         fsdp = jshard.FSDP(jshard.make_mesh(), policy, units=(nnx.Linear,))
         state = fsdp.init(Model, optax.sgd(0.1))
-        config = complete(_config(), "test")
-        evaluate = prepare_evaluation(
-            loss_fn,
-            fsdp,
-            fsdp.abstract_state(Model, optax.sgd(0.1)),
-            grain.MapDataset.range(count).map(example),
-            config,
-            {
-                "batch_size": BATCH,
-                "process_index": jax.process_index(),
-                "process_count": jax.process_count(),
-            },
+        reader = {
+            "batch_size": BATCH,
+            "process_index": jax.process_index(),
+            "process_count": jax.process_count(),
+        }
+        run: Any = SimpleNamespace(
+            job=SimpleNamespace(fsdp=fsdp, recipe=SimpleNamespace(loss_fn=loss_fn)),
+            abstract_state=fsdp.abstract_state(Model, optax.sgd(0.1)),
+            config=complete(_config(), "test"),
+            reader=lambda: reader,
             filled=lambda rows: rows,
         )
+        examples = grain.MapDataset.range(count).map(example)
+        evaluate = prepare_evaluation(run, examples)
         got = evaluate(state)
         rows = [example(i) for i in range(count)]
         full = {k: np.stack([row[k] for row in rows]) for k in rows[0]}

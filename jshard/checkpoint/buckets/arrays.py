@@ -6,7 +6,7 @@ database of its own, and process 0 merges their indices. Every chunk has a CRC-3
 which TensorStore verifies when it reads the chunk.
 """
 
-import collections
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ ADDRESS = ".bucket"  # a file in a local step's folder: the URL of its arrays
 ARRAYS = "state/"
 _CHUNK = 32 << 20  # bytes; who reads a part of a chunk reads all of it
 _OBJECT = 256 << 20  # bytes of an object with chunks of many arrays
-_AT_ONCE = 512 << 20  # bytes that are encoded or read at a time
+_AT_ONCE = 512 << 20  # bytes that are encoded at a time
 
 Shards = dict[str, tuple[dict[str, Any], list[tuple[Any, np.ndarray]]]]
 
@@ -246,98 +246,19 @@ def database(step: Objects) -> dict[str, Any]:
     }
 
 
-def load(step: Objects, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads the ``wanted`` arrays by name; each process its shards, each shard once.
-
-    Args:
-      step: The step's URL.
-      wanted: Shape, dtype and sharding by name. What is beyond the stored shape is
-        zeros, as padding.
+@contextlib.contextmanager
+def explained_reads(step: Objects) -> Iterator[None]:
+    """Says in one line why a step's arrays cannot be read.
 
     Raises:
       UserError: A chunk is damaged.
     """
-    context = tensorstore.Context(_CONTEXT)
-    stored = database(step)
-    del stored["context"]  # all share one
-    opened = {
-        name: tensorstore.open(
-            {"driver": "zarr3", "kvstore": stored | {"path": f"{name}/"}},
-            read=True,
-            context=context,
-            recheck_cached_metadata=False,
-        )
-        for name in wanted
-    }
-    reads: collections.deque[tuple[str, _Reads]] = collections.deque()
-    loaded: dict[str, jax.Array] = {}
-
-    def load_next() -> None:
-        name, shards = reads.popleft()
-        for _, read in shards.values():
-            read.result()
-        values = {ranges: out for ranges, (out, _) in shards.items()}
-        loaded[name] = _on_devices(wanted[name], values)
-
-    def load_all() -> None:
-        for name, array in wanted.items():
-            reads.append((name, _read(opened[name].result(), array)))
-            while len(reads) > 1 and sum(map(_bytes, reads)) > _AT_ONCE:
-                load_next()
-        while reads:
-            load_next()
-
     try:
         with explained(step.url):
-            load_all()
+            yield
     except BucketError as error:
         if re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", str(error.__cause__)):
             raise UserError(
                 f"checkpoint {step.url} is damaged: an array of it has another checksum"
             ) from error
         raise
-    return {name: loaded[name] for name in wanted}
-
-
-_Reads = dict[Any, tuple[np.ndarray, Any]]
-
-
-def _bytes(reads: tuple[str, _Reads]) -> int:
-    return sum(out.nbytes for out, _ in reads[1].values())
-
-
-def _read(stored: Any, wanted: Any) -> _Reads:
-    """Starts to read this process's shards of an array, by their index."""
-    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-    shape = stored.shape if is_key else wanted.shape
-    shards: _Reads = {}
-    for index in wanted.sharding.addressable_devices_indices_map(shape).values():
-        ranges = tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
-        if ranges in shards:
-            continue
-        out = np.zeros([end - start for start, end in ranges], stored.dtype.numpy_dtype)
-        there = tuple(
-            slice(start, max(start, min(end, n)))
-            for (start, end), n in zip(ranges, stored.shape, strict=True)
-        )
-        here = tuple(slice(0, x.stop - x.start) for x in there)
-        into = tensorstore.array(out)[here]
-        shards[ranges] = out, into.write(stored[there].translate_to[(0,) * out.ndim])
-    return shards
-
-
-def _on_devices(wanted: Any, values: Mapping[Any, np.ndarray]) -> jax.Array:
-    """Returns an array of shards, each on its device and in its memory."""
-    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-    shape = wanted.shape
-    if is_key:
-        shape += next(iter(values.values())).shape[-1:]
-    else:
-        values = {i: x.astype(wanted.dtype, copy=False) for i, x in values.items()}
-
-    def shard(index: Any) -> np.ndarray:
-        ranges = (x.indices(n)[:2] for x, n in zip(index, shape, strict=True))
-        return values[tuple(ranges)]
-
-    array = jax.make_array_from_callback(shape, wanted.sharding, shard)
-    return jax.random.wrap_key_data(array) if is_key else array

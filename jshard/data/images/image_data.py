@@ -79,30 +79,23 @@ def image_data(
                 return image, encoded.label, float(offset == 0)
         raise UserError(f"--config.data.path={path}: no image of {split} decodes")
 
-    def example(pixels: np.ndarray, label: int, weight: float) -> dict[str, Any]:
-        smoothing = label_smoothing if split == "train" else 0.0
-        return {
-            "image": pixels,
-            "targets": smooth_labels(label, classes, smoothing),
-            "weights": np.float32(weight),
-        }
-
-    def training_example(index: int, rng: np.random.Generator) -> dict[str, Any]:
+    def example(index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
         image, label, weight = read(index)
-        pixels = random_crop(image, size, rng)
-        if color_shift:
-            pixels = shift_colors(pixels, color_shift, rng)
-        return example(pixels, label, weight)
-
-    def validation_example(index: int) -> dict[str, Any]:
-        image, label, weight = read(index)
-        return example(center_crop(image, size), label, weight)
+        smoothing = 0.0
+        if rng is None:
+            pixels = center_crop(image, size)
+        else:
+            smoothing, pixels = label_smoothing, random_crop(image, size, rng)
+            if color_shift:
+                pixels = shift_colors(pixels, color_shift, rng)
+        targets = smooth_labels(label, classes, smoothing)
+        return {"image": pixels, "targets": targets, "weights": np.float32(weight)}
 
     numbers = grain.MapDataset.range(len(source))
     if split == "validation":
-        return numbers.map(validation_example)
+        return numbers.map(example)
     shuffled = numbers.seed(seed).shuffle().repeat()
-    return mixup(shuffled.random_map(training_example), mixup_alpha, seed)
+    return mixup(shuffled.random_map(example), mixup_alpha, seed)
 
 
 def smooth_labels(label: int, classes: int, smoothing: float = 0.0) -> np.ndarray:

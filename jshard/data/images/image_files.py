@@ -66,10 +66,13 @@ class Decoder:
         Raises:
           UserError: Too many do not, or a colour image is to be grey.
         """
+        from PIL import ImageOps
+
         try:
             image = self._image.open(io.BytesIO(encoded.data))
             image.load()
-            image = _in_8_bits(_upright(image))
+            # Upright, as cameras mean it, who note how they were held (EXIF).
+            image = _in_8_bits(ImageOps.exif_transpose(image))
         # What Pillow's readers raise for damaged data, and for sizes that are attacks.
         except (
             OSError, SyntaxError, ValueError, IndexError, EOFError,
@@ -101,13 +104,6 @@ class Decoder:
                 f"{self._most_broken}",
                 stacklevel=2,
             )
-
-
-def _upright(image: Any) -> Any:
-    """Returns an image as cameras mean it, who note how it was held (EXIF)."""
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
 
 
 def _in_8_bits(image: Any) -> Any:

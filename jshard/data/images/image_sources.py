@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import grain
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -23,29 +23,11 @@ _LABEL = struct.Struct("<i")
 
 
 class EncodedImage(NamedTuple):
-    """An image as it is stored.
+    """An image as it is stored."""
 
-    Attributes:
-      data: The content of an image file.
-      label: Its class.
-      name: Where it is, for messages.
-    """
-
-    data: bytes
-    label: int
-    name: str
-
-
-class ImageSource(Protocol):
-    """Images by number."""
-
-    def __len__(self) -> int:
-        """Returns the number of images."""
-        ...
-
-    def __getitem__(self, index: int) -> EncodedImage:
-        """Reads an image."""
-        ...
+    data: bytes  # the content of an image file
+    label: int  # its class
+    name: str  # where it is, for messages
 
 
 class ImageFolder:
@@ -103,7 +85,7 @@ class ImageRecords:
         return EncodedImage(record[_LABEL.size :], label, name)
 
 
-def find_images(path: str, split: str, classes: int) -> ImageSource:
+def find_images(path: str, split: str, classes: int) -> ImageFolder | ImageRecords:
     """Finds the images of a split.
 
     `path` is a folder with either of:
@@ -126,7 +108,7 @@ def find_images(path: str, split: str, classes: int) -> ImageSource:
     if not folder.is_dir():
         raise UserError(f"--config.data.path={path}: is not a folder")
     if records := _records(folder, split):
-        source: ImageSource = ImageRecords(records)
+        source: ImageFolder | ImageRecords = ImageRecords(records)
     else:
         found = _split_folder(folder, split)
         if found is None:

@@ -1,40 +1,33 @@
 """A record of two answers, in any form that TRL reads, as tokens and as an example."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jshard.checkpoint.untrusted import parse_json
-from jshard.data.tokenizers.chat import Chat, load_chat
-from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
+from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError, some_of
 
 _ANSWERS = ("chosen", "rejected")
 
 
 class Pair(NamedTuple):
-    """The tokens of two answers to a prompt, [n] each.
+    """The tokens of two answers to a prompt, [n] each."""
 
-    Attributes:
-      prompt: What both begin with.
-      chosen: The answer that was preferred, with its end.
-      rejected: The other.
-    """
-
-    prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
+    prompt: np.ndarray  # what both begin with
+    chosen: np.ndarray  # the answer that was preferred, with its end
+    rejected: np.ndarray  # the other
 
 
 class PairEncoder:
     """Makes pairs of records.
 
-    Args:
-      tokenizer: Of texts, and its template of chats.
-      vocab_size: Tokens must be below it, if it is given.
-      T: places of an answer with its prompt.
+    Tokens must be below `vocab_size`, if it is given; T is how many places an answer
+    has with its prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None, T: int):
@@ -48,8 +41,12 @@ class PairEncoder:
         """
         prompt, chosen, rejected, is_chat = _parts(record, where)
         if is_chat:
-            tools = _tools(record, where)
-            chat = self._chat(where)
+            tools = record.get("tools") or None
+            try:
+                tools = parse_json(tools) if isinstance(tools, str) else tools
+            except ValueError as error:
+                raise UserError(f"{where}: 'tools' is not JSON: {error}") from error
+            chat = load_chat(self._tokenizer, where)
             write = functools.partial(chat.render, tools=tools, where=where)
             first = self._encode(write(prompt, add_generation_prompt=True), where, True)
             whole = [
@@ -62,18 +59,10 @@ class PairEncoder:
                 for x in (chosen, rejected)
             ]
         # Tokens may join the prompt's end to an answer; templates may write it anew.
-        begin = min(_common_tokens(first, x) for x in whole)
+        begin = min(_common(first, x) for x in whole)
         pair = Pair(first[:begin], *(x[begin:] for x in whole))
         problem = self._problem(pair, _is_empty(chosen) or _is_empty(rejected))
         return f"{where}: {problem}" if problem else pair
-
-    def _chat(self, where: str) -> Chat:
-        if not isinstance(self._tokenizer, FileTokenizer):
-            raise UserError(
-                f"{where}: chats need the template of a tokenizer: set data.tokenizer "
-                "to the model's folder"
-            )
-        return load_chat(self._tokenizer)
 
     def _encode(self, text: str, where: str, is_chat: bool) -> np.ndarray:
         more = {"special": False} if is_chat else {}
@@ -159,31 +148,16 @@ def _kind(value: Any, name: str, where: str) -> str:
     )
 
 
-def _tools(record: Mapping[str, Any], where: str) -> Any:
-    """Returns the tools of a chat, which may be a text of JSON, or None."""
-    tools = record.get("tools") or None
-    try:
-        return parse_json(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise UserError(f"{where}: 'tools' is not JSON: {error}") from error
-
-
 def _is_empty(answer: Any) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     return not any(x.get("content") or x.get("tool_calls") for x in answer)
 
 
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common(one: Iterable[Any], other: Iterable[Any]) -> int:
     """Returns how many items both begin with."""
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
-
-
-def _common_tokens(one: np.ndarray, other: np.ndarray) -> int:
-    shorter = min(len(one), len(other))
-    differ = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(differ[0]) if len(differ) else shorter
+    both = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def example_of(pair: Pair, T: int) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jshard.cli.paths import check_path
-from jshard.data.text.encoded import Encoded, encode_files
+from jshard.data.text.encoded import encode_files
 from jshard.data.text.records import with_records
 from jshard.data.text.token_files import TOKENS, Piece, map_tokens, reading
 from jshard.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
@@ -237,7 +237,7 @@ def _text_pieces(
     texts: Mapping[Path, bytes], folder: Path, tokenizer: Tokenizer, end: bytes = b"\0"
 ) -> list[Piece]:
     """Returns the tokens of text files; as bytes, each ends with `end`."""
-    if not isinstance(tokenizer, ByteTokenizer):
+    if type(tokenizer) is not ByteTokenizer:
         return _encoded(list(texts), folder, tokenizer)
     tokens = {file: np.frombuffer(x + end, np.uint8) for file, x in texts.items()}
     return [
@@ -249,20 +249,5 @@ def _text_pieces(
 def _encoded(
     files: Sequence[Path], folder: Path, tokenizer: Tokenizer, text_key: str = "text"
 ) -> list[Piece]:
-    """Returns the tokens of the documents of files that have some."""
-    encoded = zip(files, encode_files(files, tokenizer, text_key), strict=True)
-    found = [(file, tokens) for file, tokens in encoded if len(tokens.tokens)]
-    return [_piece(file, _name(file, folder), tokens) for file, tokens in found]
-
-
-def _piece(file: Path, name: str, found: Encoded) -> Piece:
-    trained = found.trained
-    return Piece(
-        file,
-        name,
-        0,
-        len(found.tokens),
-        load=lambda: found.tokens,
-        ends=(lambda: found.ends) if len(found.ends) > 1 else None,
-        trained=None if trained is None else (lambda: trained),
-    )
+    pieces = encode_files(files, tokenizer, text_key)
+    return [dataclasses.replace(x, name=_name(x.file, folder)) for x in pieces]

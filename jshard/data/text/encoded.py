@@ -16,8 +16,9 @@ from jshard.data.text.records import (
     read_records,
     read_texts,
 )
+from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.chat import load_chat
-from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
+from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError
 
 TEXT_BYTES = 2**24  # longer texts are several documents, as tokenizing takes memory
@@ -26,45 +27,22 @@ _MUCH = 2**30  # bytes to tokenize at every start
 
 
 class Document(NamedTuple):
-    """The tokens of a document.
+    """The tokens of a document."""
 
-    Attributes:
-      file: Where it is from.
-      tokens: Unsigned [n].
-      trained: Which tokens are targets, bool[n]; None for all.
-    """
-
-    file: Path
-    tokens: np.ndarray
-    trained: np.ndarray | None = None
-
-
-class Encoded(NamedTuple):
-    """The tokens of a file.
-
-    Attributes:
-      tokens: Unsigned [n].
-      ends: The token after the last of each document, int64[documents].
-      trained: Which tokens are targets, bool[n]; None for all.
-    """
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    trained: np.ndarray | None = None
+    file: Path  # where it is from
+    tokens: np.ndarray  # unsigned [n]
+    trained: np.ndarray | None = None  # which tokens are targets, bool[n]; None for all
 
 
 def encode_files(
     files: Sequence[Path], tokenizer: Tokenizer, text_key: str
-) -> list[Encoded]:
-    """Returns the tokens of text files and of files of records.
+) -> list[Piece]:
+    """Returns the tokens of text files and of files of records that have some.
 
     A text file is a document; one of more than 16 MiB is cut at lines to several. The
     result is kept for the next call with the same unchanged files.
 
-    Args:
-      files: See above. Chats are records without `text_key`, but with "messages".
-      tokenizer: Makes the tokens.
-      text_key: The text of a record.
+    Chats are records without `text_key`, but with "messages".
     """
     stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     size = sum(size for _, size in stamps)
@@ -81,22 +59,29 @@ def encode_files(
 @functools.lru_cache(maxsize=16)  # for both splits, and the sources of a mixture
 def _encode_files(
     files: Sequence[Path], tokenizer: Tokenizer, text_key: str, stamps: tuple
-) -> list[Encoded]:
+) -> list[Piece]:
     del stamps  # part of the cache's key
-    found: dict[Path, list[Document]] = {file: [] for file in files}
     parts = [part for file in files for part in cut(file, TEXT_BYTES)]
-    for document in encode_slices(parts, tokenizer, text_key):
-        found[document.file].append(document)
-    return [_joined(documents, tokenizer.dtype) for documents in found.values()]
+    documents = encode_slices(parts, tokenizer, text_key)
+    of_files = itertools.groupby(documents, lambda document: document.file)
+    pieces = [joined(file, [*of_file]) for file, of_file in of_files]
+    return [piece for piece in pieces if len(piece)]
 
 
-def _joined(documents: Sequence[Document], dtype: np.dtype) -> Encoded:
-    tokens = [document.tokens for document in documents]
-    trained = [x.trained for x in documents if x.trained is not None]
-    return Encoded(
-        np.concatenate(tokens) if tokens else np.zeros(0, dtype),
-        np.cumsum(list(map(len, tokens)), dtype=np.int64),
-        np.concatenate(trained) if trained else None,  # a file has chats alone, or none
+def joined(file: Path, documents: Sequence[Document]) -> Piece:
+    """Returns the tokens of documents, all of chats or none, as those of one file."""
+    tokens = np.concatenate([document.tokens for document in documents])
+    ends = np.cumsum([len(document.tokens) for document in documents])
+    masks = [x.trained for x in documents if x.trained is not None]
+    trained = np.concatenate(masks) if masks else None
+    return Piece(
+        file,
+        str(file),
+        0,
+        len(tokens),
+        load=lambda: tokens,
+        ends=(lambda: ends) if len(ends) > 1 else None,
+        trained=None if trained is None else (lambda: trained),
     )
 
 
@@ -108,7 +93,9 @@ def encode_slices(
     for chats, group in itertools.groupby(parts, is_chat):
         if chats:
             for part in group:
-                yield from _chats(part, tokenizer)
+                chat = load_chat(tokenizer, str(part.file))
+                for where, record in read_records(part):
+                    yield Document(part.file, *chat.encode(record, where))
             continue
         texts = ((x.file, text) for x in group for text in read_texts(x, text_key))
         for batch in _batches(texts):
@@ -150,14 +137,3 @@ def has_chats(file: Path, text_key: str) -> bool:
         for _, record in read_records(part):
             return text_key not in record and "messages" in record
     return False
-
-
-def _chats(part: Slice, tokenizer: Tokenizer) -> Iterator[Document]:
-    if not isinstance(tokenizer, FileTokenizer):
-        raise UserError(
-            f"{part.file}: chats need the template of a tokenizer: set data.tokenizer "
-            "to the model's folder"
-        )
-    chat = load_chat(tokenizer)
-    for where, record in read_records(part):
-        yield Document(part.file, *chat.encode(record, where))

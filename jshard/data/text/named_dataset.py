@@ -18,24 +18,18 @@ VALIDATION = "validation"  # a dataset's split, and that of a run
 
 
 class Split(NamedTuple):
-    """A split of a dataset.
+    """A split of a dataset."""
 
-    Attributes:
-      rows: An `IterableDataset`.
-      fingerprint: What is known of it.
-    """
-
-    rows: Any
-    fingerprint: Mapping[str, str]
+    rows: Any  # an `IterableDataset`
+    fingerprint: Mapping[str, str]  # what is known of it
 
 
 @functools.lru_cache(maxsize=16)  # for both splits
 def load_splits(dataset: str, config: str) -> Mapping[str, Split]:
     """Returns the splits of a dataset by name, to be streamed.
 
-    Args:
-      dataset: A name on the Hub, which may have a revision, or a folder.
-      config: The dataset's configuration; "" for its only one.
+    The dataset is a name on the Hub, perhaps with a revision, or a folder; `config` is
+    its configuration, "" for its only one.
 
     Raises:
       UserError: There is no such dataset or configuration, or the Hub does not answer.

@@ -16,10 +16,9 @@ from grain.experimental import (
 
 from jshard.data.iterables import Stream, part_of
 from jshard.data.mixture import is_mixture, mix, parse_mixture
-from jshard.data.text.encoded import Document
+from jshard.data.text.encoded import Document, joined
 from jshard.data.text.named_dataset import VALIDATION, NamedDataset
 from jshard.data.text.packing import packed_rows
-from jshard.data.text.token_files import Piece
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
@@ -88,20 +87,18 @@ def streamed_text(
     if split == VALIDATION:
         if not validation_rows:
             return None
-        pieces = {
-            name: _piece(
-                name, list(itertools.chain(*map(encode, x.held_out()))), encode
-            )
-            for name, x in sources.items()
-        }
-        made = {
-            name: packed_rows(
-                [piece], T, max_segments=max_segments, vocab_size=vocab_size
-            )
-            if pack
-            else windows([piece], T, pad=True, vocab_size=vocab_size)
-            for name, piece in pieces.items()
-        }
+        made = {}
+        for name, source in sources.items():
+            documents = list(itertools.chain(*map(encode, source.held_out())))
+            if sum(len(x.tokens) for x in documents) < 2:
+                raise UserError(f"data.dataset={name}: has no text for validation")
+            pieces = [joined(Path(name), documents)]
+            if pack:
+                made[name] = packed_rows(
+                    pieces, T, max_segments=max_segments, vocab_size=vocab_size
+                )
+            else:
+                made[name] = windows(pieces, T, pad=True, vocab_size=vocab_size)
         return mix(made, weights)
 
     def of_part(source: NamedDataset, part: int, parts: int) -> grain.IterDataset:
@@ -160,9 +157,8 @@ class _Encoder:
                 "a tokenizer: set data.pack=True, and data.tokenizer to the model's "
                 "folder"
             )
-        return Document(
-            Path(), *load_chat(self.tokenizer).encode(row, "data.dataset, a row")
-        )
+        where = "data.dataset, a row"
+        return Document(Path(), *load_chat(self.tokenizer, where).encode(row, where))
 
 
 class _Places(FlatMapTransform):
@@ -220,24 +216,4 @@ def _cut(documents: grain.IterDataset, T: int) -> grain.IterDataset:
             "targets": row["tokens"][1:],
             "weights": np.ones(T, np.float32),
         }
-    )
-
-
-def _piece(name: str, documents: list[Document], encode: _Encoder) -> Piece:
-    """Returns the tokens of all documents, as of one file."""
-    if sum(len(x.tokens) for x in documents) < 2:
-        raise UserError(f"data.dataset={name}: has no text for validation")
-    tokens = np.concatenate([x.tokens for x in documents])
-    ends = np.cumsum([len(x.tokens) for x in documents])
-    trained = None
-    if documents[0].trained is not None:
-        trained = np.concatenate([np.asarray(x.trained) for x in documents])
-    return Piece(
-        Path(name),
-        name,
-        0,
-        len(tokens),
-        load=lambda: tokens,
-        ends=lambda: ends,
-        trained=None if trained is None else lambda: trained,
     )

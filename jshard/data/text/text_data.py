@@ -1,13 +1,10 @@
 """Text as windows of tokens, or as rows of packed documents."""
 
-from collections.abc import Sequence
-
 import grain
 
 from jshard.data.mixture import mix, parse_mixture
 from jshard.data.text.corpus import split_corpus
 from jshard.data.text.packing import packed_rows
-from jshard.data.text.token_files import Piece
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
@@ -121,7 +118,12 @@ def text_data(
         )[split]
         long = split == "train" and not pack
         needed = sequence_length + 1 if long else 2
-        _check_length(pieces, path, split, sequence_length, needed)
+        if (found := sum(map(len, pieces))) < needed:
+            raise UserError(
+                f"{path or 'built-in text'}: the {split} split has {found} tokens but "
+                f"needs {needed} with sequence_length={sequence_length}; provide more "
+                "text, shorten sequence_length or change data.validation_fraction"
+            )
         if pack:
             dataset = packed_rows(
                 pieces,
@@ -130,7 +132,11 @@ def text_data(
                 vocab_size=vocab_size,
             )
         else:
-            _check_targets(pieces)
+            if chats := [piece.file for piece in pieces if piece.trained is not None]:
+                raise UserError(
+                    f"{chats[0]}: chats are trained on as whole documents: set "
+                    "--config.data.pack=True"
+                )
             dataset = windows(
                 pieces, sequence_length, pad=not long, vocab_size=vocab_size
             )
@@ -147,24 +153,3 @@ def text_data(
         for number, path in enumerate(weights)
     }
     return mix(sources, weights)
-
-
-def _check_length(
-    pieces: Sequence[Piece], path: str, split: str, sequence_length: int, needed: int
-) -> None:
-    num_tokens = sum(map(len, pieces))
-    if num_tokens < needed:
-        raise UserError(
-            f"{path or 'built-in text'}: the {split} split has {num_tokens} tokens but "
-            f"needs {needed} with sequence_length={sequence_length}; provide more "
-            "text, shorten sequence_length or change data.validation_fraction"
-        )
-
-
-def _check_targets(pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        if piece.trained is not None:
-            raise UserError(
-                f"{piece.file}: chats are trained on as whole documents: set "
-                "--config.data.pack=True"
-            )

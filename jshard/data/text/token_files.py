@@ -71,10 +71,7 @@ def make_header(dtype: str, tokens: int) -> bytes:
 def map_tokens(file: Path, name: str, token_dtype: str) -> Piece:
     """Returns the tokens of a `.bin` file.
 
-    Args:
-      file: The file.
-      name: Its path in the corpus' folder.
-      token_dtype: "uint16" or "uint32".
+    `name` is its path in the corpus' folder.
 
     Raises:
       UserError: The file is empty or cannot be read as such tokens, or what lies beside

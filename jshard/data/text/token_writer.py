@@ -58,15 +58,10 @@ _PAUSE = 10.0  # seconds between lines
 
 
 class _Part(NamedTuple):
-    """Slices that become one file.
+    """Slices that become one file."""
 
-    Attributes:
-      name: Of the file, without its suffix.
-      slices: What it consists of.
-    """
-
-    name: str
-    slices: list[Slice]
+    name: str  # of the file, without its suffix
+    slices: list[Slice]  # what it consists of
 
     @property
     def size(self) -> int:
@@ -115,10 +110,13 @@ def write_token_files(
         "dtype": loaded.dtype.name,
         "text_key": text_key,
         "part_bytes": part_bytes,
-        "files": {str(file.resolve()): _stamp(file) for file in files},
+        "files": {
+            str(file.resolve()): [file.stat().st_size, file.stat().st_mtime_ns]
+            for file in files
+        },
     }
     if chats := any(has_chats(file, text_key) for file in files):
-        about["chat_template"] = load_chat(loaded).digest
+        about["chat_template"] = load_chat(loaded, "--tokenizer").digest
     folder = (cached(output) if is_remote(output) else Path(output)) / UNFINISHED
     if is_remote(output) and (there := names_at(output)):
         raise UserError(f"--output={output} holds {there[0]}; give another folder")
@@ -152,11 +150,6 @@ def write_token_files(
         + " --config.data.pack=True"
         * chats
     )
-
-
-def _stamp(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _plan(files: Mapping[Path, str], part_bytes: int) -> list[_Part]:

@@ -1,4 +1,4 @@
-"""Pieces of text as tokens: a small vocabulary of byte pairs, without a library."""
+"""Tokens that need no library: bytes, and a small vocabulary of pieces of text."""
 
 import functools
 import hashlib
@@ -17,37 +17,32 @@ BYTES = [bytes([byte]) for byte in range(256)]
 PYTHON = "python_pieces.json"  # beside this file; benchmarks/pieces.py makes it
 
 
-class PieceTokenizer:
-    """Tokens are bytes and frequent pieces of words; a zero byte ends a document.
+class ByteTokenizer:
+    """Tokens are the bytes of UTF-8; a zero byte, which no text has, ends a document.
 
-    A word becomes the longest piece that it begins with, and so on with its rest.
-
-    Args:
-      pieces: Strings of several bytes, which are the tokens from 256 on.
-
-    The attributes are those of `ByteTokenizer`.
+    Attributes:
+      vocab_size: All tokens are below it.
+      dtype: An unsigned one that holds them.
+      digest: Differs between tokenizers whose files differ.
+      bos_id: Begins a document; None if nothing does. Here None.
+      eos_id: Ends a document; None if nothing does. Here 0.
+      stop_ids: Tokens that end a generated text; here 0 alone.
     """
 
+    vocab_size = len(BYTES)
+    dtype = np.dtype(np.uint8)
+    digest = "bytes"
     bos_id: int | None = None
     eos_id: int | None = 0
-    stop_ids: tuple[int, ...] = ()
-
-    def __init__(self, pieces: Sequence[bytes]):
-        self._texts = [*BYTES, *pieces]
-        self._ids = {text: token for token, text in enumerate(self._texts)}
-        self._longest = max(map(len, self._texts))
-        self._tokens_of = functools.lru_cache(maxsize=2**17)(self._spell)
-        self.vocab_size = len(self._texts)
-        self.dtype = np.dtype(np.uint16)
-        self.digest = hashlib.sha256(b"\n".join(self._texts)).hexdigest()
+    stop_ids: tuple[int, ...] = (0,)
+    _texts = BYTES
 
     def encode(self, text: str, *, special: bool = True) -> np.ndarray:
         """Returns the tokens of a prompt, int32[n]; none of them are special."""
-        words = WORD.findall(text.encode())
-        return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of whole documents, uint16[n], each with its end."""
+        """Returns the tokens of whole documents, [n] of `dtype`, each with its end."""
         return [self.encode(text + "\0").astype(self.dtype) for text in texts]
 
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
@@ -59,6 +54,34 @@ class PieceTokenizer:
             found = b"".join(self._texts[token] for token in tokens)
             return found.decode(errors="replace")
         return " ".join(map(str, tokens))
+
+
+class PieceTokenizer(ByteTokenizer):
+    """Tokens are bytes and frequent pieces of words; a zero byte ends a document.
+
+    A word becomes the longest piece that it begins with, and so on with its rest.
+
+    Args:
+      pieces: Strings of several bytes, which are the tokens from 256 on.
+
+    The attributes are those of `ByteTokenizer`.
+    """
+
+    dtype = np.dtype(np.uint16)
+    stop_ids: tuple[int, ...] = ()
+
+    def __init__(self, pieces: Sequence[bytes]):
+        self._texts = [*BYTES, *pieces]
+        self._ids = {text: token for token, text in enumerate(self._texts)}
+        self._longest = max(map(len, self._texts))
+        self._tokens_of = functools.lru_cache(maxsize=2**17)(self._spell)
+        self.vocab_size = len(self._texts)
+        self.digest = hashlib.sha256(b"\n".join(self._texts)).hexdigest()
+
+    def encode(self, text: str, *, special: bool = True) -> np.ndarray:
+        """Returns the tokens of a prompt, int32[n]; none of them are special."""
+        words = WORD.findall(text.encode())
+        return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
 
     def _spell(self, word: bytes) -> tuple[int, ...]:
         tokens, start = [], 0

@@ -6,16 +6,16 @@ that of Hugging Face's transformers, so that it writes the same text here.
 
 import functools
 import hashlib
+import re
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jshard.checkpoint.untrusted import read_text
 from jshard.data.tokenizers.chat_template import Template, TemplateError
-from jshard.data.tokenizers.tokenizer import FileTokenizer, read_json
+from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, read_json
 from jshard.errors import UserError, some_of
 
 _FILE = "chat_template.jinja"
@@ -24,10 +24,7 @@ _FILE = "chat_template.jinja"
 class Chat:
     """Writes chats as text and tokens.
 
-    Args:
-      tokenizer: Of the model that chats.
-      template: A Jinja program.
-      where: Its file, for errors.
+    `where` is the template's file, for errors.
 
     Attributes:
       digest: Differs between templates.
@@ -39,8 +36,15 @@ class Chat:
         self._where = where
         # Text that no conversation holds, around what a template marks as generated.
         self._marks = (f"<{uuid.uuid4().hex}>", f"</{uuid.uuid4().hex}>")
-        self._template = _compile(template, where, self._marks)
-        self._marked = "generation" in _tags(template)
+        self._marked = re.search(r"{%[-+]?\s*generation\b", template) is not None
+        try:
+            self._template = Template(template, self._marks)
+        except ImportError as error:
+            raise UserError(
+                f"{where}: chat templates need jinja2: pip install 'jshard[text]'"
+            ) from error
+        except TemplateError as error:
+            raise UserError(f"{where}: not a Jinja template: {error}") from error
 
     def render(
         self,
@@ -84,12 +88,10 @@ class Chat:
             are not known.
         """
         messages, tools = _checked(record, where), record.get("tools") or None
+        text = self._render(messages, tools, False, where)
         if self._marked:
-            text, spans = self._split(
-                self._render(messages, tools, False, where), where
-            )
+            text, spans = self._split(text, where)
         else:
-            text = self._render(messages, tools, False, where)
             spans = self._answers(messages, tools, text, where)
         try:
             tokens, offsets = self._tokenizer.encode_with_offsets(text)
@@ -156,16 +158,33 @@ class Chat:
             raise UserError(f"{where}: {self._where} refuses it: {error}") from error
 
 
-@functools.lru_cache(maxsize=8)
-def load_chat(tokenizer: FileTokenizer) -> Chat:
+def load_chat(tokenizer: Tokenizer, where: str) -> Chat:
     """Returns a tokenizer's chat template, from `chat_template.jinja` or its config.
+
+    `where` is the chat that needs it, for errors.
 
     Raises:
       UserError: There is none, it is not Jinja, or jinja2 is missing.
     """
+    if not isinstance(tokenizer, FileTokenizer):
+        raise UserError(
+            f"{where}: chats need the template of a tokenizer: set data.tokenizer "
+            "to the model's folder"
+        )
+    return _load_chat(tokenizer)
+
+
+@functools.lru_cache(maxsize=8)
+def _load_chat(tokenizer: FileTokenizer) -> Chat:
     folder = tokenizer.file.parent
     file = folder / _FILE
-    if (template := _read(file)) is not None:
+    try:
+        template: str | None = read_text(file)
+    except FileNotFoundError:
+        template = None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    if template is not None:
         return Chat(tokenizer, template, str(file))
     name = "tokenizer_config.json"
     found = read_json(folder, [name]).get("chat_template")
@@ -179,16 +198,6 @@ def load_chat(tokenizer: FileTokenizer) -> Chat:
             "one of the model's chat version there"
         )
     return Chat(tokenizer, found, str(folder / name))
-
-
-def _read(file: Path) -> str | None:
-    """Returns the text of a template's file; None if there is none."""
-    try:
-        return read_text(file)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
 
 
 def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
@@ -205,23 +214,3 @@ def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(f"{where}: no message has the role 'assistant' to train on")
     return messages
-
-
-def _compile(template: str, where: str, marks: tuple[str, str]) -> Template:
-    try:
-        return Template(template, marks)
-    except ImportError as error:
-        raise UserError(
-            f"{where}: chat templates need jinja2: pip install 'jshard[text]'"
-        ) from error
-    except TemplateError as error:
-        raise UserError(f"{where}: not a Jinja template: {error}") from error
-
-
-def _tags(template: str) -> set[str]:
-    """Returns the first words of the template's statements."""
-    return {words[0] for words in map(str.split, _statements(template)) if words}
-
-
-def _statements(template: str) -> list[str]:
-    return [part.partition("%}")[0].strip("-+ ") for part in template.split("{%")[1:]]

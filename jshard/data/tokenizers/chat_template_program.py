@@ -71,9 +71,7 @@ def _limited(seconds: float) -> Iterator[None]:
 def _compile(template: str, marks: tuple[str, str]) -> Any:
     """Compiles a template in an environment like that of transformers.
 
-    Args:
-      template: A Jinja program.
-      marks: What to write before and after a `{% generation %}` block.
+    The marks are written before and after a `{% generation %}` block.
     """
     import jinja2  # pyright: ignore[reportMissingImports]
     import jinja2.ext  # pyright: ignore[reportMissingImports]
@@ -102,27 +100,11 @@ def _compile(template: str, marks: tuple[str, str]) -> Any:
         lstrip_blocks=True,
         extensions=[Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
+    # Unlike Jinja's own, it leaves `<` and `'` as they are.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
     return environment.from_string(template)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own, leaves `<` and `'` as they are."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 if __name__ == "__main__":

@@ -10,54 +10,21 @@ import numpy as np
 
 from jshard.checkpoint import untrusted
 from jshard.cli.paths import check_path
-from jshard.data.tokenizers.byte_pieces import PieceTokenizer, python_pieces
+from jshard.data.tokenizers.byte_pieces import (
+    ByteTokenizer,
+    PieceTokenizer,
+    python_pieces,
+)
 from jshard.errors import UserError
 from jshard.hub.online.download import local_path
 
-BYTE_VOCAB = 256
+BYTE_VOCAB = ByteTokenizer.vocab_size
 PYTHON = "python"  # the name of the pieces that come with jshard
 FILE = "tokenizer.json"
 _MOST = 2**28  # bytes of it; the largest ones have 40 MB
 # Where special tokens are named; the first that names one decides.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERING = ("config.json", "generation_config.json")
-
-
-class ByteTokenizer:
-    """Tokens are the bytes of UTF-8; a zero byte, which no text has, ends a document.
-
-    Attributes:
-      vocab_size: All tokens are below it.
-      dtype: An unsigned one that holds them.
-      digest: Differs between tokenizers whose files differ.
-      bos_id: Begins a document; None if nothing does. Here None.
-      eos_id: Ends a document; None if nothing does. Here 0.
-      stop_ids: Tokens that end a generated text; here 0 alone.
-    """
-
-    vocab_size = BYTE_VOCAB
-    dtype = np.dtype(np.uint8)
-    digest = "bytes"
-    bos_id: int | None = None
-    eos_id: int | None = 0
-    stop_ids: tuple[int, ...] = (0,)
-
-    def encode(self, text: str, *, special: bool = True) -> np.ndarray:
-        """Returns the tokens of a prompt, int32[n]; none of them are special."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of whole documents, uint8[n], each with its end."""
-        return [np.frombuffer(text.encode() + b"\0", np.uint8) for text in texts]
-
-    def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
-        """Returns the text of tokens [n], with � for bytes that are not UTF-8.
-
-        Tokens of a model with a larger vocabulary are written as numbers.
-        """
-        if np.max(tokens, initial=0) < BYTE_VOCAB:
-            return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
-        return " ".join(map(str, tokens))
 
 
 class FileTokenizer:

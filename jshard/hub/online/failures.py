@@ -32,10 +32,7 @@ def passes(error: BaseException) -> bool:
 def explained(name: Name, error: Exception, what: str = "download") -> Exception:
     """Returns the error to raise for one of huggingface_hub's.
 
-    Args:
-      name: What was asked for.
-      error: What the library raised.
-      what: "download" to the cache, or "write" to the Hub.
+    `what` was tried: to "download" to the cache, or to "write" to the Hub.
     """
     from huggingface_hub import constants, errors, get_token
 
@@ -54,7 +51,9 @@ def explained(name: Name, error: Exception, what: str = "download") -> Exception
     if what == "write" and not isinstance(error, errors.RevisionNotFoundError):
         return UserError(f"cannot write {name}: {reason(error)}")
     if any(isinstance(one, errors.OfflineModeIsEnabled) for one in chain):
-        near = did_you_mean(name.repository, _cached_names(Path(cache), name))
+        folders = Path(cache).glob(f"{name.kind}s--*--*")
+        names = [x.name.split("--", 1)[1].replace("--", "/") for x in folders]
+        near = did_you_mean(name.repository, names)
         return UserError(
             f"there is neither a folder {name.repository} here nor {name} in the cache "
             f"{cache}{near}; HF_HUB_OFFLINE is set, so it is not downloaded"
@@ -146,9 +145,3 @@ def _ask(question: Callable[[], Iterable[str]]) -> list[str]:
         return list(question())
     except (OSError, HTTPError):
         return []
-
-
-def _cached_names(cache: Path, name: Name) -> list[str]:
-    """Returns the names of the repositories in the cache."""
-    folders = cache.glob(f"{name.kind}s--*--*")
-    return [folder.name.split("--", 1)[1].replace("--", "/") for folder in folders]

@@ -35,22 +35,12 @@ class Logger(Protocol):
         """Ends the run, and waits until all is sent; the last call."""
 
 
-class Service(Logger, Protocol):
-    """A run in a service of the user's choice."""
-
-    id: str  # to go on with
-
-
-# The package of each service, which is an extra of the same name.
-_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
-
-
 def check_loggers(config: Config) -> None:
     """Raises a UserError if the package of a service is not installed."""
-    for name in _chosen(config):
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+    for name in _chosen(config):  # the service's package, and our extra
+        if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"--config.logger.{name} needs the package {_PACKAGES[name]}: "
+                f"--config.logger.{name} needs the package {name}: "
                 f"pip install 'jshard[{name}]'"
             )
 
@@ -60,11 +50,8 @@ class Loggers:
 
     One that fails is left out after a warning.
 
-    Args:
-      config: The run's config.
-      path: The run's folder.
-      ids: Of the runs to go on with, by service.
-      resume_from: The step after which the run resumes; None for a new run.
+    `ids` are those of the runs to go on with, by service; a new run has no
+    `resume_from`, the step after which it resumes.
 
     Attributes:
       ids: Of the runs in the services.
@@ -147,7 +134,8 @@ def _chosen(config: Config) -> dict[str, Any]:
     return {name: group[name] for name in group if group[name]}
 
 
-def _open(name: str) -> Callable[..., Service]:
+def _open(name: str) -> Callable[..., Any]:
+    """Returns the class of a service's run, a Logger whose `id` is to go on with."""
     # Large imports, only where they are needed.
     if name == "wandb":
         from jshard.run.loggers.wandb_run import WandbRun

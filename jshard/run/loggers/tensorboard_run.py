@@ -73,8 +73,5 @@ class TensorboardRun:
 def _tag(name: str) -> str:
     """Returns the tag of a metric; charts are grouped by what is before the slash."""
     group, _, rest = name.partition("_")
-    return (
-        f"{group}/{rest}"
-        if group in ("eval", "checkpoint") and rest
-        else f"train/{name}"
-    )
+    has_group = group in ("eval", "checkpoint") and rest
+    return f"{group}/{rest}" if has_group else f"train/{name}"

@@ -1,16 +1,15 @@
 """Evaluations, traced before the first step to find mistakes early."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jshard.cli.formatting import did_you_mean
-from jshard.config.run_config import Config
 from jshard.data.batches import eval_batches
 from jshard.errors import RunFailed, UserError
 from jshard.evaluate.in_runs import RunTasks
-from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
@@ -21,26 +20,21 @@ from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 
 
+@dataclasses.dataclass
 class Evaluation:
     """Evaluates every `eval_every` steps and after the last one."""
 
-    def __init__(
-        self,
-        run: PreparedRun,
-        recipe: RecipeFunctions,
-        log: StepLog,
-        folder: RunFolder,
-        display: ProgressDisplay,
-        hooks: Hooks,
-        samples: Samples,
-    ):
-        self._run, self._recipe, self._log = run, recipe, log
-        self._folder, self._display = folder, display
-        self._hooks, self._samples = hooks, samples
+    run: PreparedRun
+    recipe: RecipeFunctions
+    log: StepLog
+    folder: RunFolder
+    display: ProgressDisplay
+    hooks: Hooks
+    samples: Samples
 
     def after_step(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation; none if there is none to make."""
-        config = self._run.config
+        config = self.run.config
         if config.eval_every and (
             step == config.steps or step % config.eval_every == 0
         ):
@@ -49,35 +43,28 @@ class Evaluation:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates, and samples; returns the metrics."""
-        assert self._recipe.evaluate is not None
-        with self._log.drained():
-            self._run.peers.at("evaluating", step)
-            values = self._recipe.evaluate(self._run.state)
-            self._folder.write(step, values)
-            self._display.evaluated(step, values)
-            self._samples.after_evaluation(step, values["eval_loss"])
-            self._folder.log(step, self._hooks.call("on_evaluation", step, values))
-            self._folder.report()
+        assert self.recipe.evaluate is not None
+        with self.log.drained():
+            self.run.peers.at("evaluating", step)
+            values = self.recipe.evaluate(self.run.state)
+            self.folder.write(step, values)
+            self.display.evaluated(step, values)
+            self.samples.after_evaluation(step, values["eval_loss"])
+            self.folder.log(step, self.hooks.call("on_evaluation", step, values))
+            self.folder.report()
         return values
 
 
 def prepare_evaluation(
-    loss_fn: Callable,
-    fsdp: FSDP,
-    abstract_state: TrainState,
+    run: PreparedRun,
     data: Any,
-    config: Config,
-    reader: Mapping[str, int],
     steps: dict[Any, Any] | None = None,
     tasks: RunTasks | None = None,
-    *,
-    filled: Callable[[Any], Any],
 ) -> Callable[[TrainState], dict[str, float]]:
     """Makes a recipe's evaluation, and traces it without computing anything.
 
-    `reader` holds the arguments of `eval_batches` that select this process's part,
-    `steps` evaluation steps that were made before, by their loss, and `tasks` what else
-    to score. `filled` adds to rows what was computed for them once.
+    `steps` holds evaluation steps that were made before, by their loss, and `tasks`
+    what else to score.
 
     Returns:
       A function from a state to the means over all examples: `eval_loss` and so on,
@@ -87,11 +74,12 @@ def prepare_evaluation(
       UserError: The data cannot be evaluated on, or `checkpoint.best` names none of
         the means.
     """
+    fsdp, loss_fn, reader = run.job.fsdp, run.job.recipe.loss_fn, run.reader()
     steps = {} if steps is None else steps
     if loss_fn not in steps:
         steps[loss_fn] = fsdp.eval_step(loss_fn)
     eval_step = steps[loss_fn]
-    limit = config.eval_batches or None
+    limit = run.config.eval_batches or None
 
     def evaluate(state: TrainState) -> dict[str, float]:
         states = {"eval": state}
@@ -102,7 +90,7 @@ def prepare_evaluation(
             total: Any = 0
             for factor, batch in eval_batches(data, max_batches=limit, **reader):
                 previous = total
-                means = eval_step(state, fsdp.shard_batch(filled(batch)))
+                means = eval_step(state, fsdp.shard_batch(run.filled(batch)))
                 total = total + (means if factor == 1 else means.scaled(factor))
                 jax.block_until_ready(previous)  # run one batch ahead, as in training
             means = total.compute()
@@ -117,13 +105,11 @@ def prepare_evaluation(
 
     first = eval_batches(data, max_batches=limit, num_threads=0, **reader)
     batch = fsdp.shard_batch(next(first)[1])
-    means = jax.eval_shape(eval_step, abstract_state, batch)
-    prefixes = ["eval"] if abstract_state.ema is None else ["eval", "eval_ema"]
-    names = [f"{p}_{name}" for p in prefixes for name in ("loss", *means.metrics)]
-    names += [
-        f"{p}_{name}" for p in prefixes for name in (tasks.names if tasks else ())
-    ]
-    best = config.checkpoint.best
+    means = jax.eval_shape(eval_step, run.abstract_state, batch)
+    prefixes = ["eval"] if run.abstract_state.ema is None else ["eval", "eval_ema"]
+    own = ("loss", *means.metrics, *(tasks.names if tasks else ()))
+    names = [f"{prefix}_{name}" for prefix in prefixes for name in own]
+    best = run.config.checkpoint.best
     if best and best not in names:
         raise UserError(
             f"--config.checkpoint.best={best}: evaluations have no such metric; they "

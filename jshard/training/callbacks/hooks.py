@@ -131,9 +131,8 @@ class Hooks:
     def ends_after(self, step: int, *, agree: bool = True) -> bool:
         """Returns whether the run is to end after this step, in all processes alike.
 
-        Args:
-          step: The step; asked for once.
-          agree: Whether all processes are here, so that one may ask for all.
+        It is asked once a step. Where all processes are here (`agree`), one may ask for
+        all.
         """
         if not any(self._functions.values()):
             return False

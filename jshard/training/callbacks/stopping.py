@@ -22,11 +22,7 @@ class Stopping(AbstractContextManager):
     A run that saves nothing does not listen: a signal ends its process, as by default.
     Its last step is finished in any case.
 
-    Args:
-      run: The run.
-      hooks: The user's, which may have asked to stop.
-      keeps_state: Whether this process holds the state afterwards, so that a signal
-        waits for the end of a step even if nothing is saved.
+    `keeps_state` is that of `loop.train`.
     """
 
     def __init__(self, run: PreparedRun, hooks: Hooks, keeps_state: bool):
