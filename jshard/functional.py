@@ -15,7 +15,7 @@ from jshard.compat.jaxprs import Static, is_typed
 from jshard.cpu.order import in_order
 from jshard.errors import UserError
 from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
-from jshard.fsdp.policy import Reshard, UnitPolicy, check_remat
+from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
 from jshard.unit.stack import make_scan, split_aux
@@ -83,7 +83,7 @@ def scan_layers(
     Raises:
       UserError: a layer changes the carry's shape or dtype, or ``remat`` is unknown.
     """
-    check_remat(remat)
+    policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
     places = _placements(specs, stacked_params, dtype=dtype, reduce_dtype=reduce_dtype)
     shards, params_tree = jax.tree.flatten(stacked_params)
     places = jax.tree.leaves(places)
@@ -96,7 +96,6 @@ def scan_layers(
         after, aux, has_aux = split_aux(fn(params, carry, *args), carry)
         return (after, aux), [], Static(has_aux)
 
-    policy = UnitPolicy(remat, reshard_after_forward=reshard_after_forward)
     run = make_scan(layer, shards, places, [], carry, leaves, policy)
     carry, (aux, _, has_aux), _ = run()
     return (carry, aux) if has_aux.value else carry

@@ -145,19 +145,17 @@ def evaluate(
 
 def flat_jaxpr(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> core.ClosedJaxpr:
     """Returns a program with its calls inlined, traced again for ``inputs``."""
-    return jax.make_jaxpr(lambda *inputs: _inline(closed, inputs))(*inputs)
 
+    def run(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        env = environment(closed, inputs)
+        for eqn in closed.jaxpr.eqns:
+            call, values = eqn.primitive.name in CALLS, read(env, eqn.invars)
+            with context(eqn):
+                results = run(inner_jaxpr(eqn), values) if call else bind(eqn, values)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return read(env, closed.jaxpr.outvars)
 
-def _inline(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    env = environment(closed, inputs)
-    for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name not in CALLS:
-            evaluate([eqn], env)
-            continue
-        with context(eqn):
-            results = _inline(inner_jaxpr(eqn), read(env, eqn.invars))
-        env.update(zip(eqn.outvars, results, strict=True))
-    return read(env, closed.jaxpr.outvars)
+    return jax.make_jaxpr(lambda *inputs: run(closed, inputs))(*inputs)
 
 
 def inner_jaxpr(call: Any) -> core.ClosedJaxpr:

@@ -5,8 +5,10 @@ be restored or exported. If the filters break, users see thousands of lines besi
 error that ``Save.error`` holds already. Saving uses Orbax itself.
 """
 
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,7 @@ def open_array(folder: Path, name: str, context: Any = None) -> Any:
 
     ``jshard.export`` holds one chunk in memory at a time; Orbax reads full shards.
     Orbax stores arrays in a subfolder, as an OCDBT database of Zarr 3 arrays.
-
-    Args:
-      folder: the folder that was passed to Orbax.
-      name: the array's name, with dots between nested names.
-      context: a ``tensorstore.Context``.
-
-    Returns:
-      A ``tensorstore.TensorStore``.
+    The folder is what was passed to Orbax; nested names have dots between them.
 
     Raises:
       FileNotFoundError: the folder has no OCDBT database.
@@ -56,26 +51,20 @@ def open_in_database(database: dict[str, Any], name: str, context: Any = None) -
 def silence() -> None:
     """Installs the filters; repeated calls have no further effect."""
     logging.getLogger("absl").addFilter(_not_orbax)
-    if not isinstance(sys.unraisablehook, _LateWrites):
-        sys.unraisablehook = _LateWrites(sys.unraisablehook)
+    before = sys.unraisablehook
+    if getattr(before, "func", None) is not _pass_on:
+        sys.unraisablehook = functools.partial(_pass_on, before)
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "/orbax/" not in record.pathname
 
 
-class _LateWrites:
-    """A ``sys.unraisablehook`` that ignores writes that end after a failed save.
+def _pass_on(before: Callable[[Any], Any], unraisable: Any) -> None:
+    """Hands an error to a hook, unless it is a write that ends after a failed save.
 
-    Orbax has closed the event loop to which TensorStore would report them.
+    Orbax has closed the event loop to which TensorStore would report it.
     """
-
-    def __init__(self, before: Any):
-        self._before = before
-
-    def __call__(self, unraisable: Any) -> None:
-        """Ignores errors from a closed event loop; passes others to the old hook."""
-        error = unraisable.exc_value
-        if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
-            return
-        self._before(unraisable)
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        before(unraisable)

@@ -40,12 +40,7 @@ def in_four_bits(
     These are the frozen matrices of layers: parameters of two and more dimensions, of
     a multiple of 64 values, other than biases and embeddings. Every device encodes
     whole weights, one layer at a time, so that the bytes do not depend on the mesh.
-
-    Args:
-      state: without padding.
-      policy: its precisions, by module path, have ``base``.
-      mesh: that of the state.
-      layers: paths of the modules that hold such weights.
+    ``layers`` are the paths of these, and the state has no padding yet.
 
     Raises:
       UserError: the policy wants 4 bits, and there are no such weights.

@@ -79,8 +79,8 @@ class FourBit:
         smallest = jnp.finfo(jnp.float32).tiny  # zeros stay zeros
         scaled = blocks * (1 / jnp.maximum(largest, smallest))[:, None]
         order = np.argsort(CODES[self.kind], kind="stable")
-        codes = jnp.asarray(order, jnp.uint8)[_count_below(scaled, _bounds(self.kind))]
-        codes = codes.reshape(-1, 2)
+        below = _count_below(scaled, _halfway(CODES[self.kind][order]))
+        codes = jnp.asarray(order, jnp.uint8)[below].reshape(-1, 2)
         codes = codes[:, 0] << 4 | codes[:, 1]
         if not self.is_double:
             return jnp.concatenate([codes, _bytes(largest)])
@@ -107,9 +107,8 @@ class FourBit:
         return jnp.swapaxes(matrix, -1, -2)
 
 
-def _bounds(kind: str) -> np.ndarray:
-    codes = np.sort(CODES[kind])
-    return (codes[:-1] + codes[1:]) / 2
+def _halfway(table: np.ndarray) -> np.ndarray:
+    return (table[:-1] + table[1:]) / 2
 
 
 def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:
@@ -135,10 +134,10 @@ def _encode_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     groups = jnp.pad(scales, (0, -scales.size % GROUP)).reshape(-1, GROUP)
     largest = jnp.max(jnp.abs(groups), axis=1)
     scaled = groups * (1 / jnp.where(largest == 0, 1, largest))[:, None]
-    steps = ((jnp.clip(scaled, -1, 1) + 1) * 0.5 * _STEPS + 0.5).astype(jnp.int32)
-    first = np.searchsorted(
-        _step_values(), (scale_table()[:-1] + scale_table()[1:]) / 2, "right"
-    )
+    last = 2**16 - 1
+    steps = ((jnp.clip(scaled, -1, 1) + 1) * 0.5 * last + 0.5).astype(jnp.int32)
+    values = np.float32(2) * np.arange(last + 1, dtype=np.float32) / np.float32(last)
+    first = np.searchsorted(values - np.float32(1), _halfway(scale_table()), "right")
     codes = jnp.searchsorted(jnp.asarray(first), steps, side="right")
     codes = jnp.where(largest[:, None] == 0, 0, codes).astype(jnp.uint8)
     return codes.reshape(-1)[: scales.size], largest
@@ -149,14 +148,6 @@ def _decode_scales(codes: jax.Array, largest: jax.Array) -> jax.Array:
     scales = (_take(scale_table(), groups) * largest[:, None]).reshape(-1)[: codes.size]
     # Keeps XLA from adding the mean in the same rounding; a barrier does not.
     return jnp.where(scales == 0, 0, scales)
-
-
-_STEPS = 2**16 - 1
-
-
-def _step_values() -> np.ndarray:
-    steps = np.arange(_STEPS + 1, dtype=np.float32)
-    return np.float32(-1) + np.float32(2) * steps / np.float32(_STEPS)
 
 
 @functools.cache

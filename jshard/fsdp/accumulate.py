@@ -12,7 +12,7 @@ from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.state import ModelArrays
 from jshard.nn.dropout import merge_state
-from jshard.nn.loss import Loss, Mean, seeds
+from jshard.nn.loss import Means, seeds
 
 # (the arrays of a batch, and the index of each micro-batch): (micro-batches, ...) each
 Micro = tuple[Any, jax.Array]
@@ -37,17 +37,17 @@ def first_of(micro: Micro) -> Micro:
 
 def accumulate(
     forward: Callable,
-    shapes: tuple[Loss, dict[str, Mean]],
+    shapes: Means,
     arrays: ModelArrays,
     micro: Micro,
     dtypes: nnx.State,
     scale: jax.Array | None,
-) -> tuple[nnx.State, Loss, dict[str, Mean], nnx.State]:
-    """Scans micro-batches; adds up gradients and Means.
+) -> tuple[nnx.State, Means, nnx.State]:
+    """Scans micro-batches; adds up gradients and Means, and returns the next state.
 
     Args:
       forward: ``forward(params, frozen, state, batch, index)`` runs one micro-batch.
-      shapes: the abstract loss and named Means that it returns.
+      shapes: the abstract Means that it returns.
       arrays: as one device has them.
       micro: this device's micro-batches.
       dtypes: those in which gradients are added up.
@@ -57,33 +57,24 @@ def accumulate(
     last = len(micro[1]) - 1
 
     def body(carry, slices):
-        sums, state = carry
+        sums, means, state = carry
         # Without the barrier XLA moves gathers, whose shards are the same for every
         # micro-batch, out of the loop, and keeps the full weights for all of it.
         batch, index = slices  # the index is the same everywhere and needs no barrier
         (params, frozen), batch = lax.optimization_barrier((arrays[:2], batch))
         rest = (frozen, state, batch, index)
-        _, pullback, (loss, metrics, after) = jax.vjp(
+        _, pullback, (own, after) = jax.vjp(
             lambda params: forward(params, *rest), params, has_aux=True
         )
-        (grads,) = pullback(seeds(loss, counts, scale))
-        means = [mean for _, mean in loss.terms]
-        sums = jax.tree.map(
-            lambda s, x: s + x.astype(s.dtype), sums, (grads, means, metrics)
-        )
+        (grads,) = pullback(seeds(own.loss, counts, scale))
+        sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
         state = merge_state(state, after, last=index == last)
-        return (sums, state), [weight for weight, _ in loss.terms]
+        return (sums, own + means, state), None  # with its own weights
 
-    loss, metrics = shapes
     zeros = jax.tree.map(lambda x, d: jnp.zeros(x.shape, d), arrays.params, dtypes)
-    none = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype),
-        ([mean for _, mean in loss.terms], metrics),
-    )
-    start = ((zeros, *none), arrays.model_state)
-    ((grads, means, metrics), after), weights = lax.scan(body, start, micro)
-    terms = ((weight[0], mean) for weight, mean in zip(weights, means, strict=True))
-    return grads, Loss(tuple(terms)), metrics, after
+    none = jax.tree.map(jnp.zeros_like, shapes)
+    sums, _ = lax.scan(body, (zeros, none, arrays.model_state), micro)
+    return sums
 
 
 def _count(forward: Callable, arrays: ModelArrays, micro: Micro) -> list[jax.Array]:
@@ -93,8 +84,8 @@ def _count(forward: Callable, arrays: ModelArrays, micro: Micro) -> list[jax.Arr
         leaves, tree = jax.tree.flatten((*arrays, *slices))
 
         def of_leaves(*leaves):
-            _, (loss, *_) = forward(*jax.tree.unflatten(tree, leaves))
-            return [mean.count for _, mean in loss.terms]
+            _, (means, _) = forward(*jax.tree.unflatten(tree, leaves))
+            return [mean.count for _, mean in means.loss.terms]
 
         return None, without_dead_code(of_leaves)(*leaves)
 

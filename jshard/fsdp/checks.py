@@ -18,6 +18,7 @@ from jshard.fsdp.mesh import (
     CONTEXT,
     FSDP,
     REPLICA,
+    capability,
     devices_of_a_sequence,
     named_sizes,
     shards_of,
@@ -45,36 +46,41 @@ _MUCH = 1 << 20  # parameters that are whole on every device
 
 def check_precisions(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if float8 products or 4 bits do not go with mesh or policy."""
-    _check_products(policy, mesh)
-    _check_base(policy, mesh)
-
-
-def _check_products(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the policy wants float8 products that cannot be had."""
+    for name, precision in policy.everywhere("precision").items():
+        if precision.base is None:
+            continue
+        whole = (REPLICA, FSDP, CONTEXT)  # axes over which no weight is split
+        sizes = {a: n for a, n in mesh.shape.items() if a not in whole and n > 1}
+        if sizes:
+            raise UserError(
+                f"policy.{name}.base={precision.base!r}: weights in 4 bits are not "
+                f"split over {named_sizes(sizes)}; use a mesh of replica, fsdp and "
+                "context"
+            )
     for kind in sorted(policy.products()):
-        setting = f"precision.products={kind!r}"
         if policy.offload == "all":
             raise UserError(
-                f"{setting} cannot be combined with policy.offload='all': scales need "
-                "all shards on the device; use offload='optimizer'"
+                f"precision.products={kind!r} cannot be combined with "
+                "policy.offload='all': scales need all shards on the device; use "
+                "offload='optimizer'"
             )
-        if isinstance(mesh, AbstractMesh):
-            continue
-        if (device := mesh.devices.flat[0]).platform == "gpu":
-            _check_gpu(kind, device)
+        if not isinstance(mesh, AbstractMesh):
+            _check_gpu(kind, mesh.devices.flat[0])
 
 
 def _check_gpu(kind: str, device: Any) -> None:
-    """Raises UserError if XLA would dequantize operands for this GPU."""
-    capability = str(getattr(device, "compute_capability", None) or "")
-    numbers = tuple(map(int, capability.split("."))) if "." in capability else None
+    """Raises UserError if XLA would dequantize operands for this device, a GPU."""
+    if device.platform != "gpu":
+        return
+    found = capability(device)
     least, names = _CAPABILITY[kind]
-    if (numbers is None and kind == MXFP8) or (numbers and numbers < least):
-        has_float8 = numbers is not None and numbers >= _CAPABILITY["float8"][0]
+    if (found is None and kind == MXFP8) or (found is not None and found < least):
+        has_float8 = found is not None and found >= _CAPABILITY["float8"][0]
         raise UserError(
             f"precision.products={kind!r} needs NVIDIA GPUs of compute capability "
             f"{least[0]}.{least[1]} or newer ({names}); {device.device_kind} has "
-            f"{capability}; use products={'float8' if has_float8 else None!r}"
+            f"{getattr(device, 'compute_capability', None) or ''}; use "
+            f"products={'float8' if has_float8 else None!r}"
         )
     # An absent GPU is compiled for on the CPU.
     if kind == MXFP8 and jax.default_backend() == "gpu":
@@ -83,22 +89,6 @@ def _check_gpu(kind: str, device: Any) -> None:
                 f"precision.products={kind!r} needs cuDNN {_CUDNN[0]}.{_CUDNN[1]} or "
                 f"newer; this is {found[0]}.{found[1]}: update it (pip install -U "
                 "nvidia-cudnn-cu12), or use products='float8'"
-            )
-
-
-def _check_base(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the policy wants 4 bits and the mesh splits weights."""
-    for name, precision in policy.everywhere("precision").items():
-        others = {
-            axis: size
-            for axis, size in mesh.shape.items()
-            if axis not in (REPLICA, FSDP, CONTEXT) and size > 1
-        }
-        if precision.base is not None and others:
-            raise UserError(
-                f"policy.{name}.base={precision.base!r}: weights in 4 bits are not "
-                f"split over {named_sizes(others)}; use a mesh of replica, fsdp and "
-                "context"
             )
 
 
@@ -144,36 +134,26 @@ def check_model(model: nnx.Module, policy: Policy, mesh: Mesh | AbstractMesh) ->
     found = {path: module for path, module in nnx.iter_modules(model) if path}
     units = [path for path, module in found.items() if is_unit(module)]
     stacks = [path for path in units if isinstance(found[path], Stack)]
+    modules = prefixes(found)
     for pattern, fields in policy.overrides.items():
-        _check_override(pattern, set(fields), prefixes(found), units, stacks)
+        if not fnmatch.filter(modules, pattern):
+            raise UserError(
+                f"policy.overrides: {pattern!r} matches no module; modules are "
+                f"{', '.join(modules[:12])}"
+            )
+        for kind, paths, of_kind in (
+            ("Stacks and Units", units, set(OF_UNITS) - OF_STACKS),
+            ("Stacks", stacks, OF_STACKS),
+        ):
+            useless, names = sorted(of_kind & set(fields)), prefixes(paths)
+            if useless and not fnmatch.filter(names, pattern):
+                raise UserError(
+                    f"policy.overrides[{pattern!r}]: {', '.join(useless)} applies to "
+                    f"entire {kind}, and the pattern matches none of "
+                    f"{', '.join(names) or 'them'}"
+                )
     _check_layer_counts(policy, model)
     _check_splits_sequences(model, mesh)
-
-
-def _check_override(
-    pattern: str,
-    fields: set[str],
-    modules: list[str],
-    units: Sequence[tuple],
-    stacks: Sequence[tuple],
-) -> None:
-    """Raises UserError if a pattern matches no module, or fields have no effect."""
-    if not fnmatch.filter(modules, pattern):
-        raise UserError(
-            f"policy.overrides: {pattern!r} matches no module; modules are "
-            f"{', '.join(modules[:12])}"
-        )
-    for kind, paths, of_kind in (
-        ("Stacks and Units", units, set(OF_UNITS) - OF_STACKS),
-        ("Stacks", stacks, OF_STACKS),
-    ):
-        useless, names = sorted(fields & of_kind), prefixes(paths)
-        if useless and not fnmatch.filter(names, pattern):
-            raise UserError(
-                f"policy.overrides[{pattern!r}]: {', '.join(useless)} applies to "
-                f"entire {kind}, and the pattern matches none of "
-                f"{', '.join(names) or 'them'}"
-            )
 
 
 def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
@@ -197,64 +177,55 @@ def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
             )
 
 
-def warn_of_large_root(model: nnx.Module, state: TrainState, layout: Layout) -> None:
-    """Warns if more than a quarter of the parameters are in no Stack or Unit."""
+def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> None:
+    """Warns of many parameters in the root, whole everywhere, or in dtypes not asked.
+
+    Warnings name the caller's caller's caller, who called ``FSDP.init``.
+    """
+    sizes = {path: v.get_value().size for path, v in state.flat_params()}
+    places, policy, shards = layout.places, layout.policy, shards_of(layout.mesh)
+
+    def share(paths: Sequence[tuple]) -> tuple[float, str]:
+        """Returns which part of all parameters these are, and names the largest."""
+        largest = sorted(paths, key=lambda path: -sizes[path])[:3]
+        names = (".".join(map(str, path)) for path in largest)
+        part = sum(sizes[path] for path in paths) / sum(sizes.values())
+        return part, ", ".join(names)
+
     own = own_paths(model)
-    size = {
-        ".".join(map(str, path)): variable.get_value().size
-        for path, variable in state.flat_params()
-        if path in own and layout.places[path].dim is not None
-    }
-    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
-    part = sum(size.values()) / total
-    if part > 1 / 4 and shards_of(layout.mesh) > 1:
-        largest = sorted(size, key=lambda name: -size[name])[:3]
+    in_root = [path for path in sizes if path in own and places[path].dim is not None]
+    part, largest = share(in_root)
+    if part > 1 / 4 and shards > 1:
         warnings.warn(
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
             "gathered at the start of a step and kept: wrap the modules of "
-            f"{', '.join(largest)} in jshard.Unit, or name their types in units=",
-            stacklevel=4,  # the caller of FSDP.init
+            f"{largest} in jshard.Unit, or name their types in units=",
+            stacklevel=4,
         )
-
-
-def warn_of_replicated(state: TrainState, layout: Layout) -> None:
-    """Warns if much of a model is whole on every device."""
-    size = {
-        ".".join(map(str, path)): variable.get_value().size
-        for path, variable in state.flat_params()
-        if layout.places[path].dim is None
-    }
-    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
-    part = sum(size.values()) / total
-    if part > 1 / 20 and sum(size.values()) > _MUCH and shards_of(layout.mesh) > 1:
-        largest = sorted(size, key=lambda name: -size[name])[:3]
+    replicated = [path for path in sizes if places[path].dim is None]
+    part, largest = share(replicated)
+    many = sum(sizes[path] for path in replicated) > _MUCH
+    if part > 1 / 20 and many and shards > 1:
         warnings.warn(
             f"{part:.0%} of the parameters are whole on every device, above all "
-            f"{', '.join(largest)}: they have fewer than policy.min_shard_elements="
-            f"{layout.policy.min_shard_elements} elements (lower it), or further mesh "
+            f"{largest}: they have fewer than policy.min_shard_elements="
+            f"{policy.min_shard_elements} elements (lower it), or further mesh "
             "axes split all their dimensions",
-            stacklevel=4,  # the caller of FSDP.init
+            stacklevel=4,
         )
 
+    def keeps_its_own(path: tuple, variable: nnx.Variable) -> bool:
+        asked = policy.precision_at(path).compute
+        real = jnp.issubdtype(variable.get_value().dtype, jnp.floating)
+        return asked is not None and real and places[path].compute != asked
 
-def warn_of_own_dtypes(state: TrainState, layout: Layout) -> None:
-    """Warns if most parameters are in modules whose own dtype is kept."""
-    size = {}
-    for path, variable in state.flat_params():
-        asked = layout.policy.precision_at(path).compute
-        kept, value = layout.places[path].compute, variable.get_value()
-        real = jnp.issubdtype(value.dtype, jnp.floating)
-        if asked is not None and real and kept != asked:
-            size[".".join(map(str, path))] = value.size
-    total = sum(x.size for x in jax.tree.leaves((state.params, state.frozen)))
-    if sum(size.values()) > total / 2:
-        largest = sorted(size, key=lambda name: -size[name])[:3]
+    part, largest = share([x[0] for x in state.flat_params() if keeps_its_own(*x)])
+    if part > 1 / 2:
         warnings.warn(
-            f"{sum(size.values()) / total:.0%} of the parameters are in modules whose "
-            "own dtype is wider than precision.compute, and is kept: leave out the "
-            f"dtype of the modules of {', '.join(largest)}, or give them a precision "
-            "in policy.overrides",
-            stacklevel=4,  # the caller of FSDP.init
+            f"{part:.0%} of the parameters are in modules whose own dtype is wider "
+            "than precision.compute, and is kept: leave out the dtype of the modules "
+            f"of {largest}, or give them a precision in policy.overrides",
+            stacklevel=4,
         )
 
 

@@ -21,14 +21,12 @@ from jshard.fsdp.checks import (
     check_precisions,
     check_trained,
     check_units,
-    warn_of_large_root,
-    warn_of_own_dtypes,
-    warn_of_replicated,
+    warn_of_parameters,
 )
 from jshard.fsdp.given import check_optimizer, check_unit_types, existing, from_seed
 from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
-from jshard.fsdp.state import CheckedStep, ModelArrays, Step, TrainState, check_kept
+from jshard.fsdp.state import ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
 from jshard.layout.batch import split_batch
 from jshard.layout.capacity import check_capacity
@@ -186,12 +184,12 @@ class FSDP:
     def _abstract(self, create: Callable[[Any], TrainState], inputs: Any) -> TrainState:
         shapes = jax.eval_shape(create, inputs)
         check_trained(shapes.params)
-        model = self._abstract_model(shapes)
+        model = nnx.merge(shapes.graphdef, *shapes.model_arrays, copy=True)
+        make_units(model, self.units)
+        check_model(model, self.policy, self.mesh)
         check_pipeline(shapes.model_arrays, self.policy, self.mesh)
         layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
-        warn_of_large_root(model, shapes, layout)
-        warn_of_replicated(shapes, layout)
-        warn_of_own_dtypes(shapes, layout)
+        warn_of_parameters(model, shapes, layout)
         return layout.abstract(shapes)
 
     def _creator(
@@ -243,8 +241,7 @@ class FSDP:
             loss scale, the optimizer needs more than that, or the state was donated.
         """
         check_optimizer(optimizer)
-        run = step.train_step(self._layout, self._build, loss_fn, optimizer)
-        return self._jit(run, donate_argnums=0)
+        return self._jit(step.train_step, loss_fn, optimizer, donate_argnums=0)
 
     def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
@@ -252,7 +249,7 @@ class FSDP:
         Results of several batches can be added: ``(a + b).compute()`` is a dict of
         floats.
         """
-        return self._jit(step.eval_step(self._layout, self._build, loss_fn))
+        return self._jit(step.eval_step, loss_fn)
 
     def predict_step(
         self, fn: Callable[[Any, Any], Any], *, donate_batch: bool = False
@@ -265,13 +262,19 @@ class FSDP:
             whole: on a mesh with a "context" axis, examples are split over it, too.
           donate_batch: whether outputs take the memory of the batch.
         """
-        run = step.predict_step(self._layout, self._build, fn)
-        return self._jit(run, donate_argnums=1 if donate_batch else ())
+        donated = 1 if donate_batch else ()
+        return self._jit(step.predict_step, fn, donate_argnums=donated)
 
-    def _jit(self, fn: Callable, **kwargs: Any) -> jax.stages.Wrapped:
-        options = self.compiler_options or None
-        jitted = jax.jit(self._in_order(fn), compiler_options=options, **kwargs)
-        return CheckedStep(jitted, pace if self._on_cpus else None)  # pyright: ignore[reportReturnType]
+    def _jit(self, fn: Callable, *args: Any, **options: Any) -> Step[Any]:
+        """Jits a function of ``jshard.fsdp.step``, for a state and a batch."""
+
+        def run(state: TrainState, batch: Any) -> Any:
+            return fn(self._layout, self._build, *args, state, batch)
+
+        run.__name__ = fn.__name__  # that of the program
+        options["compiler_options"] = self.compiler_options or None
+        jitted = jax.jit(self._in_order(run), **options)
+        return Step(jitted, pace if self._on_cpus else None)
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn
@@ -285,13 +288,6 @@ class FSDP:
         layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
         layout.check_memory(state)
         return layout
-
-    def _abstract_model(self, state: TrainState) -> nnx.Module:
-        """Returns the model over abstract values, with its Units, for inspection."""
-        model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
-        make_units(model, self.units)
-        check_model(model, self.policy, self.mesh)
-        return model
 
     # Data in and out.
 

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jshard.errors import UserError
+from jshard.fsdp.scopes import within
 from jshard.pipe.in_stages import stages_here
 
 REPLICA = "replica"
@@ -257,10 +258,9 @@ def devices_of_a_sequence(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
     """Returns how an array of a batch is split, (examples, sequence, ...)."""
-    split = [axis for axis in SEQUENCE if axis in mesh.axis_names]
-    if not split or ndim < 2:
-        return PartitionSpec(example_axes(mesh))
-    return PartitionSpec(example_axes(mesh), tuple(split) if split[1:] else split[0])
+    examples = example_axes(mesh)
+    split = tuple(axis for axis in SEQUENCE if axis in mesh.axis_names)
+    return PartitionSpec(*((examples, split) if split and ndim > 1 else (examples,)))
 
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -290,19 +290,16 @@ _sequences = contextvars.ContextVar[tuple[tuple[str, ...], tuple[str, ...]]](
 )
 
 
-@contextlib.contextmanager
-def split_sequences(axes: tuple[str, ...] = SEQUENCE) -> Iterator[None]:
+def split_sequences(
+    axes: tuple[str, ...] = SEQUENCE,
+) -> contextlib.AbstractContextManager[None]:
     """Says, for what is traced inside, over which axes sequences are split.
 
     Inside of another such context, these are some of its axes, and the devices of the
     others have the same sequences.
     """
     shared, _ = _sequences.get()
-    token = _sequences.set((shared or axes, axes))
-    try:
-        yield
-    finally:
-        _sequences.reset(token)
+    return within(_sequences, (shared or axes, axes))
 
 
 def sequence_axes() -> tuple[str, ...]:
@@ -317,11 +314,6 @@ def shared_axes() -> tuple[str, ...]:
     return tuple(axis for axis in manual_axes() if axis in shared)
 
 
-def axes_of_examples() -> tuple[str, ...]:
-    """Returns the manual axes over which the examples of what is traced are split."""
-    return tuple(axis for axis in manual_axes() if axis not in shared_axes())
-
-
 def context_size() -> int:
     """Returns the number of devices that share the sequences of what is traced."""
     axes = sequence_axes()
@@ -332,6 +324,12 @@ def platform(mesh: Mesh | AbstractMesh) -> str:
     """Returns the platform of a mesh's devices: "cpu", "gpu", ..."""
     device = mesh.abstract_mesh.abstract_device
     return "unknown" if device is None else device.platform
+
+
+def capability(device: Any) -> tuple[int, ...] | None:
+    """Returns the compute capability of an NVIDIA GPU; None for other devices."""
+    text = str(getattr(device, "compute_capability", None))
+    return tuple(map(int, text.split("."))) if "." in text else None  # AMD: gfx942
 
 
 def on_gpus() -> bool:

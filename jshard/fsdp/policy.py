@@ -278,12 +278,10 @@ class Policy(UnitPolicy):
 
     def _override(self, path: Path) -> Mapping[str, Any]:
         names = prefixes([path])
-        matching = (
-            fields
-            for pattern, fields in self.overrides.items()
-            if fnmatch.filter(names, pattern)
-        )
-        return next(matching, {})
+        for pattern, fields in self.overrides.items():
+            if fnmatch.filter(names, pattern):
+                return fields
+        return {}
 
     def unit(self, path: Path) -> UnitPolicy:
         """Returns the policy of the Unit or Stack at ``path``."""

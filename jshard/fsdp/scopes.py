@@ -1,9 +1,15 @@
-"""Names of a step's parts: scopes of its operations, and phases of the plan.
+"""Names of a step's parts, and values that hold while a part of it is traced.
 
-XLA keeps the scopes as metadata, which profilers show: ``jvp(layers)/all-gather`` in
-the forward, ``transpose(jvp(layers))/all-gather`` in the backward. They change nothing
-in the compiled program.
+The names are scopes of operations, and phases of the plan. XLA keeps scopes as
+metadata, which profilers show: ``jvp(layers)/all-gather`` in the forward,
+``transpose(jvp(layers))/all-gather`` in the backward. They change nothing in the
+compiled program.
 """
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TypeVar
 
 LAYERS = "layers"
 UPDATE = "update"
@@ -24,3 +30,15 @@ FIRST_STAGE, LAST_STAGE = "first stage", "last stage"
 STAGES = "stages"  # what moves parameters and gradients between rest and stages
 # Products of weights and activations in one byte (``Precision.products``).
 FLOAT8 = "float8"
+
+Value = TypeVar("Value")
+
+
+@contextlib.contextmanager
+def within(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Sets a variable for what is traced inside."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -112,19 +112,11 @@ def check_kept(tree: Any) -> None:
 Result = TypeVar("Result", covariant=True)
 
 
-class Step(jax.stages.Wrapped, Protocol[Result]):
-    """A jitted step: what ``jax.jit`` returns, with the types of one call."""
-
-    def __call__(self, state: TrainState, batch: Any) -> Result:
-        """Runs the step."""
-        ...
-
-
-class CheckedStep:
+class Step(Generic[Result]):
     """A jitted step that refuses a state that was donated.
 
     JAX itself may end the process (SIGSEGV: 0.10.2, eight CPU devices). Other
-    attributes are those of the jitted function.
+    attributes (``lower``, ``trace``) are those of the jitted function.
     """
 
     def __init__(self, jitted: Any, after: Callable | None = None):
@@ -132,7 +124,7 @@ class CheckedStep:
         self._jitted, self._after = jitted, after
         functools.update_wrapper(self, jitted)
 
-    def __call__(self, state: TrainState, batch: Any) -> Any:
+    def __call__(self, state: TrainState, batch: Any) -> Result:
         """Runs the step; raises UserError if the state was donated, or is none."""
         if not isinstance(state, TrainState):
             name = type(state).__name__

@@ -29,13 +29,13 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.state import ModelArrays, TrainState
-from jshard.fsdp.traced import differing_results, once_checked
+from jshard.fsdp.traced import differing, once_checked
 from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
-from jshard.nn.loss import Loss, Mean, Means, over_devices, seeds, terms_of
+from jshard.nn.loss import Means, over_devices, seeds, terms_of
 from jshard.optim.update import check_state, next_state
 from jshard.pipe.in_stages import in_stages
 from jshard.pipe.moves import from_stages, to_stages
@@ -65,14 +65,9 @@ def build(
 ) -> nnx.Module:
     """Returns the model on one device, whose units gather their shards.
 
-    Args:
-      units: module types that become Units.
-      tensor_parallel: paths of modules that are called within that function.
-      graphdef: the model's structure.
-      layout: that of the parameters in ``arrays``.
-      *arrays: parameters, frozen parameters, and the model state.
-      training: whether the model is in train mode. Then the policy may make the root a
-        unit (``reshard_root``); otherwise the root is gathered here.
+    Types in ``units`` become Units, and modules at the paths of ``tensor_parallel`` are
+    called within that function. In training the policy may make the root a unit, too
+    (``reshard_root``); otherwise it is gathered here.
     """
     model = nnx.merge(graphdef, *arrays, copy=True)
     own_containers(model)
@@ -96,77 +91,95 @@ def train_step(
     build: Build,
     loss_fn: Callable[[Any, Any], Any],
     optimizer: optax.GradientTransformation,
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the function that ``FSDP.train_step`` jits."""
-
-    def train_step(state: TrainState, batch: Any) -> Any:
-        layout = layout_of(state)
-        policy, mesh = layout.policy, layout.mesh
-        check_batch(batch, mesh, accumulate=policy.accumulate)
-        check_state(state, policy)
-        model_of = functools.partial(build, state.graphdef, training=True)
-        of_root = root_as_unit(loss_fn, policy.reshard_root)
-        local = functools.partial(train, model_of, of_root, layout)
-        specs, same = layout.local_specs, PartitionSpec()
-        in_specs = (specs, batch_specs(batch, mesh), same)
-        run = _on_devices(local, mesh, in_specs, (specs.params, same, same))
-        scale = state.loss_scale and state.loss_scale.scale
-        with split_sequences(), in_stages(stages_of(mesh)):
-            grads, metrics, model_state = run(_arrays(state), batch, scale)
-        loss = metrics["loss"]
-        new, more = next_state(layout, optimizer, state, grads, model_state, loss)
-        return layout.constrain(new), metrics | more
-
-    return train_step
+    state: TrainState,
+    batch: Any,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns the next state, and the step's metrics."""
+    layout = layout_of(state)
+    policy, mesh = layout.policy, layout.mesh
+    check_batch(batch, mesh, accumulate=policy.accumulate)
+    check_state(state, policy)
+    model_of = functools.partial(build, state.graphdef, training=True)
+    of_root = root_as_unit(loss_fn, policy.reshard_root)
+    local = functools.partial(train, model_of, of_root, layout)
+    same = PartitionSpec()
+    out_specs = layout.local_specs.params, same, same
+    run = _on_devices(local, layout, (batch_specs(batch, mesh), same), out_specs)
+    scale = state.loss_scale and state.loss_scale.scale
+    with split_sequences(), in_stages(stages_of(mesh)):
+        grads, metrics, model_state = run(_arrays(state), batch, scale)
+    loss = metrics["loss"]
+    new, more = next_state(layout, optimizer, state, grads, model_state, loss)
+    return layout.constrain(new), metrics | more
 
 
 def eval_step(
-    layout_of: LayoutOf, build: Build, loss_fn: Callable[[Any, Any], Any]
-) -> Callable[[TrainState, Any], Means]:
-    """Returns the function that ``FSDP.eval_step`` jits."""
+    layout_of: LayoutOf,
+    build: Build,
+    loss_fn: Callable[[Any, Any], Any],
+    state: TrainState,
+    batch: Any,
+) -> Means:
+    """Returns the Means of ``loss_fn``, with global totals and counts."""
+    layout = layout_of(state)
+    check_batch(batch, layout.mesh)
+    model_of = functools.partial(build, state.graphdef, layout, training=False)
 
-    def eval_step(state: TrainState, batch: Any) -> Means:
-        layout = layout_of(state)
-        check_batch(batch, layout.mesh)
-        model_of = functools.partial(build, state.graphdef, layout, training=False)
-        local = functools.partial(evaluate, model_of, loss_fn, layout)
-        in_specs = (layout.local_specs, batch_specs(batch, layout.mesh))
-        run = _on_devices(local, layout.mesh, in_specs, PartitionSpec())
-        with split_sequences():
-            return Means(*run(_arrays(state), batch))
+    def run(params, frozen, model_state, batch):
+        model = model_of(params, frozen, fold_streams(model_state, 0))
+        return *terms_of(loss_fn(model, batch)), None
 
-    return eval_step
+    def local(arrays: ModelArrays, batch: Any) -> Means:
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+        forward = once_checked(traced, shapes, layout, arrays, (batch,))
+        _, (means, _) = forward(*arrays, batch)
+        return over_devices(means)
+
+    in_specs = (batch_specs(batch, layout.mesh),)
+    with split_sequences():
+        mapped = _on_devices(local, layout, in_specs, PartitionSpec())
+        return mapped(_arrays(state), batch)
 
 
 def predict_step(
-    layout_of: LayoutOf, build: Build, fn: Callable[[Any, Any], Any]
-) -> Callable[[TrainState, Any], Any]:
-    """Returns the function that ``FSDP.predict_step`` jits."""
+    layout_of: LayoutOf,
+    build: Build,
+    fn: Callable[[Any, Any], Any],
+    state: TrainState,
+    batch: Any,
+) -> Any:
+    """Returns ``fn(model, batch)`` of the global batch."""
+    layout = layout_of(state).whole()
+    check_batch(batch, layout.mesh, whole=True)
+    model_of = functools.partial(build, state.graphdef, layout, training=False)
 
-    def predict_step(state: TrainState, batch: Any) -> Any:
-        layout = layout_of(state).whole()
-        check_batch(batch, layout.mesh, whole=True)
-        model_of = functools.partial(build, state.graphdef, layout, training=False)
-        local = functools.partial(predict, model_of, fn, layout)
-        in_specs = (layout.local_specs, batch_specs(batch, layout.mesh, whole=True))
-        run = _on_devices(local, layout.mesh, in_specs, examples_spec(layout.mesh))
-        return run(_arrays(state), batch)
+    def run(params, frozen, model_state, batch):
+        return fn(model_of(params, frozen, fold_streams(model_state, 0)), batch)
 
-    return predict_step
+    def local(arrays: ModelArrays, batch: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+        differing(traced.jaxpr, layout, arrays, (batch,))
+        return replay(traced, shapes)(*arrays, batch)
+
+    in_specs = (batch_specs(batch, layout.mesh, whole=True),)
+    mapped = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
+    return mapped(_arrays(state), batch)
 
 
 def _arrays(state: TrainState) -> ModelArrays:
     return jax.tree.map(typed_as_device, state.model_arrays)
 
 
-def _on_devices(fn: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+def _on_devices(
+    fn: Callable, layout: Layout, in_specs: tuple, out_specs: Any
+) -> Callable:
     # Each value belongs to one device: nothing is summed unless a line says so.
     return jax.shard_map(
         fn,
-        mesh=mesh,
-        axis_names=set(axes_of(mesh)),
+        mesh=layout.mesh,
+        axis_names=set(axes_of(layout.mesh)),
         check_vma=False,
-        in_specs=in_specs,
+        in_specs=(layout.local_specs, *in_specs),
         out_specs=out_specs,
     )
 
@@ -187,8 +200,7 @@ def train(
     Args:
       model_of: ``model_of(layout, params, frozen, model_state)`` makes the model.
       loss_fn: ``loss_fn(model, batch)``.
-      layout: the state's layout; its policy sets the number of micro-batches
-        (``accumulate``) and when gradients are scattered (``defer_scatter``).
+      layout: the state's layout.
       arrays: local shards, and the model state.
       batch: this device's examples, (examples, ...) each.
       scale: scales the loss in the backward; None is 1.
@@ -198,8 +210,9 @@ def train(
     if stages_of(layout.mesh) > 1:
         stages = divide(arrays, layout.mesh, policy)
         arrays, batch, layout = to_stages(arrays, batch, layout, stages)
-    sharded = layout
-    arrays, layout = _gather_once(arrays, layout), layout.gathered()
+    sharded, layout = layout, layout.gathered()
+    params, frozen = (_map_gathered_once(all_gather, x, sharded) for x in arrays[:2])
+    arrays = ModelArrays(params, frozen, arrays.model_state)
 
     def run(params, frozen, state, batch, index=0):
         folded = fold_streams(state, index)
@@ -216,20 +229,22 @@ def train(
     forward = once_checked(traced, shapes, layout, arrays, inputs)
     if micro is None:
         rest = (*arrays[1:], batch)
-        _, pullback, (loss, metrics, after) = jax.vjp(
+        _, pullback, (means, after) = jax.vjp(
             lambda params: forward(params, *rest), arrays.params, has_aux=True
         )
-        counts = [lax.psum(mean.count, manual_axes()) for _, mean in loss.terms]
-        (grads,) = pullback(seeds(loss, counts, scale))
+        counts = [lax.psum(mean.count, manual_axes()) for _, mean in means.loss.terms]
+        (grads,) = pullback(seeds(means.loss, counts, scale))
         after = merge_state(arrays.model_state, after)
     else:
         dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
         rest = arrays, micro, dtypes, scale
         if layout.stages:
             grads, loss, metrics, after = pipelined(traced, shapes, *rest)
+            means = Means(loss, metrics)
         else:
-            grads, loss, metrics, after = accumulate(forward, shapes[:2], *rest)
-    grads = _scatter_once(grads, sharded)
+            abstract = Means(*shapes[:2])
+            grads, means, after = accumulate(forward, abstract, *rest)
+    grads = _map_gathered_once(scatter, grads, sharded)
     if layout.stages:
         grads = from_stages(grads, shards, at_rest, layout.stages)
     places = at_rest.places_of(shards)
@@ -237,68 +252,20 @@ def train(
     if scale is not None:
         # In float16 the scale may overflow, and the quotient underflow.
         grads = jax.tree.map(lambda g: at_least_float32(g) / scale, grads)
-    loss, metrics = over_devices((loss, metrics))
-    means = {"loss": loss, **metrics}
-    return grads, {name: mean.compute() for name, mean in means.items()}, after
+    means = over_devices(means)
+    metrics = {"loss": means.loss, **means.metrics}
+    return grads, {name: mean.compute() for name, mean in metrics.items()}, after
 
 
-def evaluate(
-    model_of: Callable[..., nnx.Module],
-    loss_fn: Callable[[Any, Any], Any],
-    layout: Layout,
-    arrays: ModelArrays,
-    batch: Any,
-) -> tuple[Loss, dict[str, Mean]]:
-    """Returns the loss and the named Means, with global totals and counts."""
+def _map_gathered_once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.State:
+    """Applies ``fn(array, place)`` to the parameters that a step gathers once."""
 
-    def run(params, frozen, state, batch):
-        model = model_of(params, frozen, fold_streams(state, 0))
-        return *terms_of(loss_fn(model, batch)), None
-
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
-    forward = once_checked(traced, shapes, layout, arrays, (batch,))
-    _, (loss, metrics, _) = forward(*arrays, batch)
-    return over_devices((loss, metrics))
-
-
-def predict(
-    model_of: Callable[..., nnx.Module],
-    fn: Callable[[Any, Any], Any],
-    layout: Layout,
-    arrays: ModelArrays,
-    batch: Any,
-) -> Any:
-    """Returns ``fn(model, batch)`` of this device's examples."""
-
-    def run(params, frozen, state, batch):
-        return fn(model_of(params, frozen, fold_streams(state, 0)), batch)
-
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
-    differing_results(traced.jaxpr, layout, arrays, (batch,))
-    return replay(traced, shapes)(*arrays, batch)
-
-
-def _gather_once(arrays: ModelArrays, layout: Layout) -> ModelArrays:
-    """Returns full parameters in place of shards, of those gathered once a step."""
-
-    def full(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+    def apply(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         if not layout.gathered_once(path):
             return variable
-        return variable.copy(all_gather(variable.get_value(), layout.places[path]))
+        return variable.copy(fn(variable.get_value(), layout.places[path]))
 
-    params, frozen = (nnx.map_state(full, part) for part in arrays[:2])
-    return ModelArrays(params, frozen, arrays.model_state)
-
-
-def _scatter_once(grads: nnx.State, layout: Layout) -> nnx.State:
-    """Returns shards of the gradients of what ``_gather_once`` has gathered."""
-
-    def shard(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        if not layout.gathered_once(path):
-            return variable
-        return variable.copy(scatter(variable.get_value(), layout.places[path]))
-
-    return nnx.map_state(shard, grads)
+    return nnx.map_state(apply, params)
 
 
 def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from jshard.fsdp.policy import INPUTS, Names, Offload, Policy
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.dropout import merge_state
+from jshard.nn.loss import Means
 from jshard.unit.dataflow import dependencies, loop, through, union
 
 
@@ -26,9 +27,8 @@ def once_checked(
     """Checks a forward, and returns it as a function.
 
     Args:
-      traced: what ``jax.make_jaxpr`` made of ``run(params, frozen, state, batch,
-        *index)``, which returns the loss, the named Means, the weights of terms that
-        the step computes, and the next state or None.
+      traced: what ``jax.make_jaxpr`` made of ``run(*arrays, *inputs)``, which returns
+        what ``terms_of`` does, and the next state or None.
       shapes: its abstract results.
       layout: of the parameters in ``arrays``.
       arrays: as one device has them.
@@ -36,14 +36,14 @@ def once_checked(
 
     Returns:
       ``forward``, with the arguments of ``run``, which returns the totals of the loss's
-      terms, and (loss, metrics, next state).
+      terms, and (Means, next state).
 
     Raises:
       UserError: a weight, or a part of the next state, may differ by device, or the
         policy names an activation that there is none of.
     """
     _check_names(traced.jaxpr, layout.policy)
-    differs = differing_results(traced.jaxpr, layout, arrays, inputs)
+    differs = differing(traced.jaxpr, layout, arrays, inputs)
     _, _, of_weights, of_state = jax.tree.unflatten(jax.tree.structure(shapes), differs)
     if any(of_weights):
         raise UserError(
@@ -53,34 +53,22 @@ def once_checked(
         )
     if of_state is not None:
         equal = jax.tree.map(lambda _: False, arrays.model_state)
-        _check_state(merge_state(equal, of_state))
+        for path, variable in nnx.to_flat_state(merge_state(equal, of_state)):
+            if any(jax.tree.leaves(variable)):
+                name = ".".join(map(str, path))
+                raise UserError(
+                    f"model state {name!r} may end the step different on each device; "
+                    "reduce what it is computed from with jshard.pmean (nnx.BatchNorm: "
+                    "leave axis_name out; callbacks: keep their results out of the "
+                    "state)"
+                )
     run = replay(traced, shapes)
 
     def forward(*args: Any) -> tuple[list, tuple]:
         loss, metrics, _, after = run(*args)
-        return [mean.total for _, mean in loss.terms], (loss, metrics, after)
+        return [mean.total for _, mean in loss.terms], (Means(loss, metrics), after)
 
     return forward
-
-
-def differing_results(
-    jaxpr: Any, layout: Layout, arrays: ModelArrays, inputs: tuple
-) -> list[bool]:
-    """Returns whether each result of a step's program may differ by device.
-
-    Scalars among ``inputs`` are the same on every device.
-
-    Raises:
-      UserError: collectives run under a condition that does.
-    """
-    names, axes = [], []
-    for part in arrays[:2]:
-        for path, _ in nnx.to_flat_state(part):
-            names.append(".".join(map(str, path)))
-            axes.append(layout.places[path].differs_over())
-    axes += [()] * len(jax.tree.leaves(arrays.model_state))
-    axes += [manual_axes() if np.ndim(x) else () for x in jax.tree.leaves(inputs)]
-    return differing(jaxpr, axes, names)
 
 
 def _check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
@@ -110,18 +98,6 @@ def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
             yield eqn.params["name"]
 
 
-def _check_state(differs: nnx.State) -> None:
-    """Raises UserError if any part of the next model state may differ by device."""
-    for path, variable in nnx.to_flat_state(differs):
-        if any(jax.tree.leaves(variable)):
-            name = ".".join(map(str, path))
-            raise UserError(
-                f"model state {name!r} may end the step different on each device; "
-                "reduce what it is computed from with jshard.pmean (nnx.BatchNorm: "
-                "leave axis_name out; callbacks: keep their results out of the state)"
-            )
-
-
 # Primitives that run code which JAX knows nothing of, or that draw from a state of the
 # device: results may differ by device even if their inputs do not.
 _OPAQUE = {"ffi_call", "io_callback", "pure_callback", "rng_uniform"}
@@ -139,14 +115,12 @@ _PASS_ON = {
 
 
 def differing(
-    jaxpr: Any, inputs: Sequence[Iterable[str]], names: Sequence[str]
+    jaxpr: Any, layout: Layout, arrays: ModelArrays, inputs: tuple
 ) -> list[bool]:
-    """Returns whether each output of a step's program may differ by device.
+    """Returns whether each result of a step's program may differ by device.
 
-    Args:
-      jaxpr: the program of one device, traced inside ``shard_map``.
-      inputs: the mesh axes over which each of its inputs differs.
-      names: the names of the first inputs, which are parameters.
+    Arguments are as of ``once_checked``. Scalars among ``inputs`` are the same on every
+    device.
 
     Raises:
       UserError: collectives run under a condition that may differ by device, or a unit
@@ -157,6 +131,12 @@ def differing(
 
     def over(names: Iterable[Any]) -> int:
         return sum(bits[axis] for axis in axes if axis in names)
+
+    paths = [path for part in arrays[:2] for path, _ in nnx.to_flat_state(part)]
+    names = [".".join(map(str, path)) for path in paths]
+    differs = [over(layout.places[path].differs_over()) for path in paths]
+    differs += [0] * len(jax.tree.leaves(arrays.model_state))
+    differs += [over(axes) if np.ndim(x) else 0 for x in jax.tree.leaves(inputs)]
 
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
         name, results = eqn.primitive.name, len(eqn.outvars)
@@ -186,7 +166,7 @@ def differing(
             return out
         return None
 
-    return list(map(bool, dependencies(jaxpr, list(map(over, inputs)), rule)))
+    return list(map(bool, dependencies(jaxpr, differs, rule)))
 
 
 def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:

@@ -3,35 +3,40 @@
 A Linen model is one function of one tree of parameters, ``module.apply``. ``Model``
 holds that tree as Flax NNX Variables, so that ``FSDP`` shards, trains and saves it, and
 calls the function with Linen's own interceptors around it: a call of a unit gathers
-the unit's parameters, runs it on them, and drops them.
+the unit's parameters, runs it on them, and drops them. What a parameter is outside of
+its unit, where there is only a shard, the dataflow of ``unit/`` tells.
 """
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from jshard.collectives.gather import all_gather
 from jshard.compat.jaxprs import needed_for
 from jshard.errors import UserError
+from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import layer_dims, mark_layers
 from jshard.layout.variables import variables
-from jshard.linen.unit_calls import (
-    Parameters,
-    Path,
-    leaks,
-    outside_of_units,
-    read_tree,
-    recorder,
-    runner,
-)
 from jshard.unit.calls import combine, partition
+from jshard.unit.dataflow import dependencies, union
 from jshard.unit.modules import Unit
-from jshard.unit.shards import is_shard, shard_of
+from jshard.unit.shards import is_shard, shard_of, with_array
+
+Path = tuple[str, ...]
+
+# The name of a layer's shards where its unit takes them from a loop.
+_LAYER = "jshard.linen: shards of a layer"
+
+# Whether a unit is being run: modules inside of it are its own.
+_IN_UNIT = ContextVar("_IN_UNIT", default=False)
 
 
 class Model(nnx.Module):
@@ -70,10 +75,17 @@ class Model(nnx.Module):
         streams: tuple[str, ...] = (),
         **kwargs: Any,
     ):
-        found: dict[Path, Any] = {}
+        found: dict[Path, Any] = {}  # units: their types, and shapes of parameters
+
+        def record(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+            result, unit = call(*args, **kwargs), context.module
+            if type(unit) in units and "params" in unit.variables:
+                own = linen.meta.unbox(unit.variables["params"])
+                found[unit.path] = type(unit), jax.tree.map(jnp.shape, own)
+            return result
 
         def init(key: jax.Array) -> Any:
-            with linen.intercept_methods(recorder(units, found)):
+            with linen.intercept_methods(record):
                 return linen.meta.unbox(module.init(key, *inputs, **kwargs))
 
         if params is None:
@@ -112,7 +124,7 @@ class Model(nnx.Module):
             kwargs["rngs"] = {name: stream() for name, stream in self.streams.items()}
         if any(unit.unit_policy is not None for unit in units.values()):
             return self._in_step(units, args, kwargs)
-        tree = {"params": read_tree(self.params)}
+        tree = {"params": _read_tree(self.params)}
         return self.module.apply(tree, *args, **kwargs)
 
     def _in_step(self, units: dict[Path, Any], args: tuple, kwargs: dict) -> Any:
@@ -130,14 +142,14 @@ class Model(nnx.Module):
         def run(arrays: list[jax.Array]) -> Any:
             seen = {id(v): x for (_, v), x in zip(sharded, arrays, strict=True)}
             read = lambda v: seen[id(v)] if id(v) in seen else v.get_value()
-            tree = {"params": read_tree(self.params, read)}
-            with linen.intercept_methods(runner(self.unit_types, units)):
+            tree = {"params": _read_tree(self.params, read)}
+            with linen.intercept_methods(_runner(self.unit_types, units)):
                 return partition(self.module.apply(tree, *args, **kwargs))
 
-        outside = [outside_of_units(variable) for _, variable in sharded]
+        outside = [_outside_of_units(variable) for _, variable in sharded]
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(outside)
         stacked = [layer_dims(variable) > 0 for _, variable in sharded]
-        leaking = leaks(traced.jaxpr, stacked)
+        leaking = _leaks(traced.jaxpr, stacked)
         for (path, _), leaks_here in zip(sharded, leaking, strict=True):
             if leaks_here:
                 raise UserError(
@@ -178,3 +190,91 @@ def _tree(params: Mapping[str, Any], path: Path, units: Mapping[Path, Any]) -> A
         if layers:
             mark_layers(variable, inner=[inner] * layers)
     return Unit(node)
+
+
+class Parameters(nnx.Module):
+    """A node of Linen's tree of parameters, under the names it has there."""
+
+    def __call__(
+        self, module: linen.Module, method: str, rngs: Any, args: tuple, kwargs: dict
+    ) -> Any:
+        """Calls a method of a Linen module, which is not bound, on these parameters."""
+        tree = {"params": _read_tree(self)}
+        with within(_IN_UNIT, True):
+            return module.apply(tree, *args, method=method, rngs=rngs, **kwargs)
+
+
+def _read_tree(
+    node: Parameters,
+    read: Callable[[nnx.Variable], Any] = lambda variable: variable.get_value(),
+) -> dict[str, Any]:
+    """Returns Linen's tree, with what ``read`` returns of each Variable.
+
+    This is no method, because a call of a Unit's method gathers.
+    """
+    tree = {}
+    for name, value in vars(node).items():
+        if isinstance(value, nnx.Variable):
+            tree[name] = read(value)
+        elif isinstance(value, Parameters):
+            tree[name] = _read_tree(value, read)
+    return tree
+
+
+def _outside_of_units(variable: nnx.Variable) -> jax.Array:
+    """Returns what stands for a sharded parameter outside of its unit.
+
+    Linen may look at shapes, so there are zeros in its place. Under ``nn.scan`` the
+    loop takes the shards of a layer.
+    """
+    shard = shard_of(variable)
+    assert shard is not None
+    if layer_dims(variable):
+        return shard.array
+    gathered = functools.partial(all_gather, place=shard.place)
+    return jnp.zeros_like(jax.eval_shape(gathered, shard.array))
+
+
+def _leaks(jaxpr: core.Jaxpr, stacked: list[bool]) -> list[bool]:
+    """Returns which of the inputs that are stacked are read outside of their units.
+
+    A unit takes its shards by their name (``_of_layer``). Every other way from a
+    stacked parameter to an output is a read.
+    """
+
+    def rule(eqn: Any, _: list[int]) -> list[int] | None:
+        return [0] if eqn.params.get("name") == _LAYER else None
+
+    bits = [is_stacked << i for i, is_stacked in enumerate(stacked)]
+    found = union(dependencies(jaxpr, bits, rule))
+    return [bool(found >> i & 1) for i in range(len(stacked))]
+
+
+def _runner(types: tuple[type, ...], units: dict[Path, Any]) -> Callable:
+    """Returns an interceptor that runs calls of units by themselves."""
+
+    def run(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        module = context.module
+        # What nn.scan or nn.remat made of a unit's type is not of that type.
+        ours = type(module) in types and module.path in units
+        if _IN_UNIT.get() or not ours or context.method_name == "setup":
+            return call(*args, **kwargs)
+        unit = _of_layer(units[module.path], module.variables["params"])
+        rngs = {name: module.make_rng(name) for name in module.scope.rngs}
+        plain = module.clone(parent=None)
+        return unit(plain, context.method_name, rngs, args, kwargs)
+
+    return run
+
+
+def _of_layer(unit: Any, arrays: Any) -> Any:
+    """Returns a unit with the arrays of one layer in place of all layers' shards."""
+    graphdef, state = nnx.split(unit)
+    flat = nnx.to_flat_state(state)
+    if not any(layer_dims(variable) for _, variable in flat):
+        return unit
+    layer = []
+    for path, variable in flat:
+        array = functools.reduce(operator.getitem, path, arrays)
+        layer.append((path, with_array(variable, checkpoint_name(array, _LAYER))))
+    return nnx.merge(graphdef, nnx.from_flat_state(layer))

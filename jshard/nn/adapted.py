@@ -106,14 +106,10 @@ def column_norms(kernel: jax.Array) -> jax.Array:
 
 
 def start_magnitudes(state: TrainState, frozen: Any, mesh: Any) -> TrainState:
-    """Returns a new state whose magnitudes are the norms of its weights.
+    """Returns a new, traced state whose magnitudes are the norms of its weights.
 
-    In traced code. Weights may be in 4 bits; one layer of one exists at a time.
-
-    Args:
-      state: the state.
-      frozen: the frozen parameters that it will have, if others than its own.
-      mesh: its mesh.
+    These may be in 4 bits, and are those in ``frozen`` if the state will have others
+    than its own; one layer of one exists at a time.
     """
     trees = (state.params, state.frozen if frozen is None else frozen)
     flat = {path: x for tree in trees for path, x in nnx.to_flat_state(tree)}
@@ -144,39 +140,37 @@ def adapt(module: Any) -> Any:
 
 @functools.cache
 def _adapted_class(cls: type) -> type:
-    kinds = ((nnx.Linear, _AdaptedLinear), (nnx.Embed, _AdaptedEmbed))
-    kind = next((mine for its, mine in kinds if issubclass(cls, its)), _AdaptedExperts)
-    return type(cls.__name__, (kind, cls), {})
+    """Returns a class beside one of layers, whose calls add what an adapter gives."""
+    kinds = (nnx.Linear, _of_linear), (nnx.Embed, _of_table)
+    of_adapter = next((fn for kind, fn in kinds if issubclass(cls, kind)), _of_experts)
 
-
-# Beside the class of a module.
-
-
-class _AdaptedLinear(nnx.Module):
-    """Adds the adapter's product to the output of a linear layer."""
-
-    def __call__(self, inputs: jax.Array, **kwargs: Any) -> jax.Array:
-        layer: Any = self
-        y = super().__call__(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    def call(layer: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        y = cls.__call__(layer, x, *args, **kwargs)
         if hasattr(layer, _OFF):
             return y
-        noisy = hasattr(layer, DROPOUT)
-        if noisy:
-            inputs = layer.lora_dropout(inputs)
-        a, b = layer.lora_a.get_value(), layer.lora_b.get_value()
-        x, a, b = layer.promote_dtype((inputs, a, b), dtype=layer.dtype)
-        s = scale_of(layer.lora_a)
-        added = s * (x @ a @ b)
-        if not hasattr(layer, MAGNITUDE):
-            return y + added.astype(y.dtype)
-        kernel = layer.kernel.get_value()
-        ratio = _ratio(layer.lora_m.get_value(), _norms_with(kernel, a, b, s))
-        ratio = ratio.astype(y.dtype)
-        if noisy:
-            plain = x @ kernel.astype(x.dtype)
-        else:
-            plain = y if layer.bias is None else y - layer.bias.astype(y.dtype)
-        return y + ((ratio - 1) * plain + ratio * added).astype(y.dtype)
+        return y + of_adapter(layer, x, y, *args).astype(y.dtype)
+
+    return type(cls.__name__, (cls,), {"__call__": call})
+
+
+def _of_linear(layer: Any, inputs: jax.Array, y: jax.Array) -> jax.Array:
+    noisy = hasattr(layer, DROPOUT)
+    if noisy:
+        inputs = layer.lora_dropout(inputs)
+    a, b = layer.lora_a.get_value(), layer.lora_b.get_value()
+    x, a, b = layer.promote_dtype((inputs, a, b), dtype=layer.dtype)
+    s = scale_of(layer.lora_a)
+    added = s * (x @ a @ b)
+    if not hasattr(layer, MAGNITUDE):
+        return added
+    kernel = layer.kernel.get_value()
+    ratio = _ratio(layer.lora_m.get_value(), _norms_with(kernel, a, b, s))
+    ratio = ratio.astype(y.dtype)
+    if noisy:
+        plain = x @ kernel.astype(x.dtype)
+    else:
+        plain = y if layer.bias is None else y - layer.bias.astype(y.dtype)
+    return (ratio - 1) * plain + ratio * added
 
 
 def _norms_with(kernel: jax.Array, a: jax.Array, b: jax.Array, s: float) -> jax.Array:
@@ -189,27 +183,14 @@ def _norms_with(kernel: jax.Array, a: jax.Array, b: jax.Array, s: float) -> jax.
     return jnp.sqrt(jnp.maximum(squares + jnp.sum(b * inner, axis=0), 0))
 
 
-class _AdaptedExperts(nnx.Module):
-    """Adds the products of the experts' adapters to their outputs."""
-
-    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        experts: Any = self
-        y = super().__call__(x, *args)  # pyright: ignore[reportAttributeAccessIssue]
-        if hasattr(experts, _OFF):
-            return y
-        added = experts.product(x, experts.lora_a.get_value(), *args)
-        added = experts.product(added, experts.lora_b.get_value(), *args)
-        return y + (scale_of(experts.lora_a) * added).astype(y.dtype)
+def _of_table(table: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+    a, b = table.lora_a.get_value(), table.lora_b.get_value()
+    rows = jnp.take(a, ids, axis=0).astype(y.dtype)
+    return scale_of(table.lora_a) * (rows @ b.astype(y.dtype))
 
 
-class _AdaptedEmbed(nnx.Module):
-    """Adds the rows of the adapter's product to those of a table."""
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        table: Any = self
-        y = super().__call__(ids)  # pyright: ignore[reportAttributeAccessIssue]
-        if hasattr(table, _OFF):
-            return y
-        a, b = table.lora_a.get_value(), table.lora_b.get_value()
-        rows = jnp.take(a, ids, axis=0).astype(y.dtype)
-        return y + (scale_of(table.lora_a) * (rows @ b.astype(y.dtype))).astype(y.dtype)
+def _of_experts(experts: Any, x: jax.Array, y: jax.Array, *args: Any) -> jax.Array:
+    del y
+    added = experts.product(x, experts.lora_a.get_value(), *args)
+    added = experts.product(added, experts.lora_b.get_value(), *args)
+    return scale_of(experts.lora_a) * added

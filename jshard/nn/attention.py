@@ -4,7 +4,7 @@ The target is known when a step is traced: inside ``shard_map`` it is the mesh's
 which need not be present on this machine; elsewhere it is JAX's default backend.
 
 Shape suffixes: B batch, T time, S time of the keys, N heads, K key-value heads, H head
-width.
+width, M packed documents of a row.
 """
 
 import math
@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard.compat.packed_attention import packed_attention
 from jshard.errors import UserError
+from jshard.fsdp.mesh import capability
 from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
-from jshard.nn.documents import documents, starts_and_lengths
 from jshard.parallel.context import on_whole_sequences
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blockwise")
@@ -108,8 +108,15 @@ def dot_product_attention(
         if kernel == "cudnn":
             q, k, v = (checkpoint_name(x, ATTENTION_OPERANDS) for x in (q, k, v))
         with jax.named_scope(f"{kernel}-attention"):
-            ids = segment_ids, max_segments
-            return _attend(kernel, q, k, v, *ids, scores, sinks_N)
+            ids_BT = None if segment_ids is None else documents(segment_ids)
+            if kernel == "blockwise":
+                out = blockwise_attention(q, k, v, ids_BT, scores, sinks_N=sinks_N)
+            else:
+                out = _of_library(kernel, q, k, v, ids_BT, max_segments, scores)
+            if ids_BT is None or max_segments is None:
+                return out
+            fits_B = ids_BT[:, -1] < max_segments
+            return jnp.where(fits_B[:, None, None, None], out, jnp.nan)
 
     return on_whole_sequences(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
 
@@ -141,36 +148,22 @@ def _check(q: Any, k: Any, ids: Any, most: int | None, scores: Scores) -> None:
         )
 
 
-def _attend(
-    kernel: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Any,
-    most: int | None,
-    scores: Scores,
-    sinks_N: Any,
+def _of_library(
+    kernel: str, q: Any, k: Any, v: Any, ids_BT: Any, most: int | None, scores: Scores
 ) -> jax.Array:
-    """Returns the attended values by one of the kernels."""
-    document_BT = None if ids is None else documents(ids)
+    """Returns the attended values by XLA or cuDNN, as JAX calls them."""
     options: dict[str, Any] = {"scale": scores.scale, "is_causal": scores.is_causal}
-    if kernel == "blockwise":
-        out = blockwise_attention(q, k, v, document_BT, scores, sinks_N=sinks_N)
-    elif kernel == "cudnn" and document_BT is not None:
+    if ids_BT is not None and kernel == "cudnn":
         assert most is not None
-        packed = starts_and_lengths(document_BT, max(most, 2))
-        out = packed_attention(q, k, v, *packed, window=scores.window, **options)
-    else:
-        if document_BT is not None:
-            same_BTS = document_BT[:, :, None] == document_BT[:, None]
-            options["mask"] = same_BTS[:, None]
-        if scores.window:  # JAX leaves the position out
-            options["local_window_size"] = (scores.window - 1, 0)
-        options["implementation"] = kernel
-        out = jax.nn.dot_product_attention(q, k, v, **options)
-    if document_BT is None or most is None:
-        return out
-    return jnp.where((document_BT[:, -1] < most)[:, None, None, None], out, jnp.nan)
+        packed = starts_and_lengths(ids_BT, max(most, 2))
+        return packed_attention(q, k, v, *packed, window=scores.window, **options)
+    if ids_BT is not None:
+        same_BTS = ids_BT[:, :, None] == ids_BT[:, None]
+        options["mask"] = same_BTS[:, None]
+    if scores.window:  # JAX leaves the position out
+        options["local_window_size"] = (scores.window - 1, 0)
+    options["implementation"] = kernel
+    return jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def _choose(
@@ -222,12 +215,12 @@ def _obstacle(
         return "needs max_segments, the most documents of a row, with segment ids"
     if packed and q.size >= 2**31:
         return f"needs fewer than 2**31 elements with segment ids, not {q.size}"
-    capability = _capability(platform, kind)
-    if capability is None or capability < _CAPABILITY:
+    found = _capability(platform, kind)
+    if found is None or found < _CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or more, not {kind}"
-    if packed and capability < _HOPPER:
+    if packed and found < _HOPPER:
         return f"needs compute capability 9.0 or more with segment ids, not {kind}"
-    if H > _WIDEST_HEAD and capability != _HOPPER:
+    if H > _WIDEST_HEAD and found != _HOPPER:
         return of_width
     return None
 
@@ -241,7 +234,7 @@ def _target() -> tuple[str, str]:
     return platform, platform
 
 
-def _capability(platform: str, kind: str) -> tuple[int, int] | None:
+def _capability(platform: str, kind: str) -> tuple[int, ...] | None:
     """Returns the target's compute capability; None if it is no NVIDIA GPU."""
     if platform != "gpu":
         return None
@@ -253,8 +246,27 @@ def _capability(platform: str, kind: str) -> tuple[int, int] | None:
             f"attention: no {kind} is present; trace the step "
             "in jshard.plan.tracing_for"
         )
-    try:
-        major, minor = map(int, local[0].compute_capability.split("."))
-    except ValueError:  # an AMD GPU, like gfx942
-        return None
-    return major, minor
+    return capability(local[0])
+
+
+def documents(segment_ids_BT: jax.Array) -> jax.Array:
+    """Numbers the documents of each row from 0, runs of equal ids: (B, T) int32."""
+    begins = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    return jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def starts_and_lengths(
+    document_BT: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns where documents start and how long they are, -1 for those not there.
+
+    Starts are (B, M + 1), of which the last are -1, and lengths (B, M), both int32, for
+    M, the ``most`` documents of a row; others are left out.
+    """
+    own_BTM = document_BT[:, :, None] == jnp.arange(most)
+    length_BM = jnp.sum(own_BTM, axis=1, dtype=jnp.int32)
+    start_BM = jnp.cumsum(length_BM, axis=1, dtype=jnp.int32) - length_BM
+    start_BM, length_BM = (
+        jnp.where(length_BM > 0, x, -1) for x in (start_BM, length_BM)
+    )
+    return jnp.pad(start_BM, ((0, 0), (0, 1)), constant_values=-1), length_BM

@@ -101,8 +101,5 @@ def softmax_beside(
         return jax.nn.softmax(scores_BKGTS)
     _, K, G, *_ = scores_BKGTS.shape
     sinks_KG11 = sinks_N.astype(scores_BKGTS.dtype).reshape(K, G, 1, 1)
-    most = jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11)
-    most = lax.stop_gradient(most)
-    weights = jnp.exp(scores_BKGTS - most)
-    sums = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks_KG11 - most)
-    return weights / sums
+    sums = jax.nn.logsumexp(scores_BKGTS, axis=-1, keepdims=True)
+    return jnp.exp(scores_BKGTS - jnp.logaddexp(sums, sinks_KG11))

@@ -157,9 +157,11 @@ def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tup
     split, chunk = options.split, options.chunk
     dtype, wide = x_ND.dtype, weights_N.dtype
     cast_DV = head_DV.astype(dtype)
-    # Most softmax values are too small for float16, so their gradients are scaled up.
-    half = dtype == jnp.float16
-    scale = 4096 / jnp.maximum(1, _largest(weights_N, split)) if half else 1
+    half, scale = dtype == jnp.float16, 1
+    if half:  # most softmax values are too small, so their gradients are scaled up
+        largest = jnp.max(jnp.abs(weights_N))
+        largest = lax.pmax(largest, TENSOR) if split else largest
+        scale = 4096 / jnp.maximum(1, largest)
 
     def body(dhead_DV: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
         x_CD, targets_C, weights_C = _tokens_of_all(chunk) if split else chunk
@@ -257,12 +259,6 @@ def _losses(
 def _tokens_of_all(chunk: tuple) -> list[jax.Array]:
     """Returns arrays (C, ...) with the tokens of all devices that share the head."""
     return [lax.all_gather(x, TENSOR, tiled=True) for x in chunk]
-
-
-def _largest(x_N: jax.Array, split: bool) -> jax.Array:
-    """Returns the largest magnitude, of all devices that share the head."""
-    largest = jnp.max(jnp.abs(x_N))
-    return lax.pmax(largest, TENSOR) if split else largest
 
 
 def _own_tokens(x_C: jax.Array) -> jax.Array:

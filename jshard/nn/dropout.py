@@ -11,12 +11,7 @@ from jax import lax
 
 from jshard.collectives.microbatch import current_microbatch
 from jshard.errors import UserError
-from jshard.fsdp.mesh import (
-    axes_of_examples,
-    context_size,
-    manual_axes,
-    sequence_axes,
-)
+from jshard.fsdp.mesh import context_size, manual_axes, sequence_axes, shared_axes
 from jshard.layout.variables import is_variable
 from jshard.parallel.tensor import within_tensor_parallel
 from jshard.pipe.in_stages import stages_here
@@ -99,7 +94,8 @@ def _in_batch(own: jax.Array, size: int) -> jax.Array:
 
     A stage of a pipeline has the examples of one device of each stage.
     """
-    axes, stages = axes_of_examples(), stages_here()
+    stages, shared = stages_here(), shared_axes()
+    axes = tuple(axis for axis in manual_axes() if axis not in shared)
     if stages == 1:
         return jnp.asarray(_index(axes) * size, jnp.uint32) + own
     size //= stages

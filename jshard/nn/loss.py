@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import numbers
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -94,20 +95,6 @@ class Loss(_Sum):
         return jnp.where(counted, value, jnp.nan)
 
 
-def fold_weights(loss: Loss) -> tuple[Loss, list[jax.Array]]:
-    """Multiplies weights that a step computes, and may learn, into their totals.
-
-    Returns the loss, whose weights are constants, and the weights that are none.
-    """
-    terms = [
-        (1.0, Mean(weight * mean.total, mean.count))
-        if isinstance(weight, Tracer)
-        else (weight, mean)
-        for weight, mean in loss.terms
-    ]
-    return Loss(tuple(terms)), [w for w, _ in loss.terms if isinstance(w, Tracer)]
-
-
 def as_loss(value: Any, what: str = "loss_fn returned") -> Loss:
     """Returns a Mean or a Loss as a Loss.
 
@@ -148,8 +135,56 @@ def _kind(value: Any) -> str:
 _OF_STEPS = ("loss", "grad_norm", "loss_scale", "skipped_steps")
 
 
-def split_result(result: Any) -> tuple[Loss, dict[str, Mean]]:
-    """Splits what ``loss_fn`` returned into the loss and the named Means."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """The result of an evaluation step; ``a + b`` pools the counts of two batches.
+
+    Attributes:
+      loss: the terms of the loss, with global totals and counts.
+      metrics: the named Means of ``loss_fn``.
+    """
+
+    loss: Loss
+    metrics: dict[str, Mean]
+
+    def _map(self, fn: Callable[..., Mean], *others: "Means") -> "Means":
+        """Applies ``fn`` to each Mean, and those of others; weights stay."""
+        is_mean = lambda x: isinstance(x, Mean)
+        of_means = lambda x, *more: fn(x, *more) if is_mean(x) else x
+        return jax.tree.map(of_means, self, *others, is_leaf=is_mean)
+
+    def __add__(self, other: Any) -> "Means":
+        if not isinstance(other, Means) and other == 0:  # the start of sum()
+            return self
+        add = lambda a, b: Mean(a.total + b.total, a.count + b.count)
+        return self._map(add, other)
+
+    __radd__ = __add__
+
+    def scaled(self, factor: float) -> "Means":
+        """Counts each example ``factor`` times; -1 subtracts a batch."""
+        return self._map(lambda mean: Mean(factor * mean.total, factor * mean.count))
+
+    def counted(self) -> bool:
+        """Returns whether any term of the loss counted anything."""
+        return any(float(mean.count) > 0 for _, mean in self.loss.terms)
+
+    def compute(self) -> dict[str, float]:
+        """Returns floats by name: first "loss", which is nan if nothing was counted."""
+        means = {"loss": self.loss, **self.metrics}
+        return {name: float(mean.compute()) for name, mean in means.items()}
+
+
+def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
+    """Returns the loss, the named Means, and the weights that the step computes.
+
+    Weights that a step computes, and may learn, are multiplied into their totals; those
+    of the loss are constants.
+
+    Raises:
+      UserError: ``loss_fn`` returned something else, or Means of no scalars.
+    """
     metrics: dict[str, Mean] = {}
     if isinstance(result, tuple) and len(result) == 2:
         result, metrics = result
@@ -167,75 +202,24 @@ def split_result(result: Any) -> tuple[Loss, dict[str, Mean]]:
             )
         if name in _OF_STEPS:
             raise UserError(f"loss_fn: metric name {name!r} is taken; choose another")
-    return as_loss(result), metrics
+    terms, computed = [], []
+    for weight, mean in as_loss(result).terms:
+        if isinstance(weight, Tracer):
+            computed.append(jnp.asarray(weight))
+            weight, mean = 1.0, Mean(weight * mean.total, mean.count)
+        terms.append((jnp.asarray(weight), _of_scalars(mean)))
+    named = {name: _of_scalars(mean) for name, mean in metrics.items()}
+    return Loss(tuple(terms)), named, computed
 
 
-def map_means(fn: Any, *trees: Any) -> Any:
-    """Maps ``fn`` over the Means and the weights of trees."""
-    return jax.tree.map(fn, *trees, is_leaf=lambda x: isinstance(x, Mean))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Means:
-    """The result of an evaluation step; ``a + b`` pools the counts of two batches.
-
-    Attributes:
-      loss: the terms of the loss, with global totals and counts.
-      metrics: the named Means of ``loss_fn``.
-    """
-
-    loss: Loss
-    metrics: dict[str, Mean]
-
-    def __add__(self, other: Any) -> "Means":
-        if not isinstance(other, Means) and other == 0:  # the start of sum()
-            return self
-
-        # Weights, beside the Means, stay.
-        of_mean = lambda x: isinstance(x, Mean)
-        add = lambda a, b: jax.tree.map(operator.add, a, b) if of_mean(a) else a
-        return map_means(add, self, other)
-
-    __radd__ = __add__
-
-    def scaled(self, factor: float) -> "Means":
-        """Counts each example ``factor`` times; -1 subtracts a batch."""
-        times = lambda mean: Mean(factor * mean.total, factor * mean.count)
-        scale = lambda x: times(x) if isinstance(x, Mean) else x
-        return map_means(scale, self)
-
-    def counted(self) -> bool:
-        """Returns whether any term of the loss counted anything."""
-        return any(float(mean.count) > 0 for _, mean in self.loss.terms)
-
-    def compute(self) -> dict[str, float]:
-        """Returns floats by name: first "loss", which is nan if nothing was counted."""
-        means = {"loss": self.loss, **self.metrics}
-        return {name: float(mean.compute()) for name, mean in means.items()}
-
-
-def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
-    """Returns the loss, the named Means, and the weights that the step computes.
-
-    Raises:
-      UserError: ``loss_fn`` returned something else, or Means of no scalars.
-    """
-
-    def fix(mean: Any) -> Any:
-        if not isinstance(mean, Mean):
-            return jnp.asarray(mean)  # a weight
-        total, count = jnp.asarray(mean.total), jnp.asarray(mean.count)
-        if total.shape or count.shape:
-            raise UserError(
-                "loss_fn: a Mean needs scalars, got total of shape "
-                f"{total.shape} and count of shape {count.shape}; sum them first"
-            )
-        return Mean(at_least_float32(total), at_least_float32(count))
-
-    loss, metrics = split_result(result)
-    loss, weights = fold_weights(loss)
-    return *map_means(fix, (loss, metrics)), weights
+def _of_scalars(mean: Mean) -> Mean:
+    total, count = jnp.asarray(mean.total), jnp.asarray(mean.count)
+    if total.shape or count.shape:
+        raise UserError(
+            "loss_fn: a Mean needs scalars, got total of shape "
+            f"{total.shape} and count of shape {count.shape}; sum them first"
+        )
+    return Mean(at_least_float32(total), at_least_float32(count))
 
 
 def seeds(
@@ -250,13 +234,7 @@ def seeds(
     return found
 
 
-def over_devices(tree: Any) -> Any:
+def over_devices(means: Means) -> Means:
     """Sums totals and counts over all devices; weights are the same on each."""
-    axes = manual_axes()
-
-    def add_up(x: Any) -> Any:
-        if not isinstance(x, Mean):
-            return x
-        return Mean(lax.psum(x.total, axes), lax.psum(x.count, axes))
-
-    return map_means(add_up, tree)
+    add_up = functools.partial(lax.psum, axis_name=manual_axes())
+    return means._map(lambda mean: Mean(add_up(mean.total), add_up(mean.count)))

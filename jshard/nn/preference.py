@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.fsdp.mesh import sequence_axes
-from jshard.nn.loss import Loss, Mean, as_loss
+from jshard.nn.loss import Loss, Mean
 
 
 class Answers(NamedTuple):
@@ -30,12 +30,6 @@ class Answers(NamedTuple):
     rejected: jax.Array
     chosen_length: jax.Array
     rejected_length: jax.Array
-
-    def per_token(self) -> "Answers":
-        """Returns the means over an answer's tokens, of answers of length 1."""
-        chosen = self.chosen / self.chosen_length
-        rejected = self.rejected / self.rejected_length
-        return Answers(chosen, rejected, *map(jnp.ones_like, self[2:]))
 
 
 def sum_of_answers(
@@ -107,13 +101,14 @@ def orpo(
       chosen_texts: the cross-entropy of the chosen answers with their prompts.
       beta: the weight of the preference, lambda in the paper.
     """
-    mean = policy.per_token()
-    log_odds = mean.chosen - mean.rejected
-    log_odds -= _log1mexp(mean.chosen) - _log1mexp(mean.rejected)
+    chosen = policy.chosen / policy.chosen_length
+    rejected = policy.rejected / policy.rejected_length
+    log_odds = chosen - rejected
+    log_odds -= jax.nn.log1mexp(-chosen) - jax.nn.log1mexp(-rejected)
     ratio = _mean(-jax.nn.log_sigmoid(log_odds))
-    metrics = rewards(beta * mean.chosen, beta * mean.rejected)
+    metrics = rewards(beta * chosen, beta * rejected)
     metrics |= {"chosen_loss": chosen_texts}
-    return as_loss(chosen_texts) + beta * ratio, metrics
+    return chosen_texts + beta * ratio, metrics
 
 
 def rewards(chosen: jax.Array, rejected: jax.Array) -> dict[str, Mean]:
@@ -128,15 +123,3 @@ def rewards(chosen: jax.Array, rejected: jax.Array) -> dict[str, Mean]:
 
 def _mean(x_P: jax.Array) -> Mean:
     return Mean(jnp.sum(x_P), x_P.size)
-
-
-def _log1mexp(x: jax.Array) -> jax.Array:
-    """Computes ``log(1 - exp(x))`` of negative numbers.
-
-    By Mächler 2012, https://cran.r-project.org/web/packages/Rmpfr/vignettes/
-    log1mexp-note.pdf; each branch sees only numbers that it is for, or gradients of the
-    other would be nan.
-    """
-    small = x > -jnp.log(2.0)
-    near, far = jnp.where(small, x, -1.0), jnp.where(small, -1.0, x)
-    return jnp.where(small, jnp.log(-jnp.expm1(near)), jnp.log1p(-jnp.exp(far)))

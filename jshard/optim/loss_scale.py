@@ -5,8 +5,6 @@ scale in float32. A step whose gradients are not finite changes only the scale
 (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -32,8 +30,3 @@ def update(loss_scale: LossScale, finite: jax.Array) -> LossScale:
         jnp.where(finite & ~grows, loss_scale.good_steps + 1, 0),
         loss_scale.skipped + ~finite,
     )
-
-
-def select(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns ``new`` after a finite step, otherwise ``old``."""
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)

@@ -17,12 +17,7 @@ from jshard.optim.whole_layers import whole_layers
 def on_whole_layers(
     tx: optax.GradientTransformation, options: dict[str, Any]
 ) -> optax.GradientTransformation:
-    """Returns what ``optax.contrib.scale_by_muon`` is, computed on whole layers.
-
-    Args:
-      tx: optax's transformation.
-      options: the arguments that it was made with.
-    """
+    """Returns a ``optax.contrib.scale_by_muon(**options)``, on whole layers."""
     beta, nesterov, dims_of = (
         options[k] for k in ("beta", "nesterov", "weight_dimension_numbers")
     )

@@ -5,7 +5,6 @@ But a Stack's leaf holds L tensors, and an optimizer that looks at entire tensor
 norms, ranks or factors) must see each of them: ``per_layer``.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
 from jshard.optim.known import with_whole_layers
@@ -23,20 +23,6 @@ from jshard.optim.known import with_whole_layers
 layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())
 # The index of the first layer that a Stack's arrays hold.
 first_layer = ContextVar[Any]("first_layer", default=0)
-
-
-@contextlib.contextmanager
-def _set(variable: ContextVar, value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def at_layer(index: Any) -> contextlib.AbstractContextManager[None]:
-    """Says that Stacks are cut to layer ``index`` while an update is traced."""
-    return _set(first_layer, index)
 
 
 class PerLayerState(NamedTuple):
@@ -146,7 +132,8 @@ def _update_layers(update: Callable, args: tuple) -> Any:
     """Maps ``update`` over (L, ...) leaves; returns the new updates and state."""
 
     def one_layer(index: jax.Array, *args: Any) -> Any:
-        with _set(layers_here, (*layers_here.get(), index)), at_layer(0):
+        layers = (*layers_here.get(), index)
+        with within(layers_here, layers), within(first_layer, 0):
             return update(*args)
 
     length = jax.tree.leaves(args)[0].shape[0]

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jshard.fsdp.scopes import within
 from jshard.layout.memory_kinds import on_device, on_host
 from jshard.layout.variables import is_variable
-from jshard.optim.per_layer import PerLayerState, at_layer, stack_name
+from jshard.optim.per_layer import PerLayerState, first_layer, stack_name
 
 Arrays = list[jax.Array]
 Some = dict[int, jax.Array]  # arrays by their position in (state, given)
@@ -76,8 +77,11 @@ def streamed_update(
         # device at a time.
         if home in hosted:
             group, _ = lax.optimization_barrier((group, sent[-2]))
-        streamed = _update_stack if home in stacks else _update_once
-        made = streamed(run, group, of_state.num_leaves)
+        if home in stacks:
+            made = _update_stack(run, group, of_state.num_leaves)
+        else:
+            made = run({i: on_device(x) for i, x in group.items()})
+            made = {i: _to_host(x) if on_host(group[i]) else x for i, x in made.items()}
         sent.append({i: x for i, x in made.items() if on_host(x)})
         results |= made
     return of_state.unflatten([results[i] for i in range(of_state.num_leaves)])
@@ -112,12 +116,6 @@ def _homes(params: Any, arrays: Any) -> tuple[set[str], list[str | None]]:
     return stacks, list(homes(arrays))
 
 
-def _update_once(run: Callable[[Some], Some], group: Some, number: int) -> Some:
-    """Updates arrays on the device, those before position ``number``."""
-    made = run({i: on_device(x) for i, x in group.items()})
-    return {i: _to_host(x) if on_host(group[i]) else x for i, x in made.items()}
-
-
 def _update_stack(run: Callable[[Some], Some], group: Some, number: int) -> Some:
     """Updates a Stack layer by layer, and of it the arrays before ``number``."""
     hosts = {i: x for i, x in group.items() if on_host(x)}
@@ -126,24 +124,16 @@ def _update_stack(run: Callable[[Some], Some], group: Some, number: int) -> Some
 
     def one_layer(index: Any, fetched: list, written: list) -> tuple[list, list]:
         now = dict(zip(stacks, written, strict=True))
-        layer = {i: _layer_at(x, index) for i, x in (now | read).items()}
-        with at_layer(index):
+        layer = {i: lax.dynamic_index_in_dim(x, index) for i, x in (now | read).items()}
+        with within(first_layer, index):
             made = run(layer | dict(zip(hosts, fetched, strict=True)))
-        written = [_with_layer(now[i], made[i], index) for i in stacks]
+        written = [
+            lax.dynamic_update_index_in_dim(now[i], made[i], index, 0) for i in stacks
+        ]
         return [made[i] for i in hosts], written
 
     arrays = _stream_layers(one_layer, list(hosts.values()), list(stacks.values()))
     return dict(zip([*hosts, *stacks], [*arrays[0], *arrays[1]], strict=True))
-
-
-def _layer_at(x: jax.Array, index: Any) -> jax.Array:
-    """Returns layer ``index`` of (L, ...), as (1, ...)."""
-    return lax.dynamic_index_in_dim(x, index, keepdims=True)
-
-
-def _with_layer(x: jax.Array, layer: jax.Array, index: Any) -> jax.Array:
-    """Returns (L, ...) with (1, ...) in place of layer ``index``."""
-    return lax.dynamic_update_index_in_dim(x, layer, index, 0)
 
 
 def _to_host(x: jax.Array) -> jax.Array:
@@ -168,10 +158,10 @@ def _stream_layers(
     pairs = [order[i : i + 2] for i in range(0, len(order), 2)]
 
     def fetch(x: jax.Array, index: Any) -> jax.Array:
-        return on_device(_layer_at(x, index))
+        return on_device(lax.dynamic_index_in_dim(x, index))
 
     def store(x: jax.Array, layer: jax.Array, index: Any) -> jax.Array:
-        return _with_layer(x, _to_host(layer), index)
+        return lax.dynamic_update_index_in_dim(x, _to_host(layer), index, 0)
 
     def exchange(index: Any, hosts: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         """Fetches layer ``index`` and stores the results of the one before."""

@@ -83,7 +83,7 @@ def next_state(
     grads = jax.tree.map(lambda g, p: g.astype(updated_in(p)), grads, state.params)
     if scale is not None:
         finite = jnp.isfinite(norm)
-        model_state = loss_scale.select(finite, model_state, state.model_state)
+        model_state = optax.tree.where(finite, model_state, state.model_state)
         metrics["loss_scale"] = scale.scale
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
@@ -146,7 +146,7 @@ def update(
     wide = for_update(jax.tree.map(on_device, params))
     grads, first = _call(mesh, front, loss, grads, states[:number], wide)
     if finite is not None:
-        first = loss_scale.select(finite, first, states[:number])
+        first = optax.tree.where(finite, first, states[:number])
     params, last, averages = streamed_update(
         functools.partial(run, layered),
         (params, states[number:], averages),
@@ -170,7 +170,7 @@ def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> M
         assert policy.ema_decay is not None  # see check_state
         averages = ema.update(averages, params, policy.ema_decay, steps)
     new = (params, opt_state, averages)
-    return new if finite is None else loss_scale.select(finite, new, moving)
+    return new if finite is None else optax.tree.where(finite, new, moving)
 
 
 def _call(

@@ -9,7 +9,7 @@ layer of what the function takes at a time.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,20 +21,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.fsdp.mesh import axes_of, shard_axes, shards_of
 from jshard.fsdp.policy import Policy
+from jshard.fsdp.scopes import within
 from jshard.layout.padding import padded_dim
 from jshard.layout.specs import shard_dim
 
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 
 
-@contextlib.contextmanager
-def sharded_update(mesh: Mesh, policy: Policy) -> Iterator[None]:
+def sharded_update(
+    mesh: Mesh, policy: Policy
+) -> contextlib.AbstractContextManager[None]:
     """Tells ``whole_layers`` how parameters are sharded while an update is traced."""
-    token = _sharding.set((mesh, policy))
-    try:
-        yield
-    finally:
-        _sharding.reset(token)
+    return within(_sharding, (mesh, policy))
 
 
 def whole_layers(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard
 from jshard.nn import attention, blockwise_attention
-from jshard.nn.documents import documents, starts_and_lengths
+from jshard.nn.attention import documents, starts_and_lengths
 from jshard.plan import GPUS, tracing_for
 from jshard.plan.start_up import attention_kernels, describe
 

@@ -15,24 +15,24 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
     "commands": 1211,
-    "surface": 633,
+    "surface": 600,
     "plan": 5282,
     "training": 13976,
     "checkpoint": 6247,
     "generation": 1214,
     "start-up note": 443,
-    "fsdp": 2025,
-    "nn": 1778,
-    "optim": 1148,
+    "fsdp": 1930,
+    "nn": 1691,
+    "optim": 1111,
     "unit": 3020,
     "cpu": 352,
     "collectives": 504,
-    "layout": 2302,
+    "layout": 2288,
     "distributed": 1616,
     "cli": 721,
-    "compat": 861,
+    "compat": 848,
     "parallel": 550,
-    "ground": 1477,
+    "ground": 1483,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10
