@@ -20,7 +20,7 @@ from jshard.fsdp import mesh as meshes
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import batch_spec
 from jshard.fsdp.policy import Policy
-from jshard.fsdp.state import TrainState
+from jshard.fsdp.state import Step, TrainState
 from jshard.recipe import contract
 from jshard.recipe.definition import Recipe
 
@@ -35,7 +35,7 @@ class Job:
     optimizer: optax.GradientTransformation
     make_model: Callable[..., Any]  # of `rngs`
     trainable: Any  # an NNX filter
-    train_step: jax.stages.Wrapped
+    train_step: Step[Any]
 
     def abstract_state(self) -> TrainState:
         """Returns the state as `ShapeDtypeStruct`s."""
