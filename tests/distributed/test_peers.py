@@ -7,9 +7,14 @@ from jshard.distributed.cluster import Cluster
 
 
 @pytest.fixture
-def first(monkeypatch):
-    """The only process of a job, with a dict as its key-value store."""
-    values = {}
+def values():
+    """The values of a job's key-value store."""
+    return {}
+
+
+@pytest.fixture
+def first(monkeypatch, values):
+    """The only process of a job."""
 
     class KeyValueStore:
         def __init__(self, name):
@@ -41,9 +46,7 @@ def first(monkeypatch):
     monkeypatch.setattr(peers, "KeyValueStore", KeyValueStore)
     monkeypatch.setattr(peers, "Heartbeat", Heartbeat)
     monkeypatch.setattr(job, "_redirect_stdout", lambda prints: None)
-    process = job._Distributed(Cluster(0, 1, "here:1", None, "options"))
-    process.values = values
-    return process
+    return job._Distributed(Cluster(0, 1, "here:1", None, "options"))
 
 
 def test_a_name_that_is_shared_again_never_gives_an_earlier_text(first):
@@ -54,11 +57,11 @@ def test_a_name_that_is_shared_again_never_gives_an_earlier_text(first):
     assert first.publish("b", "5") == "5"
 
 
-def test_texts_that_all_have_read_leave_the_store(first):
+def test_texts_that_all_have_read_leave_the_store(first, values):
     sizes = []
     for number in range(5):
         first.share("a", str(number))
-        sizes.append(len(first.values))
+        sizes.append(len(values))
     assert len({*sizes[1:]}) == 1
 
 
