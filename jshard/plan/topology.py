@@ -113,7 +113,7 @@ def compile_for(
 
 
 def _target_config(gpu: GPU) -> str:
-    """XLA's ``GpuTargetConfigProto`` as text."""
+    """XLA's ``GpuTargetConfigProto`` as text; JAX 0.12 reads ``dnn_version`` alone."""
     block, core, opt_in = gpu.shared
     major, minor = gpu.capability
     cudnn, cuda = (
@@ -139,6 +139,7 @@ def _target_config(gpu: GPU) -> str:
           cuda_compute_capability {{ major: {major} minor: {minor} }}
           registers_per_core_limit: 65536
           registers_per_block_limit: 65536
+          dnn_version: "{".".join(map(str, CUDNN))}"
         }}
         platform_name: "CUDA"
         dnn_version_info {{ {cudnn} }}
