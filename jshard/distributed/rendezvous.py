@@ -119,6 +119,18 @@ class _Meeting:
     async def _meet(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        """Serves a connection until its end, or that of the meeting."""
+        with contextlib.suppress(asyncio.CancelledError):  # a server would log it
+            try:
+                await self._hear(reader, writer)
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+
+    async def _hear(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Hears who has connected, and waits until it has joined."""
         self._strangers.add(writer)
         try:
@@ -127,7 +139,6 @@ class _Meeting:
             told = {}
         index, size = told.get("process"), told.get("processes")
         if not isinstance(index, int) or not isinstance(size, int):
-            writer.close()
             self._strangers.discard(writer)
             return
         writer.write(WELCOME)
@@ -151,7 +162,6 @@ class _Meeting:
         del self._found[index]
         if not has_joined and not self._joined.is_set():
             self._lose(f"{format_processes([index])} {_ENDED}")
-        writer.close()
         if not self._found:
             self._left.set()
 

@@ -25,17 +25,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from jshard.collectives.quantized import exponents, power_of_two, to_float8
+from jshard.compat.cudnn_calls import block_scaled_primitive
 from jshard.fsdp.scopes import FLOAT8
 
 MXFP8 = "mxfp8"
 BLOCK = 32
-# What XLA makes cuDNN's product of, where cuDNN has it (block_scaling_rewriter.cc).
-_TARGET = "__op$block_scaled_dot"
 
 
 class Rows(NamedTuple):
@@ -130,23 +126,6 @@ def _of_weight(values: jax.Array, scales: jax.Array) -> Rows:
 
 # The product itself.
 
-_dot = Primitive("block_scaled_dot")
-
-
-def block_scaled_dot(lhs: Rows, rhs: Rows, dtype: Any) -> jax.Array:
-    """Returns ``lhs @ rhs.T`` in ``dtype``: (rows of lhs, rows of rhs)."""
-    return _dot.bind(*lhs, *rhs, dtype=jnp.dtype(dtype))
-
-
-@_dot.def_impl
-def _run(*operands: jax.Array, dtype: Any) -> jax.Array:
-    return jax.jit(functools.partial(_dot.bind, dtype=dtype))(*operands)
-
-
-@_dot.def_abstract_eval
-def _abstract(lhs, lhs_scales, rhs, rhs_scales, *, dtype):
-    return ShapedArray((lhs.shape[0], rhs.shape[0]), dtype)
-
 
 def _emulated(*operands: jax.Array, dtype: Any) -> jax.Array:
     def dequantized(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -157,22 +136,12 @@ def _emulated(*operands: jax.Array, dtype: Any) -> jax.Array:
     return lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())))
 
 
-def _cudnn(lhs, lhs_scales, rhs, rhs_scales, *, dtype):
-    scales = (
-        lax.bitcast_convert_type(x, jnp.float8_e8m0fnu)
-        for x in (lhs_scales, rhs_scales)
-    )
-    result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[0]), dtype)
-    call = jax.ffi.ffi_call(
-        _TARGET, result, custom_call_api_version=2, legacy_backend_config="{}"
-    )
-    return call(lhs, rhs, *scales)
+_dot = block_scaled_primitive("block_scaled_dot", _emulated)
 
 
-mlir.register_lowering(_dot, mlir.lower_fun(_emulated, multiple_results=False))
-mlir.register_lowering(
-    _dot, mlir.lower_fun(_cudnn, multiple_results=False), platform="cuda"
-)
+def block_scaled_dot(lhs: Rows, rhs: Rows, dtype: Any) -> jax.Array:
+    """Returns ``lhs @ rhs.T`` in ``dtype``: (rows of lhs, rows of rhs)."""
+    return _dot.bind(*lhs, *rhs, dtype=jnp.dtype(dtype))
 
 
 # The blocks of a weight.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jshard.compat.packed_attention import packed_attention
+from jshard.compat.cudnn_calls import packed_attention
 from jshard.errors import UserError
 from jshard.fsdp.mesh import capability
 from jshard.fsdp.policy import ATTENTION_OPERANDS

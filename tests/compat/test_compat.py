@@ -29,7 +29,7 @@ from jshard.compat import (
     plugin_log,
     xla_options,
 )
-from jshard.compat.packed_attention import packed_attention
+from jshard.compat.cudnn_calls import packed_attention
 from jshard.fsdp.mesh import make_mesh
 
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}  # documented

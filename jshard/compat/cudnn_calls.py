@@ -1,0 +1,95 @@
+"""Calls of cuDNN that JAX does not offer in public.
+
+Flash attention over packed documents: ``jax._src.cudnn`` has had it since JAX 0.5
+(jax-ml/jax#25812). If it breaks, attention with ``segment_ids_BT`` and ``max_segments``
+cannot be traced for GPUs; all other attention is not affected.
+
+Products with block scales: XLA makes cuDNN's of a custom call
+(``block_scaling_rewriter.cc``). If it breaks, steps with ``products="mxfp8"`` cannot be
+compiled for GPUs. Both were tested with JAX 0.10.2, 0.11.2 and 0.12.0.1.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+
+def packed_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    starts_BM: jax.Array,
+    lengths_BM: jax.Array,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+) -> jax.Array:
+    """Returns attention within each document, in the shape of the queries.
+
+    Queries, keys and values are bfloat16 or float16. ``starts_BM``, int32, are the
+    first positions of the M documents of each row, and ``lengths_BM`` their numbers of
+    tokens; both have -1 for documents that a row does not have. There is one more
+    start, always -1, and there are at least 3. ``window`` is the number of latest
+    positions that one attends to, itself included.
+    """
+    masks = cudnn.MaskType
+    attended: Any = cudnn.dot_product_attention(
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        q_seqlen=lengths_BM,
+        kv_seqlen=lengths_BM,
+        q_offsets=starts_BM,
+        kv_offsets=starts_BM,
+        scale=scale,
+        mask_type=masks.PADDING_CAUSAL if is_causal else masks.PADDING,
+        sliding_window_length=window,
+    )
+    return attended
+
+
+def block_scaled_primitive(name: str, elsewhere: Callable[..., jax.Array]) -> Primitive:
+    """Makes the primitive of ``lhs @ rhs.T`` with a scale for each block of a row.
+
+    Its operands are two matrices, each as float8 values (rows, depth) and uint8
+    exponents (rows, blocks); ``dtype`` is that of the result. On NVIDIA's GPUs it is
+    cuDNN's product, and what ``elsewhere`` computes on other devices.
+    """
+    primitive = Primitive(name)
+
+    @primitive.def_impl
+    def run(*operands: jax.Array, dtype: Any) -> jax.Array:
+        return jax.jit(partial(primitive.bind, dtype=dtype))(*operands)
+
+    @primitive.def_abstract_eval
+    def abstract(lhs: Any, _: Any, rhs: Any, __: Any, *, dtype: Any) -> ShapedArray:
+        return ShapedArray((lhs.shape[0], rhs.shape[0]), dtype)
+
+    def call(
+        lhs: jax.Array, lhs_scales: Any, rhs: jax.Array, rhs_scales: Any, *, dtype: Any
+    ) -> Any:
+        result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[0]), dtype)
+        scales = (
+            lax.bitcast_convert_type(x, jnp.float8_e8m0fnu)
+            for x in (lhs_scales, rhs_scales)
+        )
+        return jax.ffi.ffi_call(
+            "__op$block_scaled_dot",
+            result,
+            custom_call_api_version=2,
+            legacy_backend_config="{}",
+        )(lhs, rhs, *scales)
+
+    lowered = partial(mlir.lower_fun, multiple_results=False)
+    mlir.register_lowering(primitive, lowered(elsewhere))
+    mlir.register_lowering(primitive, lowered(call), platform="cuda")
+    return primitive
